@@ -1,0 +1,1 @@
+"""megatron_merak: data x tensor x pipeline parallel training of transformers."""

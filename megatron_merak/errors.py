@@ -1,0 +1,40 @@
+"""Typed errors: every mistake a user can make is told as what, value, reason and remedy."""
+
+
+class MerakError(Exception):
+    """A user-visible failure.
+
+    Attributes: ``what`` (the flag or the thing that is wrong), ``value`` (what it was), ``reason`` and ``remedy``
+    (sentences without a final full stop).
+    """
+
+    def __init__(self, what: str, value: object, reason: str, remedy: str):
+        super().__init__(what, value, reason, remedy)
+        self.what, self.value, self.reason, self.remedy = what, value, reason, remedy
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.value}: {self.reason}. {self.remedy}."
+
+
+class ConfigError(MerakError):
+    """A flag or a combination of flags that cannot run."""
+
+
+class LaunchError(MerakError):
+    """The process was started with an environment, world size or device that does not fit."""
+
+
+class PlanError(MerakError):
+    """No plan, or a hand-written plan that does not describe the model."""
+
+
+class ScheduleError(MerakError):
+    """A pipeline schedule that is incomplete, misordered or deadlocks."""
+
+
+class DataError(MerakError):
+    """A data set, index or tokenizer that cannot be read or does not fit the model."""
+
+
+class CheckpointError(MerakError):
+    """A checkpoint that is missing, incomplete, damaged or does not fit the model."""
