@@ -1,0 +1,147 @@
+"""The parameters of one rank as two flat tensors: values in the model's dtype, gradients in fp32, at the same offsets.
+
+Layout of three groups (one per unit, in forward order), `d` decayed and `n` not decayed, `.` padding:
+
+    | d d . d . n . n n . | d . d d . n . | d d . n n . |
+      group 0               group 1         group 2
+                          <- bucket 1    <- bucket 0       (filled from the end: backward finishes the last unit first)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+ALIGNMENT = 64  # elements: 256 bytes in fp32, 128 in bf16, so that every view starts on a cache line
+
+
+@dataclass(frozen=True)
+class BufferEntry:
+    """One parameter that a buffer shall hold.
+
+    decay: weight decay applies to it.
+    counted: this rank counts its gradient in the global norm; False where another rank holds the same parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    decay: bool
+    counted: bool = True
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies: elements [start, stop) of the flat tensors, padding excluded."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    decay: bool
+    counted: bool
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements [start, stop) of `main_grad`, padding included, which hold exactly the parameters `names`."""
+
+    start: int
+    stop: int
+    names: tuple[str, ...]
+
+
+class DecayRange(NamedTuple):
+    """Elements [start, stop), padding included, that all take weight decay or all do not."""
+
+    start: int
+    stop: int
+    decay: bool
+
+
+def default_bucket_elements(data_parallel_size: int) -> int:
+    """Megatron's bucket size in elements: it grows with the ranks, so that the latency of a ring stays hidden."""
+    return max(40_000_000, 1_000_000 * data_parallel_size)
+
+
+class ParameterBuffer:
+    """Flat storage for all parameters of one rank.
+
+    entries: groups in forward order, for example one per unit. Inside a group the decayed entries come first.
+    dtype: of `data`; `main_grad` is always fp32.
+    bucket_elements: a bucket closes once it holds this many elements; no parameter is split. None: one bucket.
+
+    data       [size] dtype   zeros until they are filled through `parameter(name)`
+    main_grad  [size] fp32    the sum of this step's gradients
+    slots      parameter name -> Slot, in order of offset
+    buckets    contiguous, disjoint, they cover everything; buckets[0] holds the last parameters
+    ranges     contiguous, disjoint, they cover everything, in order of offset; neighbours differ in `decay`
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Sequence[BufferEntry]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        bucket_elements: int | None = None,
+    ):
+        assert bucket_elements is None or bucket_elements > 0, bucket_elements
+        self.slots, self.size = _lay_out(entries)
+        self.buckets = _cut_into_buckets(self.slots, self.size, bucket_elements or max(self.size, 1))
+        self.ranges = _merge_ranges(self.slots, self.size)
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.data = torch.zeros(self.size, dtype=dtype, device=device)
+        self.main_grad = torch.zeros(self.size, dtype=torch.float32, device=device)
+
+    def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """The part of `flat` ([size], any dtype) that belongs to parameter `name`, in its shape."""
+        slot = self.slots[name]
+        return flat[slot.start : slot.stop].view(slot.shape)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        return self.view(self.data, name)
+
+    def grad(self, name: str) -> torch.Tensor:
+        return self.view(self.main_grad, name)
+
+    def zero_grad(self) -> None:
+        self.main_grad.zero_()
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _lay_out(groups: Sequence[Sequence[BufferEntry]]) -> tuple[dict[str, Slot], int]:
+    slots: dict[str, Slot] = {}
+    offset = 0
+    for group in groups:
+        for entry in sorted(group, key=lambda entry: not entry.decay):
+            assert entry.name not in slots, f"parameter {entry.name} is listed twice"
+            elements = prod(entry.shape)
+            assert elements > 0, f"parameter {entry.name} has no elements: {entry.shape}"
+            slots[entry.name] = Slot(offset, offset + elements, tuple(entry.shape), entry.decay, entry.counted)
+            offset = _align(offset + elements)
+    return slots, offset
+
+
+def _cut_into_buckets(slots: dict[str, Slot], size: int, bucket_elements: int) -> tuple[Bucket, ...]:
+    buckets: list[Bucket] = []
+    stop, names = size, []
+    for name, slot in reversed(slots.items()):
+        names.append(name)
+        if stop - slot.start >= bucket_elements or slot.start == 0:
+            buckets.append(Bucket(slot.start, stop, tuple(names)))
+            stop, names = slot.start, []
+    return tuple(buckets)
+
+
+def _merge_ranges(slots: dict[str, Slot], size: int) -> tuple[DecayRange, ...]:
+    ranges: list[DecayRange] = []
+    for slot in slots.values():
+        if ranges and ranges[-1].decay != slot.decay:
+            ranges[-1] = ranges[-1]._replace(stop=slot.start)
+        if not ranges or ranges[-1].decay != slot.decay:
+            ranges.append(DecayRange(slot.start, size, slot.decay))
+    return tuple(ranges)
