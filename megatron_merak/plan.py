@@ -1,0 +1,273 @@
+"""The Plan: every decision about how a model runs on a cluster, frozen, printable and storable.
+
+Whatever is automatic ends in a ``Plan``; whatever runs reads only a ``Plan``. It is plain data: hashable, equal by
+value, exact through JSON, small enough to be written by hand, and free of torch.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_merak.errors import PlanError
+from megatron_merak.pipeline_parallel.ops import Schedule
+
+AXES = ("tp", "cp", "dp", "pp")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The rank grid: tensor, context, data and pipeline parallel extents, the first varying fastest over the ranks.
+
+    This is Megatron's default order, so rank = ((p * dp + d) * cp + c) * tp + t.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    def __post_init__(self):
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise PlanError(f"grid extent {axis}", getattr(self, axis), "an extent counts ranks", "Use 1 or more")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """The (tp, cp, dp, pp) coordinates of a rank."""
+        if not 0 <= rank < self.size:
+            raise PlanError("rank", rank, f"the grid has {self.size} ranks", f"Use 0 to {self.size - 1}")
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return tp, cp, dp, pp
+
+    def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The rank at these coordinates."""
+        for axis, place in zip(AXES, (tp, cp, dp, pp), strict=True):
+            extent = getattr(self, axis)
+            if not 0 <= place < extent:
+                raise PlanError(f"{axis} coordinate", place, f"the extent is {extent}", f"Use 0 to {extent - 1}")
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks that differ only along ``axis``, one ascending list per group, groups by their first rank.
+
+        ``axis`` is "tp", "cp", "dp" or "pp", or several joined by a dash: "tp-pp" is one model replica's ranks.
+        """
+        free = axis.split("-")
+        if unknown := [name for name in free if name not in AXES]:
+            raise PlanError("grid axis", ", ".join(unknown), f"the axes are {', '.join(AXES)}", "Join axes by a dash")
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            place = zip(AXES, self.coordinates(rank), strict=True)
+            groups.setdefault(tuple(x for name, x in place if name not in free), []).append(rank)
+        return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One link of the chain that a model is: what one tensor-parallel rank holds and computes of it.
+
+    ``parameters``: values this unit owns. ``shared_parameters``: values it also uses but an earlier unit owns (a tied
+    output layer): a stage that does not hold the owner holds a copy. ``flops``: of one micro-batch's forward, a
+    multiply-add counting two. ``saved_bytes``: kept from its forward for its backward, beyond its input and its
+    parameters. ``output_bytes``: its output, that is what crosses a stage border behind it. ``transient_bytes``: live
+    only while it runs (the logits and their gradient).
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    flops: int
+    saved_bytes: int
+    output_bytes: int
+    shared_parameters: int = 0
+    transient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Units [first, last) of the chain; ``recompute`` names those (by index in the chain) that keep no tape."""
+
+    first: int
+    last: int
+    recompute: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not 0 <= self.first < self.last:
+            raise PlanError("stage", f"[{self.first}, {self.last})", "a stage holds one unit or more", "Move the cuts")
+        if outside := [unit for unit in self.recompute if not self.first <= unit < self.last]:
+            raise PlanError("recompute", outside, f"the stage holds units [{self.first}, {self.last})", "Drop them")
+
+    @property
+    def units(self) -> range:
+        return range(self.first, self.last)
+
+
+@dataclass(frozen=True)
+class TensorSharding:
+    """How one tensor of the model, under its HuggingFace name, is divided over the tensor-parallel ranks.
+
+    ``shape`` is the full shape, without padding. ``dim`` is the divided dimension, None for a tensor every rank holds.
+    ``blocks`` fused blocks lie along ``dim`` (3 in a fused query-key-value), each divided evenly by itself. ``padded``
+    is the extent of ``dim`` with padding (a vocabulary): the padded extent is what is divided evenly.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    blocks: int = 1
+    padded: int | None = None
+
+    def __post_init__(self):
+        if self.dim is None:
+            return
+        if not 0 <= self.dim < len(self.shape):
+            raise PlanError(f"dim of {self.name}", self.dim, f"its shape is {self.shape}", "Name one of its dimensions")
+        if self.padded is not None and (self.blocks != 1 or self.padded < self.shape[self.dim]):
+            reason = f"padding extends one block of {self.shape[self.dim]}, and there are {self.blocks} blocks"
+            raise PlanError(f"padded extent of {self.name}", self.padded, reason, "Pad one block upwards")
+
+    def intervals(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
+        """The index ranges [start, stop) along ``dim`` that a rank holds, ascending, in the order it stores them.
+
+        ``()`` means the whole tensor (``dim`` is None). Padding is clipped away; a rank that holds only padding gets
+        one empty range.
+        """
+        if self.dim is None:
+            return ()
+        extent = self.shape[self.dim]
+        divided = extent if self.padded is None else self.padded
+        if divided % (self.blocks * tp):
+            reason = f"{self.blocks} block(s) do not divide evenly over {tp} tensor-parallel ranks"
+            raise PlanError(f"extent of {self.name}", divided, reason, "Use a tensor-parallel size that divides it")
+        block = divided // self.blocks
+        part = block // tp
+        ranges: list[tuple[int, int]] = []
+        for start in range(tp_rank * part, divided, block):
+            start, stop = min(start, extent), min(start + part, extent)
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, stop))
+        return tuple(ranges)
+
+    def local_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:
+        """The shape of a rank's part, without padding."""
+        if self.dim is None:
+            return self.shape
+        held = sum(stop - start for start, stop in self.intervals(tp_rank, tp))
+        return self.shape[: self.dim] + (held,) + self.shape[self.dim + 1 :]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rank grid, chain of units, stages, tensor-parallel table and schedule of one training step.
+
+    ``schedule`` holds compute operations only; communication is derived from it. ``dtype`` is that of activations and
+    parameters ("float32", "bfloat16"). Predictions describe one step: ``predicted_time`` in seconds,
+    ``predicted_bubble`` the idle fraction of all ranks, ``predicted_bytes`` each stage's peak on one rank.
+    """
+
+    grid: Grid
+    units: tuple[Unit, ...]
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+    micro_batch_size: int
+    sequence_length: int
+    dtype: str = "float32"
+    shardings: tuple[TensorSharding, ...] = ()
+    predicted_time: float = 0.0
+    predicted_bubble: float = 0.0
+    predicted_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        cuts = [0] + [stage.last for stage in self.stages]
+        if [stage.first for stage in self.stages] != cuts[:-1] or cuts[-1] != len(self.units):
+            reason = f"they must cover the {len(self.units)} units once, in order"
+            raise PlanError("stages", [(s.first, s.last) for s in self.stages], reason, "Start each where one ends")
+        if self.schedule.stages != len(self.stages) or len(self.schedule.ranks) != self.grid.pp:
+            reason = f"it has {self.schedule.stages} stages on {len(self.schedule.ranks)} ranks, but the plan has "
+            reason += f"{len(self.stages)} stages on {self.grid.pp}"
+            raise PlanError("schedule", self.schedule.name, reason, "Build the schedule for the plan's stages")
+        if self.dtype not in DTYPE_BYTES:
+            raise PlanError("dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them")
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.schedule.microbatches
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.num_microbatches * self.grid.dp
+
+    def stage_units(self, stage: int) -> tuple[Unit, ...]:
+        return self.units[self.stages[stage].first : self.stages[stage].last]
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages that one pipeline rank runs, ascending."""
+        return tuple(stage for stage in range(len(self.stages)) if self.schedule.rank_of(stage) == pp_rank)
+
+    def stage_parameters(self, stage: int) -> int:
+        """The values one rank of a stage holds, its own copy of a tied weight included."""
+        units = self.stage_units(stage)
+        owner = self.stages[stage].first == 0  # the embedding, the only owner of shared values, is the first unit
+        return sum(unit.parameters + (0 if owner else unit.shared_parameters) for unit in units)
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("units", "stages", "shardings"):
+            plain[name] = [_record(item) for item in plain[name]]
+        return plain | {"grid": _record(self.grid), "schedule": self.schedule.to_dict()}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Plan":
+        """Raises PlanError when a key is unknown or missing, or the values do not make a plan."""
+        rows = {"units": Unit, "stages": StagePlan, "shardings": TensorSharding}
+        values = dict(plain)
+        for name, kind in rows.items():
+            if name in values:
+                values[name] = tuple(_build(kind, row) for row in values[name])
+        if "grid" in values and "schedule" in values:
+            values["grid"] = _build(Grid, values["grid"])
+            values["schedule"] = Schedule.from_dict(values["schedule"])
+        return _build(cls, values)
+
+    def to_json(self) -> str:
+        """One row of data per line."""
+        lines = []
+        for name, value in self.to_dict().items():
+            if name in ("units", "stages", "shardings") and value:
+                text = "[\n    " + ",\n    ".join(json.dumps(row) for row in value) + "\n  ]"
+            else:
+                text = json.dumps(value)
+            lines.append(f"  {json.dumps(name)}: {text}")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        try:
+            plain = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError("plan", "JSON", f"it does not parse: {error}", "Correct the text") from error
+        if not isinstance(plain, dict):
+            raise PlanError("plan", "JSON", "it is not an object", "Start from a stored plan")
+        return cls.from_dict(plain)
+
+
+def _record(item: object) -> dict[str, Any]:
+    return {field.name: getattr(item, field.name) for field in fields(item)}  # type: ignore[arg-type]
+
+
+def _build(kind: type, row: Mapping[str, Any]) -> Any:
+    """The dataclass ``kind`` from a JSON object, lists becoming tuples."""
+    try:
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+    except (TypeError, AttributeError) as error:
+        name = kind.__name__
+        raise PlanError("plan", name, str(error).replace("__init__()", name), "Correct the stored plan") from error
