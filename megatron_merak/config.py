@@ -1,0 +1,396 @@
+"""Every setting of a run. A field is a command-line flag (``num_layers`` is ``--num-layers``) and the string below it
+is its help text. One value is checked where it is set, combinations in ``Config.validate``; both raise ConfigError."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from .errors import ConfigError
+
+
+def setting(default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
+    """A field. Metadata: ``least``/``most`` (inclusive) and ``above``/``below`` (exclusive) bounds, ``choices``,
+    ``not_yet`` (choices of Megatron-LM that do not exist here), ``megatron`` (its default, where ours differs),
+    ``ours`` (Megatron-LM has no such flag)."""
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def value_type(cls: type, name: str) -> type:
+    """The type of field ``name`` of ``cls``: int, float, str, bool or tuple (of str), without an optional None."""
+    hint = typing.get_type_hints(cls)[name]
+    if isinstance(hint, types.UnionType):
+        (hint,) = (arm for arm in typing.get_args(hint) if arm is not types.NoneType)
+    return typing.get_origin(hint) or hint
+
+
+def _bound_error(metadata: Mapping[str, Any], value: float) -> str | None:
+    tests: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+        "least": (lambda v, bound: v >= bound, "at least"), "most": (lambda v, bound: v <= bound, "at most"),
+        "above": (lambda v, bound: v > bound, "above"), "below": (lambda v, bound: v < bound, "below"),
+    }
+    present = [key for key in tests if key in metadata]
+    if all(tests[key][0](value, metadata[key]) for key in present):
+        return None
+    return "Use a value " + " and ".join(f"{tests[key][1]} {metadata[key]}" for key in present)
+
+
+def _checked(cls: type, field: dataclasses.Field, value: Any) -> Any:
+    """``value`` in the field's own type; raises ConfigError when it is of another type or out of bounds."""
+    flag, kind = flag_name(field.name), value_type(cls, field.name)
+    if value is None and field.default is None:
+        return None
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is tuple and isinstance(value, list):
+        value = tuple(value)
+    if type(value) is not kind or (kind is tuple and not all(isinstance(item, str) for item in value)):
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", tuple: "a list of texts"}
+        raise ConfigError(flag, repr(value), f"is not {names[kind]}", f"Give {names[kind]}")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(flag, value, "is not a finite number", "Give a finite number")
+    if kind in (int, float) and (remedy := _bound_error(field.metadata, value)):
+        raise ConfigError(flag, value, "is out of range", remedy)
+    choices = field.metadata.get("choices")
+    if choices and value not in choices:
+        reason = "is not one of the choices"
+        if value in field.metadata.get("not_yet", ()):
+            reason = "is a choice of Megatron-LM that megatron_merak does not have yet"
+        unset = ", or leave the flag out" if field.default is None else ""
+        raise ConfigError(flag, value, reason, f"Use {' or '.join(choices)}{unset}")
+    return value
+
+
+class Section:
+    """Base of the configuration dataclasses: checks and normalises each value on its own."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _checked(type(self), field, getattr(self, field.name)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """The model's shape. GELU models use the tanh formula, as GPT-2 does."""
+
+    num_layers: int = setting(least=1)
+    """Number of transformer layers."""
+    hidden_size: int = setting(least=1)
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = setting(None, least=1)
+    """Width of the MLP (unset: 4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple of 64)."""
+    num_attention_heads: int = setting(least=1)
+    """Number of attention heads."""
+    group_query_attention: bool = setting(False)
+    """Let groups of query heads share one key-value head, see --num-query-groups."""
+    num_query_groups: int = setting(1, least=1)
+    """Number of key-value heads; needs --group-query-attention."""
+    kv_channels: int | None = setting(None, least=1)
+    """Width of one attention head (unset: hidden size / attention heads)."""
+    seq_length: int = setting(least=1)
+    """Tokens per training sample."""
+    max_position_embeddings: int | None = setting(None, least=1)
+    """Longest sequence that the position embedding can serve (unset: --seq-length)."""
+    position_embedding_type: str = setting(
+        "learned_absolute", choices=("learned_absolute", "rope", "none"), not_yet=("yarn", "mrope", "relative"))
+    """How a token knows its position: a learned table, rotary embedding, or not at all."""
+    rotary_base: int = setting(10000, least=1)
+    """Base of the rotary frequencies."""
+    rotary_percent: float = setting(1.0, above=0, most=1)
+    """Fraction of a head's channels that is rotated."""
+    use_rope_scaling: bool = setting(False)
+    """Stretch the rotary frequencies as Llama 3.1 does."""
+    rope_scaling_factor: float = setting(8.0, least=1)
+    """How far --use-rope-scaling stretches the low frequencies."""
+    normalization: str = setting("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    """The normalization in front of attention, MLP and output layer."""
+    norm_epsilon: float = setting(1e-5, above=0)
+    """Added to the variance inside a normalization."""
+    qk_layernorm: bool = setting(False)
+    """Normalize each head's queries and keys."""
+    swiglu: bool = setting(False)
+    """Use SiLU(gate) x up in the MLP instead of GELU."""
+    disable_bias_linear: bool = setting(False)
+    """Leave out the biases of all linear layers."""
+    add_qkv_bias: bool = setting(False)
+    """Give queries, keys and values a bias even with --disable-bias-linear."""
+    untie_embeddings_and_output_weights: bool = setting(False)
+    """Give the output layer a weight of its own instead of the token embedding's."""
+    hidden_dropout: float = setting(0.1, least=0, below=1)
+    """Dropout on the embedding's and each sublayer's output."""
+    attention_dropout: float = setting(0.1, least=0, below=1)
+    """Dropout on the attention probabilities."""
+    init_method_std: float = setting(0.02, above=0)
+    """Standard deviation of the initial weights."""
+    make_vocab_size_divisible_by: int = setting(128, least=1)
+    """Pad the vocabulary to a multiple of this times the tensor-parallel degree."""
+    vocab_size: int | None = setting(None, least=1)
+    """Vocabulary before padding (unset: the tokenizer's)."""
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return 8 * self.hidden_size // (3 * 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key-value heads in effect."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head; 0 without rotary embedding."""
+        return int(self.head_dim * self.rotary_percent) if self.position_embedding_type == "rope" else 0
+
+    @property
+    def max_positions(self) -> int:
+        return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
+
+    def padded_vocab_size(self, tensor_parallel_size: int) -> int:
+        """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` x ``tensor_parallel_size``.
+        Raises ConfigError when the vocabulary is not known yet."""
+        if self.vocab_size is None:
+            raise ConfigError("--vocab-size", "(unset)", "is needed to size the embedding",
+                              "Give it, or a tokenizer that knows it")
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """How the work is spread over ranks; what tensor and pipeline degrees leave over is data parallel."""
+
+    tensor_model_parallel_size: int = setting(1, least=1)
+    """Ranks that share every layer."""
+    pipeline_model_parallel_size: int = setting(1, least=1)
+    """Pipeline stages; the layers are cut between them by cost."""
+    pipeline_schedule: str = setting("1f1b", choices=("gpipe", "1f1b"), ours=True)
+    """Order of forwards and backwards: all forwards first, or one forward, one backward."""
+    distributed_backend: str = setting("auto", choices=("auto", "gloo", "nccl"), megatron="nccl")
+    """Collective library; auto is nccl on GPUs and gloo on CPUs."""
+    distributed_timeout_minutes: int = setting(10, least=1)
+    """Minutes after which a collective that does not finish is an error."""
+    no_overlap_grad_reduce: bool = setting(False, megatron=True, ours=True)
+    """Reduce gradients after the backward pass instead of during it."""
+    ddp_bucket_size: int | None = setting(None, least=1)
+    """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size))."""
+    recompute_granularity: str | None = setting(None, choices=("full",), not_yet=("selective",))
+    """Recompute every layer in the backward pass instead of keeping its activations (unset: keep them)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
+    """Batch, length and precision of the run."""
+
+    micro_batch_size: int = setting(least=1)
+    """Samples in one forward pass of one replica."""
+    global_batch_size: int | None = setting(None, least=1)
+    """Samples per optimizer step over all replicas (unset: micro-batch size x data-parallel size)."""
+    train_iters: int | None = setting(None, least=1)
+    """Optimizer steps of the whole run."""
+    exit_interval: int | None = setting(None, least=1)
+    """Stop after an iteration divisible by this."""
+    eval_interval: int | None = setting(None, least=1)
+    """Iterations between evaluations on the validation set (unset: only after training)."""
+    eval_iters: int = setting(100, least=0)
+    """Global batches per evaluation; 0 evaluates nothing."""
+    seed: int = setting(1234, least=0, most=2**32 - 1)
+    """Seed of initialization, data order and dropout."""
+    deterministic_mode: bool = setting(False)
+    """Use only deterministic algorithms; two equal runs are then bitwise equal."""
+    bf16: bool = setting(False)
+    """bfloat16 weights and activations, with fp32 master weights and fp32 gradients."""
+    calculate_per_token_loss: bool = setting(False)
+    """Weigh every token alike: divide by the global batch's tokens instead of averaging micro-batch means."""
+    skip_train: bool = setting(False)
+    """Only evaluate."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of the compute dtype: ``bfloat16`` or ``float32``."""
+        return "bfloat16" if self.bf16 else "float32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate and weight-decay schedules."""
+
+    optimizer: str = setting("adam", choices=("adam",), not_yet=("sgd", "muon", "lion"))
+    """The optimizer; adam is AdamW."""
+    lr: float | None = setting(None, above=0)
+    """Peak learning rate."""
+    min_lr: float | None = setting(None, least=0, megatron=0.0)
+    """Learning rate at the end of the decay (unset: a tenth of --lr)."""
+    lr_decay_style: str = setting(
+        "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), megatron="linear")
+    """Shape of the learning rate after warm-up."""
+    lr_decay_iters: int | None = setting(None, least=1)
+    """Iteration at which the decay ends (unset: --train-iters)."""
+    lr_warmup_iters: int = setting(0, least=0)
+    """Iterations of linear warm-up."""
+    lr_warmup_fraction: float | None = setting(None, least=0, below=1)
+    """Warm-up as a fraction of the decay iterations; instead of --lr-warmup-iters."""
+    lr_warmup_init: float = setting(0.0, least=0)
+    """Learning rate at which warm-up starts."""
+    lr_wsd_decay_style: str = setting("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    """Shape of the final decay with --lr-decay-style WSD."""
+    lr_wsd_decay_iters: int | None = setting(None, least=1)
+    """Iterations of the final decay with --lr-decay-style WSD."""
+    weight_decay: float = setting(0.1, least=0, megatron=0.01)
+    """Weight decay; biases and norms have none."""
+    start_weight_decay: float | None = setting(None, least=0)
+    """Weight decay at the start, when it grows."""
+    end_weight_decay: float | None = setting(None, least=0)
+    """Weight decay at the end, when it grows."""
+    weight_decay_incr_style: str = setting("constant", choices=("constant", "linear", "cosine"))
+    """How weight decay moves from --start-weight-decay to --end-weight-decay."""
+    clip_grad: float = setting(1.0, least=0)
+    """Largest norm of the whole gradient; 0 does not clip."""
+    adam_beta1: float = setting(0.9, least=0, below=1)
+    """Decay of Adam's first moment."""
+    adam_beta2: float = setting(0.95, least=0, below=1, megatron=0.999)
+    """Decay of Adam's second moment."""
+    adam_eps: float = setting(1e-8, above=0)
+    """Added to the root of Adam's second moment."""
+
+    @property
+    def final_lr(self) -> float:
+        """``min_lr``, or a tenth of ``lr`` when it is unset; needs one of them."""
+        return self.min_lr if self.min_lr is not None else 0.1 * self.lr
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Data sets and tokenizer."""
+
+    data_path: tuple[str, ...] = setting(())
+    """One indexed data set PREFIX, or WEIGHT PREFIX pairs to blend; --split cuts it."""
+    split: str = setting("969, 30, 1", megatron=None)
+    """Weights of the training, validation and test parts of --data-path."""
+    train_data_path: tuple[str, ...] = setting(())
+    """Training data, written like --data-path; instead of it."""
+    valid_data_path: tuple[str, ...] = setting(())
+    """Validation data, written like --data-path."""
+    test_data_path: tuple[str, ...] = setting(())
+    """Test data, written like --data-path."""
+    data_cache_path: str | None = setting(None)
+    """Directory of the sample indices (unset: beside each data set)."""
+    mock_data: bool = setting(False)
+    """Train on generated tokens; for benchmarks and tests."""
+    num_workers: int = setting(0, least=0, megatron=2)
+    """Loader processes per rank; 0 loads in the training process."""
+    no_mmap_bin_files: bool = setting(False)
+    """Read the token files instead of mapping them into memory."""
+    eod_mask_loss: bool = setting(False)
+    """Leave end-of-document tokens out of the loss."""
+    mid_level_dataset_surplus: float = setting(0.005, least=0)
+    """Share of extra samples built per blended data set, so that rounding never runs dry."""
+    tokenizer_type: str | None = setting(
+        None, choices=("HuggingFaceTokenizer", "NullTokenizer"),
+        not_yet=("GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"))
+    """HuggingFaceTokenizer reads --tokenizer-model; NullTokenizer takes data that is numbers below --vocab-size."""
+    tokenizer_model: str | None = setting(None)
+    """Directory or tokenizer.json of the HuggingFace tokenizer."""
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """Training, validation and test weights as written, missing ones 0. Raises ConfigError."""
+        try:
+            weights = [float(part) for part in self.split.split(",")]
+        except ValueError:
+            weights = []
+        if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or not sum(weights):
+            raise ConfigError("--split", repr(self.split), "is not one to three weights between commas, some above 0",
+                              "Write it like '969, 30, 1'")
+        train, valid, test = (weights + [0.0, 0.0])[:3]
+        return train, valid, test
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    save: str | None = setting(None)
+    """Directory to write checkpoints to."""
+    load: str | None = setting(None)
+    """Directory to resume from; the newest complete checkpoint is taken."""
+    save_interval: int | None = setting(None, least=1)
+    """Iterations between checkpoints (unset: only at the end)."""
+    save_retain_interval: int | None = setting(None, least=1)
+    """Keep the checkpoints of iterations divisible by this, of the others only the newest (unset: keep all)."""
+    ckpt_step: int | None = setting(None, least=0)
+    """Resume from this iteration instead of the newest."""
+    finetune: bool = setting(False)
+    """Load only the weights and start at iteration 0."""
+    no_load_optim: bool = setting(False)
+    """Do not load the optimizer's state."""
+    no_load_rng: bool = setting(False)
+    """Do not load the random state."""
+    no_save_optim: bool = setting(False)
+    """Do not save the optimizer's state."""
+    no_save_rng: bool = setting(False)
+    """Do not save the random state."""
+    exit_on_missing_checkpoint: bool = setting(False)
+    """Stop when --load holds no checkpoint, instead of starting anew."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Section):
+    """What the run tells."""
+
+    log_interval: int = setting(100, least=1)
+    """Iterations between console lines."""
+    log_throughput: bool = setting(False)
+    """Add TFLOP/s per GPU and MFU to the console line."""
+    tensorboard_dir: str | None = setting(None)
+    """Directory for TensorBoard event files."""
+    log_num_zeros_in_grad: bool = setting(False)
+    """Count the zeros in the gradient."""
+    timeline: str | None = setting(None, ours=True)
+    """Draw the pipeline timeline of the schedule into this PNG file."""
+    metrics: str | None = setting(None, ours=True)
+    """Append the loss of every iteration to this JSON-lines file."""
+    curve: str | None = setting(None, ours=True)
+    """Draw the loss curve into this PNG file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run, one section per concern."""
+
+    model: ModelConfig
+    train: TrainConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas of the model on ``world_size`` ranks."""
+        parallel = self.parallel
+        return world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Samples per optimizer step."""
+        given = self.train.global_batch_size
+        return self.train.micro_batch_size * self.data_parallel_size(world_size) if given is None else given
+
+    def num_microbatches(self, world_size: int) -> int:
+        """Forward passes per replica and step."""
+        samples = self.train.micro_batch_size * self.data_parallel_size(world_size)
+        return self.global_batch_size(world_size) // samples
