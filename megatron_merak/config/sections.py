@@ -1,81 +1,11 @@
-"""Every setting of a run. A field is a command-line flag (``num_layers`` is ``--num-layers``) and the string below it
-is its help text. One value is checked where it is set, combinations in ``Config.validate``; both raise ConfigError."""
-
-from __future__ import annotations
+"""The sections of the configuration. A field is a command-line flag (``num_layers`` is ``--num-layers``) and the string
+below it is the flag's help text. A value that is wrong by itself raises ConfigError where the section is built."""
 
 import dataclasses
-import difflib
 import math
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from .errors import ConfigError
-
-
-def setting(default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
-    """A field. Metadata: ``least``/``most`` (inclusive) and ``above``/``below`` (exclusive) bounds, ``choices``,
-    ``not_yet`` (choices of Megatron-LM that do not exist here), ``megatron`` (its default, where ours differs),
-    ``ours`` (Megatron-LM has no such flag)."""
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
-def value_type(cls: type, name: str) -> type:
-    """The type of field ``name`` of ``cls``: int, float, str, bool or tuple (of str), without an optional None."""
-    hint = typing.get_type_hints(cls)[name]
-    if isinstance(hint, types.UnionType):
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not types.NoneType)
-    return typing.get_origin(hint) or hint
-
-
-def _bound_error(metadata: Mapping[str, Any], value: float) -> str | None:
-    tests: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-        "least": (lambda v, bound: v >= bound, "at least"), "most": (lambda v, bound: v <= bound, "at most"),
-        "above": (lambda v, bound: v > bound, "above"), "below": (lambda v, bound: v < bound, "below"),
-    }
-    present = [key for key in tests if key in metadata]
-    if all(tests[key][0](value, metadata[key]) for key in present):
-        return None
-    return "Use a value " + " and ".join(f"{tests[key][1]} {metadata[key]}" for key in present)
-
-
-def _checked(cls: type, field: dataclasses.Field, value: Any) -> Any:
-    """``value`` in the field's own type; raises ConfigError when it is of another type or out of bounds."""
-    flag, kind = flag_name(field.name), value_type(cls, field.name)
-    if value is None and field.default is None:
-        return None
-    if kind is float and type(value) is int:
-        value = float(value)
-    if kind is tuple and isinstance(value, list):
-        value = tuple(value)
-    if type(value) is not kind or (kind is tuple and not all(isinstance(item, str) for item in value)):
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", tuple: "a list of texts"}
-        raise ConfigError(flag, repr(value), f"is not {names[kind]}", f"Give {names[kind]}")
-    if kind is float and not math.isfinite(value):
-        raise ConfigError(flag, value, "is not a finite number", "Give a finite number")
-    if kind in (int, float) and (remedy := _bound_error(field.metadata, value)):
-        raise ConfigError(flag, value, "is out of range", remedy)
-    choices = field.metadata.get("choices")
-    if choices and value not in choices:
-        reason = "is not one of the choices"
-        if value in field.metadata.get("not_yet", ()):
-            reason = "is a choice of Megatron-LM that megatron_merak does not have yet"
-        unset = ", or leave the flag out" if field.default is None else ""
-        raise ConfigError(flag, value, reason, f"Use {' or '.join(choices)}{unset}")
-    return value
-
-
-class Section:
-    """Base of the configuration dataclasses: checks and normalises each value on its own."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _checked(type(self), field, getattr(self, field.name)))
+from ..errors import ConfigError
+from .settings import Section, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +18,7 @@ class ModelConfig(Section):
     """Width of the residual stream."""
     ffn_hidden_size: int | None = setting(None, least=1)
     """Width of the MLP (unset: 4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple of 64)."""
-    num_attention_heads: int = setting(least=1)
+    num_attention_heads: int = setting(least=1, most=65536)
     """Number of attention heads."""
     group_query_attention: bool = setting(False)
     """Let groups of query heads share one key-value head, see --num-query-groups."""
@@ -313,8 +243,8 @@ class DataConfig(Section):
             weights = [float(part) for part in self.split.split(",")]
         except ValueError:
             weights = []
-        if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or not sum(weights):
-            raise ConfigError("--split", repr(self.split), "is not one to three weights between commas, some above 0",
+        if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights):
+            raise ConfigError("--split", repr(self.split), "is not one to three weights between commas",
                               "Write it like '969, 30, 1'")
         train, valid, test = (weights + [0.0, 0.0])[:3]
         return train, valid, test
@@ -366,31 +296,3 @@ class LoggingConfig(Section):
     """Append the loss of every iteration to this JSON-lines file."""
     curve: str | None = setting(None, ours=True)
     """Draw the loss curve into this PNG file."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """A whole run, one section per concern."""
-
-    model: ModelConfig
-    train: TrainConfig
-    parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    data: DataConfig = DataConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: LoggingConfig = LoggingConfig()
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model on ``world_size`` ranks."""
-        parallel = self.parallel
-        return world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-
-    def global_batch_size(self, world_size: int) -> int:
-        """Samples per optimizer step."""
-        given = self.train.global_batch_size
-        return self.train.micro_batch_size * self.data_parallel_size(world_size) if given is None else given
-
-    def num_microbatches(self, world_size: int) -> int:
-        """Forward passes per replica and step."""
-        samples = self.train.micro_batch_size * self.data_parallel_size(world_size)
-        return self.global_batch_size(world_size) // samples
