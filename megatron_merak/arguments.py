@@ -1,0 +1,225 @@
+"""The command line, generated from the configuration: a field is a flag, the string below it the flag's help."""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from .config import Config, flag_name, nearest, value_type
+from .errors import ConfigError
+
+_ALWAYS_SO = "Leave it out: this is always so here"
+_BY_COST = "Leave it out: the embedding, the layers and the output head are cut into stages by cost"
+_FULL_ONLY = "Leave it out: --recompute-granularity full recomputes every layer"
+_FUSION = "Leave it out: fused and plain operations compute the same formula here"
+_BF16 = "Leave it out, or use --bf16, which needs no loss scale"
+
+# Megatron-LM's flags that are refused by name, and what to do instead.
+NOT_YET: Mapping[str, str] = MappingProxyType({
+    **dict.fromkeys("""
+        --sequence-parallel --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
+        --num-experts --moe-router-topk --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+        --microbatch-group-size-per-virtual-pipeline-stage --no-overlap-p2p-communication --use-distributed-optimizer
+        --overlap-param-gather --transformer-impl --attention-backend --decrease-batch-size-if-needed
+        --rampup-batch-size --step-batch-size-schedule --exit-signal-handler --no-check-for-nan-in-loss-and-grad
+        --use-checkpoint-opt-param-scheduler --reset-position-ids --reset-attention-mask --ckpt-format
+        --use-checkpoint-args --async-save --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable
+        --verify-integrity --timing-log-level --timing-log-option --wandb-project --profile --profile-step-start
+        --profile-step-end""".split(), "Leave it out"),
+    **dict.fromkeys("--overlap-grad-reduce --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32".split(),
+                    _ALWAYS_SO),
+    **dict.fromkeys("""
+        --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(), _BY_COST),
+    **dict.fromkeys("--recompute-method --recompute-num-layers --recompute-modules".split(), _FULL_ONLY),
+    **dict.fromkeys("""
+        --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+        --no-gradient-accumulation-fusion --cross-entropy-loss-fusion""".split(), _FUSION),
+    **dict.fromkeys("""
+        --fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis""".split(), _BF16),
+    "--use-cpu-initialization": "Leave it out: the initial weights do not depend on device or layout",
+    "--train-samples": "Use --train-iters",
+    "--lr-decay-samples": "Use --lr-decay-iters",
+    "--dataloader-type": "Leave it out: samples are always read in Megatron-LM's 'single' order",
+    "--vocab-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
+    "--merge-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
+})
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag: the section and field it sets, its type, default, constraints and help text."""
+
+    section: str
+    field: str
+    kind: type
+    default: Any
+    metadata: Mapping[str, Any]
+    text: str
+
+    @property
+    def name(self) -> str:
+        return flag_name(self.field)
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+    @property
+    def differs(self) -> bool:
+        """Whether the default is not Megatron-LM's."""
+        return "megatron" in self.metadata
+
+
+def shown(value: Any) -> str:
+    """A setting's value as the help, the documentation and the start of a run print it."""
+    if value is None or value == ():
+        return "unset"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """The string literal below each field of ``cls``."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            texts[field.target.id] = below.value.value
+    return texts
+
+
+def sections() -> Iterator[tuple[str, type]]:
+    """The name and dataclass of each section of the configuration."""
+    for field in dataclasses.fields(Config):
+        yield field.name, field.type
+
+
+def flags() -> tuple[Flag, ...]:
+    """Every flag, section by section."""
+    found = []
+    for section, cls in sections():
+        texts = field_texts(cls)
+        for field in dataclasses.fields(cls):
+            kind = value_type(cls, field.name)
+            found.append(Flag(section, field.name, kind, field.default, field.metadata, texts[field.name]))
+    return tuple(found)
+
+
+def deviations() -> list[tuple[str, Any, Any]]:
+    """(flag, our default, Megatron-LM's default) of each default that differs."""
+    return [(flag.name, flag.default, flag.metadata["megatron"]) for flag in flags() if flag.differs]
+
+
+def deviation_report(config: Config) -> str:
+    """The defaults in effect in ``config`` that are not Megatron-LM's, one per line; empty when there are none."""
+    lines = []
+    for flag in flags():
+        if flag.differs and getattr(getattr(config, flag.section), flag.field) == flag.default:
+            ours, theirs = shown(flag.default), shown(flag.metadata["megatron"])
+            lines.append(f"  {flag.name} {ours} (Megatron-LM: {theirs}). {flag.text}")
+    return "\n".join(["Defaults that differ from Megatron-LM's:", *lines]) if lines else ""
+
+
+def help_text(flag: Flag) -> str:
+    """The flag's text, its default, and Megatron-LM's where it differs."""
+    if flag.required:
+        return f"{flag.text} [required]"
+    theirs = f"; Megatron-LM: {shown(flag.metadata['megatron'])}" if flag.differs else ""
+    return f"{flag.text} [{shown(flag.default)}{theirs}]"
+
+
+def build_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """A parser of all flags, one group per section; a tool may add flags of its own before ``read``."""
+    parser = argparse.ArgumentParser(
+        usage="torchrun --nproc-per-node RANKS %(prog)s FLAGS", description=description, allow_abbrev=False,
+        exit_on_error=False, argument_default=argparse.SUPPRESS,
+        epilog="The default is shown in brackets, with Megatron-LM's where it differs.")
+    all_flags = flags()
+    metavars = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
+    for section, cls in sections():
+        group = parser.add_argument_group(section, inspect.getdoc(cls))
+        for flag in (flag for flag in all_flags if flag.section == section):
+            options: dict[str, Any] = {"help": help_text(flag).replace("%", "%%"), "dest": flag.field}
+            if flag.kind is bool:
+                options["action"] = "store_true"
+            else:
+                choices = flag.metadata.get("choices")
+                options["metavar"] = "{" + ",".join(choices) + "}" if choices else metavars[flag.kind]
+            if flag.kind is tuple:
+                options["nargs"] = "+"
+            group.add_argument(flag.name, **options)
+    return parser
+
+
+def convert(flag: Flag, text: Any) -> Any:
+    """What was typed, as the flag's type. Raises ConfigError."""
+    if flag.kind is int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+            raise ConfigError(flag.name, text, "is not a whole number", "Write it in digits, like 1024")
+        return int(text)
+    if flag.kind is float:
+        if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+            raise ConfigError(flag.name, text, "is not a number", "Write it like 0.1 or 1e-4")
+        return float(text)
+    return tuple(text) if flag.kind is tuple else text
+
+
+def unknown_flags(tokens: Sequence[str], known: Sequence[str]) -> list[ConfigError]:
+    """One error for each token that is no flag: Megatron-LM's by name, others with the nearest of ``known``."""
+    errors = []
+    for token in (token.partition("=")[0] for token in tokens if re.match(r"-[^0-9.]", token)):
+        if token in NOT_YET:
+            reason = "is a Megatron-LM flag that megatron_merak does not have yet"
+            errors.append(ConfigError("flag", token, reason, NOT_YET[token]))
+        else:
+            close = nearest("--" + token.lstrip("-").replace("_", "-"), known)
+            remedy = f"Did you mean {close}" if close else "See --help for all flags"
+            errors.append(ConfigError("flag", token, "is not known", remedy))
+    stray = ConfigError("argument", " ".join(tokens), "belongs to no flag", "Leave it out; switches take no value")
+    return errors or [stray]
+
+
+def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
+    """The configuration in ``argv``, and the values of the flags that a tool added to ``parser``.
+
+    Raises ConfigError; its notes tell of further unknown flags.
+    """
+    all_flags = flags()
+    switches = [flag.name for flag in all_flags if flag.kind is bool]
+    try:
+        namespace, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        if error.argument_name in switches:
+            raise ConfigError(error.argument_name, "with a value", "is a switch", "Give it alone") from None
+        raise ConfigError(error.argument_name, "(no value)", error.message, "Give its value after it") from None
+    if rest:
+        first, *others = unknown_flags(rest, [name for name in parser._option_string_actions if name.startswith("--")])
+        for error in others:
+            first.add_note(str(error))
+        raise first
+    values: dict[str, dict[str, Any]] = {section: {} for section, _ in sections()}
+    for flag in all_flags:
+        if hasattr(namespace, flag.field):
+            values[flag.section][flag.field] = convert(flag, getattr(namespace, flag.field))
+            delattr(namespace, flag.field)
+    missing = [flag.name for flag in all_flags if flag.required and flag.field not in values[flag.section]]
+    if missing:
+        raise ConfigError(", ".join(missing), "(missing)", "needs a value", "Give it on the command line")
+    return Config.from_dict(values), namespace
+
+
+def parse(argv: Sequence[str] | None = None, description: str | None = None) -> Config:
+    """The configuration on the command line; a mistake in it is told on stderr and exits with status 2."""
+    parser = build_parser(description)
+    try:
+        return read(parser, sys.argv[1:] if argv is None else argv)[0]
+    except ConfigError as error:
+        parser.exit(2, "\n".join([str(error), *getattr(error, "__notes__", ())]) + "\n")
