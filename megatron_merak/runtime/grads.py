@@ -1,0 +1,73 @@
+"""The sum of gradients over data-parallel ranks, bucket by bucket while the backward still runs."""
+
+import torch.distributed as dist
+
+from megatron_merak.parallel.buffers import ParameterBuffer
+
+
+class GradientReducer:
+    """Sums `buffer.main_grad` over `group`: one asynchronous all-reduce per bucket. Nothing is averaged.
+
+    Per step: `start()`, then `ready(name)` once per parameter when its gradient is final on this rank, then `finish()`.
+    Ranks may report parameters in different orders: bucket k+1 is never launched before bucket k, so that all ranks
+    launch the same collectives in the same order.
+
+    group: data-parallel ranks, which hold buffers of the same layout; None or one rank: nothing is sent.
+    overlap: launch a bucket as soon as it is ready; else all of them in `finish()`.
+    """
+
+    def __init__(self, buffer: ParameterBuffer, group: dist.ProcessGroup | None, overlap: bool = True):
+        self.buffer = buffer
+        self.group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self.overlap = overlap
+        self._bucket_of = {name: number for number, bucket in enumerate(buffer.buckets) for name in bucket.names}
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step: no parameter is ready."""
+        self._missing = {name: None for bucket in self.buffer.buckets for name in bucket.names}
+        self._unready = [len(bucket.names) for bucket in self.buffer.buckets]
+        self._works: list[dist.Work] = []
+        self._launched = 0
+        self._finished = False
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Parameters that are not ready yet, last ones of the model first."""
+        return tuple(self._missing)
+
+    @property
+    def launched(self) -> int:
+        """How many buckets are on their way or done."""
+        return self._launched
+
+    def ready(self, name: str) -> None:
+        """The gradient of `name` is final: nothing on this rank adds to it before `finish()` returns."""
+        assert name in self._bucket_of, f"no parameter {name} in the buffer"
+        assert not self._finished, f"{name} is ready after finish() and before start()"
+        assert name in self._missing, f"{name} is ready twice in one step"
+        del self._missing[name]
+        self._unready[self._bucket_of[name]] -= 1
+        if self.overlap:
+            while self._launched < len(self._unready) and self._unready[self._launched] == 0:
+                self._launch()
+
+    def finish(self) -> None:
+        """Launch the buckets that are left, wait for all: `main_grad` holds the sum (on CUDA: for the current stream).
+
+        Parameters that never became ready (no gradient this step) are summed as they are; `missing` names them.
+        """
+        assert not self._finished, "finish() twice in one step"
+        while self._launched < len(self.buffer.buckets):
+            self._launch()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._finished = True
+
+    def _launch(self) -> None:
+        bucket = self.buffer.buckets[self._launched]
+        self._launched += 1
+        if self.group is not None:
+            view = self.buffer.main_grad[bucket.start : bucket.stop]
+            self._works.append(dist.all_reduce(view, group=self.group, async_op=True))
