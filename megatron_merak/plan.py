@@ -5,7 +5,7 @@ value, exact through JSON, small enough to be written by hand, and free of torch
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -170,8 +170,9 @@ class Plan:
     """Rank grid, chain of units, stages, tensor-parallel table and schedule of one training step.
 
     ``schedule`` holds compute operations only; communication is derived from it. ``dtype`` is that of activations and
-    parameters ("float32", "bfloat16"). Predictions describe one step: ``predicted_time`` in seconds,
-    ``predicted_bubble`` the idle fraction of all ranks, ``predicted_bytes`` each stage's peak on one rank.
+    parameters ("float32", "bfloat16"). Predictions describe one step on ``device``: ``predicted_time`` in seconds,
+    ``predicted_bubble`` the idle fraction of its forwards and backwards, ``predicted_bytes`` each stage's peak on one
+    rank. Printing a plan gives its table.
     """
 
     grid: Grid
@@ -182,6 +183,7 @@ class Plan:
     sequence_length: int
     dtype: str = "float32"
     shardings: tuple[TensorSharding, ...] = ()
+    device: str = ""
     predicted_time: float = 0.0
     predicted_bubble: float = 0.0
     predicted_bytes: tuple[int, ...] = ()
@@ -219,7 +221,11 @@ class Plan:
         owner = self.stages[stage].first == 0  # the embedding, the only owner of shared values, is the first unit
         return sum(unit.parameters + (0 if owner else unit.shared_parameters) for unit in units)
 
+    def __str__(self) -> str:
+        return _table(self)
+
     def to_dict(self) -> dict[str, Any]:
+        """JSON-safe; inverse of ``from_dict``."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("units", "stages", "shardings"):
             plain[name] = [_record(item) for item in plain[name]]
@@ -235,7 +241,7 @@ class Plan:
                 values[name] = tuple(_build(kind, row) for row in values[name])
         if "grid" in values and "schedule" in values:
             values["grid"] = _build(Grid, values["grid"])
-            values["schedule"] = Schedule.from_dict(values["schedule"])
+            values["schedule"] = _build(Schedule.from_dict, {"values": values["schedule"]})
         return _build(cls, values)
 
     def to_json(self) -> str:
@@ -264,10 +270,62 @@ def _record(item: object) -> dict[str, Any]:
     return {field.name: getattr(item, field.name) for field in fields(item)}  # type: ignore[arg-type]
 
 
-def _build(kind: type, row: Mapping[str, Any]) -> Any:
-    """The dataclass ``kind`` from a JSON object, lists becoming tuples."""
+def _build(make: Callable[..., Any], row: Mapping[str, Any]) -> Any:
+    """``make`` called with a JSON object as keywords, lists becoming tuples."""
     try:
-        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
-    except (TypeError, AttributeError) as error:
-        name = kind.__name__
-        raise PlanError("plan", name, str(error).replace("__init__()", name), "Correct the stored plan") from error
+        return make(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        what = getattr(make, "__qualname__", str(make))
+        raise PlanError("plan", what, f"the stored values do not fit ({error})", "Correct the stored plan") from error
+
+
+def _table(plan: Plan, width: int = 120) -> str:
+    grid, tokens = plan.grid, plan.sequence_length
+    total_flops = sum(unit.flops for unit in plan.units) or 1
+    header = ("stage", "pp rank", "units", "parameters/rank", "FLOPs", "peak bytes/rank", "recomputed")
+    rows = []
+    for index, stage in enumerate(plan.stages):
+        units = plan.stage_units(index)
+        rows.append((
+            str(index),
+            str(plan.schedule.rank_of(index)),
+            units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}",
+            f"{plan.stage_parameters(index):,}",
+            f"{sum(unit.flops for unit in units) / total_flops:.1%}",
+            _bytes_text(plan.predicted_bytes[index]) if plan.predicted_bytes else "-",
+            f"{len(stage.recompute)} of {len(units)}",
+        ))
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [
+        f"{grid.size} ranks = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}",
+        f"global batch {plan.global_batch_size} = {plan.num_microbatches} micro-batches of {plan.micro_batch_size} x "
+        f"{tokens} tokens on each of {grid.dp} replicas, {plan.dtype}",
+    ]
+    if plan.shardings:
+        divided = sum(sharding.dim is not None for sharding in plan.shardings)
+        lines.append(f"{len(plan.shardings)} tensors, {divided} of them divided over {grid.tp} tensor-parallel ranks")
+    lines.append("")
+    for row in [header, *rows]:
+        aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(aligned).rstrip())
+    lines += ["", f"schedule {plan.schedule.name}" + _prediction_text(plan)]
+    program = str(plan.schedule).splitlines()[1:]
+    for line in program[:8]:
+        lines.append(line if len(line) <= width else line[: width - 4].rsplit(" ", 1)[0] + " ...")
+    if len(program) > 8:
+        lines.append(f"... and {len(program) - 8} ranks more")
+    return "\n".join(lines)
+
+
+def _prediction_text(plan: Plan) -> str:
+    if not plan.predicted_time:
+        return ""
+    time = f"{plan.predicted_time:.3f} s" if plan.predicted_time >= 1 else f"{plan.predicted_time * 1e3:.3g} ms"
+    return f", predicted on {plan.device}: {time} per step, bubble {plan.predicted_bubble:.1%}"
+
+
+def _bytes_text(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,5 @@
+"""The planner: pure Python, so that a laptop plans for thousands of ranks."""
+
+from megatron_merak.planner.make import plan
+
+__all__ = ["plan"]

@@ -1,0 +1,145 @@
+"""What each unit of a native model holds, computes and keeps, and how long that takes on a device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_merak.cluster import Cluster, all_reduce
+from megatron_merak.config import ModelConfig
+from megatron_merak.plan import DTYPE_BYTES, Grid, Unit
+
+# All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
+TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """Seconds: of one micro-batch's ``forward`` and ``backward`` (recomputation not included), of one optimizer
+    ``step`` on the unit's own parameters, and on those it shares (a stage without their owner updates a copy)."""
+
+    forward: float
+    backward: float
+    step: float
+    shared_step: float = 0.0
+
+    def per_step(self, microbatches: int, recompute: bool) -> float:
+        """Seconds of one training step."""
+        return microbatches * (self.forward * (2 if recompute else 1) + self.backward) + self.step
+
+
+def gpt_units(
+    model: ModelConfig, micro_batch_size: int, bytes_per_value: int, tp: int, stores_scores: bool = False
+) -> tuple[Unit, ...]:
+    """The chain of a native model: "embedding", "layer.0" ... "layer.L-1", "head".
+
+    Every number is one tensor-parallel rank's: divided weights count 1/tp, replicated ones in full, and the vocabulary
+    with its padding. The head is final norm, output layer and loss; a tied output layer's weight belongs to the
+    embedding. FLOPs are those of the matrix products, the causal half of the attention scores included.
+    ``bytes_per_value`` is of an activation. Attention keeps no scores, unless ``stores_scores`` (attention dropout on
+    a device whose fused attention has none).
+    """
+    tokens = micro_batch_size * model.seq_length
+    hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
+    activation = tokens * hidden * bytes_per_value
+    dropout_mask = tokens * hidden if model.hidden_dropout else 0
+    positions = model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
+    output = vocabulary * hidden
+    untied = model.untie_embeddings_and_output_weights
+    layer = (
+        _layer_parameters(model, tp),
+        _layer_flops(model, tokens, tp),
+        _layer_saved_bytes(model, tokens, bytes_per_value, tp, stores_scores),
+        activation,
+    )
+    statistics = 4 * tokens * _norm_vectors(model)
+    head = Unit(
+        name="head",
+        kind="head",
+        parameters=_norm_vectors(model) * hidden + (output if untied else 0),
+        flops=2 * tokens * hidden * vocabulary,
+        saved_bytes=activation + statistics + 4 * tokens * (vocabulary + 1),  # normed input, fp32 softmax and loss
+        output_bytes=4,
+        shared_parameters=0 if untied else output,
+        transient_bytes=tokens * vocabulary * bytes_per_value,
+    )
+    return (
+        Unit("embedding", "embedding", output + positions, 0, dropout_mask, activation),
+        *(Unit(f"layer.{index}", "layer", *layer) for index in range(model.num_layers)),
+        head,
+    )
+
+
+def _norm_vectors(model: ModelConfig) -> int:
+    """Weight and bias, or weight alone; also the count of statistics kept per row."""
+    return 1 if model.normalization == "RMSNorm" else 2
+
+
+def _widths(model: ModelConfig, tp: int) -> tuple[int, int, int, int]:
+    """Of one tensor-parallel rank: queries, keys (= values), the MLP's first output, the MLP's second input."""
+    ffn = model.ffn_size // tp
+    queries, keys = model.num_attention_heads * model.head_dim // tp, model.query_groups * model.head_dim // tp
+    return queries, keys, (2 * ffn if model.swiglu else ffn), ffn
+
+
+def _layer_parameters(model: ModelConfig, tp: int) -> int:
+    hidden, norm = model.hidden_size, _norm_vectors(model)
+    queries, keys, first, second = _widths(model, tp)
+    weights = hidden * (queries + 2 * keys) + queries * hidden + hidden * first + second * hidden
+    norms = 2 * norm * hidden + (2 * norm * model.head_dim if model.qk_layernorm else 0)
+    qkv_bias = queries + 2 * keys if model.add_qkv_bias or not model.disable_bias_linear else 0
+    return weights + norms + qkv_bias + (0 if model.disable_bias_linear else hidden + first + hidden)
+
+
+def _layer_flops(model: ModelConfig, tokens: int, tp: int) -> int:
+    hidden = model.hidden_size
+    queries, keys, first, second = _widths(model, tp)
+    attention = 2 * tokens * model.seq_length * queries  # scores and their product with the values, causal half
+    return 2 * tokens * hidden * (queries + 2 * keys + queries + first + second) + attention
+
+
+def _layer_saved_bytes(model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, stores_scores: bool) -> int:
+    """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors."""
+    hidden, heads = model.hidden_size, model.num_attention_heads // tp
+    queries, keys, first, second = _widths(model, tp)
+    values = 3 * hidden + queries + 2 * keys + queries + first + second
+    if model.qk_layernorm:
+        values += queries + keys
+    row = values * bytes_per_value + 4 * heads + 2 * 4 * _norm_vectors(model)  # log-sum-exp and norm statistics in fp32
+    if model.hidden_dropout:
+        row += 2 * hidden
+    if stores_scores:
+        row += heads * model.seq_length * (2 * bytes_per_value + 1)
+    return tokens * row
+
+
+def model_flops(model: ModelConfig, batch_samples: int) -> int:
+    """FLOPs of forward and backward of ``batch_samples`` sequences, for MFU: the matrix products, causal attention
+    halved, vocabulary padded as for one rank. Recomputation never counts. Twice the forward for the backward."""
+    return 3 * sum(unit.flops for unit in gpt_units(model, batch_samples, bytes_per_value=4, tp=1))
+
+
+def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) -> tuple[UnitCost, ...]:
+    """Times of each unit on one rank: matrix products at the device's rate, element-wise work at its memory's rate.
+
+    Every saved or transient value is written once and read once in the forward, twice that in the backward, where a
+    unit of matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs.
+    """
+    device, link = cluster.device, cluster.link(range(grid.tp))
+    costs = []
+    for index, unit in enumerate(units):
+        moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
+        weights = unit.parameters + unit.shared_parameters
+        gradient = 8 * weights if unit.flops else 0
+        message = units[index - 1].output_bytes if unit.kind == "head" else unit.output_bytes
+        forward_reduces, backward_reduces = TENSOR_ALL_REDUCES.get(unit.kind, (0, 0))
+        reduce = all_reduce(grid.tp, message, link)
+        forward = device.compute_time(unit.flops, moved, dtype) + forward_reduces * reduce
+        backward = device.compute_time(2 * unit.flops, 2 * moved + gradient, dtype) + backward_reduces * reduce
+        update = device.compute_time(0, optimizer_bytes(dtype), dtype)
+        costs.append(UnitCost(forward, backward, unit.parameters * update, unit.shared_parameters * update))
+    return tuple(costs)
+
+
+def optimizer_bytes(dtype: str) -> int:
+    """Bytes that one AdamW step moves per parameter: gradient read for the norm and for the update and then cleared,
+    both moments and the fp32 weight read and written, and a 16-bit weight written."""
+    return 36 if dtype == "float32" else 36 + DTYPE_BYTES[dtype]
