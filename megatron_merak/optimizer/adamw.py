@@ -84,8 +84,11 @@ class AdamW:
 
         Rows of 64 are summed in fp32 and rows in fp64: torch's CPU norm of 58 million fp32 values is 1 % off.
         """
-        rows = torch.linalg.vector_norm(self.buffer.main_grad.view(-1, ALIGNMENT), dim=1).double()
-        total = torch.dot(rows, rows) if self._counted is None else torch.dot(rows * self._counted, rows)
+        rows = torch.linalg.vector_norm(self.buffer.main_grad.view(-1, ALIGNMENT), dim=1)
+        if self._counted is not None:
+            rows.mul_(self._counted)
+        rows = rows.double()
+        total = torch.dot(rows, rows)
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         return math.sqrt(total.item())
@@ -115,10 +118,10 @@ class AdamW:
 
 
 def _counted_rows(buffer: ParameterBuffer) -> torch.Tensor | None:
-    """[size / 64] fp64, 1 where the row belongs to a counted parameter, else 0; None: all are. No row holds two."""
+    """[size / 64] fp32, 1 where the row belongs to a counted parameter, else 0; None: all are. No row holds two."""
     if all(slot.counted for slot in buffer.slots.values()):
         return None
-    counted = torch.ones(buffer.size // ALIGNMENT, dtype=torch.float64)
+    counted = torch.ones(buffer.size // ALIGNMENT, dtype=torch.float32)
     for slot in buffer.slots.values():
         if not slot.counted:
             counted[slot.start // ALIGNMENT : -(-slot.stop // ALIGNMENT)] = 0
