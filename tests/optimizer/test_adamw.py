@@ -240,3 +240,19 @@ def test_norm_over_ranks_counts_each_parameter_once_and_skips_alike():
         assert first.grad_norm == pytest.approx(norm, rel=1e-7) and not first.skipped
         assert grads == pytest.approx(((rank + 1) / norm, 10 / norm), rel=1e-6)
         assert second.skipped and second.grad_norm == math.inf and untouched and steps == 1
+
+
+def test_the_layout_of_the_buffer_does_not_change_a_bit():
+    entries = [BufferEntry(f"w{i}", (1077 * i + 3,), i % 2 == 0) for i in range(1, 8)]
+    finals = []
+    for groups in ([entries], [[entry] for entry in reversed(entries)]):
+        buffer = ParameterBuffer(groups, torch.float32, "cpu")
+        optimizer = AdamW(buffer, CONFIG)
+        for step in range(3):
+            for number, entry in enumerate(entries):
+                generator = torch.Generator().manual_seed(100 * step + number)
+                buffer.grad(entry.name).copy_(torch.randn(entry.shape, generator=generator))
+            optimizer.step(LR, 0.1)
+        finals.append({entry.name: buffer.parameter(entry.name) for entry in entries})
+    for name, final in finals[0].items():
+        assert torch.equal(final, finals[1][name]) and final.any(), name
