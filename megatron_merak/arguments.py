@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 import sys
@@ -102,6 +103,7 @@ def sections() -> Iterator[tuple[str, type]]:
         yield field.name, field.type
 
 
+@functools.cache
 def flags() -> tuple[Flag, ...]:
     """Every flag, section by section."""
     found = []
@@ -142,11 +144,10 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         usage="torchrun --nproc-per-node RANKS %(prog)s FLAGS", description=description, allow_abbrev=False,
         exit_on_error=False, argument_default=argparse.SUPPRESS,
         epilog="The default is shown in brackets, with Megatron-LM's where it differs.")
-    all_flags = flags()
     metavars = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
     for section, cls in sections():
         group = parser.add_argument_group(section, inspect.getdoc(cls))
-        for flag in (flag for flag in all_flags if flag.section == section):
+        for flag in (flag for flag in flags() if flag.section == section):
             options: dict[str, Any] = {"help": help_text(flag).replace("%", "%%"), "dest": flag.field}
             if flag.kind is bool:
                 options["action"] = "store_true"
@@ -192,8 +193,7 @@ def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Config, 
 
     Raises ConfigError; its notes tell of further unknown flags.
     """
-    all_flags = flags()
-    switches = [flag.name for flag in all_flags if flag.kind is bool]
+    switches = [flag.name for flag in flags() if flag.kind is bool]
     try:
         namespace, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -206,11 +206,11 @@ def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Config, 
             first.add_note(str(error))
         raise first
     values: dict[str, dict[str, Any]] = {section: {} for section, _ in sections()}
-    for flag in all_flags:
+    for flag in flags():
         if hasattr(namespace, flag.field):
             values[flag.section][flag.field] = convert(flag, getattr(namespace, flag.field))
             delattr(namespace, flag.field)
-    missing = [flag.name for flag in all_flags if flag.required and flag.field not in values[flag.section]]
+    missing = [flag.name for flag in flags() if flag.required and flag.field not in values[flag.section]]
     if missing:
         raise ConfigError(", ".join(missing), "(missing)", "needs a value", "Give it on the command line")
     return Config.from_dict(values), namespace

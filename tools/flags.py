@@ -19,9 +19,9 @@ def _default(flag: Flag) -> str:
 
 
 def _megatron(flag: Flag) -> str:
-    if flag.metadata.get("ours"):
-        return "no such flag"
-    return f"`{shown(flag.metadata['megatron'])}`" if flag.differs else ""
+    if flag.differs:
+        return f"`{shown(flag.metadata['megatron'])}`"
+    return "no such flag" if flag.metadata.get("ours") else ""
 
 
 def _text(flag: Flag) -> str:

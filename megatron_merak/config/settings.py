@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -25,6 +26,7 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+@functools.cache
 def value_type(cls: type, name: str) -> type:
     """The type of field ``name`` of ``cls``: int, float, str, bool or tuple (of str), without an optional None."""
     hint = typing.get_type_hints(cls)[name]

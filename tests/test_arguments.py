@@ -1,0 +1,209 @@
+"""The command line: frozen names, help for every flag, refusals by name, and equality with the dataclasses."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_merak.arguments import (
+    NOT_YET,
+    build_parser,
+    deviation_report,
+    deviations,
+    field_texts,
+    flags,
+    parse,
+    read,
+    sections,
+    shown,
+)
+from megatron_merak.config import Config, ModelConfig, OptimizerConfig, TrainConfig
+from megatron_merak.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1".split()
+BASE_CONFIG = Config(model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32),
+                     train=TrainConfig(micro_batch_size=1))
+
+
+def config_of(*tokens: str) -> Config:
+    return read(build_parser(), [*BASE, *tokens])[0]
+
+
+def refusal(*tokens: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        config_of(*tokens)
+    return caught.value
+
+
+def test_the_command_line_is_frozen():
+    """A flag that appears or disappears must be added to or removed from tests/flags.txt on purpose."""
+    assert sorted(flag.name for flag in flags()) == (ROOT / "tests" / "flags.txt").read_text().split()
+
+
+def test_flag_names_are_unique():
+    assert len({flag.name for flag in flags()}) == len(flags())
+
+
+def test_every_flag_has_a_help_sentence_and_a_shown_default():
+    printed = "".join(build_parser().format_help().split())
+    for flag in flags():
+        assert flag.text.endswith(".") and len(flag.text) > 10
+        default = "[required]" if flag.required else f"[{shown(flag.default)}"
+        assert "".join(f"{flag.text}{default}".split()) in printed
+
+
+def test_help_names_megatrons_default_where_it_differs(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Decay of Adam's second moment. [0.95; Megatron-LM: 0.999]" in printed
+    assert "Decay of Adam's first moment. [0.9]" in printed
+    for name, cls in sections():
+        assert f"{name}:" in printed and " ".join(cls.__doc__.split()) in printed
+
+
+def test_fields_without_text_are_seen_to_lack_it():
+    assert set(field_texts(TrainConfig)) == set(TrainConfig.__dataclass_fields__)
+
+
+def test_nothing_given_but_the_required_flags_is_all_defaults():
+    assert config_of() == BASE_CONFIG
+
+
+def test_each_type_of_value():
+    config = config_of("--lr", "1e-4", "--hidden-dropout=0", "--swiglu", "--data-path", "0.3", "a b", "0.7", "c",
+                       "--split", "98,1,1", "--no-load-optim", "--load", "here", "--recompute-granularity", "full")
+    assert config.optimizer == OptimizerConfig(lr=1e-4) and config.model.hidden_dropout == 0.0
+    assert config.model.swiglu and not config.model.qk_layernorm
+    assert config.data.data_path == ("0.3", "a b", "0.7", "c") and config.data.split == "98,1,1"
+    assert config.checkpoint.no_load_optim and config.checkpoint.load == "here"
+    assert config.parallel.recompute_granularity == "full"
+
+
+def typed(flag) -> list[str]:
+    """The flag as a user would type a value that is legal for every check of the value alone."""
+    if flag.kind is bool:
+        return [flag.name]
+    if "choices" in flag.metadata:
+        return [flag.name, flag.metadata["choices"][-1]]
+    number = "2.5" if flag.metadata.get("least") == 1 else "0.5"
+    return [flag.name, *{int: ["7"], float: [number], str: ["text"], tuple: ["1", "p"]}[flag.kind]]
+
+
+@pytest.mark.parametrize("flag", flags(), ids=lambda flag: flag.field)
+def test_every_flag_reaches_its_field_and_no_other(flag):
+    text = typed(flag)
+    expected = {bool: lambda: True, int: lambda: 7, float: lambda: float(text[-1]), str: lambda: text[-1],
+                tuple: lambda: ["1", "p"]}[flag.kind]()
+    base = BASE_CONFIG.to_dict()
+    base[flag.section][flag.field] = expected
+    assert config_of(*text).to_dict() == base
+
+
+@pytest.mark.parametrize("tokens, message", [
+    (["--lr", "1e-4x"], "--lr 1e-4x: is not a number. Write it like 0.1 or 1e-4."),
+    (["--lr", "nan"], "--lr nan: is not a number. Write it like 0.1 or 1e-4."),
+    (["--lr", "1e999"], "--lr inf: is not a finite number. Give a finite number."),
+    (["--lr", "-3"], "--lr -3.0: is out of range. Use a value above 0."),
+    (["--num-layers", "1e1"], "--num-layers 1e1: is not a whole number. Write it in digits, like 1024."),
+    (["--num-layers", "1_0"], "--num-layers 1_0: is not a whole number. Write it in digits, like 1024."),
+    (["--num-layers", "9" * 5000], f"--num-layers {'9' * 5000}: is not a whole number. "
+     "Write it in digits, like 1024."),
+    (["--hidden-size", "-3"], "--hidden-size -3: is out of range. Use a value at least 1."),
+    (["--optimizer", "sgd"], "--optimizer sgd: is a choice of Megatron-LM that megatron_merak does not have yet. "
+     "Use adam."),
+    (["--swiglu=true"], "--swiglu with a value: is a switch. Give it alone."),
+    (["--swiglu", "true"], "argument true: belongs to no flag. Leave it out; switches take no value."),
+    (["--lr"], "--lr (no value): expected one argument. Give its value after it."),
+    (["--data-path"], "--data-path (no value): expected at least one argument. Give its value after it."),
+    (["--num-layer", "3"], "flag --num-layer: is not known. Did you mean --num-layers."),
+    (["--num_layers=3"], "flag --num_layers: is not known. Did you mean --num-layers."),
+    (["--micro-batchsize", "3"], "flag --micro-batchsize: is not known. Did you mean --micro-batch-size."),
+    (["--frobnicate"], "flag --frobnicate: is not known. See --help for all flags."),
+    (["-x"], "flag -x: is not known. See --help for all flags."),
+    (["--train-samples", "5"], "flag --train-samples: is a Megatron-LM flag that megatron_merak does not have yet. "
+     "Use --train-iters."),
+])
+def test_refused_command_lines(tokens, message):
+    assert str(refusal(*tokens)) == message
+
+
+def test_each_megatron_flag_that_is_not_here_is_refused_by_name():
+    assert {"--sequence-parallel", "--use-distributed-optimizer", "--context-parallel-size"} <= NOT_YET.keys()
+    for name in NOT_YET:
+        error = refusal(name, "1")
+        assert str(error).startswith(f"flag {name}: is a Megatron-LM flag that megatron_merak does not have yet. ")
+        assert error.remedy and not hasattr(error, "__notes__")
+
+
+def test_refused_flags_and_their_remedies_agree_with_the_flags_there_are():
+    names = {flag.name for flag in flags()}
+    assert not names & NOT_YET.keys()
+    named = {word.strip(",.:") for remedy in NOT_YET.values() for word in remedy.split() if word.startswith("--")}
+    assert named and named <= names
+
+
+def test_missing_required_flags_are_listed_together():
+    with pytest.raises(ConfigError) as caught:
+        read(build_parser(), ["--num-layers", "2", "--seq-length", "8"])
+    assert str(caught.value) == ("--hidden-size, --num-attention-heads, --micro-batch-size (missing): needs a value. "
+                                 "Give it on the command line.")
+
+
+def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse([*BASE, "--sequence-parallel", "--seq-len", "9", "--async-save"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "flag --sequence-parallel: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
+        "flag --seq-len: is not known. Did you mean --seq-length.",
+        "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
+    ]
+
+
+def test_a_tool_may_add_flags_of_its_own():
+    parser = build_parser("A tool.")
+    parser.add_argument("--world-size", type=int, default=8)
+    config, own = read(parser, [*BASE, "--world-size", "16"])
+    assert config == BASE_CONFIG and vars(own) == {"world_size": 16}
+    with pytest.raises(ConfigError, match="Did you mean --world-size"):
+        read(parser, [*BASE, "--worldsize", "16"])
+
+
+def test_deviations_from_megatron():
+    assert deviations() == [
+        ("--distributed-backend", "auto", "nccl"),
+        ("--no-overlap-grad-reduce", False, True),
+        ("--min-lr", None, 0.0),
+        ("--lr-decay-style", "cosine", "linear"),
+        ("--weight-decay", 0.1, 0.01),
+        ("--adam-beta2", 0.95, 0.999),
+        ("--split", "969, 30, 1", None),
+        ("--num-workers", 0, 2),
+    ]
+
+
+def test_only_the_deviations_in_effect_are_reported():
+    report = deviation_report(config_of("--adam-beta2", "0.999", "--weight-decay", "0.3"))
+    assert "--adam-beta2" not in report and "--weight-decay" not in report
+    assert "  --lr-decay-style cosine (Megatron-LM: linear). Shape of the learning rate after warm-up." in report
+    silent = ["--distributed-backend", "gloo", "--no-overlap-grad-reduce", "--min-lr", "0", "--lr-decay-style",
+              "linear", "--weight-decay", "0.01", "--adam-beta2", "0.999", "--split", "1", "--num-workers", "2"]
+    assert deviation_report(config_of(*silent)) == ""
+
+
+def test_the_flag_list_in_the_documentation_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("flags_tool", ROOT / "tools" / "flags.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.DOCUMENT.read_text(encoding="utf-8") == tool.render(), "run: python tools/flags.py"
+
+
+def test_the_command_line_is_read_without_torch_or_numpy():
+    program = "import sys, megatron_merak.arguments; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                          check=True).stdout.strip() == "[]"
