@@ -1,0 +1,76 @@
+"""The pipeline schedules, by name. A builder lists compute ops only; ``passes.add_communication`` adds the transfers.
+
+To add a schedule, write its builder, with its figure, and add a row to ``BUILDERS``. The figures have forward = 1 and
+backward = 2 units of time; a dot is an idle unit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from megatron_merak.errors import ScheduleError
+from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
+
+
+def naive(stages: int, microbatches: int) -> Schedule:
+    """One micro-batch at a time: one stage works, the others wait. Time m S (F + B); one micro-batch in flight.
+
+    rank 0 | F0 .  .  .  .  .  .  B0--- F1 .  .  .  .  .  .  B1---
+    rank 1 | .  F0 .  .  .  B0--- .  .  .  F1 .  .  .  B1--- .  .
+    rank 2 | .  .  F0 B0--- .  .  .  .  .  .  F1 B1--- .  .  .  .
+    """
+    order = [(kind, k) for k in range(microbatches) for kind in (Kind.F, Kind.B)]
+    return _schedule("naive", microbatches, [order] * stages)
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards. Time (m + S - 1)(F + B); all m micro-batches in flight on every stage.
+
+    Huang et al., GPipe (2019). Backwards run in micro-batch order, so that gradients are summed as in one process.
+
+    rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0--- B1--- B2--- B3---
+    rank 1 | .  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3--- .  .
+    rank 2 | .  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .  .  .
+    rank 3 | .  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .  .  .
+    """
+    order = [(kind, k) for kind in (Kind.F, Kind.B) for k in range(microbatches)]
+    return _schedule("gpipe", microbatches, [order] * stages)
+
+
+def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
+    """Each stage alternates F and B once its pipe is full. Time (m + S - 1)(F + B); min(S - s, m) in flight on stage s.
+
+    Narayanan et al., PipeDream-Flush (2021), as in Megatron-LM: stage s runs S - s forwards before its first backward.
+
+    rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0--- F4 B1--- F5 B2--- .  B3--- .  B4--- .  B5---
+    rank 1 | .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- F5 B3--- .  B4--- .  B5--- .  .
+    rank 2 | .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5--- .  .  .  .
+    rank 3 | .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- .  .  .  .  .  .
+    """
+    programs = []
+    for stage in range(stages):
+        warmup = min(stages - stage, microbatches)
+        order = [(Kind.F, k) for k in range(warmup)]
+        for k in range(microbatches):
+            order.append((Kind.B, k))
+            if warmup + k < microbatches:
+                order.append((Kind.F, warmup + k))
+        programs.append(order)
+    return _schedule("1f1b", microbatches, programs)
+
+
+def _schedule(name: str, microbatches: int, orders: Sequence[Sequence[tuple[Kind, int]]]) -> Schedule:
+    """One stage per rank; `orders[s]` lists the (kind, micro-batch) of stage s."""
+    if not orders or microbatches < 1:
+        raise ScheduleError(
+            "schedule",
+            name,
+            f"{len(orders)} stages and {microbatches} micro-batches",
+            "Ask for at least one stage and one micro-batch",
+        )
+    ranks = tuple(tuple(Op(stage, kind, k) for kind, k in order) for stage, order in enumerate(orders))
+    return Schedule(name, len(orders), microbatches, ranks)
+
+
+BUILDERS: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
+    {"naive": naive, "gpipe": gpipe, "1f1b": one_forward_one_backward}
+)

@@ -1,0 +1,66 @@
+"""Passes: a Schedule in, a Schedule out."""
+
+from dataclasses import replace
+
+from megatron_merak.errors import ScheduleError
+from megatron_merak.pipeline_parallel.ops import Entry, Kind, Op, Schedule, ops_of
+from megatron_merak.pipeline_parallel.order import crosses_ranks
+
+
+def add_communication(schedule: Schedule) -> Schedule:
+    """Adds the sends and receives of a schedule of compute ops.
+
+    A send stands right after the entry that produces its value. A receive is posted one entry ahead of its consumer,
+    so that the transfer overlaps that entry, or earlier where the messages of its channel were sent in another order
+    than they are consumed: the two ends of a channel are matched by order alone. Stages that share a rank exchange
+    nothing. Raises ScheduleError where communication is already there.
+    """
+    if schedule.has_communication:
+        raise ScheduleError("schedule", schedule.name, "it has communication ops already", "Pass compute ops only")
+    sends = [[_sends(schedule, entry) for entry in program] for program in schedule.ranks]
+    receives = _place_receives(schedule, sends)
+    programs = []
+    for rank, program in enumerate(schedule.ranks):
+        ops: list[Entry] = []
+        for index, entry in enumerate(program):
+            ops += [*receives[rank][index], entry, *sends[rank][index]]
+        programs.append(tuple(ops))
+    return replace(schedule, ranks=tuple(programs))
+
+
+def _sends(schedule: Schedule, entry: Entry) -> list[Op]:
+    sends = []
+    for op in ops_of(entry):
+        if op.kind is Kind.F and op.stage < schedule.stages - 1:
+            sends.append(Op(op.stage, Kind.SEND_F, op.microbatch))
+        elif op.kind is Kind.B and op.stage > 0:
+            sends.append(Op(op.stage, Kind.SEND_B, op.microbatch))
+    return [send for send in sends if crosses_ranks(schedule, send)]
+
+
+def _place_receives(schedule: Schedule, sends: list[list[list[Op]]]) -> list[list[list[Op]]]:
+    """For every rank, the receives to post before each of its entries.
+
+    The receives of a channel take the order of its sends. Going through them backwards, each is posted as late as its
+    own consumer allows, and no later than the one that follows it.
+    """
+    consumer = [{op: i for i, entry in enumerate(program) for op in ops_of(entry)} for program in schedule.ranks]
+    receives: list[list[list[Op]]] = [[[] for _ in program] for program in schedule.ranks]
+    latest: dict[tuple[int, int, Kind], int] = {}
+    for program in sends:
+        for send in (send for group in reversed(program) for send in reversed(group)):
+            receive = send.counterpart()
+            rank, channel = schedule.rank_of(receive.stage), schedule.channel(send)
+            kind = Kind.F if receive.kind is Kind.RECV_F else Kind.B
+            at = consumer[rank].get(Op(receive.stage, kind, receive.microbatch))
+            if at is None:
+                raise ScheduleError(
+                    "schedule",
+                    schedule.name,
+                    f"{send} has no {receive.stage}{kind}{receive.microbatch} to receive it",
+                    "Run every micro-batch on every stage",
+                )
+            at = min(max(at - 1, 0), latest.get(channel, len(schedule.ranks[rank])))
+            latest[channel] = at
+            receives[rank][at].insert(0, receive)
+    return receives

@@ -1,0 +1,212 @@
+"""The simulator: how long a schedule takes, where its ranks wait, and how many micro-batches they hold."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from megatron_merak.errors import ScheduleError
+from megatron_merak.pipeline_parallel.check import check, peak_in_flight
+from megatron_merak.pipeline_parallel.ops import SENDS, Kind, Op, Schedule, ops_of
+from megatron_merak.pipeline_parallel.order import execution_order, needs
+from megatron_merak.pipeline_parallel.passes import add_communication
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of one micro-batch, one value per stage; transfers have one value per boundary (stage b to b+1).
+
+    `backward` is the whole backward; `weight` is the part of it that a separate W takes over. `recompute` is the time
+    of an R, and is added to a B that had none (0: the stage keeps its activations). A message occupies its channel for
+    `transfer` seconds and arrives `latency` seconds later.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    recompute: tuple[float, ...]
+    transfer: tuple[float, ...]
+    latency: tuple[float, ...]
+
+    def __post_init__(self):
+        stages = len(self.forward)
+        for name, values in vars(self).items():
+            expected = stages - 1 if name in ("transfer", "latency") else stages
+            if len(values) != expected or any(not value >= 0 for value in values):
+                reason = f"{stages} stages need {expected} values, none negative"
+                raise ScheduleError(f"{name} times", values, reason, "Correct the list")
+        for stage, (weight, backward) in enumerate(zip(self.weight, self.backward, strict=True)):
+            if weight > backward:
+                reason = f"on stage {stage} it exceeds the backward ({backward}), of which it is a part"
+                raise ScheduleError("weight time", weight, reason, "Lower it")
+
+    @classmethod
+    def uniform(
+        cls,
+        stages: int,
+        forward: float = 1.0,
+        backward: float = 2.0,
+        weight: float = 0.0,
+        recompute: float = 0.0,
+        transfer: float = 0.0,
+        latency: float = 0.0,
+    ) -> "StageCosts":
+        """The same costs on every stage and boundary."""
+        compute = [(value,) * stages for value in (forward, backward, weight, recompute)]
+        return cls(*compute, *[(value,) * (stages - 1) for value in (transfer, latency)])
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A compute op on a rank, in seconds. Of ops run together, this is number `part` of `parts`, with equal times."""
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A message between two ranks, named by its send; `end` is when the whole of it has arrived."""
+
+    op: Op
+    source: int
+    destination: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step. `busy[rank]` and `makespan` in seconds, `peak_in_flight[stage]` in micro-batches."""
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+    transfers: tuple[Transfer, ...]
+    makespan: float
+    busy: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The fraction of the makespan in which each rank computes nothing."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The mean of ``bubbles``."""
+        return sum(self.bubbles) / len(self.bubbles)
+
+    def to_chrome_trace(self) -> dict:
+        """JSON-safe, for chrome://tracing or Perfetto: a process per rank, its compute and its sends as threads."""
+        threads = {0: "compute", 1: "sends activations", 2: "sends gradients"}
+        trace: list[dict] = []
+        for rank in range(len(self.schedule.ranks)):
+            trace.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}})
+            for thread, name in threads.items():
+                trace.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
+        for event in self.events:
+            trace.append(_span(event.op, event.rank, 0, event.start, event.end))
+        for message in self.transfers:
+            thread = 1 if message.op.kind is Kind.SEND_F else 2
+            trace.append(_span(message.op, message.source, thread, message.start, message.end))
+        return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Timeline:
+    """Runs the schedule on a clock: a rank starts an entry when it is free and all messages it consumes have arrived.
+
+    Communication is added by ``add_communication`` where there is none. A transfer starts when it is sent, its receive
+    is posted and the previous message of its channel is through; it takes no time of its ranks. Ops run together take
+    the sum of their times less `overlap` (0..1) times all but the longest. Raises ScheduleError as ``check`` does.
+    """
+    if len(costs.forward) != schedule.stages:
+        reason = f"it has {schedule.stages} stages, the costs {len(costs.forward)}"
+        raise ScheduleError("schedule", schedule.name, reason, "Give one cost per stage")
+    if not schedule.has_communication:
+        schedule = add_communication(schedule)
+    check(schedule)
+    durations = _Durations(schedule, costs)
+    channels: dict[tuple[int, int, Kind], _Channel] = {}
+    over: dict[Op, float] = {}
+    clock, busy = [0.0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
+    events: list[Event] = []
+    for rank, entry in execution_order(schedule):
+        if isinstance(entry, Op) and not entry.kind.is_compute:
+            source, destination, _ = key = schedule.channel(entry)
+            if key not in channels:
+                channels[key] = _Channel(source, destination, costs)
+            channels[key].post(entry, clock[rank])
+            over.update(channels[key].deliver())
+            over.setdefault(entry, clock[rank])
+            continue
+        ops = ops_of(entry)
+        start = max([clock[rank], *(over[need] for op in ops for need in needs(schedule, op))])
+        times = [durations.of(op) for op in ops]
+        duration = sum(times) - overlap * (sum(times) - max(times))
+        clock[rank] = start + duration
+        busy[rank] += duration
+        for part, op in enumerate(ops):
+            over[op] = clock[rank]
+            events.append(Event(rank, op, start, clock[rank], part, len(ops)))
+    transfers = tuple(message for channel in channels.values() for message in channel.delivered)
+    return Timeline(schedule, tuple(events), transfers, max(clock), tuple(busy), peak_in_flight(schedule))
+
+
+class _Durations:
+    """The time of a compute op, given which micro-batches have their own W and R."""
+
+    def __init__(self, schedule: Schedule, costs: StageCosts):
+        self.costs = costs
+        ops = [op for entry in schedule.entries() for op in ops_of(entry)]
+        self.separate = {op for op in ops if op.kind in (Kind.W, Kind.R)}
+
+    def of(self, op: Op) -> float:
+        stage = op.stage
+        match op.kind:
+            case Kind.F:
+                return self.costs.forward[stage]
+            case Kind.W:
+                return self.costs.weight[stage]
+            case Kind.R:
+                return self.costs.recompute[stage]
+        weight = self.costs.weight[stage] if Op(stage, Kind.W, op.microbatch) in self.separate else 0.0
+        recompute = 0.0 if Op(stage, Kind.R, op.microbatch) in self.separate else self.costs.recompute[stage]
+        return self.costs.backward[stage] - weight + recompute
+
+
+class _Channel:
+    """The ordered messages of one direction between two ranks: the k-th send meets the k-th receive."""
+
+    def __init__(self, source: int, destination: int, costs: StageCosts):
+        self.source, self.destination, self.costs = source, destination, costs
+        self.sent: deque[tuple[Op, float]] = deque()
+        self.posted: deque[float] = deque()
+        self.free = 0.0
+        self.delivered: list[Transfer] = []
+
+    def post(self, op: Op, time: float) -> None:
+        if op.kind in SENDS:
+            self.sent.append((op, time))
+        else:
+            self.posted.append(time)
+
+    def deliver(self) -> dict[Op, float]:
+        """Arrival times of the sends that now have both ends."""
+        arrived = {}
+        while self.sent and self.posted:
+            send, time = self.sent.popleft()
+            boundary = send.stage if send.kind is Kind.SEND_F else send.stage - 1
+            start = max(time, self.posted.popleft(), self.free)
+            self.free = start + self.costs.transfer[boundary]
+            arrived[send] = self.free + self.costs.latency[boundary]
+            self.delivered.append(Transfer(send, self.source, self.destination, start, arrived[send]))
+        return arrived
+
+
+def _span(op: Op, process: int, thread: int, start: float, end: float) -> dict:
+    """A complete event of the trace format; its times are microseconds."""
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    labels = {"stage": op.stage, "kind": op.kind.value, "microbatch": op.microbatch}
+    return {"ph": "X", "name": str(op), "cat": op.kind.value, "pid": process, "tid": thread, **times, "args": labels}
