@@ -64,7 +64,7 @@ class ModelConfig(Section):
     make_vocab_size_divisible_by: int = setting(128, least=1)
     """Pad the vocabulary to a multiple of this times the tensor-parallel degree."""
     vocab_size: int | None = setting(None, least=1)
-    """Vocabulary before padding (unset: the tokenizer's)."""
+    """Vocabulary before padding (unset: the tokenizer's); a NullTokenizer adds an end-of-document id."""
 
     @property
     def ffn_size(self) -> int:
