@@ -18,7 +18,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megatron_merak.errors import MerakError
+from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.pipeline_parallel.builders import BUILDERS
 from megatron_merak.pipeline_parallel.draw import draw
 from megatron_merak.pipeline_parallel.ops import Schedule
@@ -53,7 +53,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def stage_costs(arguments: argparse.Namespace, stages: int) -> StageCosts:
     def seconds(name: str, count: int) -> tuple[float, ...]:
-        values = tuple(float(value) / 1e3 for value in getattr(arguments, name).split(","))
+        text = getattr(arguments, name)
+        try:
+            values = tuple(float(value) / 1e3 for value in text.split(","))
+        except ValueError:
+            raise ConfigError(f"--{name}", text, "it is not a list of numbers", "Write 10 or 10,10,14") from None
+        if len(values) not in (1, count):
+            reason = f"{len(values)} values, {count} or 1 are needed"
+            raise ConfigError(f"--{name}", text, reason, "Correct the list")
         return values * count if len(values) == 1 else values
 
     compute = {name: seconds(name, stages) for name in ("forward", "backward", "weight", "recompute")}
@@ -86,7 +93,7 @@ def main() -> None:
         if not schedule.has_communication:
             schedule = add_communication(schedule)
         timeline = simulate(schedule, stage_costs(arguments, schedule.stages))
-    except (MerakError, OSError, ValueError) as error:
+    except (MerakError, OSError) as error:
         raise SystemExit(f"simulate.py: {error}") from None
     if arguments.print_schedule:
         print(schedule, end="\n\n")

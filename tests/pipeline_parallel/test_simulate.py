@@ -160,7 +160,16 @@ def test_tool(monkeypatch, capsys, tmp_path):
     assert "makespan 300.000 ms" in printed and "2RECV_F0" in printed
 
 
-@pytest.mark.parametrize("arguments", [("--stages", "0"), ("--forward", "1,2"), ("--forward", "x"), ("--weight", "99")])
-def test_tool_tells_mistakes_without_a_traceback(monkeypatch, arguments):
-    with pytest.raises(SystemExit, match="simulate.py: "):
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (("--stages", "0"), "0 stages"),
+        (("--forward", "1,2"), "--forward 1,2: 2 values, 4 or 1 are needed"),
+        (("--transfer", "x"), "--transfer x: it is not a list of numbers"),
+        (("--weight", "99"), "exceeds the backward"),
+        (("--schedule-file", "no such file"), "No such file"),
+    ],
+)
+def test_tool_tells_mistakes_without_a_traceback(monkeypatch, arguments, message):
+    with pytest.raises(SystemExit, match=f"simulate.py: .*{message}"):
         run_tool(monkeypatch, *arguments)
