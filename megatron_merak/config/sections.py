@@ -222,7 +222,7 @@ class DataConfig(Section):
     mock_data: bool = setting(False)
     """Train on generated tokens; for benchmarks and tests."""
     num_workers: int = setting(0, least=0, megatron=2)
-    """Loader processes per rank; 0 loads in the training process."""
+    """Loader threads per rank that prepare batches ahead; 0 loads when a batch is needed."""
     no_mmap_bin_files: bool = setting(False)
     """Read the token files instead of mapping them into memory."""
     eod_mask_loss: bool = setting(False)
