@@ -1,0 +1,141 @@
+"""Files that are complete or absent, and tensor files in safetensors format whose every byte has a digest.
+
+A tensor file is written one tensor at a time, hashed while it is being written, and never unpickled.
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data without gaps).
+"""
+
+import hashlib
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_merak.errors import CheckpointError
+
+TEMPORARY = ".tmp"
+DTYPE_CODES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPE_NAMES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
+
+_LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+_RESTORE = "Load another iteration with --ckpt-step, or restore this one from a copy"
+
+
+def damaged(path: Path, reason: str) -> CheckpointError:
+    """The error of a file that is not what the manifest says it is."""
+    return CheckpointError("checkpoint file", path, reason, _RESTORE)
+
+
+@contextmanager
+def disk_errors(path: Path, remedy: str) -> Iterator[None]:
+    """Turn what the operating system or the safetensors library raises in the body into a `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename if error.filename is not None else path
+        reason = error.strerror or str(error) or type(error).__name__
+        raise CheckpointError("checkpoint", os.fspath(named), reason, remedy) from error
+    except SafetensorError as error:
+        raise damaged(path, f"it is not a valid safetensors file ({error})") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def complete_or_absent(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing under a temporary name; it gets its own name once all of it is on the disk."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    with open(temporary, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[dict, dict]:
+    """Write a safetensors file; needs the memory of one tensor.
+
+    Returns ({"bytes": size, "header": sha256 of length and header}, {name: sha256 of the tensor's bytes}).
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, offset = {"__metadata__": dict(metadata)}, 0
+    for name in names:
+        tensor, start = tensors[name], offset
+        offset += tensor.numel() * tensor.element_size()
+        code = DTYPE_CODES[tensor.dtype]
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, offset]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = struct.pack("<Q", len(text)) + text
+    digests = {}
+    with complete_or_absent(path) as file, ThreadPoolExecutor(1) as hasher:
+        file.write(start)
+        for name in names:
+            data = _as_bytes(tensors[name])
+            digest = hasher.submit(hashlib.sha256, data)
+            file.write(data)
+            digests[name] = digest.result().hexdigest()
+    return {"bytes": len(start) + offset, "header": hashlib.sha256(start).hexdigest()}, digests
+
+
+@contextmanager
+def open_tensors(path: Path, size: int, save_id: str) -> Iterator[safe_open]:
+    """Open a tensor file of exactly ``size`` bytes that belongs to the save ``save_id``; nothing else is opened."""
+    with disk_errors(path, _RESTORE):
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(path, "it is not a regular file (links are not followed)")
+        if found.st_size != size:
+            raise damaged(path, f"it has {found.st_size} bytes where {size} were written")
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("save_id") != save_id:
+                raise damaged(path, "it belongs to another save than the manifest beside it")
+            yield file
+
+
+def verify_tensors(path: Path, written: Mapping, digests: Mapping[str, str], save_id: str) -> None:
+    """Read a tensor file and compare every byte with what `write_tensors` returned; the error names the tensor."""
+    with open_tensors(path, written["bytes"], save_id) as file:
+        with open(path, "rb") as raw:
+            start = raw.read(8)
+            length = struct.unpack("<Q", start)[0]
+            if length > _LONGEST_HEADER:
+                raise damaged(path, f"its header would have {length} bytes")
+            start += raw.read(length)
+        if hashlib.sha256(start).hexdigest() != written["header"]:
+            raise damaged(path, "its header was changed after it was written")
+        if sorted(file.keys()) != sorted(digests):
+            raise damaged(path, "it holds other tensors than the manifest lists")
+        for name, digest in digests.items():
+            if hashlib.sha256(_as_bytes(file.get_tensor(name))).hexdigest() != digest:
+                raise damaged(path, f"tensor {name} was changed after it was written")
+
+
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in row-major order, as one flat block of bytes."""
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

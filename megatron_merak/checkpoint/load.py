@@ -1,0 +1,163 @@
+"""Loading: each wanted part reads what overlaps it from the saved parts, so that any layout reads any other one's."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_merak.checkpoint.directory import directory_of, locate, newest_first, read_manifest
+from megatron_merak.checkpoint.files import (
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    damaged,
+    disk_errors,
+    open_tensors,
+    verify_tensors,
+)
+from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, parse_manifest, stored_shape
+from megatron_merak.checkpoint.shard import Shard, Slices, overlaps
+from megatron_merak.errors import CheckpointError
+from megatron_merak.parallel.agree import broadcast_json, gather_json, together
+
+CASTABLE = "model"  # the one kind that may be loaded with another dtype than it was saved with
+
+_REMEDY = "Check --load and --ckpt-step"
+_NAMED = 5  # tensors named in one message
+_Copy = tuple[str, Entry, Part, Slices, torch.Tensor]  # name, what was saved, slices of it, the view it goes into
+
+
+def load(
+    root: Path | str,
+    shards: Mapping[str, Sequence[Shard]],
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    iteration: int | None = None,
+    verify: bool = True,
+) -> dict:
+    """Copy a checkpoint into the tensors of ``shards`` and return its meta, which has "iteration".
+
+    Without ``iteration``, the newest complete checkpoint that the first rank sees is loaded on every rank. Kinds that
+    no rank asks for stay unread; of the others, the ranks together must want exactly the tensors that were saved.
+    ``verify`` compares every byte of the files read with its digest, each file on one rank. Tensors of kind "model"
+    may change dtype, others may not. Raises `CheckpointError` on every rank; all but a read failure while copying is
+    found before the first tensor is changed.
+    """
+    root = Path(root)
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    found = None
+    with together(group, device), disk_errors(root, _REMEDY):
+        if rank == 0:
+            found = _find(root, iteration)
+    name, text = broadcast_json(found, group, device)
+    source = root / name
+    manifest = parse_manifest(text.encode(), source / NAME)
+    with together(group, device):
+        _check_known(source, manifest, shards)
+    kinds = _check_all_wanted(source, manifest, shards, group, device)
+    if verify:
+        files = manifest.files_of(kinds)
+        with together(group, device):
+            for file in sorted(files)[rank::world]:
+                verify_tensors(source / file, manifest.files[file], files[file], manifest.save_id)
+    with together(group, device):
+        _copy(source, manifest, shards)
+    return dict(manifest.meta)
+
+
+def _find(root: Path, iteration: int | None) -> tuple[str, str]:
+    """Name of the directory to load and text of its manifest."""
+    if iteration is None:
+        iteration = next(newest_first(root), None)
+        if iteration is None:
+            raise CheckpointError("checkpoint directory", root, "it holds no complete checkpoint", _REMEDY)
+    directory = locate(root, iteration)
+    if directory is None:
+        if directory_of(root, iteration).is_dir():
+            read_manifest(directory_of(root, iteration))  # raises, and says what is wrong with it
+        complete = ", ".join(str(other) for other in newest_first(root)) or "none"
+        reason = f"it holds no complete checkpoint of iteration {iteration} (complete are: {complete})"
+        raise CheckpointError("checkpoint directory", root, reason, _REMEDY)
+    text, _ = read_manifest(directory)
+    return directory.name, text.decode()
+
+
+def _check_known(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> None:
+    """Every wanted part must be of a saved tensor of the same shape, and of the same dtype where it cannot be cast."""
+    for kind, parts in shards.items():
+        if kind not in manifest.tensors:
+            reason = f"it has no {kind} state, only {', '.join(manifest.tensors)}"
+            remedy = "Start the optimizer afresh with --no-load-optim, or load another checkpoint"
+            raise CheckpointError("checkpoint", source, reason, remedy)
+        for part in parts:
+            entry = manifest.tensors[kind].get(part.name)
+            problem = ""
+            if entry is None:
+                problem = "it is missing"
+            elif entry.shape != tuple(part.shape):
+                problem = f"it was saved with shape {entry.shape}, and the model has {tuple(part.shape)}"
+            elif DTYPE_NAMES[entry.dtype] != part.tensor.dtype and kind != CASTABLE:
+                problem = f"it was saved as {entry.dtype}, and {part.tensor.dtype} is wanted"
+            if problem:
+                reason = f"tensor {kind}/{part.name}: {problem}"
+                raise CheckpointError("checkpoint", source, reason, "Load it into the model that saved it")
+
+
+def _check_all_wanted(
+    source: Path,
+    manifest: Manifest,
+    shards: Mapping[str, Sequence[Shard]],
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+) -> list[str]:
+    """The kinds that any rank wants; raises on every rank where a saved tensor of those kinds is wanted by none."""
+    names = {kind: sorted(manifest.tensors[kind]) for kind in shards}
+    masks = {}
+    for kind, parts in shards.items():
+        place = {name: index for index, name in enumerate(names[kind])}
+        mask = 0
+        for part in parts:
+            mask |= 1 << place[part.name]
+        masks[kind] = f"{mask:x}"
+    wanted: dict[str, int] = {}
+    for theirs in gather_json(masks, group, device):
+        for kind, mask in theirs.items():
+            wanted[kind] = wanted.get(kind, 0) | int(mask, 16)
+    for kind, mask in wanted.items():
+        extra = [name for index, name in enumerate(sorted(manifest.tensors[kind])) if not mask >> index & 1]
+        if extra:
+            named = ", ".join(extra[:_NAMED]) + (f" and {len(extra) - _NAMED} more" if len(extra) > _NAMED else "")
+            reason = f"it holds {kind} tensors that the model does not have: {named}"
+            raise CheckpointError("checkpoint", source, reason, "Load it into the model that saved it")
+    return sorted(wanted)
+
+
+def _copy(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> None:
+    copies: dict[str, list[_Copy]] = {}
+    casts = 0
+    for kind, parts in shards.items():
+        for part in parts:
+            entry = manifest.tensors[kind][part.name]
+            casts += DTYPE_NAMES[entry.dtype] != part.tensor.dtype
+            for saved in entry.parts if 0 not in entry.shape else ():
+                for take, put in overlaps(entry.shape, (entry.dim, saved.intervals), (part.dim, part.intervals)):
+                    view = part.tensor.detach()[put]
+                    copies.setdefault(saved.file, []).append((part.name, entry, saved, take, view))
+    for name in sorted(copies):
+        _copy_from(source / name, manifest.files[name]["bytes"], manifest.save_id, copies[name])
+    if casts:
+        logging.getLogger(__name__).warning("%s: %d tensors changed dtype while they were loaded", source, casts)
+
+
+def _copy_from(path: Path, size: int, save_id: str, copies: list[_Copy]) -> None:
+    with open_tensors(path, size, save_id) as file:
+        held = set(file.keys())
+        for name, entry, part, take, view in copies:
+            if name not in held:
+                raise damaged(path, f"tensor {name} is missing")
+            stored = file.get_slice(name)
+            want = (list(stored_shape(entry, part)), DTYPE_CODES[DTYPE_NAMES[entry.dtype]])
+            if (stored.get_shape(), stored.get_dtype()) != want:
+                raise damaged(path, f"tensor {name} has another shape or dtype than the manifest says")
+            view.copy_(stored[take] if take else file.get_tensor(name))

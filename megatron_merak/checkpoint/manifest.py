@@ -1,0 +1,187 @@
+"""The manifest: what a checkpoint holds and the digest of each part. A directory with a valid one is complete.
+
+The file is canonical JSON that carries its own digest, so that any edit of any byte of it is found.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_merak.checkpoint.files import DTYPE_NAMES
+from megatron_merak.checkpoint.shard import Intervals, local_shape, uncovered
+from megatron_merak.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = "megatron_merak checkpoint"
+VERSION = 1
+FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-rank-\d{5,}\.safetensors")
+
+_LARGEST = 2**62
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a tensor as a file holds it, under the tensor's name: ``intervals`` along the tensor's ``dim``."""
+
+    file: str
+    intervals: Intervals
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One full tensor: its shape without padding, its dtype ("float32"), and the parts that tile it along ``dim``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    dim: int | None
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of one checkpoint but the tensors' values.
+
+    ``files`` is name -> {"bytes": size, "header": sha256}; ``tensors`` is kind -> name -> `Entry`; ``meta`` is any JSON
+    object.
+    """
+
+    iteration: int
+    save_id: str
+    files: Mapping[str, Mapping]
+    tensors: Mapping[str, Mapping[str, Entry]]
+    meta: Mapping
+
+    def files_of(self, kinds: Sequence[str]) -> dict[str, dict[str, str]]:
+        """File name -> {tensor name: sha256} of every file that holds tensors of these kinds."""
+        found: dict[str, dict[str, str]] = {}
+        for kind in kinds:
+            for name, entry in self.tensors[kind].items():
+                for part in entry.parts:
+                    found.setdefault(part.file, {})[name] = part.sha256
+        return found
+
+    def render(self) -> bytes:
+        """The bytes of the manifest file. Raises `ValueError` or `TypeError` where ``meta`` is not JSON."""
+        return _render(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "iteration": self.iteration,
+                "save_id": self.save_id,
+                "files": self.files,
+                "tensors": {
+                    kind: {name: _entry_json(entry) for name, entry in entries.items()}
+                    for kind, entries in self.tensors.items()
+                },
+                "meta": self.meta,
+            }
+        )
+
+
+def parse_manifest(text: bytes, path: Path) -> Manifest:
+    """Read and check a manifest file. Raises `CheckpointError` naming ``path`` where anything in it is not sound."""
+    remedy = "Load another iteration with --ckpt-step, or restore this one from a copy"
+    try:
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise ValueError(f"its format is {document['format']!r}, not {FORMAT!r}")
+        if document["version"] != VERSION:
+            remedy = "Read it with the version of megatron_merak that wrote it"
+            raise ValueError(f"its format version is {document['version']!r} and this program reads {VERSION}")
+        digest = document.pop("sha256")
+        if _digest(document) != digest or _render(document) != text:
+            raise ValueError("it was changed after it was written")
+        return _parse(document)
+    except KeyError as error:
+        raise CheckpointError("manifest", path, f"it has no {error}", remedy) from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError("manifest", path, str(error), remedy) from error
+
+
+def check_entry(label: str, entry: Entry) -> None:
+    """Raise `ValueError` unless the parts of a tensor tile it exactly once."""
+    if entry.dim is None:
+        if len(entry.parts) != 1:
+            raise ValueError(f"tensor {label} is stored whole {len(entry.parts)} times")
+        return
+    intervals = [interval for part in entry.parts for interval in part.intervals]
+    if problem := uncovered(entry.shape[entry.dim], intervals):
+        raise ValueError(f"tensor {label} of shape {entry.shape}, along dim {entry.dim}: {problem}")
+
+
+def stored_shape(entry: Entry, part: Part) -> tuple[int, ...]:
+    """The shape under which the part's file holds it."""
+    return local_shape(entry.shape, entry.dim, part.intervals)
+
+
+def _entry_json(entry: Entry) -> dict:
+    parts = [{"file": part.file, "intervals": part.intervals, "sha256": part.sha256} for part in entry.parts]
+    return {"shape": entry.shape, "dtype": entry.dtype, "dim": entry.dim, "parts": parts}
+
+
+def _dump(document: Mapping) -> bytes:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _digest(document: Mapping) -> str:
+    return hashlib.sha256(_dump(document)).hexdigest()
+
+
+def _render(document: Mapping) -> bytes:
+    return _dump({**document, "sha256": _digest(document)}) + b"\n"
+
+
+def _parse(document: dict) -> Manifest:
+    files = {_file_name(name): _file(name, file) for name, file in document["files"].items()}
+    tensors: dict[str, dict[str, Entry]] = {}
+    for kind, entries in document["tensors"].items():
+        tensors[kind] = {name: _entry(f"{kind}/{name}", entry, files) for name, entry in entries.items()}
+    if not isinstance(document["meta"], dict):
+        raise ValueError("its meta is not an object")
+    return Manifest(_integer(document["iteration"]), _text(document["save_id"]), files, tensors, document["meta"])
+
+
+def _file(name: str, value: dict) -> dict:
+    return {"bytes": _integer(value["bytes"]), "header": _text(value["header"])}
+
+
+def _file_name(value: object) -> str:
+    if not isinstance(value, str) or not FILE_NAME.fullmatch(value):
+        raise ValueError(f"{value!r} is not the name of a tensor file in this directory")
+    return value
+
+
+def _entry(label: str, value: dict, files: Mapping[str, dict]) -> Entry:
+    shape = tuple(_integer(extent) for extent in value["shape"])
+    dim = value["dim"]
+    if dim is not None and _integer(dim) >= len(shape):
+        raise ValueError(f"tensor {label} of shape {shape} has no dim {dim}")
+    if value["dtype"] not in DTYPE_NAMES:
+        raise ValueError(f"tensor {label} has the unknown dtype {value['dtype']!r}")
+    parts = []
+    for part in value["parts"]:
+        if _file_name(part["file"]) not in files:
+            raise ValueError(f"tensor {label} is in {part['file']}, which is not listed")
+        intervals = tuple((_integer(start), _integer(stop)) for start, stop in part["intervals"])
+        if any(start > stop for start, stop in intervals):
+            raise ValueError(f"tensor {label} has an interval that ends before it starts")
+        parts.append(Part(part["file"], intervals, _text(part["sha256"])))
+    entry = Entry(shape, value["dtype"], dim, tuple(parts))
+    check_entry(label, entry)
+    return entry
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError(f"{value!r} stands where a size or index belongs")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} stands where text belongs")
+    return value

@@ -1,0 +1,148 @@
+"""Saving: every rank writes what it owns into a fresh directory; the manifest, last, makes that a checkpoint."""
+
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_merak.checkpoint import directory as directories
+from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, sync_directory, write_tensors
+from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, check_entry, parse_manifest
+from megatron_merak.checkpoint.shard import Shard
+from megatron_merak.errors import CheckpointError
+from megatron_merak.parallel.agree import broadcast_json, gather_json, together
+
+SAVE_REMEDY = "Check --save, its permissions and its free space; earlier checkpoints are untouched"
+
+_KIND = re.compile(r"[a-z][a-z0-9_]*")
+_MARGIN = 1 << 20  # bytes of free space wanted beyond the tensors: headers, manifest, tracker
+
+
+def save(
+    root: Path | str,
+    iteration: int,
+    shards: Mapping[str, Sequence[Shard]],
+    meta: dict,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+) -> Path:
+    """Write a checkpoint to ROOT/iter_<iteration> and return that path.
+
+    ``shards`` maps a kind ("model", "master", "exp_avg", "exp_avg_sq") to this rank's parts; over all ranks, the parts
+    with ``owner`` tile each tensor exactly once. ``meta`` is a JSON object, and the first rank's is stored, with
+    "iteration" added. A complete checkpoint of the same iteration is replaced once the new one is complete. On failure
+    every rank raises `CheckpointError`, what was complete stays so, and the partial directory is removed.
+    """
+    assert iteration >= 0, iteration
+    root = Path(root)
+    rank = 0 if group is None else dist.get_rank(group)
+    fresh = directories.directory_of(root, iteration).with_suffix(".new")
+    mine = {kind: [part for part in parts if _is_written(part)] for kind, parts in shards.items()}
+    needed = sum(gather_json(sum(part.tensor.nbytes for parts in mine.values() for part in parts), group, device))
+    with together(group, device), disk_errors(root, SAVE_REMEDY):
+        if rank == 0:
+            _prepare(root, iteration, needed)
+            fresh.mkdir()
+    save_id = broadcast_json(secrets.token_hex(16), group, device)
+    try:
+        with together(group, device), disk_errors(fresh, SAVE_REMEDY):
+            written = _write(fresh, rank, mine, {"format": "pt", "save_id": save_id, "iteration": str(iteration)})
+        reports = gather_json(written, group, device)
+        with together(group, device), disk_errors(fresh, SAVE_REMEDY):
+            if rank == 0:
+                _complete(fresh, iteration, save_id, reports, meta)
+                directories.publish(root, iteration)
+    except Exception as error:
+        if rank == 0:
+            _discard(fresh, error)
+        raise
+    return directories.directory_of(root, iteration)
+
+
+def _is_written(part: Shard) -> bool:
+    """A rank that holds only padding of a tensor has nothing to write; a tensor without elements is still named."""
+    return part.owner and (part.tensor.numel() > 0 or 0 in part.shape)
+
+
+def _prepare(root: Path, iteration: int, needed: int) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    directories.settle(root)
+    if directories.locate(root, iteration) is None:
+        directories.clear(directories.directory_of(root, iteration))
+    free = shutil.disk_usage(root).free
+    if free < needed + _MARGIN:
+        reason = f"{needed + _MARGIN} bytes are needed and {free} are free"
+        raise CheckpointError("checkpoint directory", root, reason, "Free some space or save elsewhere with --save")
+
+
+def _write(fresh: Path, rank: int, shards: Mapping[str, Sequence[Shard]], metadata: Mapping[str, str]) -> dict:
+    """Write this rank's files. Returns {"files": {name: ...}, "tensors": {kind: {name: ...}}}, which is JSON."""
+    report: dict = {"files": {}, "tensors": {}}
+    fresh.mkdir(parents=True, exist_ok=True)
+    for kind, parts in shards.items():
+        assert _KIND.fullmatch(kind), kind
+        entries = report["tensors"].setdefault(kind, {})
+        if not parts:
+            continue
+        tensors = {part.name: part.tensor for part in parts}
+        assert len(tensors) == len(parts), f"{kind}: this rank owns two parts of one tensor"
+        file = f"{kind}-rank-{rank:05d}.safetensors"
+        report["files"][file], digests = write_tensors(fresh / file, tensors, {**metadata, "kind": kind})
+        for part in parts:
+            entries[part.name] = {
+                "shape": part.shape,
+                "dtype": str(part.tensor.dtype).removeprefix("torch."),
+                "dim": part.dim,
+                "file": file,
+                "intervals": () if part.dim is None else part.intervals,
+                "sha256": digests[part.name],
+            }
+    sync_directory(fresh)
+    return report
+
+
+def _complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], meta: dict) -> None:
+    """Write the manifest, after which the directory is a checkpoint."""
+    files = {name: written for report in reports for name, written in report["files"].items()}
+    try:
+        manifest = Manifest(iteration, save_id, files, _join(reports), {**meta, "iteration": iteration})
+        text = manifest.render()
+    except (ValueError, TypeError) as error:
+        remedy = "Give each part of a tensor one owner, and a meta that JSON can say"
+        raise CheckpointError("checkpoint", fresh, str(error), remedy) from error
+    parse_manifest(text, fresh / NAME)  # what cannot be read back (two keys that JSON says alike) must not be published
+    directories.check_files(fresh, manifest)
+    with complete_or_absent(fresh / NAME) as file:
+        file.write(text)
+    sync_directory(fresh)
+
+
+def _join(reports: list[dict]) -> dict[str, dict[str, Entry]]:
+    """Put the ranks' parts together; raises `ValueError` where they disagree or do not tile a tensor."""
+    tensors: dict[str, dict[str, Entry]] = {}
+    for report in reports:
+        for kind, values in report["tensors"].items():
+            entries = tensors.setdefault(kind, {})
+            for name, value in values.items():
+                part = Part(value["file"], tuple(value["intervals"]), value["sha256"])
+                described = (tuple(value["shape"]), value["dtype"], value["dim"])
+                known = entries.get(name)
+                if known is not None and (known.shape, known.dtype, known.dim) != described:
+                    raise ValueError(f"the ranks disagree on shape, dtype or dim of {kind}/{name}")
+                entries[name] = Entry(*described, (*(known.parts if known else ()), part))
+    for kind, entries in tensors.items():
+        for name, entry in entries.items():
+            check_entry(f"{kind}/{name}", entry)
+    return tensors
+
+
+def _discard(fresh: Path, error: Exception) -> None:
+    """Remove a partial directory; should that fail too, say so beside the error that matters."""
+    try:
+        directories.discard(fresh)
+    except OSError as second:
+        error.add_note(f"{fresh} could not be removed ({second}); the next save to this directory will try again")

@@ -1,0 +1,100 @@
+"""What one rank holds of a full tensor, and the arithmetic by which one layout's parts overlap another's."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Intervals = tuple[tuple[int, int], ...]
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one tensor, under its HuggingFace name and in HuggingFace orientation.
+
+    ``shape`` is the full shape, without padding. ``dim`` is the divided dimension, None for a tensor that this rank
+    holds whole. ``intervals`` are the index ranges [start, stop) along ``dim``, in the order in which ``tensor`` stores
+    them. ``tensor`` has ``shape`` but for ``dim``, which is as long as the intervals together; it may be a view with
+    any strides, and loading copies into it. ``owner`` False: another rank writes this part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+    intervals: Intervals
+    tensor: torch.Tensor
+    owner: bool = True
+
+    def __post_init__(self):
+        if self.dim is not None:
+            bounds = [0, *(bound for interval in self.intervals for bound in interval), self.shape[self.dim]]
+            assert min(bounds) == 0 and max(bounds) == bounds[-1], f"{self.name}: {self.intervals} of {self.shape}"
+        want = local_shape(self.shape, self.dim, self.intervals)
+        assert tuple(self.tensor.shape) == want, f"{self.name}: holds {tuple(self.tensor.shape)}, describes {want}"
+
+
+def local_shape(shape: Sequence[int], dim: int | None, intervals: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The shape of the part that ``intervals`` along ``dim`` cut out of a tensor of ``shape``."""
+    shape = tuple(shape)
+    if dim is None:
+        return shape
+    return shape[:dim] + (sum(stop - start for start, stop in intervals),) + shape[dim + 1 :]
+
+
+def uncovered(extent: int, intervals: Iterable[Sequence[int]]) -> str:
+    """Say what keeps the intervals from covering [0, extent) exactly once; empty when they do."""
+    position = 0
+    for start, stop in sorted((start, stop) for start, stop in intervals if start < stop):
+        if start > position:
+            return f"indices [{position}, {start}) are in no part"
+        if start < position:
+            return f"indices [{start}, {min(stop, position)}) are in two parts"
+        position = stop
+    if position < extent:
+        return f"indices [{position}, {extent}) are in no part"
+    return "" if position == extent else f"indices [{extent}, {position}) lie outside the tensor"
+
+
+def overlaps(
+    shape: Sequence[int], source: tuple[int | None, Intervals], target: tuple[int | None, Intervals]
+) -> Iterator[tuple[Slices, Slices]]:
+    """Yield (slices of the source part, slices of the target part) that name the same elements of a full tensor.
+
+    ``source`` and ``target`` are each (dim, intervals). Where their dims differ, every pair of intervals shares a
+    rectangle. Both sides of a pair have equal, non-empty shapes.
+    """
+    if not shape:
+        yield (), ()
+        return
+    source_dim, source_intervals = _divided(shape, source)
+    target_dim, target_intervals = _divided(shape, target)
+    for source_offset, source_start, source_stop in _placed(source_intervals):
+        for target_offset, target_start, target_stop in _placed(target_intervals):
+            take, put = [slice(0, extent) for extent in shape], [slice(0, extent) for extent in shape]
+            if source_dim == target_dim:
+                start, stop = max(source_start, target_start), min(source_stop, target_stop)
+                if start >= stop:
+                    continue
+                take[source_dim] = slice(start - source_start + source_offset, stop - source_start + source_offset)
+                put[target_dim] = slice(start - target_start + target_offset, stop - target_start + target_offset)
+            else:
+                take[source_dim] = slice(source_offset, source_offset + source_stop - source_start)
+                take[target_dim] = slice(target_start, target_stop)
+                put[source_dim] = slice(source_start, source_stop)
+                put[target_dim] = slice(target_offset, target_offset + target_stop - target_start)
+            yield tuple(take), tuple(put)
+
+
+def _divided(shape: Sequence[int], part: tuple[int | None, Intervals]) -> tuple[int, Intervals]:
+    dim, intervals = part
+    return (0, ((0, shape[0]),)) if dim is None else (dim, intervals)
+
+
+def _placed(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
+    """(offset in the part, start, stop) of each interval that is not empty."""
+    offset = 0
+    for start, stop in intervals:
+        if start < stop:
+            yield offset, start, stop
+        offset += stop - start

@@ -1,0 +1,53 @@
+"""Training state on disk: crash-safe, checked, and independent of the layout of the ranks.
+
+    save(root, iteration, shards, meta, group, device)    every rank writes its parts, the first one completes
+    load(root, shards, group, device) -> meta              whatever overlaps is copied into the wanted parts
+    latest(root) -> iteration or None
+    prune(root, keep_every) -> iterations removed
+
+All are collective over ``group``, None for a process alone; what fails on one rank raises `CheckpointError` on all.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_merak.checkpoint.directory import newest_first, remove_older
+from megatron_merak.checkpoint.files import disk_errors
+from megatron_merak.checkpoint.load import load
+from megatron_merak.checkpoint.save import SAVE_REMEDY, save
+from megatron_merak.checkpoint.shard import Shard
+from megatron_merak.errors import CheckpointError
+from megatron_merak.parallel.agree import broadcast_json, together
+
+__all__ = ["Shard", "latest", "load", "prune", "save"]
+
+
+def latest(root: Path | str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> int | None:
+    """The newest iteration with a valid manifest, or None. With a group: what its first rank sees, on every rank.
+
+    The tracker file is not consulted: it may be missing, stale or ahead of a save that never ended.
+    """
+    newest = None
+    with together(group, device):
+        if group is None or dist.get_rank(group) == 0:
+            newest = next(newest_first(Path(root)), None)
+    return broadcast_json(newest, group, device)
+
+
+def prune(
+    root: Path | str, keep_every: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> list[int]:
+    """Remove the complete checkpoints older than the newest whose iteration ``keep_every`` does not divide.
+
+    Megatron's ``--save-retain-interval``. Nothing is removed unless every byte of the newest one matches its digest.
+    Returns the iterations removed.
+    """
+    removed: list[int] = []
+    with together(group, device), disk_errors(Path(root), SAVE_REMEDY):
+        if keep_every < 1:
+            raise CheckpointError("--save-retain-interval", keep_every, "it is not positive", "Give 1 or more")
+        if group is None or dist.get_rank(group) == 0:
+            removed = remove_older(Path(root), keep_every)
+    return broadcast_json(removed, group, device)
