@@ -1,0 +1,165 @@
+"""From the flags of a run to its tokenizer, its three data sets and their loaders."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..config import Config
+from ..errors import DataError
+from . import tokenizer as tokenizers
+from .blend import BlendedDataset, normalized, parse_blend, samples_per_dataset
+from .gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSource
+from .gpt_index import SPLITS, split_bounds
+from .indexed_dataset import IndexedDataset
+from .mock import MockIndexedDataset
+from .tokenizer import NullTokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
+Dataset = GPTDataset | BlendedDataset
+
+
+class Datasets(NamedTuple):
+    """One data set per part of the data; None where the run asks for no sample of it or it has weight 0."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+
+def build_tokenizer(config: Config) -> Tokenizer:
+    """The run's tokenizer. Generated data without --tokenizer-type has --vocab-size ids, the last one of which ends a
+    document. Raises `DataError`."""
+    data, vocab_size = config.data, config.model.vocab_size
+    if data.tokenizer_type is None and data.mock_data and vocab_size is not None:
+        return NullTokenizer(vocab_size - 1)
+    return tokenizers.build_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size)
+
+
+def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
+    """The number of token ids that the model has to know, before padding: --vocab-size where it is larger than the
+    tokenizer's. Raises `DataError` where it is smaller."""
+    given = config.model.vocab_size
+    # The vocabulary of a NullTokenizer is --vocab-size and the end of a document.
+    if given is None or isinstance(tokenizer, NullTokenizer):
+        return tokenizer.vocab_size
+    if given < tokenizer.vocab_size:
+        reason = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}"
+        raise DataError("--vocab-size", given, reason, f"Leave it out, or give at least {tokenizer.vocab_size}")
+    return given
+
+
+def samples_wanted(config: Config, world_size: int) -> tuple[int, int, int]:
+    """Samples of the train, valid and test parts that the run can ask for: one evaluation of --eval-iters global
+    batches per --eval-interval and one at the end, and one test."""
+    train = config.train
+    batch = config.global_batch_size(world_size)
+    evaluations = 1
+    if train.eval_interval is not None and train.train_iters is not None:
+        evaluations += train.train_iters // train.eval_interval
+    per_evaluation = train.eval_iters * batch
+    return (train.train_iters or 0) * batch, evaluations * per_evaluation, per_evaluation
+
+
+def build_datasets(config: Config, tokenizer: Tokenizer, world_size: int) -> Datasets:
+    """The run's data sets, equal on every rank. Needs no communication: indices are built by whichever process of a
+    host comes first, and mapped by the others.
+
+    Raises `DataError` for data that is missing, damaged, empty or too small.
+    """
+    pad = tokenizer.pad
+    shared = GPTDatasetConfig(
+        sequence_length=config.model.seq_length,
+        random_seed=config.train.seed,
+        vocab_size=vocabulary(config, tokenizer),
+        pad=-1 if pad is None else pad,
+        masked_eod=tokenizer.eod if config.data.eod_mask_loss else None,
+    )
+    parts = Parts(config, tokenizer, shared)
+    return Datasets(*(parts.build(i, wanted) for i, wanted in enumerate(samples_wanted(config, world_size))))
+
+
+class Parts:
+    """Builds the parts of one run's data, opening every file once."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, shared: GPTDatasetConfig):
+        self.config, self.data, self.shared = config, config.data, shared
+        self._mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod) if config.data.mock_data else None
+        self._sources: dict[str, IndexedDataset] = {}
+
+    def build(self, part: int, wanted: int) -> Dataset | None:
+        """The part `SPLITS[part]` with at least `wanted` samples."""
+        if wanted == 0:
+            return None
+        if self._mock is not None:
+            return self._single(self._mock, part, wanted)
+        data = self.data
+        own = (data.train_data_path, data.valid_data_path, data.test_data_path)
+        flag, values = ("--data-path", data.data_path)
+        if any(own):
+            flag, values = f"--{SPLITS[part]}-data-path", own[part]
+        if not values:
+            return None
+        prefixes, weights = parse_blend(flag, values)
+        if len(prefixes) == 1 and (weights is None or any(own)):
+            return self._single(self._source(prefixes[0]), part, wanted)
+        return self._blend(flag, [self._source(prefix) for prefix in prefixes], weights, part, wanted)
+
+    def _source(self, prefix: str) -> IndexedDataset:
+        if prefix not in self._sources:
+            self._sources[prefix] = IndexedDataset(prefix, mmap=not self.data.no_mmap_bin_files)
+        return self._sources[prefix]
+
+    def _single(self, source: TokenSource, part: int, samples: int | None) -> GPTDataset | None:
+        bounds = self._bounds(source, part)
+        if bounds is None:
+            return None
+        cache = self.data.data_cache_path or f"{source.prefix}/cache/{GPTDataset.__name__}_indices"
+        path_to_cache = None if self._mock is not None else Path(cache)
+        config = dataclasses.replace(self.shared, path_to_cache=path_to_cache)
+        return GPTDataset(source, bounds, samples, SPLITS[part], config)
+
+    def _bounds(self, source: TokenSource, part: int) -> tuple[int, int] | None:
+        """The part's range of sequences. An evaluation that nobody asked for by --eval-interval is left out, with a
+        warning, where the data is too small to have that part."""
+        if not self.data.data_path and self._mock is None:
+            return 0, len(source)
+        bounds = split_bounds(self.data.split_weights, len(source))[part]
+        optional = SPLITS[part] == "test" or (SPLITS[part] == "valid" and self.config.train.eval_interval is None)
+        if bounds is not None and bounds[0] == bounds[1] and optional:
+            logger.warning(
+                "no %s data: --split %s leaves none of the %d sequences of %s",
+                SPLITS[part], self.data.split, len(source), source.prefix,
+            )
+            return None
+        return bounds
+
+    def _blend(
+        self, flag: str, sources: Sequence[TokenSource], weights: Sequence[float] | None, part: int, wanted: int
+    ) -> BlendedDataset | None:
+        cache = None if self.data.data_cache_path is None else Path(self.data.data_cache_path)
+        if weights is not None:
+            shares = normalized(weights)
+            sizes = samples_per_dataset(shares, wanted, self.data.mid_level_dataset_surplus)
+            datasets = [self._single(source, part, size) for source, size in zip(sources, sizes, strict=True)]
+            if not any(datasets):
+                return None
+            self._complete(flag, sources, datasets, part)
+            return BlendedDataset(datasets, shares, sum(samples_per_dataset(shares, wanted)), cache)
+        datasets = [dataset for source in sources if (dataset := self._single(source, part, None)) is not None]
+        if not datasets:
+            return None
+        sizes = [len(dataset) for dataset in datasets]
+        if sum(sizes) < wanted:
+            reason = f"without weights they are read once, {sum(sizes)} {SPLITS[part]} samples, but {wanted} are needed"
+            raise DataError(flag, f"of {len(sources)} prefixes", reason, "Give weights, to read them repeatedly")
+        return BlendedDataset(datasets, sizes, wanted, cache)
+
+    def _complete(
+        self, flag: str, sources: Sequence[TokenSource], datasets: Sequence[GPTDataset | None], part: int
+    ) -> None:
+        for source, dataset in zip(sources, datasets, strict=True):
+            if dataset is None:
+                reason = f"it has no {SPLITS[part]} data, while others of the blend do"
+                raise DataError(flag, source.prefix, reason, "Give a larger dataset, or leave it out")

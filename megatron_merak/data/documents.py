@@ -1,0 +1,82 @@
+"""Raw documents out of files, each with the place that it came from."""
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import DataError
+from .files import regular_file_size
+
+JSON_SUFFIXES = (".jsonl", ".json")
+TEXT_SUFFIXES = (".txt",)
+
+
+class Raw(NamedTuple):
+    """One document as it lies in its file: a line of JSON, or (`line` None) the whole of a text file."""
+
+    source: str
+    line: int | None
+    data: bytes
+
+    @property
+    def place(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+def input_files(path: Path) -> list[Path]:
+    """`path` itself, or every file of a known kind below a directory, sorted by name. Raises `DataError`."""
+    if not path.is_dir():
+        regular_file_size(path, "--input", "--input")
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) is not None)
+    if not files:
+        known = ", ".join(JSON_SUFFIXES + TEXT_SUFFIXES)
+        raise DataError("--input", path, f"no file below it ends in {known}, with or without .gz", "Give other files")
+    return files
+
+
+def _kind(path: Path) -> str | None:
+    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    return suffix if suffix in JSON_SUFFIXES + TEXT_SUFFIXES else None
+
+
+def read_documents(path: Path) -> Iterator[Raw]:
+    """The documents of one file: .txt is one document, anything else one JSON object per line; .gz is unpacked and
+    blank lines are skipped. Raises `DataError` naming the line behind which a file cannot be read."""
+    line = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+            if _kind(path) in TEXT_SUFFIXES:
+                yield Raw(str(path), None, file.read())
+                return
+            for line, data in enumerate(file, start=1):
+                if data.strip():
+                    yield Raw(str(path), line, data)
+    except (OSError, EOFError) as error:
+        reason = f"reading failed behind line {line} ({error})"
+        raise DataError("--input", path, reason, "Copy or unpack the file again") from error
+
+
+def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
+    """The texts of `raw` under `keys`; a text file is the text of every key. Raises ValueError with the reason."""
+    try:
+        text = raw.data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from error
+    if raw.line is None:
+        return [text] * len(keys)
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object")
+    texts = [document.get(key) for key in keys]
+    for key, value in zip(keys, texts, strict=True):
+        if not isinstance(value, str):
+            raise ValueError(f"key {key!r} is missing" if value is None else f"the value of {key!r} is no string")
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(f"the value of {key!r} holds half a surrogate pair")
+    return texts

@@ -1,0 +1,140 @@
+"""Samples of a fixed length out of a stream of shuffled documents."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..errors import DataError
+from .gpt_index import Indices, build_indices
+from .index_cache import cached_arrays
+
+
+class TokenSource(Protocol):
+    """What a GPTDataset reads: an IndexedDataset, or a stand-in that makes its tokens up."""
+
+    prefix: str
+    sequence_lengths: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
+
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class GPTDatasetConfig:
+    """What the samples of every split and every file of a run share.
+
+    `pad` fills up a partial sample and is masked wherever it is a label; -1 is no token and masks nothing else.
+    `masked_eod`, an end-of-document id, is left out of the loss where it is an input. `path_to_cache` None keeps the
+    indices in memory.
+    """
+
+    sequence_length: int
+    random_seed: int
+    vocab_size: int
+    pad: int = -1
+    masked_eod: int | None = None
+    path_to_cache: Path | None = None
+    drop_last_partial_sequence: bool = True
+
+
+class GPTDataset:
+    """Map-style data set of at least `num_samples` samples (None: one pass) from sequences [first, last) of `source`.
+
+    Item: dict(tokens int64[s], labels int64[s], loss_mask float32[s], position_ids int64[s]), labels being tokens
+    shifted by one. The rules of order and packing are those of `gpt_index`. Raises `DataError` when the range holds
+    no token, and on reading a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        bounds: tuple[int, int],
+        num_samples: int | None,
+        index_split: str,
+        config: GPTDatasetConfig,
+    ):
+        self.source, self.bounds, self.num_samples, self.config = source, bounds, num_samples, config
+        self.index_split = index_split
+        first, last = bounds
+        if not source.sequence_lengths[first:last].any():
+            reason = f"its {index_split} part, sequences [{first}, {last}) of {len(source)}, holds no token"
+            raise DataError("dataset", source.prefix, reason, "Change --split, or give a larger dataset")
+        self.document_index, self.sample_index, self.shuffle_index = self._indices()
+        self._position_ids = torch.arange(config.sequence_length)
+
+    def description(self) -> dict[str, object]:
+        """Everything that the indices depend on, JSON-safe."""
+        return {
+            "class": type(self).__name__,
+            "dataset_path": self.source.prefix,
+            "fingerprint": self.source.fingerprint(),
+            "index_split": self.index_split,
+            "bounds": list(self.bounds),
+            "num_samples": self.num_samples,
+            "sequence_length": self.config.sequence_length,
+            "random_seed": self.config.random_seed,
+            "drop_last_partial_sequence": self.config.drop_last_partial_sequence,
+        }
+
+    def _indices(self) -> Indices:
+        def build() -> Indices:
+            config = self.config
+            documents = np.arange(*self.bounds, dtype=np.int32)
+            return build_indices(
+                self.source.sequence_lengths,
+                documents,
+                self.num_samples,
+                config.sequence_length,
+                config.random_seed,
+                config.drop_last_partial_sequence,
+            )
+
+        directory = self.config.path_to_cache
+        if directory is None:
+            return build()
+        kind = f"{type(self).__name__}-{self.index_split}"
+        return Indices(*cached_arrays(directory, kind, self.description(), Indices._fields, build))
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def tokens(self, index: int) -> np.ndarray:
+        """The sequence_length + 1 token ids of item `index`, int64, padded."""
+        sample = int(self.shuffle_index[index])
+        (first, begin), (last, end) = self.sample_index[sample : sample + 2].tolist()
+        parts = []
+        for position in range(first, last + 1):
+            document = int(self.document_index[position])
+            start = begin if position == first else 0
+            stop = end + 1 if position == last else int(self.source.sequence_lengths[document])
+            parts.append(self._checked(document, self.source.get(document, start, stop - start)))
+        text = np.full(self.config.sequence_length + 1, self.config.pad, dtype=np.int64)
+        joined = np.concatenate(parts)
+        text[: len(joined)] = joined
+        return text
+
+    def _checked(self, document: int, tokens: np.ndarray) -> np.ndarray:
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
+            reason = (
+                f"document {document} holds token ids from {tokens.min()} to {tokens.max()}, the vocabulary ends at "
+                f"{self.config.vocab_size - 1}"
+            )
+            raise DataError("dataset", self.source.prefix, reason, "Use the --tokenizer-model of its preprocessing")
+        return tokens
+
+    def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
+        text = torch.from_numpy(self.tokens(index))
+        tokens, labels = text[:-1].clone(), text[1:].clone()
+        loss_mask = (labels != self.config.pad).float()
+        if self.config.masked_eod is not None:
+            loss_mask[tokens == self.config.masked_eod] = 0.0
+        tokens[tokens == self.config.pad] = 0
+        labels[labels == self.config.pad] = 0
+        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": self._position_ids}

@@ -1,0 +1,94 @@
+"""Which samples form the micro-batches of a step, and fetching them ahead of need."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+Sample = Mapping[str, torch.Tensor]
+
+
+class Dataset(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+def microbatch_samples(
+    consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, num_microbatches: int
+) -> list[range]:
+    """Dataset indices of each micro-batch of data-parallel rank `dp_rank` in the step that starts at
+    `consumed_samples` (Megatron's `single` sampler).
+
+    The global batch is cut into chunks of micro_batch_size * dp_size, one per micro-batch, and a chunk into one piece
+    per rank; so the union over the ranks is the same for every dp_size.
+    """
+    starts = [consumed_samples + (k * dp_size + dp_rank) * micro_batch_size for k in range(num_microbatches)]
+    return [range(start, start + micro_batch_size) for start in starts]
+
+
+class BatchLoader:
+    """Iterator over steps: each item is a list of `num_microbatches` dicts of stacked tensors [micro_batch_size, ...].
+
+    `consumed_samples` counts the samples of all data-parallel ranks that were handed out; a loader made with the value
+    of another one continues exactly where that one stood, also with another dp_size, micro-batch or global batch.
+    The last, partial global batch is dropped: then iteration stops. With `workers` > 0 that many threads prepare as
+    many steps ahead; an error in one of them is raised by the `next` of its step. `close` ends the threads.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        num_microbatches: int,
+        consumed_samples: int = 0,
+        workers: int = 0,
+    ):
+        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and num_microbatches > 0
+        assert consumed_samples >= 0 and workers >= 0
+        self.dataset = dataset
+        self.consumed_samples = consumed_samples
+        self.global_batch_size = micro_batch_size * dp_size * num_microbatches
+        self._shape = (micro_batch_size, dp_rank, dp_size, num_microbatches)
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(workers, "batch-loader") if workers else None
+        self._ahead: deque[Future] = deque()
+
+    def __len__(self) -> int:
+        """Steps left."""
+        return max(0, len(self.dataset) - self.consumed_samples) // self.global_batch_size
+
+    def __iter__(self) -> "BatchLoader":
+        return self
+
+    def __next__(self) -> list[dict[str, torch.Tensor]]:
+        if len(self) == 0:
+            raise StopIteration
+        if self._pool is None:
+            step = self._load(self.consumed_samples)
+        else:
+            # One more than the workers: the step that is waited for, and those that run behind it.
+            for i in range(len(self._ahead), min(self._workers + 1, len(self))):
+                start = self.consumed_samples + i * self.global_batch_size
+                self._ahead.append(self._pool.submit(self._load, start))
+            step = self._ahead[0].result()
+            self._ahead.popleft()
+        self.consumed_samples += self.global_batch_size
+        return step
+
+    def _load(self, consumed_samples: int) -> list[dict[str, torch.Tensor]]:
+        pieces = microbatch_samples(consumed_samples, *self._shape)
+        return [stack([self.dataset[index] for index in piece]) for piece in pieces]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def stack(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Samples of equal keys and shapes to one dict of tensors with a leading batch dimension."""
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
