@@ -238,7 +238,7 @@ class Plan:
         values = dict(plain)
         for name, kind in rows.items():
             if name in values:
-                values[name] = tuple(_build(kind, row) for row in values[name])
+                values[name] = _build(_rows, {"kind": kind, "rows": values[name]})
         if "grid" in values and "schedule" in values:
             values["grid"] = _build(Grid, values["grid"])
             values["schedule"] = _build(Schedule.from_dict, {"values": values["schedule"]})
@@ -277,6 +277,10 @@ def _build(make: Callable[..., Any], row: Mapping[str, Any]) -> Any:
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         what = getattr(make, "__qualname__", str(make))
         raise PlanError("plan", what, f"the stored values do not fit ({error})", "Correct the stored plan") from error
+
+
+def _rows(kind: type, rows: tuple[Mapping[str, Any], ...]) -> tuple[Any, ...]:
+    return tuple(_build(kind, row) for row in rows)
 
 
 def _table(plan: Plan, width: int = 120) -> str:

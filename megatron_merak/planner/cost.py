@@ -97,11 +97,12 @@ def _layer_flops(model: ModelConfig, tokens: int, tp: int) -> int:
 
 
 def _layer_saved_bytes(model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, stores_scores: bool) -> int:
-    """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors."""
+    """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors.
+    The fused product stays alive beside rotated or normed queries and keys, for the values in it."""
     hidden, heads = model.hidden_size, model.num_attention_heads // tp
     queries, keys, first, second = _widths(model, tp)
     values = 3 * hidden + queries + 2 * keys + queries + first + second
-    if model.qk_layernorm:
+    if model.qk_layernorm or model.rotary_dim:
         values += queries + keys
     row = values * bytes_per_value + 4 * heads + 2 * 4 * _norm_vectors(model)  # log-sum-exp and norm statistics in fp32
     if model.hidden_dropout:

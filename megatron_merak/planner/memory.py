@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from megatron_merak.cluster import Device
 from megatron_merak.pipeline_parallel.check import peak_in_flight
 from megatron_merak.plan import DTYPE_BYTES, Plan
 
@@ -45,6 +46,11 @@ def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
             )
         )
     return tuple(stages)
+
+
+def overflowing_stages(plan: Plan, device: Device) -> tuple[int, ...]:
+    """The stages whose predicted peak exceeds the device's memory; none where that has no fixed size."""
+    return tuple(stage for stage, peak in enumerate(plan.predicted_bytes) if 0 < device.memory < peak)
 
 
 def _kept_bytes(plan: Plan, units: Sequence[int], recompute: Sequence[int]) -> int:

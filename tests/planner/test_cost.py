@@ -1,0 +1,136 @@
+"""Unit costs against the model families they describe, and against the published formulas."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from megatron_merak.cluster import find_cluster, find_device, peak_flops
+from megatron_merak.config import ModelConfig
+from megatron_merak.errors import PlanError
+from megatron_merak.plan import Grid
+from megatron_merak.planner.cost import gpt_units, model_flops, unit_costs
+
+GPT2 = ModelConfig(
+    num_layers=3, hidden_size=48, num_attention_heads=4, seq_length=16, max_position_embeddings=32, vocab_size=101,
+    make_vocab_size_divisible_by=1)
+LLAMA = ModelConfig(
+    num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, group_query_attention=True,
+    num_query_groups=2, seq_length=16, vocab_size=101, make_vocab_size_divisible_by=1, position_embedding_type="rope",
+    normalization="RMSNorm", swiglu=True, disable_bias_linear=True, untie_embeddings_and_output_weights=True,
+    hidden_dropout=0, attention_dropout=0)
+QWEN2 = replace(LLAMA, add_qkv_bias=True, untie_embeddings_and_output_weights=False)
+QWEN3 = replace(LLAMA, qk_layernorm=True, kv_channels=16)
+SHAPE = {
+    "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 101,
+}
+
+
+def reference(name: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        match name:
+            case "gpt2":
+                config = transformers.GPT2Config(n_layer=3, n_embd=48, n_head=4, n_positions=32, vocab_size=101)
+                return transformers.GPT2LMHeadModel(config)
+            case "llama":
+                return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False))
+            case "qwen2":
+                return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True))
+            case _:
+                config = transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False)
+                return transformers.Qwen3ForCausalLM(config)
+
+
+MODELS = {"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_equal_the_family(name):
+    units = gpt_units(MODELS[name], 2, 4, tp=1)
+    model = reference(name)
+    assert sum(unit.parameters for unit in units) == sum(p.numel() for p in model.parameters())
+    layer = model.transformer.h[0] if name == "gpt2" else model.model.layers[0]
+    assert units[1].parameters == sum(p.numel() for p in layer.parameters())
+    head = model.get_output_embeddings().weight.numel()
+    assert units[-1].shared_parameters == (0 if MODELS[name].untie_embeddings_and_output_weights else head)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensor_ranks_divide_the_matrices_and_replicate_the_rest(name):
+    whole, half = (gpt_units(MODELS[name], 2, 4, tp=tp) for tp in (1, 2))
+    model = MODELS[name]
+    kept = [p for n, p in reference(name).named_parameters() if p.dim() == 1 and not divided_bias(n)]
+    positions = model.max_positions * model.hidden_size if name == "gpt2" else 0
+    padding = model.padded_vocab_size(2) - model.vocab_size
+    tables = 2 if model.untie_embeddings_and_output_weights else 1
+    replicated = sum(p.numel() for p in kept) + positions
+    total = sum(unit.parameters for unit in whole) + tables * padding * model.hidden_size
+    assert 2 * sum(unit.parameters for unit in half) == total + replicated
+    assert 2 * half[1].flops == whole[1].flops
+
+
+def divided_bias(name: str) -> bool:
+    """Biases of column-parallel layers; those of row-parallel ones and the norms are replicated."""
+    return name.endswith(("c_attn.bias", "c_fc.bias", "q_proj.bias", "k_proj.bias", "v_proj.bias"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_equal_the_formula(name):
+    """6 T [L (h (Q + 2K) + Q h + mu h f) + h V] + 6 L Q B s^2, with the causal half of the scores."""
+    c, samples = MODELS[name], 5
+    h, s, f, layers = c.hidden_size, c.seq_length, c.ffn_size, c.num_layers
+    q, k, mu = c.num_attention_heads * c.head_dim, c.query_groups * c.head_dim, 3 if c.swiglu else 2
+    products = layers * (h * (q + 2 * k) + q * h + mu * h * f) + h * c.padded_vocab_size(1)
+    assert model_flops(c, samples) == 6 * samples * s * products + 6 * layers * q * samples * s**2
+
+
+def test_units_are_named_in_order_and_every_border_is_one_activation():
+    units = gpt_units(GPT2, 2, 2, tp=1)
+    assert [unit.name for unit in units] == ["embedding", "layer.0", "layer.1", "layer.2", "head"]
+    assert [unit.output_bytes for unit in units[:-1]] == [2 * 16 * 48 * 2] * 4
+
+
+def test_stored_scores_are_counted():
+    plain, stored = (gpt_units(GPT2, 2, 4, tp=1, stores_scores=stores)[1] for stores in (False, True))
+    assert stored.saved_bytes - plain.saved_bytes == 2 * 4 * 16 * 16 * (4 + 4 + 1)
+
+
+def test_a_large_vocabulary_makes_the_head_outweigh_layers():
+    """GPT-2's shape: measured on one core, the head takes 5.7 times as long as a layer."""
+    model = ModelConfig(
+        num_layers=2, hidden_size=768, num_attention_heads=12, seq_length=512, vocab_size=50257, hidden_dropout=0)
+    _, layer, _, head = unit_costs(gpt_units(model, 1, 4, tp=1), find_cluster("cpu"), "float32", Grid())
+    assert 4.5 < (head.forward + head.backward) / (layer.forward + layer.backward) < 7
+
+
+def test_the_optimizer_makes_the_embedding_cost_time():
+    embedding, layer, _, head = unit_costs(
+        gpt_units(replace(GPT2, num_layers=2), 1, 4, tp=1), find_cluster("cpu"), "float32", Grid())
+    assert embedding.step / layer.step == pytest.approx((101 + 32) * 48 / (12 * 48**2 + 13 * 48))
+    assert head.shared_step == pytest.approx(embedding.step * 101 / 133)
+    assert embedding.per_step(8, recompute=False) == pytest.approx(
+        8 * (embedding.forward + embedding.backward) + embedding.step)
+
+
+def test_tensor_parallel_collectives_cost_time():
+    units = gpt_units(LLAMA, 1, 4, tp=2)
+    alone = unit_costs(units, find_cluster("cpu"), "float32", Grid())
+    together = unit_costs(units, find_cluster("cpu"), "float32", Grid(tp=2))
+    more = [(b.forward > a.forward, b.backward > a.backward) for a, b in zip(alone, together, strict=True)]
+    assert more == [(True, False), *[(True, True)] * 3, (False, True)]
+
+
+@pytest.mark.parametrize(("name", "row"), [
+    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA A100-SXM4-80GB", "A100"),
+    ("NVIDIA A100-PCIE-40GB", "A100 40GB"), ("NVIDIA H200", "H200"), ("cpu", "cpu"),
+])
+def test_devices_are_found_by_the_names_drivers_give(name, row):
+    assert find_device(name).name == row
+
+
+def test_peaks_are_dense():
+    assert peak_flops("A100") == 312e12 and peak_flops("NVIDIA H200") == 989.4e12
+    with pytest.raises(PlanError, match="H100"):
+        peak_flops("GeForce RTX 4090")

@@ -1,0 +1,172 @@
+"""Whole plans: from a configuration, from a command line, and what they predict."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_merak.cluster import Cluster, Device, Link, all_reduce, find_cluster
+from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_merak.errors import ConfigError, PlanError
+from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.plan import Grid, Plan, StagePlan, Unit
+from megatron_merak.planner import plan
+from megatron_merak.planner.memory import overflowing_stages, stage_memory
+from megatron_merak.planner.predict import stage_costs, step_time, timeline
+
+ROOT = Path(__file__).parents[2]
+FLAGS = """show --world-size 8 --num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500
+    --micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2""".split()
+
+
+def config(tp=1, pp=1, layers=6, gbs=16, vocabulary=500, schedule="1f1b", recompute=None) -> Config:
+    return Config(
+        model=ModelConfig(
+            num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=vocabulary),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule,
+            recompute_granularity=recompute),
+        train=TrainConfig(micro_batch_size=2, global_batch_size=gbs),
+    )
+
+
+def test_a_plan_follows_its_configuration():
+    made = plan(config(tp=2, pp=2), 8)
+    assert made.grid == Grid(tp=2, dp=2, pp=2)
+    assert (made.global_batch_size, made.num_microbatches, made.micro_batch_size) == (16, 4, 2)
+    assert made.schedule == BUILDERS["1f1b"](2, 4) and made.sequence_length == 32 and made.dtype == "float32"
+    assert made.predicted_time > 0 and 0 < made.predicted_bubble < 1 and made.device == "cpu"
+    assert Plan.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_any_number_of_stages_up_to_one_unit_each(stages):
+    made = plan(config(pp=stages), stages)
+    assert [unit for stage in made.stages for unit in stage.units] == list(range(8))
+
+
+def test_a_large_vocabulary_moves_layers_away_from_the_head():
+    small, large = (plan(config(pp=2, vocabulary=size), 2).stages[1] for size in (128, 4096))
+    assert large.last - large.first < small.last - small.first
+
+
+def test_the_cut_is_by_cost_not_by_count():
+    """No other cut of the same chain has a cheaper costliest stage."""
+    made = plan(config(pp=2, vocabulary=2000, gbs=64), 2)
+    cluster = find_cluster("cpu")
+
+    def costliest(cut: int) -> float:
+        other = replace(made, stages=(StagePlan(0, cut), StagePlan(cut, 8)))
+        costs = stage_costs(other, cluster)
+        return max(f + b for f, b in zip(costs.forward, costs.backward, strict=True))
+
+    assert costliest(made.stages[0].last) <= min(map(costliest, range(1, 8))) * 1.05  # the optimizer's share differs
+
+
+def test_full_recomputation_takes_layers_only_and_trades_memory_for_time():
+    kept, recomputed = plan(config(pp=2), 2), plan(config(pp=2, recompute="full"), 2)
+    assert [unit for stage in recomputed.stages for unit in stage.recompute] == list(range(1, 7))
+    assert recomputed.predicted_bytes[0] < kept.predicted_bytes[0]
+    assert recomputed.predicted_time > kept.predicted_time
+
+
+def test_gpipe_holds_every_micro_batch():
+    made = {name: plan(config(pp=2, schedule=name), 2) for name in ("1f1b", "gpipe")}
+    last = {name: stage_memory(each)[1].activations for name, each in made.items()}
+    assert last["gpipe"] == 8 * last["1f1b"]
+
+
+def test_memory_adds_up():
+    units = (
+        Unit("embedding", "embedding", 100, 0, 7, 64),
+        Unit("layer.0", "layer", 40, 1000, 256, 64),
+        Unit("layer.1", "layer", 40, 1000, 256, 64),
+        Unit("head", "head", 8, 2000, 128, 4, shared_parameters=96, transient_bytes=512),
+    )
+    stages = (StagePlan(0, 2, (1,)), StagePlan(2, 4))
+    made = Plan(Grid(pp=2), units, stages, BUILDERS["1f1b"](2, 4), 1, 16, "bfloat16", predicted_bytes=(900, 2000))
+    first, last = stage_memory(made)
+    assert (first.weights, first.gradients, first.optimizer) == (140 * 2, 140 * 4, 140 * 12)
+    assert first.activations == 2 * (64 + 7) and first.working == 256
+    assert (last.weights, last.activations, last.working) == (144 * 2, 64 + 64 + 256 + 128, 512)
+    assert last.total == 144 * 18 + 512 + 512
+    device = find_cluster("cpu").device
+    assert overflowing_stages(made, device) == () and overflowing_stages(made, replace(device, memory=1000)) == (1,)
+
+
+def test_the_step_time_adds_up():
+    """Two stages and two micro-batches by hand, on a device of 1 FLOP/s with a memory of 1000 bytes/s."""
+    device, link = Device("toy", 1.0, 1.0, 1000.0, 0, 1.0), Link("toy", 1.0, 8.0)
+    units = (Unit("a", "layer", 0, 3, 0, 16), Unit("b", "layer", 0, 3, 0, 16))
+    made = Plan(Grid(pp=2), units, (StagePlan(0, 1), StagePlan(1, 2)), BUILDERS["gpipe"](2, 2), 1, 1)
+    cluster = Cluster(device, 8, link, link)
+    costs = stage_costs(made, cluster)
+    assert costs.forward == pytest.approx((3.016, 3.016)) and costs.backward == pytest.approx((6.032, 6.032))
+    assert costs.transfer == (2.0,) and costs.latency == (1.0,)
+    pipeline = timeline(made, cluster)
+    assert pipeline.makespan == pytest.approx(3 * (3.016 + 6.032) + 2 * 3)
+    assert step_time(made, cluster, pipeline, True) == pipeline.makespan
+    owned = replace(made, grid=Grid(dp=2, pp=2), units=(replace(units[0], parameters=8), units[1]))
+    reduce, optimizer = all_reduce(2, 32, link), 8 * 36 / 1000
+    assert step_time(owned, cluster, pipeline, False) == pytest.approx(pipeline.makespan + reduce + optimizer)
+    assert step_time(owned, cluster, pipeline, True) == pytest.approx(pipeline.makespan + optimizer)
+
+
+@pytest.mark.parametrize(("mistake", "error"), [
+    (lambda: plan(config(pp=9), 9), ConfigError),
+    (lambda: plan(config(tp=2), 3), ConfigError),
+    (lambda: plan(config(tp=3), 3), ConfigError),
+    (lambda: plan(config(vocabulary=None), 1), ConfigError),
+    (lambda: plan(config(), 1, device="abacus"), PlanError),
+])
+def test_impossible_requests_are_told(mistake, error):
+    with pytest.raises(error):
+        mistake()
+
+
+def run_tool(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "tools" / "plan.py"), *arguments]
+    return subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=check)
+
+
+def test_planning_imports_no_torch_and_no_numpy():
+    program = (
+        "import runpy, sys; sys.argv = ['plan.py', *sys.argv[1:]]\n"
+        "runpy.run_path('tools/plan.py', run_name='__main__')\n"
+        "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program, *FLAGS]
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_tool_prints_and_stores_the_plan(tmp_path):
+    stored = tmp_path / "plan.json"
+    done = run_tool(*FLAGS, "--json", str(stored))
+    again = Plan.from_json(stored.read_text())
+    assert again == plan(config(tp=2, pp=2), 8)
+    assert done.stdout == f"{again}\n"
+
+
+def test_the_tool_tells_mistakes_in_one_line():
+    done = run_tool("show", *FLAGS[3:], check=False)
+    assert done.returncode == 1 and done.stderr.startswith("plan.py: --world-size (missing)")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_sixteen_thousand_ranks():
+    model = ModelConfig(
+        num_layers=126, hidden_size=16384, ffn_hidden_size=53248, num_attention_heads=128, group_query_attention=True,
+        num_query_groups=8, seq_length=8192, vocab_size=128256, position_embedding_type="rope", swiglu=True,
+        normalization="RMSNorm", disable_bias_linear=True, untie_embeddings_and_output_weights=True, hidden_dropout=0,
+        attention_dropout=0)
+    parallel = ParallelConfig(tensor_model_parallel_size=8, pipeline_model_parallel_size=16)
+    train = TrainConfig(micro_batch_size=1, global_batch_size=2048, bf16=True)
+    made = plan(Config(model=model, parallel=parallel, train=train), 16384, device="H100")
+    assert made.grid == Grid(tp=8, dp=128, pp=16) and made.num_microbatches == 16
+    layers = [sum(made.units[unit].kind == "layer" for unit in stage.units) for stage in made.stages]
+    assert sum(layers) == 126 and max(layers) == 8
+    assert overflowing_stages(made, find_cluster("H100").device)

@@ -1,0 +1,164 @@
+"""The Plan: rank order, shardings, validation and storage."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_merak.errors import PlanError
+from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit
+
+degree = st.integers(1, 4)
+grids = st.builds(Grid, degree, degree, degree, degree)
+
+
+@given(grids)
+@settings(max_examples=50, deadline=None)
+def test_rank_order_is_a_reshaped_range(grid):
+    """Ranks laid out as [pp][dp][cp][tp], row-major, with tensor parallelism fastest."""
+    ranks = iter(range(grid.size))
+    for pp in range(grid.pp):
+        for dp in range(grid.dp):
+            for cp in range(grid.cp):
+                for tp in range(grid.tp):
+                    rank = next(ranks)
+                    assert grid.rank(tp, cp, dp, pp) == rank
+                    assert grid.coordinates(rank) == (tp, cp, dp, pp)
+    assert next(ranks, None) is None
+
+
+@given(grids, st.sampled_from(["tp", "cp", "dp", "pp", "tp-pp", "dp-cp", "tp-cp-dp-pp"]))
+@settings(max_examples=100, deadline=None)
+def test_groups_split_the_ranks_along_their_axes(grid, axis):
+    groups = grid.groups(axis)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
+    fixed = [place for place, name in enumerate(("tp", "cp", "dp", "pp")) if name not in axis.split("-")]
+    for group in groups:
+        assert group == sorted(group)
+        assert len({tuple(grid.coordinates(rank)[place] for place in fixed) for rank in group}) == 1
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    assert len({len(group) for group in groups}) == 1
+
+
+def test_the_groups_of_eight_ranks():
+    grid = Grid(tp=2, dp=2, pp=2)
+    assert grid.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert grid.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert grid.groups("tp-pp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize("mistake", [
+    lambda: Grid(tp=0),
+    lambda: Grid(tp=2).coordinates(2),
+    lambda: Grid(tp=2).rank(tp=2),
+    lambda: Grid().groups("ep"),
+    lambda: StagePlan(2, 2),
+    lambda: StagePlan(0, 2, recompute=(2,)),
+    lambda: TensorSharding("w", (4, 4), dim=2),
+    lambda: TensorSharding("w", (4, 4), dim=0, padded=3),
+    lambda: TensorSharding("w", (6, 4), dim=0).intervals(0, 4),
+    lambda: TensorSharding("w", (6,), dim=0, blocks=3).intervals(0, 4),
+])
+def test_mistakes_are_plan_errors(mistake):
+    with pytest.raises(PlanError):
+        mistake()
+
+
+@given(tp=st.integers(1, 8), part=st.integers(1, 5), blocks=st.integers(1, 4), dim=st.integers(0, 2))
+@settings(max_examples=100, deadline=None)
+def test_every_index_is_held_once(tp, part, blocks, dim):
+    shape = tuple(tp * part * blocks if axis == dim else 7 for axis in range(3))
+    sharding = TensorSharding("w", shape, dim, blocks)
+    held = [list(range(start, stop)) for rank in range(tp) for start, stop in sharding.intervals(rank, tp)]
+    assert sorted(index for interval in held for index in interval) == list(range(shape[dim]))
+    block = shape[dim] // blocks
+    for rank in range(tp):
+        assert sharding.local_shape(rank, tp) == tuple(part * blocks if axis == dim else 7 for axis in range(3))
+        mine = [index for start, stop in sharding.intervals(rank, tp) for index in range(start, stop)]
+        wanted = [b * block + rank * part + i for b in range(blocks) for i in range(part)]
+        assert mine == wanted
+
+
+@given(tp=st.integers(1, 8), part=st.integers(1, 5), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_padded_vocabulary_is_clipped(tp, part, data):
+    rows = data.draw(st.integers(1, tp * part))
+    sharding = TensorSharding("wte", (rows, 3), 0, padded=tp * part)
+    held = [index for rank in range(tp) for start, stop in sharding.intervals(rank, tp) for index in range(start, stop)]
+    assert held == list(range(rows))
+    for rank in range(tp):
+        (interval,) = sharding.intervals(rank, tp)
+        assert interval == (min(rank * part, rows), min(rank * part + part, rows))
+        assert sharding.local_shape(rank, tp) == (interval[1] - interval[0], 3)
+
+
+def test_intervals_of_a_fused_projection_and_of_a_replicated_tensor():
+    fused = TensorSharding("c_attn", (4, 12), 1, blocks=3)
+    assert [fused.intervals(rank, 2) for rank in (0, 1)] == [((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12))]
+    assert fused.intervals(0, 1) == ((0, 12),)
+    norm = TensorSharding("ln_1", (4,))
+    assert norm.intervals(1, 2) == () and norm.local_shape(1, 2) == (4,)
+
+
+def small_plan() -> Plan:
+    units = (
+        Unit("embedding", "embedding", 100, 0, 0, 64),
+        Unit("layer.0", "layer", 40, 1000, 256, 64),
+        Unit("layer.1", "layer", 40, 1000, 256, 64),
+        Unit("head", "head", 8, 2000, 128, 4, shared_parameters=96, transient_bytes=512),
+    )
+    stages = (StagePlan(0, 2, (1,)), StagePlan(2, 4, (2,)))
+    shardings = (TensorSharding("wte", (11, 8), 0, padded=12), TensorSharding("ln_f", (8,)))
+    schedule, predictions = BUILDERS["1f1b"](2, 4), (0.5, 0.25, (1000, 2**21))
+    return Plan(Grid(2, 1, 3, 2), units, stages, schedule, 2, 16, "bfloat16", shardings, "cpu", *predictions)
+
+
+def test_a_plan_survives_json_exactly():
+    plan = small_plan()
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and hash(again) == hash(plan)
+    assert json.loads(plan.to_json())["schedule"]["ranks"][1][:2] == ["1F0", "1B0"]
+
+
+def test_what_a_plan_derives():
+    plan = small_plan()
+    assert (plan.num_microbatches, plan.global_batch_size) == (4, 24)
+    assert [plan.stages_of(rank) for rank in (0, 1)] == [(0,), (1,)]
+    assert [plan.stage_parameters(stage) for stage in (0, 1)] == [140, 40 + 8 + 96]
+    assert [unit.name for unit in plan.stage_units(1)] == ["layer.1", "head"]
+
+
+def test_a_plan_prints_as_an_aligned_table():
+    lines = str(small_plan()).splitlines()
+    assert lines[0] == "12 ranks = tp 2 x cp 1 x dp 3 x pp 2"
+    header, first, second = lines[lines.index("") + 1 :][:3]
+    assert "embedding .. layer.0" in first and "25.0%" in first and "1000 B" in first
+    assert "layer.1 .. head" in second and "75.0%" in second and "2.0 MiB" in second
+    assert header.index("units") == first.index("embedding") == second.index("layer.1")
+    assert lines[-2:] == str(small_plan().schedule).splitlines()[1:]
+
+
+@pytest.mark.parametrize("change", [
+    {"stages": [{"first": 0, "last": 2}, {"first": 3, "last": 4}]},
+    {"stages": [{"first": 0, "last": 2}, {"first": 2, "last": 3}]},
+    {"stages": [{"first": 0, "last": 4}]},
+    {"grid": {"pp": 3}},
+    {"grid": {"ep": 3}},
+    {"dtype": "float8"},
+    {"schedule": {"name": "1f1b"}},
+    {"colour": "red"},
+    {"units": [{"name": "layer.0"}]},
+    {"units": 3},
+])
+def test_a_stored_plan_that_does_not_fit_is_refused(change):
+    with pytest.raises(PlanError):
+        Plan.from_json(json.dumps(small_plan().to_dict() | change))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_text_that_is_no_plan_is_refused(text):
+    with pytest.raises(PlanError):
+        Plan.from_json(text)
