@@ -1,0 +1,26 @@
+"""The operations that models are made of.
+
+Each is a plain function of tensors with a PyTorch implementation that runs on every device; a faster kernel takes its place
+behind the same signature.
+"""
+
+from .activation import gelu_tanh, swiglu
+from .attention import causal_attention
+from .linear import WeightGradientSink, embedding, linear
+from .norm import layer_norm, rms_norm
+from .residual import bias_dropout_add
+from .rotary import rotary, rotary_angles
+
+__all__ = [
+    "WeightGradientSink",
+    "bias_dropout_add",
+    "causal_attention",
+    "embedding",
+    "gelu_tanh",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "rotary",
+    "rotary_angles",
+    "swiglu",
+]

@@ -1,0 +1,222 @@
+"""The native GPT, in the shapes of GPT-2 and of Llama, as an ordered list of units.
+
+A unit names its tensors as HuggingFace does (``layouts``) and lists its work as segments. It knows nothing of pipelines.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..config import ModelConfig
+from ..segment import Common, In, Out, Segment, run_serial
+from ..tensor_parallel import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    group_rank,
+    local_max,
+    local_terms,
+    loss_from_terms,
+    vocab_parallel_cross_entropy,
+)
+from ..tensor_parallel.layout import ParameterLayout
+from .layers import FeedForward, Norm, Placement, SelfAttention
+from .names import names_for
+
+
+class Unit(nn.Module):
+    """One link of the chain. ``index``: its place in the model; it reads ``hidden.{index - 1}``, makes ``hidden.{index}``."""
+
+    def __init__(self, name: str, index: int, config: ModelConfig, place: Placement):
+        super().__init__()
+        self.name, self.index, self.config, self.place = name, index, config, place
+        self.source, self.target = f"hidden.{index - 1}", f"hidden.{index}"
+        self.layouts: dict[str, ParameterLayout] = {}
+
+    def _segment(self, index: int, fn, ins, outs, modules=(), sharded=False, random=False) -> Segment:
+        parameters = tuple(p for m in modules for p in (m.parameters() if isinstance(m, nn.Module) else (m,)) if p is not None)
+        edges = self.place.edges
+        ins = tuple(In(i.value, i.reduce and edges, i.grad) for i in ins)
+        outs = tuple(Out(o.value, o.reduce if edges else "", o.inplace) for o in outs)
+        return Segment(self.index, index, fn, ins, outs, parameters, sharded, random)
+
+    def _value(self, name: str) -> str:
+        return f"{name}.{self.index}"
+
+
+class Embedding(Unit):
+    """Token and, where learned, position embedding, then dropout."""
+
+    def __init__(self, index: int, config: ModelConfig, place: Placement):
+        super().__init__("embedding", index, config, place)
+        names = names_for(config, place.tp)
+        self.tokens = VocabParallelEmbedding(config.padded_vocab_size(place.tp), config.hidden_size, **place.kwargs())
+        self.layouts["tokens.weight"] = names.embedding()
+        self.positions = None
+        if config.position_embedding_type == "learned_absolute":
+            alone = place.kwargs() | {"group": None}
+            self.positions = VocabParallelEmbedding(config.max_positions, config.hidden_size, **alone)
+            self.layouts["positions.weight"] = names.positions()
+
+    def segments(self) -> list[Segment]:
+        looked_up, random = self._value("tokens"), self.config.hidden_dropout > 0
+        rest = () if self.positions is None else (self.positions,)
+        return [
+            self._segment(0, self._lookup, (), (Out(looked_up, "sum", inplace=True),), (self.tokens,), sharded=True),
+            self._segment(1, self._embed, (In(looked_up),), (Out(self.target),), rest, random=random),
+        ]
+
+    def _lookup(self, common: Common) -> tuple[Tensor]:
+        return (self.tokens(common["tokens"]),)
+
+    def _embed(self, common: Common, x: Tensor) -> tuple[Tensor]:
+        if self.positions is not None:
+            x = x + self.positions(common["position_ids"])
+        return (nn.functional.dropout(x, self.config.hidden_dropout, self.training),)
+
+
+class TransformerLayer(Unit):
+    """Pre-norm attention and feed-forward, each followed by bias, dropout and residual add."""
+
+    def __init__(self, index: int, config: ModelConfig, place: Placement):
+        super().__init__(f"layer.{index - 1}", index, config, place)
+        self.input_norm = Norm(config.hidden_size, config, place)
+        self.attention = SelfAttention(config, place)
+        self.post_norm = Norm(config.hidden_size, config, place)
+        self.mlp = FeedForward(config, place)
+        owner = {"qkv": "attention.", "proj": "attention.", "q_norm": "attention.", "k_norm": "attention.", "fc1": "mlp.", "fc2": "mlp."}
+        for role, layouts in names_for(config, place.tp).layer(index - 1).items():
+            self.layouts |= {f"{owner.get(role, '')}{role}.{name}": layout for name, layout in layouts.items()}
+
+    def segments(self) -> list[Segment]:
+        v, attention, mlp = self._value, self.attention, self.mlp
+        random = self.config.hidden_dropout > 0
+        inner = tuple(m for m in (attention.qkv, attention.q_norm, attention.k_norm, attention.proj.weight) if m is not None)
+        outer = (attention.proj.bias, self.post_norm)
+        return [
+            self._segment(0, self._enter, (In(self.source),), (Out(v("normed")),), (self.input_norm,)),
+            self._segment(
+                1, self._attend, (In(v("normed"), True),), (Out(v("context"), "sum", True),), inner, True, self.config.attention_dropout > 0
+            ),
+            self._segment(
+                2, self._middle, (In(self.source), In(v("context"))), (Out(v("residual")), Out(v("again"))), outer, random=random
+            ),
+            self._segment(3, self._feed, (In(v("again"), True),), (Out(v("fed"), "sum", True),), (mlp.fc1, mlp.fc2.weight), True),
+            self._segment(4, self._leave, (In(v("residual")), In(v("fed"))), (Out(self.target),), (mlp.fc2.bias,), random=random),
+        ]
+
+    def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        return ops.bias_dropout_add(x, bias, residual, self.config.hidden_dropout, self.training)
+
+    def _enter(self, common: Common, x: Tensor) -> tuple[Tensor]:
+        return (self.input_norm(x),)
+
+    def _attend(self, common: Common, normed: Tensor) -> tuple[Tensor]:
+        angles = (common["cos"], common["sin"]) if self.config.position_embedding_type == "rope" else None
+        return (self.attention(normed, angles),)
+
+    def _middle(self, common: Common, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        residual = self._add(context, self.attention.proj.bias, x)
+        return residual, self.post_norm(residual)
+
+    def _feed(self, common: Common, normed: Tensor) -> tuple[Tensor]:
+        return (self.mlp(normed),)
+
+    def _leave(self, common: Common, residual: Tensor, fed: Tensor) -> tuple[Tensor]:
+        return (self._add(fed, self.mlp.fc2.bias, residual),)
+
+
+class Head(Unit):
+    """Final norm, output layer and loss: the sum over tokens of loss_mask times cross entropy, an fp32 scalar ``loss``."""
+
+    def __init__(self, index: int, config: ModelConfig, place: Placement):
+        super().__init__("head", index, config, place)
+        names = names_for(config, place.tp)
+        self.norm = Norm(config.hidden_size, config, place)
+        padded = config.padded_vocab_size(place.tp)
+        self.output = ColumnParallelLinear(config.hidden_size, padded, bias=False, **place.kwargs())
+        self.layouts |= {f"norm.{name}": layout for name, layout in names.final_norm().items()}
+        self.layouts["output.weight"] = names.head()
+        rows = padded // place.tp
+        self.start = rows * group_rank(place.group)
+        self.valid = min(max(config.vocab_size - self.start, 0), rows)
+
+    def segments(self) -> list[Segment]:
+        v = self._value
+        normed, logits, maximum, terms = v("normed"), v("logits"), v("maximum"), v("terms")
+        if not self.place.edges:
+            return [self._segment(0, self._serial, (In(self.source),), (Out("loss"),), (self.norm, self.output))]
+        return [
+            self._segment(0, self._enter, (In(self.source),), (Out(normed),), (self.norm,)),
+            self._segment(1, self._project, (In(normed, True),), (Out(logits), Out(maximum, "max", True)), (self.output,), True),
+            self._segment(2, self._terms, (In(logits), In(maximum, grad=False)), (Out(terms, "sum", True),), sharded=True),
+            self._segment(3, self._loss, (In(terms),), (Out("loss"),)),
+        ]
+
+    def _enter(self, common: Common, x: Tensor) -> tuple[Tensor]:
+        return (self.norm(x),)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, V / n], padded classes at -inf. The padding takes no gradient: its probability is zero."""
+        logits = self.output(normed)
+        logits.detach()[..., self.valid :].fill_(-torch.inf)
+        return logits
+
+    def _project(self, common: Common, normed: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.logits(normed)
+        return logits, local_max(logits)
+
+    def _terms(self, common: Common, logits: Tensor, maximum: Tensor) -> tuple[Tensor]:
+        return (local_terms(logits, maximum, common["labels"], self.start),)
+
+    def _loss(self, common: Common, terms: Tensor) -> tuple[Tensor]:
+        return ((loss_from_terms(terms) * common["loss_mask"]).sum(),)
+
+    def _serial(self, common: Common, x: Tensor) -> tuple[Tensor]:
+        per_token = vocab_parallel_cross_entropy(self.logits(self.norm(x)), common["labels"], self.place.group)
+        return ((per_token * common["loss_mask"]).sum(),)
+
+
+def build_unit(index: int, config: ModelConfig, place: Placement) -> Unit:
+    """Unit ``index`` of the chain: 0 is the embedding, 1 .. L the layers, L + 1 the head."""
+    kind = Embedding if index == 0 else Head if index == config.num_layers + 1 else TransformerLayer
+    return kind(index, config, place)
+
+
+class Prelude:
+    """What every stage computes from its own batch and never receives: tokens, labels, mask, positions, rotary angles."""
+
+    def __init__(self, config: ModelConfig, device: torch.device):
+        self.config, self.device = config, device
+
+    @cached_property
+    def angles(self) -> dict[str, Tensor]:
+        c = self.config
+        if c.position_embedding_type != "rope":
+            return {}
+        scaling = c.rope_scaling_factor if c.use_rope_scaling else None
+        cos, sin = ops.rotary_angles(c.max_positions, c.rotary_dim, c.rotary_base, scaling)
+        return {"cos": cos.to(self.device), "sin": sin.to(self.device)}
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        moved = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        length = moved["tokens"].shape[1]
+        return moved | {name: value[:length] for name, value in self.angles.items()}
+
+
+class GPT(nn.Module):
+    """The whole chain as one stand-alone module whose layers call their own collectives."""
+
+    def __init__(self, config: ModelConfig, place: Placement):
+        super().__init__()
+        self.units = nn.ModuleList(build_unit(i, config, place) for i in range(config.num_layers + 2))
+        self.prelude = Prelude(config, torch.device(place.device))
+        if not config.untie_embeddings_and_output_weights:
+            self.units[-1].output.weight = self.units[0].tokens.weight
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Sum of the loss over the batch's unmasked tokens, fp32 scalar."""
+        segments = [s for unit in self.units for s in unit.segments()]
+        return run_serial(segments, Common(self.prelude(batch)))["loss"]

@@ -1,0 +1,99 @@
+"""The blocks that the native GPT's units are made of."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..config import ModelConfig
+from ..tensor_parallel import ColumnParallelLinear, RngTracker, RowParallelLinear, group_size
+from ..tensor_parallel.mappings import Group
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype, device, stand-alone RNG."""
+
+    group: Group = None
+    collectives: str = "call"
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    rng: RngTracker | None = None
+
+    @property
+    def tp(self) -> int:
+        return group_size(self.group)
+
+    @property
+    def edges(self) -> bool:
+        """Whether collectives stand between the segments instead of inside the layers."""
+        return self.collectives == "edge" and self.tp > 1
+
+    def kwargs(self) -> dict:
+        return {"group": self.group, "collectives": self.collectives, "dtype": self.dtype, "device": self.device}
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm, as the configuration says."""
+
+    def __init__(self, size: int, config: ModelConfig, place: Placement):
+        super().__init__()
+        self.eps = config.norm_epsilon
+        self.weight = nn.Parameter(torch.ones(size, dtype=place.dtype, device=place.device))
+        layer = config.normalization == "LayerNorm"
+        self.bias = nn.Parameter(torch.zeros(size, dtype=place.dtype, device=place.device)) if layer else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return ops.rms_norm(x, self.weight, self.eps)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, whole) [b, s, h] without output bias."""
+
+    def __init__(self, config: ModelConfig, place: Placement):
+        super().__init__()
+        c, tp = config, place.tp
+        self.config, self.rng = config, place.rng
+        self.heads, self.groups, self.head_dim = c.num_attention_heads // tp, c.query_groups // tp, c.head_dim
+        width = (c.num_attention_heads + 2 * c.query_groups) * c.head_dim
+        bias = not c.disable_bias_linear
+        self.qkv = ColumnParallelLinear(c.hidden_size, width, bias or c.add_qkv_bias, **place.kwargs())
+        rows = c.num_attention_heads * c.head_dim
+        self.proj = RowParallelLinear(rows, c.hidden_size, bias, skip_bias_add=True, **place.kwargs())
+        self.q_norm = Norm(c.head_dim, c, place) if c.qk_layernorm else None
+        self.k_norm = Norm(c.head_dim, c, place) if c.qk_layernorm else None
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
+        turned = self.heads + self.groups
+        query_key, value = heads[:, :, :turned], heads[:, :, turned:]
+        if self.q_norm is not None:
+            parts = query_key.split((self.heads, self.groups), 2)
+            query_key = torch.cat((self.q_norm(parts[0]), self.k_norm(parts[1])), 2)
+        if angles is not None:
+            query_key = ops.rotary(query_key, *angles)
+        query, key = query_key.split((self.heads, self.groups), 2)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if dropout > 0 and self.rng is not None:
+            with self.rng.fork():
+                context = ops.causal_attention(query, key, value, dropout)
+        else:
+            context = ops.causal_attention(query, key, value, dropout)
+        return self.proj(context)
+
+
+class FeedForward(nn.Module):
+    """[b, s, h] -> partial (or whole) [b, s, h] without output bias: SwiGLU, or GELU (tanh) with one input matrix."""
+
+    def __init__(self, config: ModelConfig, place: Placement):
+        super().__init__()
+        c, bias = config, not config.disable_bias_linear
+        self.activation = ops.swiglu if c.swiglu else ops.gelu_tanh
+        self.fc1 = ColumnParallelLinear(c.hidden_size, c.ffn_size * (2 if c.swiglu else 1), bias, **place.kwargs())
+        self.fc2 = RowParallelLinear(c.ffn_size, c.hidden_size, bias, skip_bias_add=True, **place.kwargs())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))

@@ -1,0 +1,78 @@
+"""The process's side of torchrun: who am I, on which device, and joining and leaving the job. The only reader of its variables."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..errors import LaunchError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among ``size``; alone (``size`` 1, no process group) when it was not started by torchrun."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank prints the training log, as in Megatron-LM: it holds the loss."""
+        return self.rank == self.size - 1
+
+
+def _number(name: str, default: str) -> int:
+    text = os.environ.get(name, default)
+    if not text.isdigit():
+        raise LaunchError(f"environment variable {name}", repr(text), "it is not a number", "Start ranks with torchrun")
+    return int(text)
+
+
+def world_size() -> int:
+    """Number of ranks that the launcher started, before any process group exists."""
+    return _number("WORLD_SIZE", "1")
+
+
+def _device(backend: str, local_rank: int) -> torch.device:
+    if backend == "gloo" or (backend == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        remedy = f"Start at most {count} ranks on this host, or use --distributed-backend gloo"
+        raise LaunchError("local rank", local_rank, f"this host has {count} CUDA device(s)", remedy)
+    return torch.device("cuda", local_rank)
+
+
+def launch(backend: str = "auto", timeout_minutes: float = 10, deterministic: bool = False) -> World:
+    """Pick the device and join the job. Raises LaunchError before anything is sent.
+
+    ``deterministic``: only kernels that give the same bits every time; torch raises where there is none.
+    """
+    rank, size, local_rank = _number("RANK", "0"), _number("WORLD_SIZE", "1"), _number("LOCAL_RANK", "0")
+    if not 0 <= rank < size:
+        raise LaunchError("environment variable RANK", rank, f"WORLD_SIZE is {size}", "Start ranks with torchrun")
+    device = _device(backend, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if size > 1:
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return World(rank, size, device)
+
+
+def leave(world: World) -> None:
+    """Leave the job in order: no rank takes its connections down while another still uses them."""
+    if world.size > 1 and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,68 @@
+"""This process's place in the rank grid, and the process groups that follow from it."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..plan import Grid
+
+AXES = ("tp", "dp", "pp", "tp-pp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's coordinates and groups. A group is None where it would hold this rank alone.
+
+    tp: share a layer. dp: hold the same parameters. pp: hold the stages of one replica. model: tp x pp, one replica.
+    control: all ranks, over a backend that moves CPU tensors; for agreement, never for training data.
+    """
+
+    grid: Grid
+    rank: int
+    device: torch.device
+    tp: dist.ProcessGroup | None = None
+    dp: dist.ProcessGroup | None = None
+    pp: dist.ProcessGroup | None = None
+    model: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+
+    @property
+    def tp_rank(self) -> int:
+        return self.grid.coordinates(self.rank)[0]
+
+    @property
+    def dp_rank(self) -> int:
+        return self.grid.coordinates(self.rank)[2]
+
+    @property
+    def pp_rank(self) -> int:
+        return self.grid.coordinates(self.rank)[3]
+
+    def peer(self, pp_rank: int) -> int:
+        """The global rank of another pipeline rank of this replica, at the same tensor-parallel place."""
+        tp, cp, dp, _ = self.grid.coordinates(self.rank)
+        return self.grid.rank(tp, cp, dp, pp_rank)
+
+
+def new_groups(rank: int, members: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """Make one group per list of ranks; return the one that holds ``rank``, None where it holds no other rank.
+
+    Every rank of the job calls this with the same lists.
+    """
+    mine = None
+    for ranks in members:
+        if len(ranks) > 1:
+            group = dist.new_group(ranks, backend=backend)
+            mine = group if rank in ranks else mine
+    return mine
+
+
+def build_mesh(grid: Grid, rank: int, device: torch.device) -> Mesh:
+    """All groups of ``grid``; the default process group must exist unless the grid is a single rank."""
+    if grid.size == 1:
+        return Mesh(grid, rank, device)
+    tp, dp, pp, model = (new_groups(rank, grid.groups(axis)) for axis in AXES)
+    on_cpu = dist.get_backend() == "gloo"
+    control = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo")
+    return Mesh(grid, rank, device, tp, dp, pp, model, control)

@@ -1,0 +1,60 @@
+"""Transfers between pipeline stages: posted early, never blocking, matched by tag or by order."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..pipeline_parallel.ops import RECEIVES, Kind, Op, Schedule, ops_of
+from .mesh import Mesh, new_groups
+
+
+class Pipes:
+    """One rank's ends of all transfers of a schedule (with communication ops).
+
+    gloo matches messages by tag inside the pipeline group. Other backends match by order alone, so there each channel
+    (source, destination, direction) has a group, and on CUDA a stream, of its own: no transfer waits behind another's.
+    """
+
+    def __init__(self, mesh: Mesh, schedule: Schedule):
+        self.mesh, self.schedule = mesh, schedule
+        self._by_tag = mesh.pp is not None and dist.get_backend(mesh.pp) == "gloo"
+        self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
+        if mesh.pp is not None and not self._by_tag:
+            self._make_groups()
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def _make_groups(self) -> None:
+        transfers = [op for entry in self.schedule.entries() for op in ops_of(entry) if not op.kind.is_compute]
+        for source, destination, kind in sorted({self.schedule.channel(op) for op in transfers}):
+            replicas = self.mesh.grid.groups("pp")
+            members = [[ranks[source], ranks[destination]] for ranks in replicas]
+            self._groups[source, destination, kind] = new_groups(self.mesh.rank, members)
+
+    def _route(self, op: Op) -> dict:
+        source, destination, kind = channel = self.schedule.channel(op)
+        other = self.mesh.peer(source if op.kind in RECEIVES else destination)
+        if not self._by_tag:
+            return {"group": self._groups[channel], "peer": other, "tag": 0}
+        stage = op.stage if op.kind not in RECEIVES else op.counterpart().stage
+        tag = 2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B)
+        return {"group": self.mesh.pp, "peer": other, "tag": tag}
+
+    def send(self, op: Op, tensor: Tensor) -> None:
+        """Start sending; the tensor must not change until ``finish``."""
+        route = self._route(op)
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, route["peer"], group=route["group"], tag=route["tag"])
+        self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
+        self._sent.append((work, tensor))
+
+    def receive(self, op: Op, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, dist.Work]:
+        """Post a receive; the tensor is valid once the work was waited for."""
+        route = self._route(op)
+        tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+        return tensor, dist.irecv(tensor, route["peer"], group=route["group"], tag=route["tag"])
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()

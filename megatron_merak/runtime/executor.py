@@ -1,0 +1,109 @@
+"""Executes a schedule: one handler per kind of op, no knowledge of any particular schedule."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..parallel.mesh import Mesh
+from ..parallel.p2p import Pipes
+from ..pipeline_parallel.ops import Kind, Op, Schedule, ops_of
+from .stage import LOSS, Stage
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """What the last stage knows after a step: fp32 scalars, summed over this rank's micro-batches; None elsewhere.
+
+    total: sum of token losses. tokens: number of unmasked tokens. mean: sum over micro-batches of their mean token loss.
+    """
+
+    total: Tensor
+    tokens: Tensor
+    mean: Tensor
+
+
+class Executor:
+    """One rank's part of a step.
+
+    stages: this rank's, by global index. schedule: with communication ops. per_token: gradients are those of the sum of
+    token losses (to be divided by the step's tokens), else of the mean over micro-batches and replicas of their means.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, mesh: Mesh, per_token: bool = False):
+        self.stages, self.schedule, self.mesh, self.per_token = stages, schedule, mesh, per_token
+        self.program = [op for entry in schedule.ranks[mesh.pp_rank] for op in ops_of(entry)]
+        self.last_backward = {op.stage: op for op in self.program if op.kind is Kind.B}
+        self.pipes = Pipes(mesh, schedule)
+        self.trace: list[tuple[str, float, float]] | None = None
+        self._handlers = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.SEND_F: self._send_activation,
+            Kind.RECV_F: self._receive_activation,
+            Kind.SEND_B: self._send_gradient,
+            Kind.RECV_B: self._receive_gradient,
+        }
+
+    def run(self, batches: Sequence[Batch], step: int, training: bool = True) -> StepLoss | None:
+        """Run every op in order; ``batches`` has one entry per micro-batch, on every rank. Gradients are added to main_grad."""
+        self.batches, self.step, self.training, self.losses = batches, step, training, []
+        for op in self.program:
+            began = time.perf_counter()
+            self._handlers[op.kind](self.stages[op.stage], op)
+            if self.trace is not None and op.kind.is_compute:
+                self.trace.append((str(op), began, time.perf_counter()))
+        self.pipes.finish()
+        if not self.losses:
+            return None
+        return StepLoss(*(torch.stack(values).sum() for values in zip(*self.losses, strict=True)))
+
+    def _state(self, stage: Stage, op: Op):
+        if op.microbatch in stage.states:
+            return stage.states[op.microbatch]
+        return stage.begin(op.microbatch, self.batches[op.microbatch], self.step, self.training)
+
+    def _tokens(self, microbatch: int) -> Tensor:
+        return self.batches[microbatch]["loss_mask"].to(self.mesh.device, non_blocking=True).sum()
+
+    def _forward(self, stage: Stage, op: Op) -> None:
+        state = self._state(stage, op)
+        stage.forward(op.microbatch)
+        if stage.target is None:
+            total, tokens = state.values.pop(LOSS), self._tokens(op.microbatch)
+            self.losses.append((total, tokens, total / tokens.clamp(min=1)))
+        if stage.target is None and not self.training:
+            stage.end(op.microbatch)
+
+    def _backward(self, stage: Stage, op: Op) -> None:
+        scale = None
+        if stage.target is None:
+            replicas = len(self.batches) * self.mesh.grid.dp
+            scale = 1 / (self._tokens(op.microbatch).clamp(min=1) * replicas)
+            scale = torch.ones_like(scale) if self.per_token else scale
+        stage.backward(op.microbatch, scale, op == self.last_backward[stage.index])
+        if stage.source is None:
+            stage.end(op.microbatch)
+
+    def _receive_activation(self, stage: Stage, op: Op) -> None:
+        state, value = self._state(stage, op), stage.source
+        state.arriving(value.name, *self.pipes.receive(op, value.shape, value.dtype))
+
+    def _receive_gradient(self, stage: Stage, op: Op) -> None:
+        value = stage.target
+        stage.states[op.microbatch].arriving_grad(value.name, *self.pipes.receive(op, value.shape, value.dtype))
+
+    def _send_activation(self, stage: Stage, op: Op) -> None:
+        state = stage.states[op.microbatch]
+        self.pipes.send(op, state.values.pop(stage.target.name))
+        if not self.training:
+            stage.end(op.microbatch)
+
+    def _send_gradient(self, stage: Stage, op: Op) -> None:
+        grad = stage.states[op.microbatch].take_grad(stage.source.name)
+        self.pipes.send(op, grad)
+        stage.end(op.microbatch)

@@ -1,0 +1,47 @@
+"""Weight gradients on their way into ``main_grad``: at once, or queued until the collective they shall hide is launched."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class WeightGradients:
+    """The sink that parallel layers hand their weight gradients to.
+
+    grads: parameter -> its fp32 view of ``main_grad``. While ``deferred`` is set, matrix products wait for ``drain``.
+    """
+
+    def __init__(self, grads: Mapping[Tensor, Tensor]):
+        self.grads = dict(grads)
+        self.deferred = False
+        self._queue: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor) -> None:
+        # Detached: outside of a backward grad mode is on, and main_grad would silently become a graph.
+        product = (self.grads[weight], grad_output.detach(), input.detach())
+        if self.deferred:
+            self._queue.append(product)
+        else:
+            self._accumulate(*product)
+
+    def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
+        with torch.no_grad():
+            self.grads[weight].index_add_(0, index, grad_output.float())
+
+    def add(self, parameter: Tensor, grad: Tensor) -> None:
+        """A gradient that autograd returned (norms, biases), in the parameter's shape."""
+        self.grads[parameter].add_(grad)
+
+    def drain(self) -> None:
+        """Do what was queued."""
+        for product in self._queue:
+            self._accumulate(*product)
+        self._queue.clear()
+
+    @torch.no_grad()
+    def _accumulate(self, grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
+        if grad_output.dtype == torch.float32:
+            grad.addmm_(grad_output.t(), input)
+        else:
+            grad.add_(grad_output.t() @ input)

@@ -1,0 +1,111 @@
+"""The segment: the compute between two tensor-parallel collectives, and the only thing that the runtime runs.
+
+A unit of the model is a list of segments. Replicated segments (residual add, norm) alternate with sharded ones (matmuls,
+attention). The collectives between them are not part of any segment: they are the edges ``In.reduce`` and ``Out.reduce``,
+so that whoever runs the list decides when to launch and when to wait.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+
+class Common(dict[str, torch.Tensor]):
+    """What all segments of one micro-batch share: values that the batch gives and that take no gradient.
+
+    ``seed`` sets the random stream of a segment; it is called before each one that draws random numbers.
+    """
+
+    def __init__(self, values: Mapping[str, torch.Tensor], seed: "Callable[[Segment], None] | None" = None):
+        super().__init__(values)
+        self.seed = seed or (lambda segment: None)
+
+
+@dataclass(frozen=True)
+class In:
+    """A value that a segment reads.
+
+    ``reduce``: its gradient is partial on each tensor-parallel rank and is summed over them after the backward.
+    ``grad``: it takes part in differentiation.
+    """
+
+    value: str
+    reduce: bool = False
+    grad: bool = True
+
+
+@dataclass(frozen=True)
+class Out:
+    """A value that a segment makes; ``reduce`` ('sum' or 'max') asks for an all-reduce before it is read.
+
+    ``inplace``: no backward reads the value that the segment returned, so the all-reduce may overwrite it.
+    """
+
+    value: str
+    reduce: str = ""
+    inplace: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """``fn(common, *ins) -> tuple of outs``.
+
+    ``unit``: global index of the unit it belongs to; ``index``: position inside that unit.
+    ``sharded``: it computes on tensor-parallel shards, so its randomness differs per rank and the gradient of a replicated
+    parameter in it is partial. ``random``: it draws random numbers when training.
+    ``parameters``: every parameter that ``fn`` reads. ``common`` values come from the batch and take no gradient.
+    """
+
+    unit: int
+    index: int
+    fn: Callable[..., tuple[torch.Tensor, ...]]
+    ins: tuple[In, ...]
+    outs: tuple[Out, ...]
+    parameters: tuple[torch.nn.Parameter, ...] = ()
+    sharded: bool = False
+    random: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """``fn`` of a fused segment: its parts one after the other, values handed over by name."""
+
+    parts: tuple[Segment, ...]
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+
+    def __call__(self, common: Common, *ins: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = dict(zip(self.ins, ins, strict=True))
+        for part in self.parts:
+            if part.random:
+                common.seed(part)
+            made = part.fn(common, *(values[i.value] for i in part.ins))
+            values.update(zip((o.value for o in part.outs), made, strict=True))
+        return tuple(values[name] for name in self.outs)
+
+
+def fuse(segments: Sequence[Segment]) -> Segment:
+    """One segment that does the work of one unit's ``segments`` when no collective separates them (no tensor parallelism).
+
+    Each random part seeds for itself, so that fusing changes no random number.
+    """
+    made = {o.value for s in segments for o in s.outs}
+    ins = {i.value: i for s in segments for i in s.ins if i.value not in made}
+    outs = segments[-1].outs
+    assert not any(o.reduce for s in segments for o in s.outs) and not any(i.reduce for s in segments for i in s.ins)
+    parameters = tuple({id(p): p for s in segments for p in s.parameters}.values())
+    chain = Chain(tuple(segments), tuple(ins), tuple(o.value for o in outs))
+    return replace(
+        segments[0], index=0, fn=chain, ins=tuple(ins.values()), outs=outs, parameters=parameters, sharded=False, random=False
+    )
+
+
+def run_serial(segments: Sequence[Segment], common: Common, values: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """The stand-alone meaning of a segment list: one autograd graph, collectives called by the layers themselves."""
+    values = dict(values or {})
+    for segment in segments:
+        assert not any(o.reduce for o in segment.outs), "edges are collectives: build the model with collectives='call'"
+        made = segment.fn(common, *(values[i.value] for i in segment.ins))
+        values.update(zip((o.value for o in segment.outs), made, strict=True))
+    return values
