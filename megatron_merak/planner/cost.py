@@ -27,27 +27,28 @@ class UnitCost:
 
 
 def gpt_units(
-    model: ModelConfig, micro_batch_size: int, bytes_per_value: int, tp: int, stores_scores: bool = False
+    model: ModelConfig, micro_batch_size: int, bytes_per_value: int, tp: int, fused_dropout: bool = True
 ) -> tuple[Unit, ...]:
     """The chain of a native model: "embedding", "layer.0" ... "layer.L-1", "head".
 
     Every number is one tensor-parallel rank's: divided weights count 1/tp, replicated ones in full, and the vocabulary
     with its padding. The head is final norm, output layer and loss; a tied output layer's weight belongs to the
     embedding. FLOPs are those of the matrix products, the causal half of the attention scores included.
-    ``bytes_per_value`` is of an activation. Attention keeps no scores, unless ``stores_scores`` (attention dropout on
-    a device whose fused attention has none).
+    ``bytes_per_value`` is of an activation. With ``fused_dropout``, as on GPUs, a dropout mask is a byte per value and
+    attention keeps no scores; without it, as on CPUs, masks are values and attention with dropout keeps its scores
+    (and, not counted here, copies of grouped or rotated heads).
     """
     tokens = micro_batch_size * model.seq_length
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
     activation = tokens * hidden * bytes_per_value
-    dropout_mask = tokens * hidden if model.hidden_dropout else 0
+    dropout_mask = tokens * hidden * (1 if fused_dropout else bytes_per_value) if model.hidden_dropout else 0
     positions = model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
     output = vocabulary * hidden
     untied = model.untie_embeddings_and_output_weights
     layer = (
         _layer_parameters(model, tp),
         _layer_flops(model, tokens, tp),
-        _layer_saved_bytes(model, tokens, bytes_per_value, tp, stores_scores),
+        _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout) + 2 * dropout_mask,
         activation,
     )
     statistics = 4 * tokens * _norm_vectors(model)
@@ -56,7 +57,7 @@ def gpt_units(
         kind="head",
         parameters=_norm_vectors(model) * hidden + (output if untied else 0),
         flops=2 * tokens * hidden * vocabulary,
-        saved_bytes=activation + statistics + 4 * tokens * (vocabulary + 1),  # normed input, fp32 softmax and loss
+        saved_bytes=activation + statistics + tokens * (4 * vocabulary + 17),  # 17: target, its mask, sum and loss
         output_bytes=4,
         shared_parameters=0 if untied else output,
         transient_bytes=tokens * vocabulary * bytes_per_value,
@@ -96,7 +97,7 @@ def _layer_flops(model: ModelConfig, tokens: int, tp: int) -> int:
     return 2 * tokens * hidden * (queries + 2 * keys + queries + first + second) + attention
 
 
-def _layer_saved_bytes(model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, stores_scores: bool) -> int:
+def _layer_saved_bytes(model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool) -> int:
     """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors.
     The fused product stays alive beside rotated or normed queries and keys, for the values in it."""
     hidden, heads = model.hidden_size, model.num_attention_heads // tp
@@ -104,11 +105,13 @@ def _layer_saved_bytes(model: ModelConfig, tokens: int, bytes_per_value: int, tp
     values = 3 * hidden + queries + 2 * keys + queries + first + second
     if model.qk_layernorm or model.rotary_dim:
         values += queries + keys
-    row = values * bytes_per_value + 4 * heads + 2 * 4 * _norm_vectors(model)  # log-sum-exp and norm statistics in fp32
-    if model.hidden_dropout:
-        row += 2 * hidden
-    if stores_scores:
-        row += heads * model.seq_length * (2 * bytes_per_value + 1)
+    row = values * bytes_per_value + 2 * 4 * _norm_vectors(model)
+    if model.qk_layernorm:
+        row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
+    if model.attention_dropout and not fused_dropout:
+        row += heads * model.seq_length * 3 * bytes_per_value  # probabilities before and after dropout, and the mask
+    else:
+        row += 4 * heads  # log-sum-exp
     return tokens * row
 
 

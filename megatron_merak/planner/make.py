@@ -28,8 +28,8 @@ def plan(
         dp=config.data_parallel_size(world_size),
         pp=parallel.pipeline_model_parallel_size,
     )
-    stores_scores = cluster.device.name == "cpu" and model.attention_dropout > 0  # the CPU's fused kernel drops nothing
-    units = gpt_units(model, train.micro_batch_size, DTYPE_BYTES[train.dtype], grid.tp, stores_scores)
+    fused_dropout = cluster.device.name != "cpu"
+    units = gpt_units(model, train.micro_batch_size, DTYPE_BYTES[train.dtype], grid.tp, fused_dropout)
     recompute = recomputed_units(units) if parallel.recompute_granularity == "full" else ()
     microbatches = config.num_microbatches(world_size)
     costs = unit_costs(units, cluster, train.dtype, grid)

@@ -9,6 +9,8 @@ import transformers
 from megatron_merak.cluster import find_cluster, find_device, peak_flops
 from megatron_merak.config import ModelConfig
 from megatron_merak.errors import PlanError
+from megatron_merak.models.gpt import Prelude, build_unit
+from megatron_merak.models.layers import Placement
 from megatron_merak.plan import Grid
 from megatron_merak.planner.cost import gpt_units, model_flops, unit_costs
 
@@ -92,9 +94,37 @@ def test_units_are_named_in_order_and_every_border_is_one_activation():
     assert [unit.output_bytes for unit in units[:-1]] == [2 * 16 * 48 * 2] * 4
 
 
-def test_stored_scores_are_counted():
-    plain, stored = (gpt_units(GPT2, 2, 4, tp=1, stores_scores=stores)[1] for stores in (False, True))
-    assert stored.saved_bytes - plain.saved_bytes == 2 * 4 * 16 * 16 * (4 + 4 + 1)
+def saved_by_autograd(unit: torch.nn.Module, common: dict, x: torch.Tensor) -> int:
+    """Bytes of the storages that the unit's forward saves, besides its input, its parameters and the batch."""
+    known = [x, *unit.parameters(), *common.values()]
+    outside, saved = {tensor.untyped_storage().data_ptr() for tensor in known}, {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage
+        return tensor
+
+    values = {unit.source: x}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for segment in unit.segments():
+            results = segment.fn(common, *[values[source.value] for source in segment.ins])
+            values.update(zip([out.value for out in segment.outs], results, strict=True))
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in outside)
+
+
+@pytest.mark.parametrize(("name", "dropout"), [("gpt2", 0.1), *((name, 0.0) for name in MODELS)])
+def test_saved_bytes_equal_what_the_native_model_saves(name, dropout):
+    model = replace(MODELS[name], hidden_dropout=dropout, attention_dropout=dropout)
+    tokens = torch.randint(model.vocab_size, (2, model.seq_length))
+    positions = torch.arange(model.seq_length).expand(2, -1)
+    batch = {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(2, 16), "position_ids": positions}
+    common = Prelude(model, torch.device("cpu"))(batch)
+    predicted = gpt_units(model, 2, 4, tp=1, fused_dropout=False)
+    for index, kind in ((0, "embedding"), (1, "layer"), (model.num_layers + 1, "head")):
+        unit = build_unit(index, model, Placement()).train()
+        hidden = torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True)
+        assert predicted[index].kind == kind
+        assert predicted[index].saved_bytes == saved_by_autograd(unit, common, hidden)
 
 
 def test_a_large_vocabulary_makes_the_head_outweigh_layers():
