@@ -84,7 +84,7 @@ VALID = [
     ({}, 1), ({}, 7),
     ({"model": {"kv_channels": 16, "hidden_size": 63}, "parallel": {"tensor_model_parallel_size": 4}}, 4),
     ({"model": {"group_query_attention": True, "num_query_groups": 2},
-      "parallel": {"tensor_model_parallel_size": 8}}, 8),
+      "parallel": {"tensor_model_parallel_size": 2}}, 8),
     ({"parallel": {"pipeline_model_parallel_size": 6}}, 6),
     ({"model": {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_factor": 32.0}}, 1),
     ({"train": {"skip_train": True, "train_iters": None}, "optimizer": {"lr": None}}, 1),
@@ -141,7 +141,7 @@ REFUSED = [
      "--tensor-model-parallel-size 4: does not divide the MLP width 30. Use 2."),
     ({"model": {"num_attention_heads": 12, "kv_channels": 8, "num_query_groups": 6, "group_query_attention": True},
       "parallel": {TP: 4}}, 4,
-     "--tensor-model-parallel-size 4: neither divides --num-query-groups 6 nor is a multiple of it. Use 2."),
+     "--tensor-model-parallel-size 4: does not divide --num-query-groups 6. Use 2."),
     ({"parallel": {PP: 7}}, 7, "--pipeline-model-parallel-size 7: is more stages than the 6 units "
      "(embedding, 4 layers, output head). Use at most 6."),
     ({"parallel": {TP: 2, PP: 2}}, 6, "the number of ranks 6: is not a multiple of --tensor-model-parallel-size 2 "

@@ -61,10 +61,8 @@ def _check_rotary(model: ModelConfig) -> None:
 
 
 def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
-    """Whether ``size`` ranks can share a layer: heads and MLP divide, key-value heads divide or replicate."""
-    groups = model.query_groups
-    return (model.num_attention_heads % size == 0 and model.ffn_size % size == 0
-            and (groups % size == 0 or size % groups == 0))
+    """Whether ``size`` ranks can share a layer evenly: query heads, key-value heads and MLP width."""
+    return all(extent % size == 0 for extent in (model.num_attention_heads, model.query_groups, model.ffn_size))
 
 
 def _check_tensor_parallel(model: ModelConfig, size: int) -> None:
@@ -76,7 +74,7 @@ def _check_tensor_parallel(model: ModelConfig, size: int) -> None:
     elif model.ffn_size % size:
         reason = f"does not divide the MLP width {model.ffn_size}"
     else:
-        reason = f"neither divides --num-query-groups {groups} nor is a multiple of it"
+        reason = f"does not divide --num-query-groups {groups}"
     fitting = closest(size, (d for d in divisors(heads) if tensor_parallel_fits(model, d)))
     raise ConfigError("--tensor-model-parallel-size", size, reason, f"Use {fitting}")
 

@@ -67,8 +67,8 @@ class Trainer:
         """Train on one global batch: ``batches`` holds this replica's micro-batches, on every rank of the replica."""
         loss = self.gradients(batches)
         config = self.config.optimizer
-        rate = learning_rate(config, self.iteration + 1, self.config.train.train_iters)
-        decay = weight_decay(config, self.iteration + 1, self.config.train.train_iters)
+        rate = learning_rate(config, self.iteration, self.config.train.train_iters)
+        decay = weight_decay(config, self.iteration, self.config.train.train_iters)
         result = self.optimizer.step(rate, decay)
         self.iteration += 1
         self.consumed_samples += self.plan.global_batch_size
@@ -79,6 +79,15 @@ class Trainer:
         self.model.stage.units.eval()
         loss = self.evaluator.run(batches, self.iteration, training=False)
         return self._mean(loss, len(batches))
+
+    def count_zeros(self) -> int:
+        """Elements of the whole model's last gradient that are exactly zero. Collective over a replica's ranks."""
+        buffer = self.model.buffer
+        zeros = sum(((buffer.grad(name) == 0).sum() for name, slot in buffer.slots.items() if slot.counted), torch.tensor(0))
+        zeros = zeros.to(self.mesh.device)
+        if self.mesh.model is not None:
+            dist.all_reduce(zeros, group=self.mesh.model)
+        return int(zeros)
 
     def _over_replicas(self, value: Tensor) -> Tensor:
         if self.mesh.dp is not None:

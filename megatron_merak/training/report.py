@@ -1,0 +1,144 @@
+"""What a run tells while it trains: Megatron-LM's console line, a JSON line per iteration, TensorBoard."""
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TextIO
+
+from ..config import LoggingConfig
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Per step: samples and tokens of the global batch and the model's FLOPs; peak FLOP/s of one rank, None if unknown."""
+
+    samples: int
+    tokens: int
+    flops: int
+    ranks: int
+    peak: float | None
+
+    def per_rank(self, seconds: float) -> float:
+        """Model FLOP/s of one rank."""
+        return self.flops / (seconds * self.ranks)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Means over the iterations since the last line."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    seconds: float
+    learning_rate: float
+    loss: float
+    grad_norm: float
+    skipped: int
+    zeros: int | None = None
+
+
+def console_line(interval: Interval, work: Throughput, detailed: bool, now: datetime) -> str:
+    """Megatron-LM's fields in Megatron-LM's order, then ours: throughput, MFU or GFLOP/s, time left."""
+    rate = work.per_rank(interval.seconds)
+    fields = [
+        f"iteration {interval.iteration:8d}/{interval.train_iters:8d}",
+        f"consumed samples: {interval.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {1000 * interval.seconds:.1f}",
+    ]
+    if detailed:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}")
+    fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {work.samples:5d}"]
+    if not math.isnan(interval.loss):
+        fields.append(f"lm loss: {interval.loss:.6E}")
+    fields += ["loss scale: 1.0", f"grad norm: {interval.grad_norm:.3f}"]
+    if interval.zeros is not None:
+        fields.append(f"num zeros: {interval.zeros}")
+    fields.append(f"number of skipped iterations: {interval.skipped:3d}")
+    fields.append(f"number of nan iterations: {interval.skipped:3d}")
+    fields.append(f"tokens/s: {work.tokens / interval.seconds:.0f}")
+    known = work.peak is not None
+    fields.append(f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}")
+    left = timedelta(seconds=round((interval.train_iters - interval.iteration) * interval.seconds))
+    fields.append(f"ETA: {left}")
+    return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
+
+
+class Report:
+    """Collects steps and writes lines; one rank of the job has one, the others none.
+
+    Raises ConfigError where a file cannot be opened or TensorBoard is not installed.
+    """
+
+    def __init__(self, config: LoggingConfig, work: Throughput, train_iters: int, out: TextIO = sys.stdout):
+        self.config, self.work, self.train_iters, self.out = config, work, train_iters, out
+        self.records: list[dict] = []
+        self._pending: list[dict] = []
+        self._metrics = self._open(config.metrics)
+        self._board = self._tensorboard(config.tensorboard_dir)
+
+    def _open(self, path: str | None) -> TextIO | None:
+        if path is None:
+            return None
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            return open(path, "a", buffering=1)
+        except OSError as error:
+            raise ConfigError("--metrics", path, f"it cannot be written: {error}", "Name a file in a writable directory") from error
+
+    def _tensorboard(self, directory: str | None):
+        if directory is None:
+            return None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            remedy = "Install megatron-merak[tracking], or leave it out"
+            raise ConfigError("--tensorboard-dir", directory, "TensorBoard is not installed", remedy) from error
+        return SummaryWriter(directory)
+
+    def note(self, kind: str, iteration: int, **values: float) -> None:
+        """Record values of one iteration: kind is 'train', 'valid' or 'test'."""
+        record = {"kind": kind, "iteration": iteration, **values}
+        self.records.append(record)
+        if self._metrics is not None:
+            self._metrics.write(json.dumps(record) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"{kind}/{name}", value, iteration)
+
+    def step(self, iteration: int, consumed_samples: int, seconds: float, report, zeros: int | None = None) -> None:
+        """One training step (``report``: a StepReport with a loss); prints a line at each log interval."""
+        values = {k: v for k, v in asdict(report).items() if v is not None}
+        self.note("train", iteration, consumed_samples=consumed_samples, seconds=seconds, **values)
+        self._pending.append({"seconds": seconds, **values})
+        if iteration % self.config.log_interval == 0 or iteration == self.train_iters:
+            self.print(console_line(self._interval(iteration, consumed_samples, zeros), self.work, self.config.log_throughput, datetime.now()))
+            self._pending.clear()
+
+    def _interval(self, iteration: int, consumed_samples: int, zeros: int | None) -> Interval:
+        pending = self._pending
+        good = [row["loss"] for row in pending if not row["skipped"]]
+        return Interval(
+            iteration,
+            self.train_iters,
+            consumed_samples,
+            sum(row["seconds"] for row in pending) / len(pending),
+            pending[-1]["learning_rate"],
+            sum(good) / len(good) if good else math.nan,
+            pending[-1]["grad_norm"],
+            sum(row["skipped"] for row in pending),
+            zeros,
+        )
+
+    def print(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._board is not None:
+            self._board.close()

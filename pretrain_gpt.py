@@ -1,0 +1,35 @@
+"""Pretrain a GPT with data x tensor x pipeline parallelism, on CPUs or GPUs.
+
+one process:      python pretrain_gpt.py --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
+                      --micro-batch-size 4 --train-iters 20 --lr 1e-3 --mock-data --vocab-size 1000 --log-interval 1
+eight processes:  torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 \\
+                      --pipeline-model-parallel-size 2 --global-batch-size 32 ... (the same flags)
+"""
+
+import sys
+
+from megatron_merak.arguments import parse
+from megatron_merak.errors import MerakError
+from megatron_merak.parallel.launch import launch, leave, world_size
+from megatron_merak.training.pretrain import pretrain
+
+
+def main() -> int:
+    config = parse(description=__doc__)
+    world = None
+    try:
+        config.validate(world_size())
+        parallel = config.parallel
+        world = launch(parallel.distributed_backend, parallel.distributed_timeout_minutes, config.train.deterministic_mode)
+        pretrain(config, world)
+    except MerakError as error:
+        print(f"rank {world.rank if world else 0}: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if world is not None:
+            leave(world)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
