@@ -63,6 +63,12 @@ class State:
             self.add_grad(name, grad)
         return self.grads.pop(name, None)
 
+    def wait(self, name: str) -> None:
+        """Return when the value or gradient ``name`` has arrived."""
+        for work in (self.works.get(name), *(work for work, _ in self.pending.get(name, ()))):
+            if work is not None:
+                work.wait()
+
     def leftovers(self) -> list[str]:
         """What a finished micro-batch should not have left behind."""
         return [*self.works, *self.grads, *self.pending, *(f"tape of unit {s.unit}" for s in self.tape)]

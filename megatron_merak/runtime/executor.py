@@ -39,6 +39,7 @@ class Executor:
         self.program = [op for entry in schedule.ranks[mesh.pp_rank] for op in ops_of(entry)]
         self.last_backward = {op.stage: op for op in self.program if op.kind is Kind.B}
         self.pipes = Pipes(mesh, schedule)
+        # Set to a list, it takes (op, start, end) of each compute op in seconds, without the time spent waiting for a transfer.
         self.trace: list[tuple[str, float, float]] | None = None
         self._handlers = {
             Kind.F: self._forward,
@@ -53,14 +54,23 @@ class Executor:
         """Run every op in order; ``batches`` has one entry per micro-batch, on every rank. Gradients are added to main_grad."""
         self.batches, self.step, self.training, self.losses = batches, step, training, []
         for op in self.program:
-            began = time.perf_counter()
-            self._handlers[op.kind](self.stages[op.stage], op)
+            run = self._handlers[op.kind]
             if self.trace is not None and op.kind.is_compute:
-                self.trace.append((str(op), began, time.perf_counter()))
+                run = self._traced
+            run(self.stages[op.stage], op)
         self.pipes.finish()
         if not self.losses:
             return None
         return StepLoss(*(torch.stack(values).sum() for values in zip(*self.losses, strict=True)))
+
+    def _traced(self, stage: Stage, op: Op) -> None:
+        """Note when a compute op ran, from the arrival of what it reads."""
+        border = stage.source if op.kind is Kind.F else stage.target
+        if border is not None:
+            self._state(stage, op).wait(border.name)
+        began = time.perf_counter()
+        self._handlers[op.kind](stage, op)
+        self.trace.append((str(op), began, time.perf_counter()))
 
     def _state(self, stage: Stage, op: Op):
         if op.microbatch in stage.states:
