@@ -1,0 +1,60 @@
+"""The optimizer of the peers: AdamW as a user writes it, or tuned, with or without fp32 master weights."""
+
+from collections.abc import Callable
+
+import torch
+from cases import RECIPE, Case
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+NormReduction = Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+def adamw(parameters: list[torch.Tensor], fused: bool) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": RECIPE.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    settings = {"lr": RECIPE.learning_rate, "betas": (RECIPE.beta1, RECIPE.beta2), "eps": RECIPE.epsilon}
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, **settings, **({"fused": True} if fused else {}))
+
+
+class PlainStep:
+    """Clip, update, forget the gradients."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], fused: bool, norm: NormReduction):
+        self.parameters, self.norm = parameters, norm
+        self.optimizer = adamw(parameters, fused)
+
+    def __call__(self) -> None:
+        clip_grads_with_norm_(self.parameters, RECIPE.clip, self.norm([p.grad for p in self.parameters]))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class MasterStep:
+    """The same over bf16 parameters: an fp32 copy of each is what AdamW updates, from fp32 copies of the gradients."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], norm: NormReduction):
+        self.parameters, self.norm = parameters, norm
+        self.masters = [p.detach().float() for p in parameters]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        self.gradients = [master.grad for master in self.masters]
+        self.optimizer = adamw(self.masters, fused=True)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        torch._foreach_copy_(self.gradients, [p.grad for p in self.parameters])
+        clip_grads_with_norm_(self.masters, RECIPE.clip, self.norm(self.gradients))
+        self.optimizer.step()
+        torch._foreach_copy_(self.parameters, self.masters)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def optimizer_step(case: Case, parameters: list[torch.nn.Parameter], norm: NormReduction = get_total_norm) -> Callable[[], None]:
+    """What ends a step. `norm` maps this rank's gradients to the norm of the whole model's gradient."""
+    if case.precision == "bf16" and case.tuned:
+        return MasterStep(parameters, norm)
+    return PlainStep(parameters, case.tuned, norm)
