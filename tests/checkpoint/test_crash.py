@@ -1,0 +1,156 @@
+"""kill -9 before every call that touches the disk: the newest checkpoint always loads, and is never an older one."""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_merak.checkpoint.store import Shard, latest, load, prune, save
+from megatron_merak.errors import CheckpointError
+from tests.ranks import RankFailure, run_ranks
+
+DISK = {"open", "write", "flush", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "scandir", "close"}
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and fsync is slow."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
+        yield Path(directory)
+
+
+def _shards(value: int) -> dict:
+    kinds = ("model", "exp_avg")
+    return {kind: [Shard("w", (300, 40), None, (), torch.full((300, 40), value * 1.0))] for kind in kinds}
+
+
+def _kill_before_call(number: int) -> None:
+    left = number
+
+    def count(frame, event, function):
+        nonlocal left
+        if event == "c_call" and function.__name__ in DISK:
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+
+
+def _fork(action) -> bool:
+    """Run an action in a child; False if it was killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    return status == 0
+
+
+def _work(root: Path, iteration: int, value: int) -> None:
+    """A new iteration, then the same again with other values, then retention."""
+    save(root, iteration, _shards(value), {"value": value}, None, "cpu")
+    save(root, iteration, _shards(value + 1), {"value": value + 1}, None, "cpu")
+    prune(root, 1 << 20)
+
+
+def _look(root: Path) -> tuple[int, int]:
+    shards = _shards(-1)
+    meta = load(root, shards, None, "cpu")
+    for parts in shards.values():
+        assert (parts[0].tensor == meta["value"]).all(), "torn"
+    assert latest(root) == meta["iteration"]
+    return meta["iteration"], meta["value"]
+
+
+def _kill_everywhere(rank: int, world: int, root: Path, stride: int) -> tuple[int, int]:
+    """Kill before disk call 0, stride, 2 stride... until nothing is left to kill. Returns (kills, states seen)."""
+    save(root, 1, _shards(0), {"value": 0}, None, "cpu")
+    before, seen, number, done = (1, 0), set(), 0, False
+    while not done:
+        iteration, value = before[0] + 1, before[1] + 2
+
+        def action(number=number, iteration=iteration, value=value):
+            _kill_before_call(number)
+            _work(root, iteration, value)
+
+        done = _fork(action)
+        after = _look(root)
+        assert after in (before, (iteration, value), (iteration, value + 1)), (number, before, after)
+        assert not done or after == (iteration, value + 1)
+        seen.add("before" if after == before else after[1] - value)
+        before, number = after, number + stride
+        if number // stride % 4 == 0:
+            prune(root, 1 << 20)  # keeps the number of disk calls from growing; other rounds start among leftovers
+    save(root, before[0] + 1, _shards(0), {"value": 0}, None, "cpu")
+    assert not list(root.glob("*.new")) and not list(root.glob("*.old")), "leftovers of crashes stay for ever"
+    return number // stride - 1, len(seen)
+
+
+def test_a_kill_leaves_the_newest_checkpoint_loadable(root):
+    [(kills, states)] = run_ranks(_kill_everywhere, 1, root, 3)
+    assert kills >= 30 and states == 3, (kills, states)
+
+
+@pytest.mark.slow
+def test_a_kill_before_any_disk_call_leaves_the_newest_checkpoint_loadable(root):
+    [(kills, states)] = run_ranks(_kill_everywhere, 1, root, 1, timeout=100.0)
+    assert kills >= 90 and states == 3, (kills, states)
+
+
+def _kill_at_times(rank: int, world: int, root: Path, kills: int) -> None:
+    save(root, 0, _shards(0), {"value": 0}, None, "cpu")
+    before = (0, 0)
+    for kill in range(kills):
+        child = os.fork()
+        if child == 0:
+            for step in range(1, 10_000):
+                save(root, before[0] + step, _shards(before[1] + step), {"value": before[1] + step}, None, "cpu")
+            os._exit(0)
+        time.sleep(0.005 + 0.0011 * kill)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        after = _look(root)
+        assert after >= before and after[0] == after[1]
+        before = after
+        prune(root, 1 << 20)
+    assert before > (0, 0)
+
+
+def test_kills_at_arbitrary_times_in_a_loop_of_saves(root):
+    run_ranks(_kill_at_times, 1, root, 24)
+
+
+def _one_rank_dies(rank: int, world: int, root: Path, number: int) -> None:
+    shards = [Shard("w", (300, 40), 0, ((150 * rank, 150 * rank + 150),), torch.full((150, 40), 2.0))]
+    if rank == world - 1:
+        _kill_before_call(number)
+    save(root, 2, {"model": shards, "exp_avg": shards}, {"value": 2}, dist.group.WORLD, "cpu")
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [0, 4, 9])
+def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(tmp_path, number):
+    save(tmp_path, 1, _shards(1), {"value": 1}, None, "cpu")
+    with pytest.raises(RankFailure):
+        run_ranks(_one_rank_dies, 2, tmp_path, number)
+    assert _look(tmp_path) == (1, 1)
+    with pytest.raises(CheckpointError, match="no complete checkpoint of iteration 2"):
+        load(tmp_path, _shards(0), None, "cpu", 2)
+    save(tmp_path, 2, _shards(3), {"value": 3}, None, "cpu")
+    assert _look(tmp_path) == (2, 3)
