@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dimension, statistics in fp32."""
+"""RMSNorm and LayerNorm over the last dimension, statistics in fp32 (fp64 for fp64 inputs)."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         return (x * rstd).mul_(weight).to(x.dtype)
@@ -20,7 +21,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         normed = x * rstd
         grad_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0)
-        inner = (grad * weight).float()
+        inner = grad.to(rstd.dtype) * weight
         dot = (inner * normed).mean(-1, keepdim=True)
         grad_x = normed.mul_(-dot).add_(inner).mul_(rstd)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

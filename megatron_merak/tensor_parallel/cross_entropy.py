@@ -24,21 +24,21 @@ class _LocalTerms(torch.autograd.Function):
         outside = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill_(outside, 0).unsqueeze(-1)
         chosen = exponents.gather(-1, local).squeeze(-1).masked_fill_(outside, 0.0)
-        extra = [exponents.masked_fill(exponents == -torch.inf, 0.0).sum(-1)] if smoothing else []
+        masked = exponents == -torch.inf if smoothing else None
+        extra = [exponents.masked_fill(masked, 0.0).sum(-1), masked.logical_not().sum(-1)] if smoothing else []
         exponents.exp_()
-        ctx.save_for_backward(exponents, local, outside)
-        ctx.smoothing, ctx.dtype, ctx.consumed = smoothing, logits.dtype, False
+        ctx.save_for_backward(exponents, local, outside, masked)
+        ctx.dtype, ctx.consumed = logits.dtype, False
         return torch.stack([exponents.sum(-1), chosen, *extra])
 
     @staticmethod
     def backward(ctx, grad):
-        exponents, local, outside = ctx.saved_tensors
+        exponents, local, outside, masked = ctx.saved_tensors
         assert not ctx.consumed, "the exponentials are already the gradient"
         ctx.consumed = True
-        masked = exponents == 0.0 if ctx.smoothing else None
         grad_logits = exponents.mul_(grad[0].unsqueeze(-1))
         grad_logits.scatter_add_(-1, local, grad[1].masked_fill(outside, 0.0).unsqueeze(-1))
-        if ctx.smoothing:
+        if masked is not None:
             grad_logits.add_(grad[2].unsqueeze(-1)).masked_fill_(masked, 0.0)
         return grad_logits.to(ctx.dtype), None, None, None, None
 
@@ -47,19 +47,20 @@ def local_terms(logits: Tensor, maximum: Tensor, target: Tensor, start: int, smo
     """This rank's part of each row's sums, to be reduced by sum.
 
     logits [..., v] are classes start .. start + v; masked classes hold -inf. maximum fp32 [...] over all ranks, target int64
-    [...]. Returns fp32 [2, ...]: sum of exp(x - max) and the target's x - max; with ``smoothing`` a third row, sum of x - max.
-    The backward may run once: it turns the saved exponentials into the gradient in place.
+    [...]. Returns fp32 [2, ...]: sum of exp(x - max) and the target's x - max; with ``smoothing`` [4, ...]: also the sum of
+    x - max over the classes that are not masked, and their number. The backward may run once: it turns the saved
+    exponentials into the gradient in place.
     """
     return _LocalTerms.apply(logits, maximum, target, start, smoothing)
 
 
-def loss_from_terms(terms: Tensor, label_smoothing: float = 0.0, classes: int | None = None) -> Tensor:
-    """fp32 [2 or 3, ...] summed over ranks -> loss [...]; smoothing spreads over the other ``classes`` - 1 classes."""
+def loss_from_terms(terms: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """fp32 [2 or 4, ...] summed over ranks -> loss [...]; smoothing spreads over the other classes that are not masked."""
     log_sum = terms[0].log()
     loss = log_sum - terms[1]
     if label_smoothing > 0:
-        others = (classes - 1) * log_sum - (terms[2] - terms[1])
-        loss = (1 - label_smoothing) * loss + label_smoothing / (classes - 1) * others
+        others = terms[3] - 1
+        loss = (1 - label_smoothing) * loss + label_smoothing * (log_sum - (terms[2] - terms[1]) / others)
     return loss
 
 
@@ -67,12 +68,12 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: Group = 
     """Loss per token, fp32 [...], of this rank's logits [..., V / n] and target int64 [...] in 0 .. V - 1.
 
     Equal to ``torch.nn.functional.cross_entropy(reduction='none')`` but for label smoothing, which spreads over the other
-    V - 1 classes as Megatron-LM documents it.
+    V - 1 classes as Megatron-LM documents it. Classes at -inf (a padded vocabulary) do not exist: V leaves them out.
     """
     maximum = local_max(logits)
     if group_size(group) > 1:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-    part = logits.shape[-1]
-    terms = local_terms(logits, maximum, target, part * group_rank(group), label_smoothing > 0)
+    start = logits.shape[-1] * group_rank(group)
+    terms = local_terms(logits, maximum, target, start, label_smoothing > 0)
     terms = reduce_from_tensor_model_parallel_region(terms, group)
-    return loss_from_terms(terms, label_smoothing, part * group_size(group))
+    return loss_from_terms(terms, label_smoothing)

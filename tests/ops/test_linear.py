@@ -1,0 +1,95 @@
+"""Linear and embedding: with a sink the same numbers arrive, by another way."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_merak.ops import bias_dropout_add, causal_attention, embedding, linear
+
+
+class Sink:
+    """Adds what it is given at once."""
+
+    def __init__(self):
+        self.grads = {}
+
+    def _add(self, weight, grad):
+        self.grads[weight] = self.grads.get(weight, 0) + grad
+
+    def matmul(self, weight, grad_output, input):
+        assert grad_output.dim() == input.dim() == 2
+        self._add(weight, grad_output.t() @ input)
+
+    def rows(self, weight, index, grad_output):
+        assert index.dim() == 1
+        self._add(weight, torch.zeros_like(weight).index_add_(0, index, grad_output))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)])
+def test_linear_through_a_sink(shape, bias):
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    extra = torch.randn(4, requires_grad=True) if bias else None
+    inputs, upstream = [t for t in (x, weight, extra) if t is not None], torch.randn(*shape[:-1], 4)
+    expected = torch.autograd.grad(F.linear(x, weight, extra), inputs, upstream)
+    sink = Sink()
+    out = linear(x, weight, extra, sink)
+    assert torch.equal(out, F.linear(x, weight, extra))
+    found = torch.autograd.grad(out, inputs, upstream, allow_unused=True)
+    assert found[1] is None
+    for ours, other in zip((found[0], sink.grads[weight], *found[2:]), expected, strict=True):
+        torch.testing.assert_close(ours, other)
+
+
+def test_linear_of_an_input_without_gradient():
+    sink, weight = Sink(), torch.randn(4, 6, requires_grad=True)
+    linear(torch.randn(5, 6), weight, None, sink).sum().backward()
+    assert weight.grad is None and sink.grads[weight].shape == (4, 6)
+
+
+def test_embedding_through_a_sink_adds_repeated_rows():
+    weight = torch.randn(5, 3, requires_grad=True)
+    index = torch.tensor([[4, 0, 4], [4, 1, 0]])
+    upstream = torch.arange(18.0).view(2, 3, 3)
+    (expected,) = torch.autograd.grad(F.embedding(index, weight), weight, upstream)
+    sink = Sink()
+    out = embedding(index, weight, sink)
+    assert torch.equal(out, F.embedding(index, weight)) and out.requires_grad
+    assert torch.autograd.grad(out, weight, upstream, allow_unused=True) == (None,)
+    assert torch.equal(sink.grads[weight], expected)
+
+
+def test_without_a_sink_they_are_pytorchs():
+    x, weight, index = torch.randn(2, 6), torch.randn(4, 6, requires_grad=True), torch.tensor([3, 3])
+    (linear(x, weight).sum() + embedding(index, weight).sum()).backward()
+    expected = x.sum(0).expand(4, 6) + torch.tensor([0.0, 0, 0, 2]).unsqueeze(1)
+    torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_attention_is_causal_and_shares_heads(groups):
+    """Against the formula in float64: softmax of scaled scores below the diagonal; query head n reads group n // r."""
+    b, s, n, d = 2, 6, 4, 8
+    shapes = [(b, s, heads, d) for heads in (n, groups, groups)]
+    query, key, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    keys, values = (t.repeat_interleave(n // groups, 2) for t in (key, value))
+    scores = torch.einsum("bqnd,bknd->bnqk", query, keys) / d**0.5
+    weights = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = torch.einsum("bnqk,bknd->bqnd", weights, values).flatten(2)
+    out, upstream = causal_attention(query, key, value), torch.randn(b, s, n * d, dtype=torch.float64)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    wanted = (query, key, value)
+    for ours, truth in zip(
+        torch.autograd.grad(out, wanted, upstream), torch.autograd.grad(expected, wanted, upstream), strict=True
+    ):
+        torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
+
+
+def test_bias_dropout_add():
+    x, residual, bias = torch.full((1000, 4), 2.0), torch.full((1000, 4), 10.0), torch.tensor([0.0, 1, 2, 3])
+    assert torch.equal(bias_dropout_add(x, bias, residual, 0.5, False), residual + x + bias)
+    assert torch.equal(bias_dropout_add(x, None, residual, 0.0, True), residual + x)
+    torch.manual_seed(0)
+    out = bias_dropout_add(x, bias, residual, 0.5, True) - residual
+    kept = out != 0
+    assert torch.equal(out[kept], (2 * (x + bias))[kept]) and 0.45 < kept.float().mean() < 0.55
