@@ -1,9 +1,5 @@
 """Samples of a GPTDataset against Megatron's rules, written down again the slow way."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -229,28 +225,6 @@ def test_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="--data-cache-path"):
         GPTDataset(source, (0, 3), 30, "train", config(path_to_cache=tmp_path / "file" / "cache"))
-
-
-BUILDER = """
-import sys
-from pathlib import Path
-from megatron_merak.data.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron_merak.data.indexed_dataset import IndexedDataset
-config = GPTDatasetConfig(sequence_length=7, random_seed=3, vocab_size=100, path_to_cache=Path(sys.argv[2]))
-dataset = GPTDataset(IndexedDataset(sys.argv[1]), (0, 3), 200000, "train", config)
-print(int(dataset.shuffle_index[:1000].astype(int).sum()), len(dataset))
-"""
-
-
-def test_processes_share_one_build(tmp_path):
-    source, _ = corpus(tmp_path, [4, 6, 11])
-    command = [sys.executable, "-c", BUILDER, source.prefix, str(tmp_path / "cache")]
-    root = Path(__file__).resolve().parents[2]
-    children = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [child.communicate(timeout=60)[0] for child in children]
-    assert all(child.returncode == 0 for child in children)
-    assert outputs[0] == outputs[1] != ""
-    assert not list((tmp_path / "cache").glob(".*"))
 
 
 def test_mock_documents_are_consistent():

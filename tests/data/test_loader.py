@@ -1,0 +1,93 @@
+"""Order of samples: the same for every layout, resumable anywhere, with and without threads."""
+
+import threading
+
+import pytest
+import torch
+
+from megatron_merak.data.loader import BatchLoader
+
+
+class Numbers:
+    """Sample i holds i."""
+
+    def __init__(self, size, fails_at=None):
+        self.size, self.fails_at = size, fails_at
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == self.fails_at:
+            raise RuntimeError(f"sample {index}")
+        return {"tokens": torch.tensor([index, index]), "loss_mask": torch.ones(2)}
+
+
+def ids(step):
+    return [microbatch["tokens"][:, 0].tolist() for microbatch in step]
+
+
+def global_steps(size, micro_batch_size, dp_size, num_microbatches, consumed=0, workers=0):
+    """Per step, the samples of all ranks, micro-batch by micro-batch."""
+    loaders = [
+        BatchLoader(Numbers(size), micro_batch_size, rank, dp_size, num_microbatches, consumed, workers)
+        for rank in range(dp_size)
+    ]
+    steps = []
+    for parts in zip(*loaders, strict=True):
+        steps.append([i for rows in zip(*map(ids, parts), strict=True) for row in rows for i in row])
+    for loader in loaders:
+        loader.close()
+    return steps
+
+
+def test_positions_are_megatrons():
+    step = next(BatchLoader(Numbers(100), 2, 1, 3, 2, consumed_samples=12))
+    assert ids(step) == [[14, 15], [20, 21]]
+    assert step[0]["tokens"].shape == (2, 2) and step[0]["loss_mask"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("micro_batch_size, dp_size, num_microbatches",
+                         [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (1, 4, 3)])
+@pytest.mark.parametrize("workers", [0, 3])
+def test_global_order_does_not_depend_on_the_layout(micro_batch_size, dp_size, num_microbatches, workers):
+    steps = global_steps(50, micro_batch_size, dp_size, num_microbatches, workers=workers)
+    assert steps == [list(range(12 * t, 12 * t + 12)) for t in range(4)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_continues_anywhere_in_any_layout(workers):
+    loader = BatchLoader(Numbers(60), 2, 0, 1, 3, workers=workers)
+    seen = [ids(next(loader)) for _ in range(4)]
+    assert seen[-1] == [[18, 19], [20, 21], [22, 23]]
+    assert loader.consumed_samples == 24 and len(loader) == 6
+    loader.close()
+    assert global_steps(60, 1, 3, 4, consumed=loader.consumed_samples)[0] == list(range(24, 36))
+
+
+def test_stops_before_a_partial_batch():
+    loader = BatchLoader(Numbers(20), 2, 0, 2, 2)
+    assert len(list(loader)) == 2 and loader.consumed_samples == 16
+    with pytest.raises(StopIteration):
+        next(loader)
+    assert list(BatchLoader(Numbers(20), 2, 0, 2, 2, consumed_samples=20)) == []
+    assert list(BatchLoader(Numbers(0), 2, 0, 2, 2)) == []
+
+
+def test_error_of_a_thread_is_raised_by_its_step():
+    loader = BatchLoader(Numbers(20, fails_at=9), 2, 0, 1, 2, workers=2)
+    assert len([next(loader), next(loader)]) == 2
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="sample 9"):
+            next(loader)
+    assert loader.consumed_samples == 8
+    loader.close()
+
+
+def test_close_ends_the_threads():
+    before = threading.active_count()
+    loader = BatchLoader(Numbers(2000), 2, 0, 1, 2, workers=3)
+    next(loader)
+    assert threading.active_count() > before
+    loader.close()
+    assert threading.active_count() == before
