@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_merak.checkpoint.store import Shard, latest, load, prune, save
+from megatron_merak.checkpoint.directory import newest_first
+from megatron_merak.checkpoint.store import Shard, load, prune, save
 from megatron_merak.errors import CheckpointError
 from tests.ranks import RankFailure, run_ranks
 
-DISK = {"open", "write", "flush", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "scandir", "close"}
+NAMES = {"replace", "rename", "mkdir", "unlink", "rmdir"}  # calls that change what a directory shows
+DISK = NAMES | {"open", "write", "flush", "fsync", "scandir", "close"}
 
 
 @pytest.fixture
@@ -34,12 +36,12 @@ def _shards(value: int) -> dict:
     return {kind: [Shard("w", (300, 40), None, (), torch.full((300, 40), value * 1.0))] for kind in kinds}
 
 
-def _kill_before_call(number: int) -> None:
+def _kill_before_call(number: int, calls: set[str]) -> None:
     left = number
 
     def count(frame, event, function):
         nonlocal left
-        if event == "c_call" and function.__name__ in DISK:
+        if event == "c_call" and function.__name__ in calls:
             left -= 1
             if left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -47,69 +49,78 @@ def _kill_before_call(number: int) -> None:
     sys.setprofile(count)
 
 
-def _fork(action) -> bool:
-    """Run an action in a child; False if it was killed."""
+def _fork(action) -> tuple[bool, int]:
+    """Run an action in a child. Returns (it was not killed, how often it reported progress)."""
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            action()
+            action(lambda: os.write(writer, b"."))
             os._exit(0)
         finally:
             os._exit(1)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        progress = len(pipe.read())
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), status
-    return status == 0
+    return status == 0, progress
 
 
-def _work(root: Path, iteration: int, value: int) -> None:
-    """A new iteration, then the same again with other values, then retention."""
-    save(root, iteration, _shards(value), {"value": value}, None, "cpu")
-    save(root, iteration, _shards(value + 1), {"value": value + 1}, None, "cpu")
-    prune(root, 1 << 20)
-
-
-def _look(root: Path) -> tuple[int, int]:
+def _load(root: Path, iteration: int) -> tuple[int, int]:
     shards = _shards(-1)
-    meta = load(root, shards, None, "cpu")
+    meta = load(root, shards, None, "cpu", iteration)
     for parts in shards.values():
         assert (parts[0].tensor == meta["value"]).all(), "torn"
-    assert latest(root) == meta["iteration"]
     return meta["iteration"], meta["value"]
 
 
-def _kill_everywhere(rank: int, world: int, root: Path, stride: int) -> tuple[int, int]:
-    """Kill before disk call 0, stride, 2 stride... until nothing is left to kill. Returns (kills, states seen)."""
+def _look(root: Path) -> tuple[int, int]:
+    """(iteration, value) of the newest checkpoint; whatever counts as complete must load."""
+    return [_load(root, iteration) for iteration in newest_first(root)][0]
+
+
+def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: int) -> tuple[int, int]:
+    """Kill before the first of these calls, the second... until none is left. Returns (kills, different outcomes).
+
+    Every ``tidy``-th round starts without the leftovers of the one before: only then has each call its fixed number.
+    """
     save(root, 1, _shards(0), {"value": 0}, None, "cpu")
     before, seen, number, done = (1, 0), set(), 0, False
     while not done:
         iteration, value = before[0] + 1, before[1] + 2
 
-        def action(number=number, iteration=iteration, value=value):
-            _kill_before_call(number)
-            _work(root, iteration, value)
+        def work(report, number=number, iteration=iteration, value=value):
+            _kill_before_call(number, calls)
+            save(root, iteration, _shards(value), {"value": value}, None, "cpu")
+            report()
+            save(root, iteration, _shards(value + 1), {"value": value + 1}, None, "cpu")
+            report()
+            prune(root, 1 << 20)
 
-        done = _fork(action)
+        done, saves = _fork(work)
         after = _look(root)
-        assert after in (before, (iteration, value), (iteration, value + 1)), (number, before, after)
-        assert not done or after == (iteration, value + 1)
+        allowed = (before, (iteration, value), (iteration, value + 1))[saves : saves + 2]
+        assert after in allowed, (number, after, allowed)
         seen.add("before" if after == before else after[1] - value)
-        before, number = after, number + stride
-        if number // stride % 4 == 0:
-            prune(root, 1 << 20)  # keeps the number of disk calls from growing; other rounds start among leftovers
+        before, number = after, number + 1
+        if number % tidy == 0:
+            prune(root, 1 << 20)
     save(root, before[0] + 1, _shards(0), {"value": 0}, None, "cpu")
     assert not list(root.glob("*.new")) and not list(root.glob("*.old")), "leftovers of crashes stay for ever"
-    return number // stride - 1, len(seen)
+    return number - 1, len(seen)
 
 
-def test_a_kill_leaves_the_newest_checkpoint_loadable(root):
-    [(kills, states)] = run_ranks(_kill_everywhere, 1, root, 3)
-    assert kills >= 30 and states == 3, (kills, states)
+def test_a_kill_before_any_change_of_names_leaves_all_checkpoints_loadable(tmp_path):
+    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, tmp_path, NAMES, 1)
+    assert kills >= 20 and outcomes == 3, (kills, outcomes)
 
 
 @pytest.mark.slow
-def test_a_kill_before_any_disk_call_leaves_the_newest_checkpoint_loadable(root):
-    [(kills, states)] = run_ranks(_kill_everywhere, 1, root, 1, timeout=100.0)
-    assert kills >= 90 and states == 3, (kills, states)
+@pytest.mark.parametrize("tidy", [1, 4])
+def test_a_kill_before_any_disk_call_leaves_all_checkpoints_loadable(tmp_path, tidy):
+    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, tmp_path, DISK, tidy, timeout=110.0)
+    assert kills >= 90 and outcomes == 3, (kills, outcomes)
 
 
 def _kill_at_times(rank: int, world: int, root: Path, kills: int) -> None:
@@ -138,7 +149,7 @@ def test_kills_at_arbitrary_times_in_a_loop_of_saves(root):
 def _one_rank_dies(rank: int, world: int, root: Path, number: int) -> None:
     shards = [Shard("w", (300, 40), 0, ((150 * rank, 150 * rank + 150),), torch.full((150, 40), 2.0))]
     if rank == world - 1:
-        _kill_before_call(number)
+        _kill_before_call(number, DISK)
     save(root, 2, {"model": shards, "exp_avg": shards}, {"value": 2}, dist.group.WORLD, "cpu")
     if rank == world - 1:
         os.kill(os.getpid(), signal.SIGKILL)
