@@ -1,0 +1,238 @@
+"""The rules of docs/architecture.md, read off the source: levels, cycles, state, environment, heavy imports, size."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "megatron_merak"
+LEVELS = {
+    "errors": 0, "_native": 0,
+    "config": 1, "cluster": 1, "pipeline_parallel": 1,
+    "arguments": 2, "plan": 2,
+    "planner": 3, "segment": 3, "ops": 3, "parallel": 3,
+    "tensor_parallel": 4,
+    "models": 5, "graph": 5,
+    "runtime": 6, "optimizer": 6, "data": 6, "checkpoint": 6,
+    "training": 7,
+}
+TORCH_FREE = {room for room, level in LEVELS.items() if level <= 2} | {"planner"}
+ENVIRONMENT_READERS = {"parallel/launch.py", "_native.py"}
+FILE_LINES, FUNCTION_LINES, SCRIPT_LINES = 400, 60, 80
+
+
+class Module:
+    """One source file of the package at ``package``."""
+
+    def __init__(self, path: Path, package: Path):
+        self.path = path.relative_to(package).as_posix()
+        parts = (NAME, *path.relative_to(package).with_suffix("").parts)
+        self.is_package = parts[-1] == "__init__"
+        self.name = ".".join(parts[:-1] if self.is_package else parts)
+        self.room = parts[1] if len(parts) > 1 else ""
+        self.text = path.read_text(encoding="utf-8")
+        self.tree = ast.parse(self.text)
+
+    def imports(self) -> Iterator[tuple[int, list[str]]]:
+        """(line, candidates) of every import, lazy ones and those of ``import_module`` included; longest name first."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, [alias.name]) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                above = self.name.split(".")[: -node.level or None] if not self.is_package else self.name.split(".")
+                above = above[: len(above) - (node.level - 1)] if self.is_package and node.level else above
+                base = ".".join((above if node.level else []) + ([node.module] if node.module else []))
+                yield from ((node.lineno, [f"{base}.{alias.name}", base]) for alias in node.names)
+            elif isinstance(node, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
+                texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+                yield from ((node.lineno, [text]) for text in texts)
+
+
+def read(package: Path) -> list[Module]:
+    return [Module(path, package) for path in sorted(package.rglob("*.py"))]
+
+
+def inner_imports(modules: list[Module]) -> Iterator[tuple[Module, int, Module]]:
+    """(importing module, line, imported module of this package)."""
+    known = {module.name: module for module in modules}
+    for module in modules:
+        for line, candidates in module.imports():
+            target = next((known[name] for name in candidates if name in known), None)
+            if target is not None and target is not module:
+                yield module, line, target
+
+
+def upward_imports(modules: list[Module]) -> list[str]:
+    found = [f"{module.path}: room {module.room} has no level" for module in modules
+             if module.room not in LEVELS and module.name != NAME]
+    for module, line, target in inner_imports(modules):
+        if module.name == NAME or target.name == NAME or module.room == target.room:
+            continue
+        if LEVELS.get(module.room, -1) <= LEVELS.get(target.room, 99):
+            found.append(f"{module.path}:{line} imports {target.name}, which is not on a lower level")
+    return found
+
+
+def cycles(modules: list[Module]) -> list[str]:
+    sorter = TopologicalSorter({module.name: [] for module in modules})
+    for module, _, target in inner_imports(modules):
+        sorter.add(module.name, target.name)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []
+
+
+def state(modules: list[Module]) -> list[str]:
+    """``global``, an empty module-level container (something will fill it), or a module-level table that changes."""
+    found = []
+    for module in modules:
+        tables = set()
+        for node in module.tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, (*CONTAINERS, ast.Call)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                tables |= {target.id for target in targets if isinstance(target, ast.Name)}
+                if ast.unparse(node.value) in EMPTY:
+                    found.append(f"{module.path}:{node.lineno} {ast.unparse(node)}")
+        for node in ast.walk(module.tree):
+            changed = _changed_name(node)
+            if isinstance(node, ast.Global) or changed in tables:
+                found.append(f"{module.path}:{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+EMPTY = {"[]", "{}", *(f"{name}()" for name in ("list", "dict", "set", "deque", "Counter", "OrderedDict", "bytearray"))}
+CHANGES = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear"}
+
+
+def _changed_name(node: ast.AST) -> str | None:
+    """The name whose value ``node`` changes in place, as in ``x[1] = 2``, ``del x[1]`` and ``x.append(1)``."""
+    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        owner = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+        owner = node.func.value
+    else:
+        return None
+    return owner.id if isinstance(owner, ast.Name) else None
+
+
+def environment_reads(modules: list[Module]) -> list[str]:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv"}
+    return [
+        f"{module.path}:{node.lineno} {ast.unparse(node)}"
+        for module in modules if module.path not in ENVIRONMENT_READERS
+        for node in ast.walk(module.tree)
+        if (isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os")
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and {alias.name for alias in node.names} & names)
+    ]
+
+
+def heavy_imports(modules: list[Module]) -> list[str]:
+    """Planning needs the standard library only, and matplotlib once a drawing is asked for."""
+    found = []
+    for module in modules:
+        if module.room not in TORCH_FREE and module.name != NAME:
+            continue
+        top_level = {node.lineno for node in module.tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+        for line, candidates in module.imports():
+            library = candidates[-1].split(".")[0]
+            lazy_drawing = library == "matplotlib" and line not in top_level
+            if library not in sys.stdlib_module_names and library != NAME and not lazy_drawing:
+                found.append(f"{module.path}:{line} imports {library}")
+    return found
+
+
+def set_loops(modules: list[Module]) -> list[str]:
+    """Ranks walk a set in different orders, so one that reaches a collective makes them disagree."""
+    def unordered(node: ast.expr) -> bool:
+        made = isinstance(node, ast.Call) and ast.unparse(node.func) in ("set", "frozenset")
+        return made or isinstance(node, ast.Set | ast.SetComp)
+
+    return [f"{module.path}:{node.iter.lineno} loops over a set: {ast.unparse(node.iter)[:60]}"
+            for module in modules for node in ast.walk(module.tree)
+            if isinstance(node, ast.For | ast.comprehension) and unordered(node.iter)]
+
+
+def oversize(modules: list[Module]) -> list[str]:
+    found = []
+    for module in modules:
+        if (lines := len(module.text.splitlines())) > FILE_LINES:
+            found.append(f"{module.path} has {lines} lines, more than {FILE_LINES}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if (lines := node.end_lineno - node.lineno + 1) > FUNCTION_LINES:
+                    name = f"{module.path}:{node.lineno} {node.name}"
+                    found.append(f"{name} has {lines} lines, more than {FUNCTION_LINES}")
+    return found
+
+
+RULES = (upward_imports, cycles, state, environment_reads, heavy_imports, set_loops, oversize)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule):
+    offenders = rule(read(ROOT / NAME))
+    assert not offenders, "\n" + "\n".join(offenders)
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), [
+    (upward_imports, "plan.py", "from .planner import plan"),
+    (upward_imports, "plan.py", "def f():\n    import megatron_merak.runtime.engine"),
+    (upward_imports, "plan.py", "import importlib\nimportlib.import_module('megatron_merak.planner')"),
+    (upward_imports, "data/blend.py", "from ..runtime import engine"),
+    (upward_imports, "config/__init__.py", "from ..cluster import Cluster"),
+    (upward_imports, "novelty.py", ""),
+    (cycles, "runtime/engine.py", "from . import stage"),
+    (state, "cluster.py", "_seen = {}"),
+    (state, "cluster.py", "table = {1: 2}\ndef f():\n    table[3] = 4"),
+    (state, "cluster.py", "table = [1]\ndef f():\n    table.append(4)"),
+    (state, "cluster.py", "def f():\n    global x\n    x = 1"),
+    (environment_reads, "runtime/engine.py", "import os\nos.environ['HOME']"),
+    (environment_reads, "runtime/engine.py", "from os import getenv"),
+    (heavy_imports, "planner/__init__.py", "def f():\n    import torch"),
+    (heavy_imports, "cluster.py", "import matplotlib.figure"),
+    (set_loops, "runtime/engine.py", "[name for name in {1, 2}]"),
+    (oversize, "runtime/engine.py", "def f():\n" + "    pass\n" * 60),
+    (oversize, "runtime/engine.py", "\n" * 401),
+])
+def test_a_breach_is_seen(rule, path, text, tmp_path):
+    package = tmp_path / NAME
+    house = {"__init__.py": "", "plan.py": "", "cluster.py": "", "planner/__init__.py": "from ..plan import x",
+             "runtime/__init__.py": "", "runtime/engine.py": "", "runtime/stage.py": "from .engine import run",
+             "data/__init__.py": "", "config/__init__.py": "", "parallel/launch.py": "import os\nos.environ"}
+    for name, source in house.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(source)
+    assert rule(read(package)) == []
+    (package / path).write_text(text)
+    assert len(rule(read(package))) == 1
+
+
+def test_planning_runs_without_torch():
+    """Not only by the look of the imports: every module of the lower levels loads while torch and numpy are barred."""
+    modules = [module.name for module in read(ROOT / NAME) if module.room in TORCH_FREE]
+    barred = ("torch", "numpy", "transformers", "matplotlib")
+    code = (f"import sys, importlib\nsys.modules.update(dict.fromkeys({barred!r}))\n"
+            f"for name in {[NAME, *modules]!r}: importlib.import_module(name)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_document_shows_the_levels_that_are_enforced():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    shown = {name: int(level) for name, level in re.findall(r"^  (\w+)(?:\.py|/)? +(\d)  ", text, re.MULTILINE)}
+    rooms = {module.room for module in read(ROOT / NAME) if module.room}
+    assert shown == {room: level for room, level in LEVELS.items() if room in rooms}
+
+
+def test_entry_scripts_stay_thin():
+    for script in ROOT.glob("pretrain_*.py"):
+        assert len(script.read_text(encoding="utf-8").splitlines()) < SCRIPT_LINES, script.name
