@@ -1,0 +1,75 @@
+"""docs/parity.md from a full sweep."""
+
+from collections.abc import Mapping, Sequence
+
+from .cases import GLOBAL_BATCH, MICRO_BATCH, STEPS, Case
+from .compare import TOLERANCE, Distance, distance
+from .families import FAMILIES, HEADS, HIDDEN, LAYERS, SEQUENCE
+from .reference import reference
+
+TEXT = """# Parity: every layout computes what one process computes
+
+Each cell is the largest difference over both schedules (gpipe, 1f1b), with and without recomputation of every
+layer: {cases} runs in all, each against **one process that runs HuggingFace's own model** (`GPT2LMHeadModel`,
+`LlamaForCausalLM`, and `Qwen3ForCausalLM` with biases on its qkv projections) with plain autograd,
+`torch.optim.AdamW`, no weight decay on biases and norms, and `clip_grad_norm_`.
+
+- Gradient: |ours - theirs| / |theirs| after one step, in 2-norms, of the worst tensor and of all tensors as one
+  vector. Every rank's part of every gradient is read back under its HuggingFace name; each element has exactly
+  one owner, copies on other ranks are equal to the bit, padding is zero.
+- Curve: the largest absolute difference of the loss over {steps} optimizer steps with warm-up, clipping and
+  weight decay.
+- Models: {layers} layers, hidden size {hidden}, {heads} heads, sequence {sequence}, vocabularies of
+  {vocabularies} (no tensor-parallel size divides them, so they pad), random weights everywhere, norms and
+  biases too. Global batch {batch}, micro-batch {micro}, tokens unevenly masked, one micro-batch without any
+  token that counts. CPU and gloo, one thread per rank.
+- Limits (worst tensor, all, curve): fp32 {fp32}; bf16 {bf16}. Two correct bf16 models differ about as much as
+  each differs from fp32: the last table says how far HuggingFace's bf16 run is away from its fp32 run. The
+  worst tensors are the smallest, norms of six elements and biases of key projections.
+
+What is equal to the bit is in `tests/parity/test_bitwise.py`, with the reason why.
+
+| TP | PP | DP | model | fp32: worst tensor | all | curve | bf16: worst tensor | all | curve |
+|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|
+{rows}
+
+| model | HuggingFace bf16 against fp32: worst tensor | all | curve |
+|---|---:|---:|---:|
+{own}
+
+Regenerate: `python -m pytest -m slow tests/parity --parity-table docs/parity.md`
+"""
+
+
+def cells(distances: Sequence[Distance]) -> list[str]:
+    columns = zip(*((d.tensor, d.gradient, d.loss) for d in distances), strict=True)
+    return [f"{max(column):.1e}" for column in columns]
+
+
+def markdown(measured: Mapping[Case, Distance]) -> str:
+    rows = []
+    for layout in dict.fromkeys(case.layout for case in measured):
+        for family in FAMILIES:
+            row = [*map(str, layout), family]
+            for dtype in ("fp32", "bf16"):
+                here = [case for case in measured if (case.layout, case.family, case.dtype) == (layout, family, dtype)]
+                row += cells([measured[case] for case in here])
+            rows.append(f"| {' | '.join(row)} |")
+    own = []
+    for family in FAMILIES:
+        found = distance(reference(family, "bf16", "masked"), reference(family, "fp32", "masked"))
+        own.append(f"| {family} | {' | '.join(cells([found]))} |")
+    return TEXT.format(
+        cases=len(measured),
+        steps=STEPS,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=HEADS,
+        sequence=SEQUENCE,
+        vocabularies=", ".join(str(family.vocabulary) for family in FAMILIES.values()),
+        batch=GLOBAL_BATCH,
+        micro=MICRO_BATCH,
+        **{dtype: ", ".join(f"{v:g}" for v in (d.tensor, d.gradient, d.loss)) for dtype, d in TOLERANCE.items()},
+        rows="\n".join(rows),
+        own="\n".join(own),
+    )

@@ -1,0 +1,64 @@
+"""Every layout equals one process that runs HuggingFace's model: the loss, every gradient, ten optimizer steps."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from .cases import Case, all_cases, pairs, pairwise, sweep
+from .compare import TOLERANCE, Distance, distance
+from .reference import reference
+from .rig import Run, run_all
+
+SELECTION = pairwise(all_cases())
+
+
+class Lazily:
+    """Runs of cases; asking for one runs all that share its launch."""
+
+    def __init__(self, cases: Sequence[Case], launch):
+        self.cases, self.launch = cases, launch
+        self.runs: dict[Case, Run] = {}
+
+    def __getitem__(self, case: Case) -> Run:
+        if case not in self.runs:
+            self.runs = run_all([other for other in self.cases if self.launch(other) == self.launch(case)])
+        return self.runs[case]
+
+
+@pytest.fixture(scope="module")
+def selected():
+    return Lazily(SELECTION, lambda case: case.world)
+
+
+@pytest.fixture(scope="module")
+def swept():
+    return Lazily(sweep(), lambda case: case.layout)
+
+
+def check(case: Case, run: Run) -> Distance:
+    assert run.first_loss == run.curve[0], "one batch on the same weights, twice"
+    assert abs(run.evaluated - run.first_loss) <= TOLERANCE[case.dtype].loss
+    found = distance(run, reference(case.family, case.dtype, case.loss))
+    assert found.within(TOLERANCE[case.dtype]), f"{case}: {found}, allowed {TOLERANCE[case.dtype]}"
+    return found
+
+
+def test_the_selection_meets_every_pair_of_axis_values():
+    every = frozenset().union(*map(pairs, all_cases()))
+    assert frozenset().union(*map(pairs, SELECTION)) == every
+    assert len(SELECTION) < 20
+    layouts = {case.layout for case in sweep()}
+    assert len(layouts) == 14 and len(sweep()) == 14 * 3 * 2 * 2 * 2
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", SELECTION, ids=str)
+def test_equals_one_process(case, selected):
+    check(case, selected[case])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", sweep(), ids=str)
+def test_equals_one_process_everywhere(case, swept, measured):
+    measured[case] = check(case, swept[case])
