@@ -7,7 +7,13 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..config import ModelConfig
-from ..tensor_parallel import ColumnParallelLinear, RngTracker, RowParallelLinear, group_size
+from ..tensor_parallel import (
+    ColumnParallelLinear,
+    RngTracker,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    group_size,
+)
 from ..tensor_parallel.mappings import Group
 
 
@@ -35,19 +41,24 @@ class Placement:
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm, as the configuration says."""
+    """LayerNorm or RMSNorm, as the configuration says.
 
-    def __init__(self, size: int, config: ModelConfig, place: Placement):
+    ``partial``: each tensor-parallel rank norms other rows (its heads), so the parameters' gradients must be summed.
+    """
+
+    def __init__(self, size: int, config: ModelConfig, place: Placement, partial: bool = False):
         super().__init__()
+        self.group = place.group if partial and not place.edges else None
         self.eps = config.norm_epsilon
         self.weight = nn.Parameter(torch.ones(size, dtype=place.dtype, device=place.device))
         layer = config.normalization == "LayerNorm"
         self.bias = nn.Parameter(torch.zeros(size, dtype=place.dtype, device=place.device)) if layer else None
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = copy_to_tensor_model_parallel_region(self.weight, self.group)
         if self.bias is None:
-            return ops.rms_norm(x, self.weight, self.eps)
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+            return ops.rms_norm(x, weight, self.eps)
+        return ops.layer_norm(x, weight, copy_to_tensor_model_parallel_region(self.bias, self.group), self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -63,8 +74,8 @@ class SelfAttention(nn.Module):
         self.qkv = ColumnParallelLinear(c.hidden_size, width, bias or c.add_qkv_bias, **place.kwargs())
         rows = c.num_attention_heads * c.head_dim
         self.proj = RowParallelLinear(rows, c.hidden_size, bias, skip_bias_add=True, **place.kwargs())
-        self.q_norm = Norm(c.head_dim, c, place) if c.qk_layernorm else None
-        self.k_norm = Norm(c.head_dim, c, place) if c.qk_layernorm else None
+        self.q_norm = Norm(c.head_dim, c, place, partial=True) if c.qk_layernorm else None
+        self.k_norm = Norm(c.head_dim, c, place, partial=True) if c.qk_layernorm else None
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))

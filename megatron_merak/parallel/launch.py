@@ -48,6 +48,12 @@ def _device(backend: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def _check_rendezvous() -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise LaunchError(f"environment variable {name}", "(unset)", "ranks could not find each other", "Start ranks with torchrun")
+
+
 def launch(backend: str = "auto", timeout_minutes: float = 10, deterministic: bool = False) -> World:
     """Pick the device and join the job. Raises LaunchError before anything is sent.
 
@@ -63,6 +69,7 @@ def launch(backend: str = "auto", timeout_minutes: float = 10, deterministic: bo
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if size > 1:
+        _check_rendezvous()
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
             timeout=timedelta(minutes=timeout_minutes),

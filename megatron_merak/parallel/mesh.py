@@ -1,6 +1,7 @@
 """This process's place in the rank grid, and the process groups that follow from it."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ class Mesh:
 
     tp: share a layer. dp: hold the same parameters. pp: hold the stages of one replica. model: tp x pp, one replica.
     control: all ranks, over a backend that moves CPU tensors; for agreement, never for training data.
+    timeout: of every collective of these groups and of those made later; None is torch's default.
     """
 
     grid: Grid
@@ -26,6 +28,7 @@ class Mesh:
     pp: dist.ProcessGroup | None = None
     model: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
 
     @property
     def tp_rank(self) -> int:
@@ -45,24 +48,24 @@ class Mesh:
         return self.grid.rank(tp, cp, dp, pp_rank)
 
 
-def new_groups(rank: int, members: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+def new_groups(rank: int, members: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
     """Make one group per list of ranks; return the one that holds ``rank``, None where it holds no other rank.
 
-    Every rank of the job calls this with the same lists.
+    Every rank of the job calls this with the same lists. torch gives a new group its own default ``timeout``, not the job's.
     """
     mine = None
     for ranks in members:
         if len(ranks) > 1:
-            group = dist.new_group(ranks, backend=backend)
+            group = dist.new_group(ranks, timeout=timeout)
             mine = group if rank in ranks else mine
     return mine
 
 
-def build_mesh(grid: Grid, rank: int, device: torch.device) -> Mesh:
+def build_mesh(grid: Grid, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:
     """All groups of ``grid``; the default process group must exist unless the grid is a single rank."""
     if grid.size == 1:
         return Mesh(grid, rank, device)
-    tp, dp, pp, model = (new_groups(rank, grid.groups(axis)) for axis in AXES)
+    tp, dp, pp, model = (new_groups(rank, grid.groups(axis), timeout) for axis in AXES)
     on_cpu = dist.get_backend() == "gloo"
-    control = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo")
-    return Mesh(grid, rank, device, tp, dp, pp, model, control)
+    control = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
+    return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout)

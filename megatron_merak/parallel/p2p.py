@@ -28,7 +28,7 @@ class Pipes:
         for source, destination, kind in sorted({self.schedule.channel(op) for op in transfers}):
             replicas = self.mesh.grid.groups("pp")
             members = [[ranks[source], ranks[destination]] for ranks in replicas]
-            self._groups[source, destination, kind] = new_groups(self.mesh.rank, members)
+            self._groups[source, destination, kind] = new_groups(self.mesh.rank, members, self.mesh.timeout)
 
     def _route(self, op: Op) -> dict:
         source, destination, kind = channel = self.schedule.channel(op)

@@ -67,7 +67,7 @@ def tie_groups(stages_of: dict[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) ->
     for stages in sorted({stages for stages in stages_of.values() if len(stages) > 1}):
         ranks = [plan.schedule.rank_of(stage) for stage in stages]
         members = [[grid.rank(tp, 0, dp, pp) for pp in ranks] for dp in range(grid.dp) for tp in range(grid.tp)]
-        groups[stages] = new_groups(mesh.rank, members)
+        groups[stages] = new_groups(mesh.rank, members, mesh.timeout)
     return groups
 
 

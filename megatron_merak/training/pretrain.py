@@ -1,6 +1,7 @@
 """A pretraining job from its configuration: plan, build, resume, train, evaluate, save, report."""
 
 import dataclasses
+import datetime
 import math
 import time
 
@@ -33,7 +34,8 @@ def pretrain(config: Config, world: World) -> None:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer)))
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     plan = make_plan(config, world.size, _known(name))
-    mesh = build_mesh(plan.grid, world.rank, world.device)
+    timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    mesh = build_mesh(plan.grid, world.rank, world.device, timeout)
     _agree(config, mesh)
     precision = choose_fp32_matmul(world.device)
     if world.rank == 0:

@@ -1,0 +1,201 @@
+"""The native GPT against HuggingFace's models: loss and every gradient, alone and over tensor-parallel ranks, its
+layers calling their own collectives or the engine owning them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_merak.models.gpt import GPT, Prelude, build_unit
+from megatron_merak.models.layers import Placement
+from megatron_merak.runtime.engine import Engine, State
+from megatron_merak.runtime.weights import WeightGradients
+from megatron_merak.segment import Common, fuse
+from megatron_merak.training.materialize import take
+from tests.models.families import FAMILIES, batch, huggingface, reference
+from tests.oplog import OpLog
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def group_of(world_size):
+    return dist.group.WORLD if world_size > 1 else None
+
+
+def pieces(units, rank, tp, of):
+    """Every HuggingFace tensor that a rank holds, as a view of ``of(parameter)``; tied parameters come twice."""
+    for unit in units:
+        parameters = dict(unit.named_parameters())
+        for name, layout in unit.layouts.items():
+            yield from layout.views(of(parameters[name]), rank, tp)
+
+
+def load(units, weights, rank, tp):
+    """Fill parameters from HuggingFace's; padding rows get values that must not matter."""
+    with torch.no_grad():
+        for unit in units:
+            for parameter in unit.parameters():
+                parameter.fill_(0.37)
+        for piece, view in pieces(units, rank, tp, lambda parameter: parameter):
+            view.copy_(take(weights[piece.sharding.name], piece, rank, tp))
+
+
+def grads_of(units, rank, tp, of):
+    return {piece.sharding.name: (piece, view.clone()) for piece, view in pieces(units, rank, tp, of)}
+
+
+def standalone(name, rank, tp):
+    model, data = huggingface(name), batch()
+    gpt = GPT(FAMILIES[name], Placement(group_of(tp)))
+    load(gpt.units, dict(model.named_parameters()), rank, tp)
+    loss = gpt(data)
+    loss.backward()
+    return loss.detach(), grads_of(gpt.units, rank, tp, lambda parameter: parameter.grad)
+
+
+def through_engine(name, rank, tp, recompute=()):
+    model, data, config = huggingface(name), batch(), FAMILIES[name]
+    place = Placement(group_of(tp), "edge")
+    units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
+    if not config.untie_embeddings_and_output_weights:
+        units[-1].output.weight = units[0].tokens.weight
+    load(units, dict(model.named_parameters()), rank, tp)
+    parameters = dict.fromkeys(p for unit in units for p in unit.parameters())
+    grads = {p: torch.zeros_like(p, requires_grad=False) for p in parameters}
+    sink = WeightGradients(grads)
+    for unit in units:
+        for module in unit.modules():
+            if hasattr(module, "sink"):
+                module.sink = sink
+    segments = [s for unit in units for s in (unit.segments() if tp > 1 else [fuse(unit.segments())])]
+    engine = Engine(segments, recompute, ("loss",), group_of(tp), sink, CPU)
+    state = State(Common(Prelude(config, CPU)(data)), training=True)
+    engine.forward(state)
+    loss = state.values.pop("loss")
+    state.add_grad("loss", torch.ones(()))
+    engine.backward(state)
+    assert state.values == {} and state.leftovers() == []
+    partial = {p for s in segments if s.sharded and tp > 1 for p in s.parameters}
+    for unit in units:
+        for local, parameter in unit.named_parameters():
+            if not unit.layouts[local].sharded and parameter in partial:
+                dist.all_reduce(grads[parameter])
+    return loss, grads_of(units, rank, tp, lambda parameter: grads[parameter])
+
+
+def both(rank, tp):
+    results = {}
+    for name, config in FAMILIES.items():
+        layers = tuple(range(1, config.num_layers + 1))
+        results[name] = (
+            standalone(name, rank, tp), through_engine(name, rank, tp), through_engine(name, rank, tp, layers))
+    return results
+
+
+def count(rank, tp):
+    config = FAMILIES["llama"]
+    gpt = GPT(config, Placement(dist.group.WORLD))
+    load(gpt.units, dict(huggingface("llama").named_parameters()), rank, tp)
+    with OpLog() as log:
+        loss = gpt(batch())
+        forward = len(log.collectives)
+        loss.backward()
+    return forward, len(log.collectives) - forward
+
+
+def over_two_ranks(rank, tp):
+    return both(rank, tp) | {"collectives": count(rank, tp)}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return {1: [both(0, 1)], 2: run_ranks(over_two_ranks, 2)}
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return {name: reference(huggingface(name), batch()) for name in FAMILIES}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_every_gradient_equal_huggingface(measured, truth, name, tp):
+    loss, grads = truth[name]
+    for rank, results in enumerate(measured[tp]):
+        for our_loss, ours in results[name]:
+            torch.testing.assert_close(our_loss, loss, rtol=2e-6, atol=0)
+            assert set(ours) == set(grads)
+            for tensor, (piece, grad) in ours.items():
+                expected = take(grads[tensor], piece, rank, tp)
+                scale = grads[tensor].abs().max()
+                assert (grad - expected).abs().max() <= 5e-6 * scale, (tensor, rank)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_engine_and_one_autograd_graph_agree(measured, name, tp):
+    """Bitwise, but for a tied table, whose two uses are added in another order."""
+    tied = not FAMILIES[name].untie_embeddings_and_output_weights
+    for results in measured[tp]:
+        (loss, grads), *engines = results[name]
+        for engine_loss, engine_grads in engines:
+            assert torch.equal(loss, engine_loss)
+            for tensor, (_, grad) in grads.items():
+                if tied and tensor.endswith(("wte.weight", "embed_tokens.weight")):
+                    torch.testing.assert_close(engine_grads[tensor][1], grad, rtol=1e-5, atol=1e-5)
+                else:
+                    assert torch.equal(engine_grads[tensor][1], grad), tensor
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recomputation_changes_no_bit(measured, name, tp):
+    for results in measured[tp]:
+        _, (loss, grads), (again, grads_again) = results[name]
+        assert torch.equal(loss, again)
+        assert all(torch.equal(grads[tensor][1], grads_again[tensor][1]) for tensor in grads)
+
+
+def test_every_tensor_of_the_family_has_a_layout():
+    for name, config in FAMILIES.items():
+        units = [build_unit(i, config, Placement()) for i in range(config.num_layers + 2)]
+        named = {piece.sharding.name: piece.sharding.shape for unit in units for layout in unit.layouts.values()
+                 for piece in layout.pieces}
+        assert named == {key: tuple(p.shape) for key, p in huggingface(name).named_parameters()}
+        for unit in units:
+            assert set(unit.layouts) == {local for local, _ in unit.named_parameters()}
+
+
+def test_number_of_collectives(measured):
+    """Forward: embedding, two per layer, maximum and sums of the loss. Backward: two per layer, and the head's."""
+    assert [results["collectives"] for results in measured[2]] == [(1 + 2 * 2 + 2, 2 * 2 + 1)] * 2
+
+
+def test_dropout_is_off_in_eval_mode():
+    config = replace(FAMILIES["gpt2"], hidden_dropout=0.3, attention_dropout=0.3)
+    gpt = GPT(config, Placement()).eval()
+    load(gpt.units, dict(huggingface("gpt2").named_parameters()), 0, 1)
+    expected, _ = reference(huggingface("gpt2"), batch())
+    torch.testing.assert_close(gpt(batch()).detach(), expected, rtol=2e-6, atol=0)
+    losses = [gpt.train()(batch()).item() for _ in range(2)]
+    assert losses[0] != losses[1]
+
+
+def test_later_tokens_do_not_matter():
+    gpt = GPT(FAMILIES["llama"], Placement())
+    load(gpt.units, dict(huggingface("llama").named_parameters()), 0, 1)
+    data = batch()
+    data["loss_mask"] = torch.zeros(2, 12).index_fill_(1, torch.arange(6), 1.0)
+    changed = data | {"tokens": data["tokens"].clone().index_fill_(1, torch.arange(6, 12), 1)}
+    assert torch.equal(gpt(data), gpt(changed))
+
+
+def test_an_empty_mask_gives_zero_and_no_nan():
+    gpt = GPT(FAMILIES["gpt2"], Placement())
+    load(gpt.units, dict(huggingface("gpt2").named_parameters()), 0, 1)
+    loss = gpt(batch() | {"loss_mask": torch.zeros(2, 12)})
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad.count_nonzero() == 0 for p in gpt.parameters())

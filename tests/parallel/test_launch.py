@@ -1,0 +1,82 @@
+"""Joining a job: from torchrun's variables to a World, and every way in which they can be wrong."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_merak.errors import LaunchError
+from megatron_merak.parallel.launch import World, launch, leave, world_size
+from tests.ranks import run_ranks
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_torchrun_a_process_is_alone():
+    world = launch("gloo")
+    assert world == World(0, 1, torch.device("cpu")) and world.is_last and world_size() == 1
+    assert not dist.is_initialized()
+    leave(world)
+
+
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"RANK": "one"}, ["environment variable RANK 'one'", "not a number"]),
+    ({"WORLD_SIZE": "-2"}, ["environment variable WORLD_SIZE '-2'", "not a number"]),
+    ({"RANK": ""}, ["environment variable RANK ''"]),
+    ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK 4", "WORLD_SIZE is 4"]),
+    ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, ["environment variable MASTER_ADDR (unset)", "torchrun"]),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, ["environment variable MASTER_PORT"]),
+])
+def test_variables_that_do_not_fit(monkeypatch, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as error:
+        launch("gloo")
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_nccl_needs_a_cuda_device():
+    with pytest.raises(LaunchError, match="--distributed-backend nccl: there is no CUDA device. Use .* gloo"):
+        launch("nccl")
+    assert launch("auto").device.type == "cpu"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_more_local_ranks_than_devices(monkeypatch):
+    count = torch.cuda.device_count()
+    monkeypatch.setenv("LOCAL_RANK", str(count))
+    with pytest.raises(LaunchError, match=f"local rank {count}: this host has {count}"):
+        launch("auto")
+    assert launch("gloo").device.type == "cpu"
+
+
+def join(rank, world_size, port):
+    """Leave the group that the test launcher made and join by torchrun's variables instead."""
+    dist.destroy_process_group()
+    values = (rank, world_size, rank, "127.0.0.1", port)
+    os.environ.update({name: str(value) for name, value in zip(VARIABLES, values, strict=True)})
+    world = launch("gloo", timeout_minutes=3, deterministic=True)
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    leave(world)
+    return world.rank, world.size, str(world.device), world.is_last, total.item(), deterministic, dist.is_initialized()
+
+
+def test_ranks_join_and_leave():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = run_ranks(join, 2, port)
+    assert results == [(rank, 2, "cpu", rank == 1, 3, True, False) for rank in range(2)]

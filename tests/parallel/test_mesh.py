@@ -1,0 +1,74 @@
+"""The mesh: each rank's coordinates and groups are those of the rank grid."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_merak.parallel.mesh import Mesh, build_mesh, new_groups
+from megatron_merak.plan import Grid
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_a_single_rank_has_no_groups():
+    mesh = build_mesh(Grid(), 0, CPU)
+    assert (mesh.tp, mesh.dp, mesh.pp, mesh.model, mesh.control) == (None,) * 5
+    assert (mesh.tp_rank, mesh.dp_rank, mesh.pp_rank, mesh.peer(0)) == (0, 0, 0, 0)
+
+
+def test_peers_keep_tensor_and_data_place():
+    grid = Grid(tp=2, dp=3, pp=4)
+    for rank in range(grid.size):
+        mesh = Mesh(grid, rank, CPU)
+        assert (mesh.tp_rank, mesh.dp_rank, mesh.pp_rank) == (rank % 2, rank // 2 % 3, rank // 6)
+        assert [mesh.peer(pp) for pp in range(4)] == [rank % 6 + 6 * pp for pp in range(4)]
+
+
+GRIDS = [Grid(tp=2, pp=2), Grid(tp=2, dp=2), Grid(dp=2, pp=2), Grid(tp=4), Grid(dp=4), Grid(pp=4)]
+
+
+def members(rank, world_size):
+    """For each grid the ranks of each group, found by communication alone."""
+    results = []
+    for grid in GRIDS:
+        mesh = build_mesh(grid, rank, CPU, datetime.timedelta(seconds=77))
+        found = {}
+        for axis in ("tp", "dp", "pp", "model", "control"):
+            group = getattr(mesh, axis)
+            if group is not None:
+                mine = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
+                dist.all_gather(mine, torch.tensor([rank]), group=group)
+                found[axis] = [int(other) for other in mine]
+        timeouts = {getattr(mesh, axis)._get_backend(CPU).options._timeout for axis in found if axis != "control"}
+        results.append((found, timeouts))
+    return results
+
+
+def test_groups_are_the_grids():
+    axes = {"tp": "tp", "dp": "dp", "pp": "pp", "model": "tp-pp"}
+    for rank, results in enumerate(run_ranks(members, 4)):
+        for grid, (found, timeouts) in zip(GRIDS, results, strict=True):
+            expected = {"control": [0, 1, 2, 3]}
+            for axis, name in axes.items():
+                (group,) = (group for group in grid.groups(name) if rank in group)
+                if len(group) > 1:
+                    expected[axis] = group
+            assert found == expected
+            assert timeouts == {datetime.timedelta(seconds=77)}, "a group does not have the job's timeout"
+
+
+def overlapping(rank, world_size):
+    groups = [new_groups(rank, lists, None) for lists in ([[0, 1], [2]], [[1, 2]], [[0], [1], [2]])]
+    return [None if group is None else group.size() for group in groups]
+
+
+def test_groups_of_one_are_none_and_need_no_communicator():
+    assert run_ranks(overlapping, 3) == [[2, None, None], [2, 2, None], [None, 2, None]]
+
+
+def test_a_mesh_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        build_mesh(Grid(), 0, CPU).rank = 1

@@ -1,0 +1,58 @@
+"""The sink of weight gradients: the same sums now or later, in fp32, and never a graph."""
+
+import pytest
+import torch
+
+from megatron_merak.runtime.weights import WeightGradients
+
+
+def sink_of(*shapes, dtype=torch.float32):
+    weights = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    return WeightGradients({w: torch.ones(w.shape) for w in weights}), weights
+
+
+def integers(*shape, dtype=torch.float32):
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_add_to_what_is_there(dtype):
+    sink, (weight,) = sink_of((3, 2), dtype=dtype)
+    grad_output, x = integers(5, 3, dtype=dtype), integers(5, 2, dtype=dtype)
+    sink.matmul(weight, grad_output, x)
+    sink.matmul(weight, grad_output, x)
+    assert sink.grads[weight].dtype == torch.float32
+    assert torch.equal(sink.grads[weight], 1 + 2 * grad_output.float().t() @ x.float())
+
+
+def test_deferred_products_wait_for_drain():
+    sink, (first, second) = sink_of((3, 2), (4, 2))
+    x = integers(5, 2)
+    sink.deferred = True
+    sink.matmul(first, integers(5, 3), x)
+    sink.matmul(second, integers(5, 4), x)
+    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in sink.grads.values())
+    sink.drain()
+    assert torch.equal(sink.grads[first], 1 + integers(5, 3).t() @ x)
+    assert torch.equal(sink.grads[second], 1 + integers(5, 4).t() @ x)
+    sink.drain()
+    assert torch.equal(sink.grads[first], 1 + integers(5, 3).t() @ x), "the queue was not emptied"
+
+
+def test_rows_of_a_table_add_up_and_other_gradients_too():
+    sink, (table, bias) = sink_of((4, 2), (3,), dtype=torch.bfloat16)
+    sink.rows(table, torch.tensor([2, 0, 2]), torch.tensor([[1.0, 2], [3, 4], [5, 6]], dtype=torch.bfloat16))
+    assert sink.grads[table].tolist() == [[4, 5], [1, 1], [7, 9], [1, 1]]
+    sink.add(bias, torch.tensor([1.0, 2, 3], dtype=torch.bfloat16))
+    assert sink.grads[bias].tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_gradients_never_become_a_graph(deferred):
+    """The queue drains outside of a backward, where grad mode is on."""
+    sink, (weight, table) = sink_of((3, 2), (4, 2))
+    sink.deferred = deferred
+    sink.matmul(weight, integers(5, 3).requires_grad_(), integers(5, 2).requires_grad_())
+    sink.rows(table, torch.tensor([1]), integers(1, 2).requires_grad_())
+    sink.drain()
+    assert not any(grad.requires_grad for grad in sink.grads.values())
