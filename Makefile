@@ -1,0 +1,49 @@
+# make train and make test need nothing but Python >= 3.11: each sets itself up, once, in .venv.
+#
+#   make test VENV=/path/to/venv          use (or create) that environment instead of .venv
+#   make test PYTHON=/path/to/python      use that interpreter as it is if it has everything, else make .venv from it
+#
+# pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from, and so which build of
+# PyTorch is installed.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+# Expanded when a recipe runs, that is after `install`.
+PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
+
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install train test lint parity-full bench clean
+
+help:
+	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
+	@echo "make test         style check, then every test but the exhaustive ones; ARGS='tests/data -k blend'"
+	@echo "make parity-full  every layout against one process (long)"
+	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
+	@echo "make install      only the set-up that all of these share; idempotent"
+	@echo "make clean        remove build products and caches; .venv and runs/ stay"
+
+install:
+	@$(PYTHON) tools/environment.py --venv "$(VENV)"
+
+train: install
+	@$(PY) examples/train.py $(ARGS)
+
+test: lint
+	@$(PY) -m pytest -q -m "not slow" $(ARGS)
+
+lint: install
+	@$(PY) -m ruff check --output-format concise .
+
+parity-full: install
+	@$(PY) -m pytest -q -m slow --timeout 3600 tests/parity $(ARGS)
+
+bench: install
+	@$(PY) benchmarks/step.py $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -type d -prune -exec rm -rf {} +
