@@ -11,6 +11,7 @@ from tests.ranks import run_ranks
 from .batches import replica_batch
 from .cases import Case
 from .compare import TOLERANCE, distance
+from .reference import reference
 from .rig import mesh_of, new_trainer, run_all, train
 
 STEPS = 3
@@ -41,6 +42,9 @@ def runs():
 def test_masks_do_not_depend_on_the_layout(case, runs):
     found = distance(runs[case], runs[alone(case)])
     assert found.within(TOLERANCE["fp32"]), found
+    without = reference(case.family, "fp32", case.loss).first_loss
+    assert abs(runs[case].evaluated - without) < 1e-5, "evaluation drops nothing"
+    assert abs(runs[case].first_loss - without) > 1e-3, "training does"
 
 
 def _twice(rank: int, case: Case) -> bool:
