@@ -1,8 +1,7 @@
 """What is measured: the model, the training recipe, and the list of cases. Imports no torch."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 ONE, PIPELINE, TENSOR, DATA = "one", "pp2", "tp2", "dp2"
 LAYOUTS = {ONE: (1, 1, 1), PIPELINE: (1, 2, 1), TENSOR: (2, 1, 1), DATA: (1, 1, 2)}
@@ -87,12 +86,9 @@ class Case:
     def name(self) -> str:
         return f"{self.group} {self.row}"
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def all_cases(shape: ModelShape, splits: tuple[int, ...]) -> Iterator[Case]:
-    """Every case, group by group. A tuned pipeline runs once per split in `splits`; the fastest is the one that counts."""
+    """Every case, group by group. A tuned pipeline runs once per split in `splits`; the fastest one counts."""
     for precision in PRECISIONS:
         for layout, peer in PEER_OF.items():
             yield Case("ours", layout, precision, tuned=True)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,19 @@ HERE = Path(__file__).resolve().parent
 
 
 class RankFailed(RuntimeError):
-    """A rank ended with an error; the message is the end of its standard error."""
+    """A rank ended with an error; the message holds the end of what every rank printed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every case of a run is measured. `timeout` in seconds; `keep_memory` sets glibc's allocator in every rank."""
+
+    warmup: int
+    steps: int
+    seed: int
+    timeout: float
+    cores: tuple[int, ...]
+    keep_memory: bool
 
 
 def free_port() -> int:
@@ -26,7 +38,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int, keep_memory: bool) -> dict[str, str]:
     """The variables torchrun would set, one thread for every library that has threads."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     torchrun = {
@@ -40,45 +52,49 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
+    # glibc: take large blocks from the heap and never give it back, so that no step faults the same pages in again.
+    memory = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)} if keep_memory else {}
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, **threads, **{key: str(value) for key, value in torchrun.items()}, "PYTHONPATH": path}
+    ours = {**threads, **memory, **torchrun, "PYTHONPATH": path}
+    return {**os.environ, **{key: str(value) for key, value in ours.items()}}
 
 
-def run_case(
-    case: Case, shape: ModelShape, cores: list[int], warmup: int, steps: int, seed: int, timeout: float
-) -> list[dict[str, Any]]:
+def run_case(case: Case, shape: ModelShape, settings: Settings) -> list[dict[str, Any]]:
     """Run `case` once; the result of every rank, by rank.
 
-    Rank r is pinned to cores[r]. Raises RankFailed if a rank fails or `timeout` seconds pass; no rank is left behind.
+    Rank r is pinned to settings.cores[r]. Raises RankFailed if a rank fails or settings.timeout seconds pass; no rank
+    is left behind.
     """
-    if len(cores) < case.world_size:
-        raise RankFailed(f"{case.name} wants one core per process: {case.world_size} cores, {len(cores)} given")
-    job = {"case": case.to_dict(), "shape": asdict(shape), "warmup": warmup, "steps": steps, "seed": seed}
+    if len(settings.cores) < case.world_size:
+        raise RankFailed(f"{case.name}: {case.world_size} processes want a core each, {len(settings.cores)} given")
+    job = {key: getattr(settings, key) for key in ("warmup", "steps", "seed")}
+    job |= {"case": asdict(case), "shape": asdict(shape)}
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="merak_bench_") as scratch:
         folder = Path(scratch)
         ranks = []
         for rank in range(case.world_size):
-            request = {**job, "core": cores[rank], "result": str(folder / f"{rank}.json")}
+            request = {**job, "core": settings.cores[rank], "result": str(folder / f"{rank}.json")}
             with open(folder / f"{rank}.err", "w") as errors:
                 command = [sys.executable, str(HERE / "worker.py"), json.dumps(request)]
-                environment = rank_environment(rank, case.world_size, port)
-                ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=errors, stderr=errors))
+                environment = rank_environment(rank, case.world_size, port, settings.keep_memory)
+                streams = {"stdin": subprocess.PIPE, "stdout": errors, "stderr": errors}
+                ranks.append(subprocess.Popen(command, env=environment, **streams))
         results = [folder / f"{rank}.json" for rank in range(case.world_size)]
         try:
-            failed = wait_for(ranks, results, timeout)
+            failed = wait_for(ranks, results, settings.timeout)
         finally:
             for process in ranks:
                 process.kill()
                 process.communicate()
         if failed is not None:
-            tail = (folder / f"{failed}.err").read_text()[-2000:]
-            raise RankFailed(f"{case.name}: rank {failed} failed\n{tail}")
+            tails = [f"rank {rank}:\n{(folder / f'{rank}.err').read_text()[-2000:]}" for rank in range(case.world_size)]
+            raise RankFailed(f"{case.name}: rank {failed} failed or was too slow\n" + "\n".join(tails))
         return [json.loads(result.read_text()) for result in results]
 
 
 def wait_for(ranks: list[subprocess.Popen], results: list[Path], timeout: float) -> int | None:
-    """Wait until every rank has written its result (None), or one has ended without, or the time is over (its number)."""
+    """Wait until every rank has written its result (None), or one ended without or is too slow (its number)."""
     deadline = time.monotonic() + timeout
     while True:
         ended = [process.poll() is not None for process in ranks]

@@ -1,7 +1,7 @@
 """Is 'medium' still fp32 on this machine?
 
-torch.set_float32_matmul_precision('medium') lets oneDNN take over fp32 products. On a CPU without bf16 matrix units it then runs
-its own fp32 kernels, often twice as fast as the default library; with such units it really computes in bf16.
+torch.set_float32_matmul_precision('medium') lets oneDNN take over fp32 products. On a CPU without bf16 matrix units it
+then runs its own fp32 kernels, on some CPUs twice as fast as the default library; with such units it computes in bf16.
 """
 
 import torch
@@ -10,7 +10,7 @@ FP32_ACCURATE = 1e-5
 
 
 def medium_error(size: int = 512) -> float:
-    """Worst error, relative to the largest value, of one layer's three products (NN, NT, TN) at 'medium' against fp64."""
+    """Worst error against fp64, relative to the largest value, of the products NN, NT and TN at 'medium'."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator) for _ in range(2))
     before = torch.get_float32_matmul_precision()

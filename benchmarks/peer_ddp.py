@@ -17,7 +17,6 @@ def build(case: Case, shape: ModelShape, seed: int) -> Runner:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     notes = use_fastest_fp32() if case.tuned else {}
     model = whole_model(shape, seed, parameter_dtype(case))
-    # A view saves a copy of every gradient, but set_to_none then has DDP restore the views: worth it, so the tuned peer has it.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=case.tuned)
     update = optimizer_step(case, list(model.parameters()))
     count = shape.micro_batches // world_size

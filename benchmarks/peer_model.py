@@ -51,18 +51,18 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class LlamaStage(nn.Module):
-    """Layers [first, last) of the model; with the embedding if first is 0, with the final norm and the head if last is the end.
+    """The given layers, as stage `stage` of `stages`; the first has the embedding, the last the norm and the head.
 
     forward: tokens int64 [b, s] or hidden states [b, s, h] -> hidden states [b, s, h] or logits [b, s, V].
     """
 
-    def __init__(self, shape: ModelShape, case: Case, first: int, last: int, seed: int):
+    def __init__(self, shape: ModelShape, case: Case, layers: range, stage: int, stages: int, seed: int):
         super().__init__()
         config = llama_config(shape)
         self.case = case
-        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden) if first == 0 else None
-        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(config, i) for i in range(first, last)})
-        final = last == shape.layers
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden) if stage == 0 else None
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(config, i) for i in layers})
+        final = stage == stages - 1
         self.norm = LlamaRMSNorm(shape.hidden, eps=shape.norm_epsilon) if final else None
         self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False) if final else None
         self.to(parameter_dtype(case))

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 from cases import RECIPE, Case
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 NormReduction = Callable[[list[torch.Tensor]], torch.Tensor]
 
@@ -19,6 +20,17 @@ def adamw(parameters: list[torch.Tensor], fused: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, **settings, **({"fused": True} if fused else {}))
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def clip(gradients: list[torch.Tensor], norm: NormReduction) -> None:
+    """What torch.nn.utils.clip_grad_norm_ does, with the norm taken over the whole model."""
+    coefficient = (RECIPE.clip / (norm(gradients) + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, coefficient)
+
+
 class PlainStep:
     """Clip, update, forget the gradients."""
 
@@ -27,7 +39,7 @@ class PlainStep:
         self.optimizer = adamw(parameters, fused)
 
     def __call__(self) -> None:
-        clip_grads_with_norm_(self.parameters, RECIPE.clip, self.norm([p.grad for p in self.parameters]))
+        clip([local(p.grad) for p in self.parameters], self.norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -36,8 +48,10 @@ class MasterStep:
     """The same over bf16 parameters: an fp32 copy of each is what AdamW updates, from fp32 copies of the gradients."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], norm: NormReduction):
-        self.parameters, self.norm = parameters, norm
-        self.masters = [p.detach().float() for p in parameters]
+        self.norm = norm
+        self.parameters = [local(p.detach()) for p in parameters]
+        self.owners = parameters
+        self.masters = [p.float() for p in self.parameters]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         self.gradients = [master.grad for master in self.masters]
@@ -45,15 +59,17 @@ class MasterStep:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        torch._foreach_copy_(self.gradients, [p.grad for p in self.parameters])
-        clip_grads_with_norm_(self.masters, RECIPE.clip, self.norm(self.gradients))
+        torch._foreach_copy_(self.gradients, [local(p.grad) for p in self.owners])
+        clip(self.gradients, self.norm)
         self.optimizer.step()
         torch._foreach_copy_(self.parameters, self.masters)
-        for parameter in self.parameters:
+        for parameter in self.owners:
             parameter.grad = None
 
 
-def optimizer_step(case: Case, parameters: list[torch.nn.Parameter], norm: NormReduction = get_total_norm) -> Callable[[], None]:
+def optimizer_step(
+    case: Case, parameters: list[torch.nn.Parameter], norm: NormReduction = get_total_norm
+) -> Callable[[], None]:
     """What ends a step. `norm` maps this rank's gradients to the norm of the whole model's gradient."""
     if case.precision == "bf16" and case.tuned:
         return MasterStep(parameters, norm)

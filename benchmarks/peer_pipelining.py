@@ -22,13 +22,15 @@ def build(case: Case, shape: ModelShape, seed: int) -> Runner:
     rank, stages = dist.get_rank(), dist.get_world_size()
     notes = use_fastest_fp32() if case.tuned else {}
     bounds = (0, case.first_stage_layers, shape.layers)
-    module = LlamaStage(shape, case, bounds[rank], bounds[rank + 1], seed)
+    module = LlamaStage(shape, case, range(bounds[rank], bounds[rank + 1]), rank, stages, seed)
     stage = PipelineStage(module, rank, stages, torch.device("cpu"))
     # Tuned: the loss is divided once per micro-batch, which saves the schedule's own pass over all gradients.
     scale = 1.0 / shape.micro_batches if case.tuned else 1.0
-    schedule = Schedule1F1B(
-        stage, shape.micro_batches, loss_fn=lambda out, labels: token_loss(out, labels) * scale, scale_grads=not case.tuned
-    )
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return token_loss(logits, labels) * scale
+
+    schedule = Schedule1F1B(stage, shape.micro_batches, loss_fn=loss_of, scale_grads=not case.tuned)
     update = optimizer_step(case, list(module.parameters()), norm_over_stages)
 
     def step(tokens: torch.Tensor) -> float | None:

@@ -1,12 +1,12 @@
 """From measurements to rows: medians and spread, ratios of ours to each peer, the numeric check, the table."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from cases import Case, ModelShape
 
-# Relative difference of losses allowed against the group's first contestant: on step 0 (same weights) and on later steps.
+# Relative difference of losses allowed: on step 0 (same weights), on later steps.
 TOLERANCE = {"fp32": (1e-4, 1e-3), "bf16": (5e-3, 5e-3)}
 
 
@@ -32,7 +32,8 @@ class Series:
 
     def step_ms(self) -> Spread:
         """Wall time of a step: the slowest rank's, median over the steps of a run, then over the runs."""
-        return Spread.of([1e3 * median(map(max, zip(*(rank["wall_s"] for rank in run), strict=True))) for run in self.runs])
+        slowest = [map(max, zip(*(rank["wall_s"] for rank in run), strict=True)) for run in self.runs]
+        return Spread.of([1e3 * median(steps) for steps in slowest])
 
     def tokens_per_second(self, shape: ModelShape) -> Spread:
         time = self.step_ms()
@@ -40,7 +41,8 @@ class Series:
 
     def cpu_ms(self) -> list[Spread]:
         """User plus system time of a step, by rank."""
-        return [Spread.of([1e3 * median(self._cpu(run[rank])) for run in self.runs]) for rank in range(self.case.world_size)]
+        ranks = range(self.case.world_size)
+        return [Spread.of([1e3 * median(self._cpu(run[rank])) for run in self.runs]) for rank in ranks]
 
     def system_share(self) -> float:
         """Part of the CPU time spent in the kernel (page faults, sockets)."""
@@ -60,7 +62,7 @@ class Series:
     def to_dict(self, shape: ModelShape) -> dict[str, Any]:
         last = self.runs[0][-1]
         return {
-            **self.case.to_dict(),
+            **asdict(self.case),
             "name": self.case.name,
             "repeats": len(self.runs),
             "tokens_per_second": vars(self.tokens_per_second(shape)),
@@ -75,7 +77,7 @@ class Series:
 
 
 def disagreements(series: list[Series]) -> list[str]:
-    """One line per case whose losses are not those of the first measured case of its precision, or not the same each time."""
+    """One line per loss that is not the one of the first measured case of the same precision."""
     lines = []
     reference: dict[str, Series] = {}
     for one in series:
@@ -89,7 +91,7 @@ def disagreements(series: list[Series]) -> list[str]:
 
 
 def ratios(series: list[Series], shape: ModelShape) -> list[dict[str, Any]]:
-    """Tokens per second of ours over each flavour of the peer in its group; of several tuned splits the fastest counts."""
+    """Ours against each flavour of the peer in its group; of several tuned splits the fastest counts."""
     result = []
     ours = {one.case.group: one for one in series if one.case.contestant == "ours"}
     best: dict[tuple[str, bool], Series] = {}
@@ -108,7 +110,8 @@ def ratios(series: list[Series], shape: ModelShape) -> list[dict[str, Any]]:
 
 
 def table(series: list[Series], shape: ModelShape) -> str:
-    head = f"{'group':10} {'contestant':58} {'tokens/s':>22} {'step ms':>9} {'CPU ms by rank':>16} {'sys':>4} {'peak MiB':>12}"
+    names = f"{'group':10} {'contestant':58}"
+    head = f"{names} {'tokens/s':>22} {'step ms':>9} {'CPU ms by rank':>16} {'sys':>4} {'peak MiB':>12}"
     lines = [head, "-" * len(head)]
     for one in series:
         speed = one.tokens_per_second(shape)

@@ -1,10 +1,10 @@
-"""Time one optimizer step: ours beside its peers, same model, same weights, same data, one core and one thread per process.
+"""Time one optimizer step, ours beside its peers: same model, weights and data, one core and one thread per process.
 
     python benchmarks/step.py                    # everything; about an hour on two idle cores
     python benchmarks/step.py --only 'fp32 pp2' --repeats 7 --json result.json
     python benchmarks/step.py --quick            # a tiny model, one repeat: does it all still run?
 
-Contestants of a group alternate (A B C A B C ...), each time in fresh processes. Exits with an error if the losses disagree.
+Contestants of a group alternate (A B C A B C ...), each time in fresh processes. It is an error if losses disagree.
 """
 
 import argparse
@@ -18,36 +18,41 @@ from itertools import groupby
 from pathlib import Path
 
 from cases import QUICK, RECIPE, Case, ModelShape, all_cases
-from launcher import RankFailed, run_case
+from launcher import RankFailed, Settings, run_case
 from report import Series, disagreements, ratios, table
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="run cases whose name contains TEXT (repeatable)")
-    parser.add_argument("--without", action="append", default=[], metavar="TEXT", help="skip cases whose name contains TEXT")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="run cases with TEXT in their name")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="TEXT", help="skip cases with TEXT in their name"
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured steps per run (3)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (2)")
     parser.add_argument("--repeats", type=int, default=5, help="fresh runs per case (5)")
-    parser.add_argument("--splits", type=int, nargs="+", default=[6, 7], help="layers on the tuned pipeline's first stage (6 7)")
+    parser.add_argument(
+        "--splits", type=int, nargs="+", default=[6, 7], help="tuned pipeline: layers before the cut (6 7)"
+    )
     parser.add_argument("--cores", type=int, nargs="+", help="cores to pin ranks to (all this process may use)")
+    parser.add_argument("--keep-memory", action="store_true", help="every rank's allocator keeps freed memory")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds one run may take (600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements here")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, 1 repeat of 2 steps: a smoke test, not a measurement")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, once: a smoke test, not a measurement")
     return parser.parse_args(argv)
 
 
-def run_group(cases: Iterable[Case], shape: ModelShape, cores: list[int], options: argparse.Namespace) -> list[Series]:
-    """Measure the cases of one group in turn, `options.repeats` times."""
+def run_group(cases: Iterable[Case], shape: ModelShape, settings: Settings, repeats: int) -> list[Series]:
+    """Measure the cases of one group in turn, `repeats` times."""
     series = [Series(case) for case in cases]
-    for repeat in range(options.repeats):
+    for repeat in range(repeats):
         for one in series:
-            ranks = run_case(one.case, shape, cores, options.warmup, options.steps, options.seed, options.timeout)
+            ranks = run_case(one.case, shape, settings)
             one.runs.append(ranks)
-            wall = 1e3 * max(sum(rank["wall_s"]) for rank in ranks) / options.steps
-            print(f"[{repeat + 1}/{options.repeats}] {one.case.name}: {wall:.0f} ms per step", file=sys.stderr, flush=True)
+            wall = 1e3 * max(sum(rank["wall_s"]) for rank in ranks) / settings.steps
+            print(f"[{repeat + 1}/{repeats}] {one.case.name}: {wall:.0f} ms per step", file=sys.stderr, flush=True)
     return series
 
 
@@ -63,11 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     if not wanted:
         print(f"--only {options.only} --without {options.without}: no case is left; --list shows them", file=sys.stderr)
         return 2
-    cores = options.cores or available_cores()
+    cores = tuple(options.cores or available_cores())
+    settings = Settings(options.warmup, options.steps, options.seed, options.timeout, cores, options.keep_memory)
     series: list[Series] = []
     try:
         for _, cases in groupby(wanted, key=lambda case: case.group):
-            series += run_group(cases, shape, cores, options)
+            series += run_group(cases, shape, settings, options.repeats)
     except RankFailed as failure:
         print(failure, file=sys.stderr)
         return 1
@@ -75,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     wrong = disagreements(series)
     print("\n".join(["Losses differ:", *wrong]) if wrong else "Losses of all contestants agree.")
     if options.json:
-        options.json.write_text(json.dumps(document(series, shape, options, wrong), indent=1) + "\n")
+        options.json.write_text(json.dumps(document(series, shape, settings, wrong), indent=1) + "\n")
     return 1 if wrong else 0
 
 
@@ -90,14 +96,13 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def document(series: list[Series], shape: ModelShape, options: argparse.Namespace, wrong: list[str]) -> dict:
+def document(series: list[Series], shape: ModelShape, settings: Settings, wrong: list[str]) -> dict:
     machine = {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()}
-    settings = {key: getattr(options, key) for key in ("steps", "warmup", "repeats", "seed")}
     return {
         "machine": machine,
         "model": {**asdict(shape), "parameters": shape.parameters},
         "recipe": asdict(RECIPE),
-        "settings": settings,
+        "settings": asdict(settings),
         "cases": [one.to_dict(shape) for one in series],
         "ratios": ratios(series, shape),
         "disagreements": wrong,

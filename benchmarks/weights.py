@@ -7,7 +7,7 @@ from cases import ModelShape
 
 
 def initial_weight(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """The full fp32 tensor called `name` (HuggingFace's name) at step 0: matrices N(0, 0.02), norm scales 1 + N(0, 0.02)."""
+    """The full fp32 tensor with this HuggingFace name at step 0: matrices N(0, 0.02), norm scales 1 + N(0, 0.02)."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     values = torch.empty(shape).normal_(0.0, 0.02, generator=generator)
     return values + 1.0 if len(shape) == 1 else values

@@ -1,6 +1,6 @@
 """One rank of one case, in its own process: pins itself, builds, warms up, measures, writes a JSON file.
 
-Usage (by launcher.py): worker.py '{"case": ..., "shape": ..., "warmup": ..., "steps": ..., "seed": ..., "core": ..., "result": ...}'
+launcher.py starts it with one argument, a JSON object: case, shape, warmup, steps, seed, core, result (a path).
 """
 
 import importlib
