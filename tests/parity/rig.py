@@ -108,8 +108,8 @@ def train_all(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome
     return outcomes
 
 
-def run_all(cases: Sequence[Case]) -> dict[Case, Run]:
-    """Run the cases, all of one world size in one launch of processes."""
+def launch(cases: Sequence[Case]) -> dict[Case, Sequence[Outcome]]:
+    """What every rank saw of each case, all cases of one world size in one launch of processes."""
     runs = {}
     for world in sorted({case.world for case in cases}):
         chosen = [case for case in cases if case.world == world]
@@ -117,8 +117,12 @@ def run_all(cases: Sequence[Case]) -> dict[Case, Run]:
             outcomes = [train_all(0, 1, chosen)]
         else:
             outcomes = run_ranks(train_all, world, chosen, timeout=60.0 + sum(map(bound, chosen)))
-        runs |= {case: put_together(each) for case, each in zip(chosen, zip(*outcomes, strict=True), strict=True)}
+        runs |= dict(zip(chosen, zip(*outcomes, strict=True), strict=True))
     return runs
+
+
+def run_all(cases: Sequence[Case]) -> dict[Case, Run]:
+    return {case: put_together(outcomes) for case, outcomes in launch(cases).items()}
 
 
 def one(values: Sequence) -> object:

@@ -1,28 +1,28 @@
 """Every layout equals one process that runs HuggingFace's model: the loss, every gradient, ten optimizer steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from .cases import Case, all_cases, pairs, pairwise, sweep
 from .compare import TOLERANCE, Distance, distance
 from .reference import reference
-from .rig import Run, run_all
+from .rig import Outcome, Run, launch, put_together
 
 SELECTION = pairwise(all_cases())
 
 
 class Lazily:
-    """Runs of cases; asking for one runs all that share its launch."""
+    """Runs of cases; asking for one launches all that have the same ``key``."""
 
-    def __init__(self, cases: Sequence[Case], launch):
-        self.cases, self.launch = cases, launch
-        self.runs: dict[Case, Run] = {}
+    def __init__(self, cases: Sequence[Case], key: Callable[[Case], object]):
+        self.cases, self.key = cases, key
+        self.outcomes: dict[Case, Sequence[Outcome]] = {}
 
     def __getitem__(self, case: Case) -> Run:
-        if case not in self.runs:
-            self.runs = run_all([other for other in self.cases if self.launch(other) == self.launch(case)])
-        return self.runs[case]
+        if case not in self.outcomes:
+            self.outcomes = launch([other for other in self.cases if self.key(other) == self.key(case)])
+        return put_together(self.outcomes[case])
 
 
 @pytest.fixture(scope="module")
