@@ -20,7 +20,9 @@ def main() -> int:
     try:
         config.validate(world_size())
         parallel = config.parallel
-        world = launch(parallel.distributed_backend, parallel.distributed_timeout_minutes, config.train.deterministic_mode)
+        world = launch(
+            parallel.distributed_backend, parallel.distributed_timeout_minutes, config.train.deterministic_mode
+        )
         pretrain(config, world)
     except MerakError as error:
         print(f"rank {world.rank if world else 0}: {error}", file=sys.stderr, flush=True)

@@ -2,8 +2,9 @@
 
     python examples/train.py [--train-iters 200] [--directory runs/train]
 
-prepares the corpus, starts pretrain_gpt.py under torchrun (8 CPU ranks as 2 tensor x 2 pipeline x 2 data parallel, or the GPUs
-there are), and compares the validation loss with the entropy of the unigram distribution. Run again, it resumes.
+prepares the corpus, starts pretrain_gpt.py under torchrun (8 CPU ranks as 2 tensor x 2 pipeline x 2 data parallel, or
+the GPUs there are), and compares the validation loss with the entropy of the unigram distribution. Run again, it
+resumes.
 """
 
 import argparse
@@ -25,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0
     --attention-dropout 0 --untie-embeddings-and-output-weights --num-layers 4 --hidden-size 128 --num-attention-heads 4
     --seq-length 128"""
-RECIPE = """--micro-batch-size 4 --global-batch-size 32 --lr 4e-3 --lr-warmup-iters 20 --log-interval 10 --eval-interval 50
-    --eval-iters 4 --save-interval 50 --save-retain-interval 100"""
+RECIPE = """--micro-batch-size 4 --global-batch-size 32 --lr 4e-3 --lr-warmup-iters 20 --log-interval 10
+    --eval-interval 50 --eval-iters 4 --save-interval 50 --save-retain-interval 100"""
 
 
 def degrees(devices: int) -> tuple[int, int, int]:
@@ -53,7 +54,9 @@ def conclude(directory: Path, entropy: float) -> int:
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     draw_curve(rows, directory / "loss.png", {"unigram entropy": entropy})
     loss = [row["loss"] for row in rows if row["kind"] == "valid"][-1]
-    print(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the corpus {entropy:.3f}: {entropy - loss:.3f} below it")
+    print(
+        f"\nvalidation loss {loss:.3f} nats per token: {entropy - loss:.3f} below the unigram entropy of {entropy:.3f}"
+    )
     for name in ("loss.png", "timeline.png", "metrics.jsonl", "checkpoints"):
         if (directory / name).exists():
             print(f"  {directory / name}")
@@ -62,7 +65,9 @@ def conclude(directory: Path, entropy: float) -> int:
 
 def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--train-iters", type=int, default=200, help="optimizer steps; raise it to train a finished run further")
+    flags.add_argument(
+        "--train-iters", type=int, default=200, help="optimizer steps; raise it to train a finished run further"
+    )
     flags.add_argument("--directory", type=Path, default=ROOT / "runs" / "train", help="where everything is written")
     options = flags.parse_args()
     try:
@@ -70,10 +75,14 @@ def main() -> int:
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"corpus: {facts['documents']} documents, {facts['tokens']} tokens, unigram entropy {facts['unigram_entropy_nats']:.3f} nats")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    entropy = facts["unigram_entropy_nats"]
+    print(f"corpus: {facts['documents']} documents, {facts['tokens']} tokens, unigram entropy {entropy:.3f} nats")
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(command(options.directory, options.train_iters), env=environment)
-    return done.returncode or conclude(options.directory, facts["unigram_entropy_nats"])
+    return done.returncode or conclude(options.directory, entropy)
 
 
 if __name__ == "__main__":

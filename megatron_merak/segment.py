@@ -1,8 +1,8 @@
 """The segment: the compute between two tensor-parallel collectives, and the only thing that the runtime runs.
 
-A unit of the model is a list of segments. Replicated segments (residual add, norm) alternate with sharded ones (matmuls,
-attention). The collectives between them are not part of any segment: they are the edges ``In.reduce`` and ``Out.reduce``,
-so that whoever runs the list decides when to launch and when to wait.
+A unit of the model is a list of segments. Replicated segments (residual add, norm) alternate with sharded ones
+(matmuls, attention). The collectives between them are not part of any segment: they are the edges ``In.reduce`` and
+``Out.reduce``, so that whoever runs the list decides when to launch and when to wait.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,9 +52,9 @@ class Segment:
     """``fn(common, *ins) -> tuple of outs``.
 
     ``unit``: global index of the unit it belongs to; ``index``: position inside that unit.
-    ``sharded``: it computes on tensor-parallel shards, so its randomness differs per rank and the gradient of a replicated
-    parameter in it is partial. ``random``: it draws random numbers when training.
-    ``parameters``: every parameter that ``fn`` reads. ``common`` values come from the batch and take no gradient.
+    ``sharded``: it computes on tensor-parallel shards, so its randomness differs per rank and the gradient of a
+    replicated parameter in it is partial. ``random``: it draws random numbers when training. ``parameters``: every
+    parameter that ``fn`` reads. ``common`` values come from the batch and take no gradient.
     """
 
     unit: int
@@ -86,7 +86,8 @@ class Chain:
 
 
 def fuse(segments: Sequence[Segment]) -> Segment:
-    """One segment that does the work of one unit's ``segments`` when no collective separates them (no tensor parallelism).
+    """One segment that does the work of one unit's ``segments`` when no collective separates them (no tensor
+    parallelism).
 
     Each random part seeds for itself, so that fusing changes no random number.
     """
@@ -97,11 +98,20 @@ def fuse(segments: Sequence[Segment]) -> Segment:
     parameters = tuple({id(p): p for s in segments for p in s.parameters}.values())
     chain = Chain(tuple(segments), tuple(ins), tuple(o.value for o in outs))
     return replace(
-        segments[0], index=0, fn=chain, ins=tuple(ins.values()), outs=outs, parameters=parameters, sharded=False, random=False
+        segments[0],
+        index=0,
+        fn=chain,
+        ins=tuple(ins.values()),
+        outs=outs,
+        parameters=parameters,
+        sharded=False,
+        random=False,
     )
 
 
-def run_serial(segments: Sequence[Segment], common: Common, values: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def run_serial(
+    segments: Sequence[Segment], common: Common, values: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """The stand-alone meaning of a segment list: one autograd graph, collectives called by the layers themselves."""
     values = dict(values or {})
     for segment in segments:

@@ -1,6 +1,7 @@
 """The native GPT, in the shapes of GPT-2 and of Llama, as an ordered list of units.
 
-A unit names its tensors as HuggingFace does (``layouts``) and lists its work as segments. It knows nothing of pipelines.
+A unit names its tensors as HuggingFace does (``layouts``) and lists its work as segments. It knows nothing of
+pipelines.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,9 @@ from .names import names_for
 
 
 class Unit(nn.Module):
-    """One link of the chain. ``index``: its place in the model; it reads ``hidden.{index - 1}``, makes ``hidden.{index}``."""
+    """One link of the chain. ``index``: its place in the model; it reads ``hidden.{index - 1}``, makes
+    ``hidden.{index}``.
+    """
 
     def __init__(self, name: str, index: int, config: ModelConfig, place: Placement):
         super().__init__()
@@ -36,7 +39,9 @@ class Unit(nn.Module):
         self.layouts: dict[str, ParameterLayout] = {}
 
     def _segment(self, index: int, fn, ins, outs, modules=(), sharded=False, random=False) -> Segment:
-        parameters = tuple(p for m in modules for p in (m.parameters() if isinstance(m, nn.Module) else (m,)) if p is not None)
+        parameters = tuple(
+            p for m in modules for p in (m.parameters() if isinstance(m, nn.Module) else (m,)) if p is not None
+        )
         edges = self.place.edges
         ins = tuple(In(i.value, i.reduce and edges, i.grad) for i in ins)
         outs = tuple(Out(o.value, o.reduce if edges else "", o.inplace) for o in outs)
@@ -86,25 +91,49 @@ class TransformerLayer(Unit):
         self.attention = SelfAttention(config, place)
         self.post_norm = Norm(config.hidden_size, config, place)
         self.mlp = FeedForward(config, place)
-        owner = {"qkv": "attention.", "proj": "attention.", "q_norm": "attention.", "k_norm": "attention.", "fc1": "mlp.", "fc2": "mlp."}
+        owner = {
+            "qkv": "attention.",
+            "proj": "attention.",
+            "q_norm": "attention.",
+            "k_norm": "attention.",
+            "fc1": "mlp.",
+            "fc2": "mlp.",
+        }
         for role, layouts in names_for(config, place.tp).layer(index - 1).items():
             self.layouts |= {f"{owner.get(role, '')}{role}.{name}": layout for name, layout in layouts.items()}
 
     def segments(self) -> list[Segment]:
         v, attention, mlp = self._value, self.attention, self.mlp
         random = self.config.hidden_dropout > 0
-        inner = tuple(m for m in (attention.qkv, attention.q_norm, attention.k_norm, attention.proj.weight) if m is not None)
+        inner = tuple(
+            m for m in (attention.qkv, attention.q_norm, attention.k_norm, attention.proj.weight) if m is not None
+        )
         outer = (attention.proj.bias, self.post_norm)
         return [
             self._segment(0, self._enter, (In(self.source),), (Out(v("normed")),), (self.input_norm,)),
             self._segment(
-                1, self._attend, (In(v("normed"), True),), (Out(v("context"), "sum", True),), inner, True, self.config.attention_dropout > 0
+                1,
+                self._attend,
+                (In(v("normed"), True),),
+                (Out(v("context"), "sum", True),),
+                inner,
+                True,
+                self.config.attention_dropout > 0,
             ),
             self._segment(
-                2, self._middle, (In(self.source), In(v("context"))), (Out(v("residual")), Out(v("again"))), outer, random=random
+                2,
+                self._middle,
+                (In(self.source), In(v("context"))),
+                (Out(v("residual")), Out(v("again"))),
+                outer,
+                random=random,
             ),
-            self._segment(3, self._feed, (In(v("again"), True),), (Out(v("fed"), "sum", True),), (mlp.fc1, mlp.fc2.weight), True),
-            self._segment(4, self._leave, (In(v("residual")), In(v("fed"))), (Out(self.target),), (mlp.fc2.bias,), random=random),
+            self._segment(
+                3, self._feed, (In(v("again"), True),), (Out(v("fed"), "sum", True),), (mlp.fc1, mlp.fc2.weight), True
+            ),
+            self._segment(
+                4, self._leave, (In(v("residual")), In(v("fed"))), (Out(self.target),), (mlp.fc2.bias,), random=random
+            ),
         ]
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -129,7 +158,8 @@ class TransformerLayer(Unit):
 
 
 class Head(Unit):
-    """Final norm, output layer and loss: the sum over tokens of loss_mask times cross entropy, an fp32 scalar ``loss``."""
+    """Final norm, output layer and loss: the sum over tokens of loss_mask times cross entropy, an fp32 scalar ``loss``.
+    """
 
     def __init__(self, index: int, config: ModelConfig, place: Placement):
         super().__init__("head", index, config, place)
@@ -150,8 +180,12 @@ class Head(Unit):
             return [self._segment(0, self._serial, (In(self.source),), (Out("loss"),), (self.norm, self.output))]
         return [
             self._segment(0, self._enter, (In(self.source),), (Out(normed),), (self.norm,)),
-            self._segment(1, self._project, (In(normed, True),), (Out(logits), Out(maximum, "max", True)), (self.output,), True),
-            self._segment(2, self._terms, (In(logits), In(maximum, grad=False)), (Out(terms, "sum", True),), sharded=True),
+            self._segment(
+                1, self._project, (In(normed, True),), (Out(logits), Out(maximum, "max", True)), (self.output,), True
+            ),
+            self._segment(
+                2, self._terms, (In(logits), In(maximum, grad=False)), (Out(terms, "sum", True),), sharded=True
+            ),
             self._segment(3, self._loss, (In(terms),), (Out("loss"),)),
         ]
 
@@ -159,7 +193,8 @@ class Head(Unit):
         return (self.norm(x),)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, V / n], padded classes at -inf. The padding takes no gradient: its probability is zero."""
+        """[b, s, h] -> [b, s, V / n], padded classes at -inf. The padding takes no gradient: its probability is zero.
+        """
         logits = self.output(normed)
         logits.detach()[..., self.valid :].fill_(-torch.inf)
         return logits
@@ -175,7 +210,12 @@ class Head(Unit):
         return ((loss_from_terms(terms) * common["loss_mask"]).sum(),)
 
     def _serial(self, common: Common, x: Tensor) -> tuple[Tensor]:
-        per_token = vocab_parallel_cross_entropy(self.logits(self.norm(x)), common["labels"], self.place.group)
+        normed, labels = self.norm(x), common["labels"]
+        if self.place.tp == 1:
+            flat = normed.flatten(0, 1), self.output.weight, labels.flatten(), self.valid, self.output.sink
+            per_token = ops.linear_cross_entropy(*flat).view_as(labels)
+        else:
+            per_token = vocab_parallel_cross_entropy(self.logits(normed), labels, self.place.group)
         return ((per_token * common["loss_mask"]).sum(),)
 
 
@@ -186,7 +226,8 @@ def build_unit(index: int, config: ModelConfig, place: Placement) -> Unit:
 
 
 class Prelude:
-    """What every stage computes from its own batch and never receives: tokens, labels, mask, positions, rotary angles."""
+    """What every stage computes from its own batch and never receives: tokens, labels, mask, positions, rotary angles.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device):
         self.config, self.device = config, device

@@ -19,7 +19,8 @@ from ..tensor_parallel.mappings import Group
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype, device, stand-alone RNG."""
+    """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype, device, stand-alone RNG.
+    """
 
     group: Group = None
     collectives: str = "call"
@@ -62,7 +63,8 @@ class Norm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, whole) [b, s, h] without output bias."""
+    """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, whole) [b, s, h] without output bias.
+    """
 
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()

@@ -1,4 +1,6 @@
-"""HuggingFace tensor names and layouts of the native GPT: GPT-2's where the shape is GPT-2's, Llama's (and Qwen's) else."""
+"""HuggingFace tensor names and layouts of the native GPT: GPT-2's where the shape is GPT-2's, Llama's (and Qwen's)
+else.
+"""
 
 import math
 
@@ -52,12 +54,16 @@ class GPT2Names(Names):
         return self._one("transformer.wpe.weight", (c.max_positions, c.hidden_size), None, self.inner)
 
     def head(self) -> ParameterLayout:
-        return self._vocabulary("lm_head.weight" if self.config.untie_embeddings_and_output_weights else "transformer.wte.weight")
+        return self._vocabulary(
+            "lm_head.weight" if self.config.untie_embeddings_and_output_weights else "transformer.wte.weight"
+        )
 
     def final_norm(self) -> dict[str, ParameterLayout]:
         return self.norm("transformer.ln_f", self.config.hidden_size)
 
-    def _conv1d(self, name: str, rows: int, columns: int, dim: int, init: Init, blocks: int = 1) -> dict[str, ParameterLayout]:
+    def _conv1d(
+        self, name: str, rows: int, columns: int, dim: int, init: Init, blocks: int = 1
+    ) -> dict[str, ParameterLayout]:
         bias = 0 if dim == 1 else None
         return {
             "weight": self._one(f"{name}.weight", (rows, columns), dim, init, blocks=blocks, transposed=True),

@@ -1,11 +1,12 @@
 """The operations that models are made of.
 
-Each is a plain function of tensors with a PyTorch implementation that runs on every device; a faster kernel takes its place
-behind the same signature.
+Each is a plain function of tensors with a PyTorch implementation that runs on every device; a faster kernel takes its
+place behind the same signature.
 """
 
 from .activation import gelu_tanh, swiglu
 from .attention import causal_attention
+from .cross_entropy import linear_cross_entropy
 from .linear import WeightGradientSink, embedding, linear
 from .norm import layer_norm, rms_norm
 from .residual import bias_dropout_add
@@ -19,6 +20,7 @@ __all__ = [
     "gelu_tanh",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "rms_norm",
     "rotary",
     "rotary_angles",

@@ -1,11 +1,78 @@
 """Causal self-attention on heads."""
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Up to this length a CPU is faster with whole rows of scores than with torch's tiled kernel; measured on AVX-512 cores.
+_SHORT = 512
+_BLOCK = 128
+
+
+class _ShortCausal(torch.autograd.Function):
+    """Blocks of queries against all keys up to the block's end, probabilities computed again in the backward.
+
+    Only query, key and value are kept. Query heads that share a key head are rows of one product.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        ctx.save_for_backward(query, key, value)
+        queries, keys, values = _by_group(query, key, value)
+        context = torch.empty_like(queries)
+        for start in range(0, queries.shape[2], _BLOCK):
+            part, stop = _probabilities(queries, keys, start)
+            context[:, :, start:stop] = torch.bmm(part, values[:, :stop]).unflatten(1, (queries.shape[1], -1))
+        return context.view(query.shape[0], query.shape[2], *queries.shape[2:]).transpose(1, 2).flatten(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value = ctx.saved_tensors
+        queries, keys, values = _by_group(query, key, value)
+        grads, _, _ = _by_group(grad.view_as(query), key, value)
+        grad_queries, grad_keys, grad_values = (
+            torch.empty_like(queries),
+            torch.zeros_like(keys),
+            torch.zeros_like(values),
+        )
+        scale = 1 / math.sqrt(query.shape[-1])
+        for start in range(0, queries.shape[2], _BLOCK):
+            part, stop = _probabilities(queries, keys, start)
+            rows, grad_rows = (x[:, :, start:stop].flatten(1, 2) for x in (queries, grads))
+            grad_values[:, :stop].baddbmm_(part.transpose(1, 2), grad_rows)
+            grad_part = torch.bmm(grad_rows, values[:, :stop].transpose(1, 2))
+            grad_scores = torch._softmax_backward_data(grad_part, part, -1, part.dtype)
+            grad_block = torch.bmm(grad_scores, keys[:, :stop]).mul_(scale)
+            grad_queries[:, :, start:stop] = grad_block.unflatten(1, (queries.shape[1], -1))
+            grad_keys[:, :stop].baddbmm_(grad_scores.transpose(1, 2), rows, alpha=scale)
+        back = (grad_queries.flatten(0, 1), grad_keys, grad_values)
+        return tuple(x.unflatten(0, (query.shape[0], -1)).transpose(1, 2) for x in back)
+
+
+def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[b, s, n, d] and twice [b, s, g, d] -> [b g, n / g, s, d] and twice [b g, s, d], contiguous."""
+    batch, length, heads, dim = query.shape
+    groups = key.shape[2]
+    queries = query.transpose(1, 2).reshape(batch * groups, heads // groups, length, dim)
+    return queries, *(x.transpose(1, 2).reshape(batch * groups, length, dim) for x in (key, value))
+
+
+def _probabilities(queries: Tensor, keys: Tensor, start: int) -> tuple[Tensor, int]:
+    """Softmax over keys [.., :stop] of the queries start:stop, [b g, n / g (stop - start), stop], and stop."""
+    stop = min(start + _BLOCK, queries.shape[2])
+    rows = queries[:, :, start:stop].flatten(1, 2) * (1 / math.sqrt(queries.shape[-1]))
+    scores = torch.bmm(rows, keys[:, :stop].transpose(1, 2))
+    future = torch.full((stop - start, stop - start), -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
+    scores.unflatten(1, (queries.shape[1], -1))[..., start:].add_(future)
+    return torch.softmax(scores, -1), stop
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
     """query [b, s, n, d], key and value [b, s, g, d] with n a multiple of g -> [b, s, n * d]."""
+    if query.device.type == "cpu" and dropout == 0 and query.shape[1] <= _SHORT:
+        return _ShortCausal.apply(query, key, value)
     out = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

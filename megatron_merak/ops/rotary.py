@@ -41,8 +41,8 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin, each fp32 [length, 1, rotary_dim / 2].
 
-    With ``scaling_factor`` low frequencies are slowed as in Llama 3.1: wavelengths above ``original_length`` divide by the
-    factor, those below a quarter of it stay, those between are blended.
+    With ``scaling_factor`` low frequencies are slowed as in Llama 3.1: wavelengths above ``original_length`` divide by
+    the factor, those below a quarter of it stay, those between are blended.
     """
     frequency = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     if scaling_factor is not None:

@@ -51,7 +51,8 @@ class Mesh:
 def new_groups(rank: int, members: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
     """Make one group per list of ranks; return the one that holds ``rank``, None where it holds no other rank.
 
-    Every rank of the job calls this with the same lists. torch gives a new group its own default ``timeout``, not the job's.
+    Every rank of the job calls this with the same lists. torch gives a new group its own default ``timeout``, not the
+    job's.
     """
     mine = None
     for ranks in members:

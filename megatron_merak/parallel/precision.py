@@ -6,8 +6,8 @@ import torch
 def choose_fp32_matmul(device: torch.device) -> str:
     """Set and return torch's fp32 matmul precision: 'medium' on CPUs where a probe finds it as accurate as 'highest'.
 
-    'medium' lets torch choose another library, which on many CPUs computes in fp32 all the same and twice as fast, but on
-    those with bf16 matrix units rounds to bf16. Other devices are left at 'highest'.
+    'medium' lets torch choose another library, which on many CPUs computes in fp32 all the same and twice as fast, but
+    on those with bf16 matrix units rounds to bf16. Other devices are left at 'highest'.
     """
     torch.set_float32_matmul_precision("highest")
     if device.type != "cpu":

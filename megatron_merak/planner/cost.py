@@ -9,6 +9,8 @@ from megatron_merak.plan import DTYPE_BYTES, Grid, Unit
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
+# Longest sequence whose attention a CPU computes in whole rows, keeping no statistics.
+SHORT_ATTENTION = 512
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ def gpt_units(
     with its padding. The head is final norm, output layer and loss; a tied output layer's weight belongs to the
     embedding. FLOPs are those of the matrix products, the causal half of the attention scores included.
     ``bytes_per_value`` is of an activation. With ``fused_dropout``, as on GPUs, a dropout mask is a byte per value and
-    attention keeps no scores; without it, as on CPUs, masks are values and attention with dropout keeps its scores
-    (and, not counted here, copies of grouped or rotated heads).
+    attention keeps no scores; without it, as on CPUs, masks are values, attention with dropout keeps its scores (and, not
+    counted here, copies of grouped or rotated heads), and that of short sequences without dropout no statistics.
     """
     tokens = micro_batch_size * model.seq_length
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
@@ -52,15 +54,17 @@ def gpt_units(
         activation,
     )
     statistics = 4 * tokens * _norm_vectors(model)
+    # Whole rows become exponentials in place and keep their sum; parts of rows an fp32 copy, target, its mask, sum and loss.
+    logits = vocabulary * bytes_per_value + 4 if tp == 1 else 4 * vocabulary + 17
     head = Unit(
         name="head",
         kind="head",
         parameters=_norm_vectors(model) * hidden + (output if untied else 0),
         flops=2 * tokens * hidden * vocabulary,
-        saved_bytes=activation + statistics + tokens * (4 * vocabulary + 17),  # 17: target, its mask, sum and loss
+        saved_bytes=activation + statistics + tokens * logits,
         output_bytes=4,
         shared_parameters=0 if untied else output,
-        transient_bytes=tokens * vocabulary * bytes_per_value,
+        transient_bytes=0 if tp == 1 else tokens * vocabulary * bytes_per_value,
     )
     return (
         Unit("embedding", "embedding", output + positions, 0, dropout_mask, activation),
@@ -110,7 +114,7 @@ def _layer_saved_bytes(model: ModelConfig, tokens: int, bytes_per_value: int, tp
         row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
     if model.attention_dropout and not fused_dropout:
         row += heads * model.seq_length * 3 * bytes_per_value  # probabilities before and after dropout, and the mask
-    else:
+    elif fused_dropout or model.seq_length > SHORT_ATTENTION:
         row += 4 * heads  # log-sum-exp
     return tokens * row
 

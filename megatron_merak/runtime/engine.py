@@ -1,7 +1,7 @@
 """Runs segments forward, again and backward. Autograd works inside a segment; between segments the engine decides.
 
-So a tensor-parallel all-reduce is launched as soon as its value exists and awaited where the value is first read, in both
-directions, and the weight gradients of the segment that launched it run meanwhile.
+So a tensor-parallel all-reduce is launched as soon as its value exists and awaited where the value is first read, in
+both directions, and the weight gradients of the segment that launched it run meanwhile.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -32,7 +32,8 @@ class Enter(torch.autograd.Function):
 class State:
     """Everything alive of one micro-batch on one stage.
 
-    A value or gradient whose transfer is under way is in ``values`` (or ``pending``) with its work, awaited at first use.
+    A value or gradient whose transfer is under way is in ``values`` (or ``pending``) with its work, awaited at first
+    use.
     """
 
     def __init__(self, common: Common, training: bool):
@@ -47,8 +48,7 @@ class State:
         self.values[name], self.works[name] = value, work
 
     def value(self, name: str) -> Tensor:
-        if name in self.works:
-            self.works.pop(name).wait()
+        self.wait(name)
         return self.values[name]
 
     def arriving_grad(self, name: str, grad: Tensor, work: dist.Work) -> None:
@@ -58,16 +58,18 @@ class State:
         self.grads[name] = self.grads[name] + grad if name in self.grads else grad
 
     def take_grad(self, name: str) -> Tensor | None:
-        for work, grad in self.pending.pop(name, ()):
-            work.wait()
-            self.add_grad(name, grad)
+        self.wait(name)
         return self.grads.pop(name, None)
 
     def wait(self, name: str) -> None:
-        """Return when the value or gradient ``name`` has arrived."""
-        for work in (self.works.get(name), *(work for work, _ in self.pending.get(name, ()))):
-            if work is not None:
-                work.wait()
+        """Return when the value or the gradients ``name`` have arrived. A work is awaited once: gloo hangs at a second
+        time.
+        """
+        if name in self.works:
+            self.works.pop(name).wait()
+        for work, grad in self.pending.pop(name, ()):
+            work.wait()
+            self.add_grad(name, grad)
 
     def leftovers(self) -> list[str]:
         """What a finished micro-batch should not have left behind."""
@@ -102,7 +104,9 @@ class Engine:
         """Who reads a value last, in the forward and in the recomputation of its unit."""
         unit_of = {o.value: s.unit for s in self.segments for o in s.outs}
         last = {i.value: s for s in self.segments for i in s.ins}
-        kept = {i.value for s in self.segments for i in s.ins if s.unit in self.recompute and unit_of.get(i.value) != s.unit}
+        kept = {
+            i.value for s in self.segments for i in s.ins if s.unit in self.recompute and unit_of.get(i.value) != s.unit
+        }
         self._dies: dict[Segment, list[str]] = {s: [] for s in self.segments}
         self._dies_again: dict[Segment, list[str]] = {s: [] for s in self.segments}
         for name, segment in last.items():
@@ -148,8 +152,8 @@ class Engine:
             state.common.seed(segment)
         values = [state.value(i.value) for i in segment.ins]
         if state.training:
-            # Grad mode with the tape dropped, not no_grad: kernels are chosen by requires_grad, and a recomputed forward
-            # must be the same one.
+            # Grad mode with the tape dropped, not no_grad: kernels are chosen by requires_grad, and a recomputed
+            # forward must be the same one.
             values = [Enter.apply(v, self._token) if i.grad else v for i, v in zip(segment.ins, values, strict=True)]
             entries = [get_gradient_edge(v) if i.grad else None for i, v in zip(segment.ins, values, strict=True)]
             outs = segment.fn(state.common, *values)
@@ -191,7 +195,9 @@ class Engine:
                 self.weights.add(parameter, grad)
         self.weights.drain()
 
-    def _route(self, state: State, inputs: Sequence[In], found: Sequence[Tensor | None], roots: Sequence[Tensor]) -> None:
+    def _route(
+        self, state: State, inputs: Sequence[In], found: Sequence[Tensor | None], roots: Sequence[Tensor]
+    ) -> None:
         storages = [g.data_ptr() for g in (*found, *roots) if g is not None]
         for source, grad in zip(inputs, found, strict=True):
             if grad is None:

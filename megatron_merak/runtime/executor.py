@@ -19,7 +19,8 @@ Batch = Mapping[str, Tensor]
 class StepLoss:
     """What the last stage knows after a step: fp32 scalars, summed over this rank's micro-batches; None elsewhere.
 
-    total: sum of token losses. tokens: number of unmasked tokens. mean: sum over micro-batches of their mean token loss.
+    total: sum of token losses. tokens: number of unmasked tokens. mean: sum over micro-batches of their mean token
+    loss.
     """
 
     total: Tensor
@@ -39,7 +40,8 @@ class Executor:
         self.program = [op for entry in schedule.ranks[mesh.pp_rank] for op in ops_of(entry)]
         self.last_backward = {op.stage: op for op in self.program if op.kind is Kind.B}
         self.pipes = Pipes(mesh, schedule)
-        # Set to a list, it takes (op, start, end) of each compute op in seconds, without the time spent waiting for a transfer.
+        # Set to a list, it takes (op, start, end) of each compute op in seconds, without the time spent waiting for a
+        # transfer.
         self.trace: list[tuple[str, float, float]] | None = None
         self._handlers = {
             Kind.F: self._forward,
@@ -51,7 +53,9 @@ class Executor:
         }
 
     def run(self, batches: Sequence[Batch], step: int, training: bool = True) -> StepLoss | None:
-        """Run every op in order; ``batches`` has one entry per micro-batch, on every rank. Gradients are added to main_grad."""
+        """Run every op in order; ``batches`` has one entry per micro-batch, on every rank. Gradients are added to
+        main_grad.
+        """
         self.batches, self.step, self.training, self.losses = batches, step, training, []
         for op in self.program:
             run = self._handlers[op.kind]

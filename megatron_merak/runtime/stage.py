@@ -33,8 +33,8 @@ class Stage:
 
     units: modules with ``segments()``, whose parameters are views of ``buffer``; names: parameter -> its name there.
     hidden: (shape, dtype) of the value that crosses stage borders. prelude: batch -> what segments share.
-    replicated: parameters of which every tensor-parallel rank holds all. ties: parameters that other stages hold as well, with
-    the group of the ranks that do.
+    replicated: parameters of which every tensor-parallel rank holds all. ties: parameters that other stages hold as
+    well, with the group of the ranks that do.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class Stage:
         self.reducer.start()
 
     def finish_step(self) -> None:
-        """Make the gradients final: sum them over replicas, and where a parameter's gradient is in parts, over its holders."""
+        """Make the gradients final: sum them over replicas, and where a parameter's gradient is in parts, over its
+        holders.
+        """
         self.reducer.finish()
         for name in self._partial:
             dist.all_reduce(self._buffer.grad(name), group=self.mesh.tp)

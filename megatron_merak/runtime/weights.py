@@ -1,4 +1,6 @@
-"""Weight gradients on their way into ``main_grad``: at once, or queued until the collective they shall hide is launched."""
+"""Weight gradients on their way into ``main_grad``: at once, or queued until the collective they shall hide is
+launched.
+"""
 
 from collections.abc import Mapping
 

@@ -1,7 +1,7 @@
 """Softmax cross entropy over logits whose classes are split over the tensor-parallel ranks.
 
-Three steps with a collective between each two: the maximum (max), the sums per row (sum), the loss. So the same code serves
-the stand-alone function and a segment list whose edges are the collectives.
+Three steps with a collective between each two: the maximum (max), the sums per row (sum), the loss. So the same code
+serves the stand-alone function and a segment list whose edges are the collectives.
 """
 
 import torch
@@ -46,16 +46,17 @@ class _LocalTerms(torch.autograd.Function):
 def local_terms(logits: Tensor, maximum: Tensor, target: Tensor, start: int, smoothing: bool = False) -> Tensor:
     """This rank's part of each row's sums, to be reduced by sum.
 
-    logits [..., v] are classes start .. start + v; masked classes hold -inf. maximum fp32 [...] over all ranks, target int64
-    [...]. Returns fp32 [2, ...]: sum of exp(x - max) and the target's x - max; with ``smoothing`` [4, ...]: also the sum of
-    x - max over the classes that are not masked, and their number. The backward may run once: it turns the saved
-    exponentials into the gradient in place.
+    logits [..., v] are classes start .. start + v; masked classes hold -inf. maximum fp32 [...] over all ranks, target
+    int64 [...]. Returns fp32 [2, ...]: sum of exp(x - max) and the target's x - max; with ``smoothing`` [4, ...]: also
+    the sum of x - max over the classes that are not masked, and their number. The backward may run once: it turns the
+    saved exponentials into the gradient in place.
     """
     return _LocalTerms.apply(logits, maximum, target, start, smoothing)
 
 
 def loss_from_terms(terms: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """fp32 [2 or 4, ...] summed over ranks -> loss [...]; smoothing spreads over the other classes that are not masked."""
+    """fp32 [2 or 4, ...] summed over ranks -> loss [...]; smoothing spreads over the other classes that are not masked.
+    """
     log_sum = terms[0].log()
     loss = log_sum - terms[1]
     if label_smoothing > 0:
@@ -64,11 +65,14 @@ def loss_from_terms(terms: Tensor, label_smoothing: float = 0.0) -> Tensor:
     return loss
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: Group = None, label_smoothing: float = 0.0) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, target: Tensor, group: Group = None, label_smoothing: float = 0.0
+) -> Tensor:
     """Loss per token, fp32 [...], of this rank's logits [..., V / n] and target int64 [...] in 0 .. V - 1.
 
-    Equal to ``torch.nn.functional.cross_entropy(reduction='none')`` but for label smoothing, which spreads over the other
-    V - 1 classes as Megatron-LM documents it. Classes at -inf (a padded vocabulary) do not exist: V leaves them out.
+    Equal to ``torch.nn.functional.cross_entropy(reduction='none')`` but for label smoothing, which spreads over the
+    other V - 1 classes as Megatron-LM documents it. Classes at -inf (a padded vocabulary) do not exist: V leaves them
+    out.
     """
     maximum = local_max(logits)
     if group_size(group) > 1:

@@ -70,8 +70,9 @@ class ColumnParallelLinear(ParallelLayer):
 class RowParallelLinear(ParallelLayer):
     """Y = X A^T + b with A's input features split: x [..., i / n] -> [..., o] replicated.
 
-    weight is [o, i / n]; bias [o] is replicated and added after the sum. With ``skip_bias_add``, and always under 'edge', the
-    bias is left to the caller, who fuses it with dropout and residual. ``input_is_parallel=False`` splits a replicated x.
+    weight is [o, i / n]; bias [o] is replicated and added after the sum. With ``skip_bias_add``, and always under
+    'edge', the bias is left to the caller, who fuses it with dropout and residual. ``input_is_parallel=False`` splits a
+    replicated x.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class RowParallelLinear(ParallelLayer):
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """Rows of the table split over ranks: token ids int64 [...] -> [..., h], zero ('edge': partial) outside this rank's rows.
+    """Rows of the table split over ranks: token ids int64 [...] -> [..., h], zero ('edge': partial) outside this rank's
+    rows.
 
     ``num_embeddings`` must divide by the group size: pad it.
     """

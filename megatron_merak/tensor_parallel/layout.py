@@ -1,7 +1,7 @@
 """How a rank's parameter is made of slices of HuggingFace tensors.
 
-A parameter may fuse several of them along its rows (q, k and v in one matmul), hold one transposed (GPT-2 stores [in, out]),
-and carry padding rows at its end. Initialisation, checkpoints and weight exchange see only the views given here.
+A parameter may fuse several of them along its rows (q, k and v in one matmul), hold one transposed (GPT-2 stores [in,
+out]), and carry padding rows at its end. Initialisation, checkpoints and weight exchange see only the views given here.
 """
 
 from collections.abc import Iterator

@@ -34,7 +34,8 @@ class Model:
     def shards(self, flat: torch.Tensor) -> Iterator[Shard]:
         """``flat`` (values, gradients or optimizer state, [buffer.size]) as shards of HuggingFace tensors.
 
-        Of all ranks exactly one owns each part: the first replica, the first stage that holds it, tensor rank 0 if replicated.
+        Of all ranks exactly one owns each part: the first replica, the first stage that holds it, tensor rank 0 if
+        replicated.
         """
         mesh, tp = self.mesh, self.mesh.grid.tp
         for name, layout in self.layouts.items():
@@ -61,7 +62,9 @@ def find_ties(units: list[Unit], plan: Plan) -> dict[Key, tuple[int, ...]]:
     return {key: tuple(stages) for key, stages in held.items()}
 
 
-def tie_groups(stages_of: dict[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+def tie_groups(
+    stages_of: dict[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
+) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
     """A group per distinct set of stages that share a parameter; every rank makes all of them in the same order."""
     grid, groups = mesh.grid, {}
     for stages in sorted({stages for stages in stages_of.values() if len(stages) > 1}):
@@ -96,7 +99,9 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     for unit in units:
         for local in unit.layouts:
             bind(unit, local, parameters[names[unit.index, local]])
-    ties = tuple((n, groups[stages_of[key_of(layout)]]) for n, layout in layouts.items() if len(stages_of[key_of(layout)]) > 1)
+    ties = tuple(
+        (n, groups[stages_of[key_of(layout)]]) for n, layout in layouts.items() if len(stages_of[key_of(layout)]) > 1
+    )
     stage = Stage(
         index,
         plan,

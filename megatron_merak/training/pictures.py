@@ -15,18 +15,24 @@ Trace = Sequence[tuple[str, float, float]]
 def measured_timeline(schedule: Schedule, trace: Trace, mesh: Mesh) -> Timeline:
     """The traces of the first replica's pipeline ranks (tensor rank 0) as one timeline. Collective over all ranks.
 
-    trace: (op, start, end) in seconds of this host's monotonic clock; ranks on hosts with other clocks cannot be compared.
+    trace: (op, start, end) in seconds of this host's monotonic clock; ranks on hosts with other clocks cannot be
+    compared.
     """
     traces = gather_json(list(trace), mesh.control, "cpu")
     rows = [traces[mesh.grid.rank(pp=pp)] for pp in range(mesh.grid.pp)]
     origin = min(start for row in rows for _, start, _ in row)
-    events = [Event(rank, Op.parse(op), start - origin, end - origin) for rank, row in enumerate(rows) for op, start, end in row]
+    events = [
+        Event(rank, Op.parse(op), start - origin, end - origin)
+        for rank, row in enumerate(rows)
+        for op, start, end in row
+    ]
     busy = tuple(sum(end - start for _, start, end in row) for row in rows)
     return Timeline(schedule, tuple(events), (), max(e.end for e in events), busy, peak_in_flight(schedule))
 
 
 def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str, float] | None = None) -> None:
-    """Write a PNG of training and validation loss (nats per token) over iterations; ``levels`` are labelled horizontal lines.
+    """Write a PNG of training and validation loss (nats per token) over iterations; ``levels`` are labelled horizontal
+    lines.
 
     records: rows as ``Report.note`` keeps them. Needs matplotlib, and no display.
     """
@@ -37,13 +43,23 @@ def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str
     figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for kind, style in (("train", {"lw": 1.2, "color": "#2B6CB0"}), ("valid", {"marker": "o", "ms": 5, "color": "#C05621"})):
+    for kind, style in (
+        ("train", {"lw": 1.2, "color": "#2B6CB0"}),
+        ("valid", {"marker": "o", "ms": 5, "color": "#C05621"}),
+    ):
         points = sorted((row["iteration"], row["loss"]) for row in rows if row["kind"] == kind and "loss" in row)
         if points:
             axes.plot(*zip(*points, strict=True), label={"train": "training", "valid": "validation"}[kind], **style)
     for name, value in (levels or {}).items():
         axes.axhline(value, ls="--", lw=1, color="#718096")
-        axes.annotate(f"{name} {value:.2f}", (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#4A5568")
+        axes.annotate(
+            f"{name} {value:.2f}",
+            (1, value),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            color="#4A5568",
+        )
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.25)

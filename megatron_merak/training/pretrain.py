@@ -31,7 +31,9 @@ def pretrain(config: Config, world: World) -> None:
     """Run the job on this rank. Raises a MerakError on every rank alike, before training where it can be known by then."""
     config.validate(world.size)
     tokenizer = build_tokenizer(config)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer)))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
+    )
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     plan = make_plan(config, world.size, _known(name))
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -70,7 +72,11 @@ def _agree(config: Config, mesh: Mesh) -> None:
 
 def _opening(config: Config, plan: Plan, world: World, precision: str) -> str:
     precision = f"fp32 matrix products at torch's '{precision}' precision" if config.train.dtype == "float32" else ""
-    parts = [f"megatron_merak on {world.size} {world.device.type} rank(s) {precision}".rstrip(), deviation_report(config), str(plan)]
+    parts = [
+        f"megatron_merak on {world.size} {world.device.type} rank(s) {precision}".rstrip(),
+        deviation_report(config),
+        str(plan),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -127,7 +133,9 @@ class Job:
     def _train(self) -> None:
         train, checkpoint, trainer = self.config.train, self.config.checkpoint, self.trainer
         if self.datasets.train is None:
-            raise DataError("--split", self.config.data.split, "it leaves nothing to train on", "Give the first part a weight")
+            raise DataError(
+                "--split", self.config.data.split, "it leaves nothing to train on", "Give the first part a weight"
+            )
         loader = self._loader(self.datasets.train, trainer.consumed_samples)
         saved = trainer.iteration
         try:
@@ -135,7 +143,11 @@ class Job:
                 self._step(next(loader))
                 if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
                     saved = self._save()
-                if train.eval_interval and trainer.iteration % train.eval_interval == 0 and trainer.iteration < train.train_iters:
+                if (
+                    train.eval_interval
+                    and trainer.iteration % train.eval_interval == 0
+                    and trainer.iteration < train.train_iters
+                ):
                     self._evaluate("valid", self.datasets.valid)
                 if train.exit_interval and trainer.iteration % train.exit_interval == 0:
                     break
@@ -181,8 +193,8 @@ class Job:
         loader.close()
         if self.report is not None and losses:
             loss = sum(losses) / len(losses)
-            self.report.note(kind, trainer.iteration, loss=loss, perplexity=math.exp(min(loss, 700)))
+            perplexity = math.exp(min(loss, 700))
+            self.report.note(kind, trainer.iteration, loss=loss, perplexity=perplexity)
             name = {"valid": "validation", "test": "test"}[kind]
-            self.report.print(
-                f" {name} loss at iteration {trainer.iteration} | lm loss value: {loss:.6E} | lm loss PPL: {math.exp(min(loss, 700)):.6E} |"
-            )
+            values = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E}"
+            self.report.print(f" {name} loss at iteration {trainer.iteration} | {values} |")

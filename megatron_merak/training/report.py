@@ -88,7 +88,9 @@ class Report:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             return open(path, "a", buffering=1)
         except OSError as error:
-            raise ConfigError("--metrics", path, f"it cannot be written: {error}", "Name a file in a writable directory") from error
+            raise ConfigError(
+                "--metrics", path, f"it cannot be written: {error}", "Name a file in a writable directory"
+            ) from error
 
     def _tensorboard(self, directory: str | None):
         if directory is None:
@@ -116,7 +118,14 @@ class Report:
         self.note("train", iteration, consumed_samples=consumed_samples, seconds=seconds, **values)
         self._pending.append({"seconds": seconds, **values})
         if iteration % self.config.log_interval == 0 or iteration == self.train_iters:
-            self.print(console_line(self._interval(iteration, consumed_samples, zeros), self.work, self.config.log_throughput, datetime.now()))
+            self.print(
+                console_line(
+                    self._interval(iteration, consumed_samples, zeros),
+                    self.work,
+                    self.config.log_throughput,
+                    datetime.now(),
+                )
+            )
             self._pending.clear()
 
     def _interval(self, iteration: int, consumed_samples: int, zeros: int | None) -> Interval:

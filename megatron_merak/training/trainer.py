@@ -33,7 +33,9 @@ class StepReport:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The forwards of a schedule, in its order."""
-    return replace(schedule, ranks=tuple(tuple(op for op in program if op.kind is Kind.F) for program in schedule.ranks))
+    return replace(
+        schedule, ranks=tuple(tuple(op for op in program if op.kind is Kind.F) for program in schedule.ranks)
+    )
 
 
 class Trainer:
@@ -83,7 +85,9 @@ class Trainer:
     def count_zeros(self) -> int:
         """Elements of the whole model's last gradient that are exactly zero. Collective over a replica's ranks."""
         buffer = self.model.buffer
-        zeros = sum(((buffer.grad(name) == 0).sum() for name, slot in buffer.slots.items() if slot.counted), torch.tensor(0))
+        zeros = sum(
+            ((buffer.grad(name) == 0).sum() for name, slot in buffer.slots.items() if slot.counted), torch.tensor(0)
+        )
         zeros = zeros.to(self.mesh.device)
         if self.mesh.model is not None:
             dist.all_reduce(zeros, group=self.mesh.model)
