@@ -39,7 +39,7 @@ def pip(*arguments):
 def installed(site_packages):
     """(file of the package, version) as a Python sees them that knows only its own libraries and ``site_packages``."""
     command = [sys.executable, "-S", "-I", "-c", LOOK, str(site_packages)]
-    done = subprocess.run(command, cwd=site_packages, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=site_packages, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
