@@ -51,7 +51,8 @@ def _device(backend: str, local_rank: int) -> torch.device:
 def _check_rendezvous() -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
-            raise LaunchError(f"environment variable {name}", "(unset)", "ranks could not find each other", "Start ranks with torchrun")
+            reason = "ranks could not find each other"
+            raise LaunchError(f"environment variable {name}", "(unset)", reason, "Start ranks with torchrun")
 
 
 def launch(backend: str = "auto", timeout_minutes: float = 10, deterministic: bool = False) -> World:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import torch
-import transformers
 
 from megatron_merak.config import ModelConfig
+from megatron_merak.training.materialize import take
 
 LENGTH, VOCABULARY = 12, 101
 
@@ -24,8 +24,10 @@ LLAMA31 = replace(
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "llama31": LLAMA31, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
-def huggingface(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+def huggingface(name: str, seed: int = 0) -> torch.nn.Module:
     """The family's own model in eval mode, every parameter random: norms are not one, biases not zero."""
+    import transformers  # here, since importing its models takes a rank longer than most tests
+
     c = FAMILIES[name]
     if name == "gpt2":
         config = transformers.GPT2Config(
@@ -64,10 +66,28 @@ def batch(samples: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
         "position_ids": torch.arange(LENGTH).expand(samples, -1).contiguous()}
 
 
-def reference(model: transformers.PreTrainedModel, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
+def reference(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
     """Summed loss of the unmasked tokens, and every gradient under its HuggingFace name."""
     logits = model(input_ids=data["tokens"]).logits
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data["labels"].flatten(), reduction="none")
     loss = (losses * data["loss_mask"].flatten()).sum()
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def pieces(units, rank, tp, of):
+    """Every HuggingFace tensor that a rank holds, as a view of ``of(parameter)``; tied parameters come twice."""
+    for unit in units:
+        parameters = dict(unit.named_parameters())
+        for name, layout in unit.layouts.items():
+            yield from layout.views(of(parameters[name]), rank, tp)
+
+
+def load(units, weights, rank, tp):
+    """Fill parameters from HuggingFace's; padding rows get values that must not matter."""
+    with torch.no_grad():
+        for unit in units:
+            for parameter in unit.parameters():
+                parameter.fill_(0.37)
+        for piece, view in pieces(units, rank, tp, lambda parameter: parameter):
+            view.copy_(take(weights[piece.sharding.name], piece, rank, tp))

@@ -13,7 +13,7 @@ from megatron_merak.runtime.engine import Engine, State
 from megatron_merak.runtime.weights import WeightGradients
 from megatron_merak.segment import Common, fuse
 from megatron_merak.training.materialize import take
-from tests.models.families import FAMILIES, batch, huggingface, reference
+from tests.models.families import FAMILIES, batch, huggingface, load, pieces, reference
 from tests.oplog import OpLog
 from tests.ranks import run_ranks
 
@@ -24,44 +24,28 @@ def group_of(world_size):
     return dist.group.WORLD if world_size > 1 else None
 
 
-def pieces(units, rank, tp, of):
-    """Every HuggingFace tensor that a rank holds, as a view of ``of(parameter)``; tied parameters come twice."""
-    for unit in units:
-        parameters = dict(unit.named_parameters())
-        for name, layout in unit.layouts.items():
-            yield from layout.views(of(parameters[name]), rank, tp)
-
-
-def load(units, weights, rank, tp):
-    """Fill parameters from HuggingFace's; padding rows get values that must not matter."""
-    with torch.no_grad():
-        for unit in units:
-            for parameter in unit.parameters():
-                parameter.fill_(0.37)
-        for piece, view in pieces(units, rank, tp, lambda parameter: parameter):
-            view.copy_(take(weights[piece.sharding.name], piece, rank, tp))
-
-
 def grads_of(units, rank, tp, of):
     return {piece.sharding.name: (piece, view.clone()) for piece, view in pieces(units, rank, tp, of)}
 
 
-def standalone(name, rank, tp):
-    model, data = huggingface(name), batch()
+def weights_of(name):
+    return {key: parameter.detach() for key, parameter in huggingface(name).named_parameters()}
+
+
+def standalone(name, weights, rank, tp):
     gpt = GPT(FAMILIES[name], Placement(group_of(tp)))
-    load(gpt.units, dict(model.named_parameters()), rank, tp)
-    loss = gpt(data)
+    load(gpt.units, weights, rank, tp)
+    loss = gpt(batch())
     loss.backward()
     return loss.detach(), grads_of(gpt.units, rank, tp, lambda parameter: parameter.grad)
 
 
-def through_engine(name, rank, tp, recompute=()):
-    model, data, config = huggingface(name), batch(), FAMILIES[name]
-    place = Placement(group_of(tp), "edge")
+def through_engine(name, weights, rank, tp, recompute=()):
+    config, place = FAMILIES[name], Placement(group_of(tp), "edge")
     units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
     if not config.untie_embeddings_and_output_weights:
         units[-1].output.weight = units[0].tokens.weight
-    load(units, dict(model.named_parameters()), rank, tp)
+    load(units, weights, rank, tp)
     parameters = dict.fromkeys(p for unit in units for p in unit.parameters())
     grads = {p: torch.zeros_like(p, requires_grad=False) for p in parameters}
     sink = WeightGradients(grads)
@@ -71,7 +55,7 @@ def through_engine(name, rank, tp, recompute=()):
                 module.sink = sink
     segments = [s for unit in units for s in (unit.segments() if tp > 1 else [fuse(unit.segments())])]
     engine = Engine(segments, recompute, ("loss",), group_of(tp), sink, CPU)
-    state = State(Common(Prelude(config, CPU)(data)), training=True)
+    state = State(Common(Prelude(config, CPU)(batch())), training=True)
     engine.forward(state)
     loss = state.values.pop("loss")
     state.add_grad("loss", torch.ones(()))
@@ -85,19 +69,18 @@ def through_engine(name, rank, tp, recompute=()):
     return loss, grads_of(units, rank, tp, lambda parameter: grads[parameter])
 
 
-def both(rank, tp):
+def both(rank, tp, weights):
     results = {}
     for name, config in FAMILIES.items():
-        layers = tuple(range(1, config.num_layers + 1))
-        results[name] = (
-            standalone(name, rank, tp), through_engine(name, rank, tp), through_engine(name, rank, tp, layers))
+        layers, given = tuple(range(1, config.num_layers + 1)), (name, weights[name], rank, tp)
+        results[name] = standalone(*given), through_engine(*given), through_engine(*given, layers)
     return results
 
 
-def count(rank, tp):
+def count(rank, tp, weights):
     config = FAMILIES["llama"]
     gpt = GPT(config, Placement(dist.group.WORLD))
-    load(gpt.units, dict(huggingface("llama").named_parameters()), rank, tp)
+    load(gpt.units, weights, rank, tp)
     with OpLog() as log:
         loss = gpt(batch())
         forward = len(log.collectives)
@@ -105,13 +88,14 @@ def count(rank, tp):
     return forward, len(log.collectives) - forward
 
 
-def over_two_ranks(rank, tp):
-    return both(rank, tp) | {"collectives": count(rank, tp)}
+def over_two_ranks(rank, tp, weights):
+    return both(rank, tp, weights) | {"collectives": count(rank, tp, weights["llama"])}
 
 
 @pytest.fixture(scope="module")
 def measured():
-    return {1: [both(0, 1)], 2: run_ranks(over_two_ranks, 2)}
+    weights = {name: weights_of(name) for name in FAMILIES}
+    return {1: [both(0, 1, weights)], 2: run_ranks(over_two_ranks, 2, weights)}
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +160,7 @@ def test_number_of_collectives(measured):
 def test_dropout_is_off_in_eval_mode():
     config = replace(FAMILIES["gpt2"], hidden_dropout=0.3, attention_dropout=0.3)
     gpt = GPT(config, Placement()).eval()
-    load(gpt.units, dict(huggingface("gpt2").named_parameters()), 0, 1)
+    load(gpt.units, weights_of("gpt2"), 0, 1)
     expected, _ = reference(huggingface("gpt2"), batch())
     torch.testing.assert_close(gpt(batch()).detach(), expected, rtol=2e-6, atol=0)
     losses = [gpt.train()(batch()).item() for _ in range(2)]
@@ -185,7 +169,7 @@ def test_dropout_is_off_in_eval_mode():
 
 def test_later_tokens_do_not_matter():
     gpt = GPT(FAMILIES["llama"], Placement())
-    load(gpt.units, dict(huggingface("llama").named_parameters()), 0, 1)
+    load(gpt.units, weights_of("llama"), 0, 1)
     data = batch()
     data["loss_mask"] = torch.zeros(2, 12).index_fill_(1, torch.arange(6), 1.0)
     changed = data | {"tokens": data["tokens"].clone().index_fill_(1, torch.arange(6, 12), 1)}
@@ -194,7 +178,7 @@ def test_later_tokens_do_not_matter():
 
 def test_an_empty_mask_gives_zero_and_no_nan():
     gpt = GPT(FAMILIES["gpt2"], Placement())
-    load(gpt.units, dict(huggingface("gpt2").named_parameters()), 0, 1)
+    load(gpt.units, weights_of("gpt2"), 0, 1)
     loss = gpt(batch() | {"loss_mask": torch.zeros(2, 12)})
     loss.backward()
     assert loss.item() == 0
