@@ -123,7 +123,9 @@ def _timed_out(waiting: list, world_size: int, timeout: float) -> RankFailure:
     for rank in waiting:
         if rank.process.is_alive():
             os.kill(rank.process.pid, signal.SIGUSR1)
-    time.sleep(SETTLE_SECONDS)
+    written = time.monotonic() + 10 * SETTLE_SECONDS
+    while time.monotonic() < written and not all(r.stacks.exists() and r.stacks.stat().st_size for r in waiting):
+        time.sleep(0.05)
     lines = [f"{len(waiting)} of {world_size} ranks did not finish within {timeout:g} s"]
     for rank in waiting:
         stack = rank.stacks.read_text() if rank.stacks.exists() else ""

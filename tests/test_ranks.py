@@ -70,9 +70,9 @@ def test_a_dying_rank_is_blamed_rather_than_its_peers(how, code):
 
 def test_a_hang_ends_and_shows_where_every_rank_stood():
     started = time.monotonic()
-    with pytest.raises(RankFailure, match="2 of 2 ranks did not finish within 3 s(.|\n)*_hang_on_one(.|\n)*barrier"):
-        run_ranks(_hang_on_one, 2, timeout=3)
-    assert time.monotonic() - started < 10
+    with pytest.raises(RankFailure, match="2 of 2 ranks did not finish within 5 s(.|\n)*_hang_on_one(.|\n)*barrier"):
+        run_ranks(_hang_on_one, 2, timeout=5)
+    assert time.monotonic() - started < 20
 
 
 def test_one_rank_needs_no_special_case():
@@ -80,5 +80,5 @@ def test_one_rank_needs_no_special_case():
 
 
 def test_many_launches_in_a_row_all_leave_cleanly():
-    for _ in range(20):
+    for _ in range(10):
         assert len(run_ranks(_sum_over_groups, 4, 0)) == 4
