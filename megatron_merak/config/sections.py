@@ -269,11 +269,11 @@ class CheckpointConfig(Section):
     no_load_optim: bool = setting(False)
     """Do not load the optimizer's state."""
     no_load_rng: bool = setting(False)
-    """Do not load the random state."""
+    """Accepted and without effect: random numbers follow from --seed and the iteration, no state is loaded."""
     no_save_optim: bool = setting(False)
     """Do not save the optimizer's state."""
     no_save_rng: bool = setting(False)
-    """Do not save the random state."""
+    """Accepted and without effect: random numbers follow from --seed and the iteration, no state is saved."""
     exit_on_missing_checkpoint: bool = setting(False)
     """Stop when --load holds no checkpoint, instead of starting anew."""
 

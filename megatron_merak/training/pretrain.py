@@ -28,7 +28,7 @@ from .trainer import Trainer
 
 
 def pretrain(config: Config, world: World) -> None:
-    """Run the job on this rank. Raises a MerakError on every rank alike, before training where it can be known by then."""
+    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that can be known."""
     config.validate(world.size)
     tokenizer = build_tokenizer(config)
     config = dataclasses.replace(

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Throughput:
-    """Per step: samples and tokens of the global batch and the model's FLOPs; peak FLOP/s of one rank, None if unknown."""
+    """Per step: samples, tokens and model FLOPs of the global batch. peak: FLOP/s of one rank, None if unknown."""
 
     samples: int
     tokens: int

@@ -23,7 +23,7 @@ from .build import build_model
 
 @dataclass(frozen=True)
 class StepReport:
-    """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known everywhere."""
+    """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known to all."""
 
     loss: float | None
     grad_norm: float
