@@ -34,7 +34,7 @@ def parallelize(model: torch.nn.Module, mesh, tuned: bool) -> None:
 
 
 def sharded_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Norm over all ranks from local pieces: matrices are sharded; vectors (norm scales) are replicated, they count once."""
+    """Norm over all ranks from local pieces: matrices are sharded; vectors (norm scales) are replicated."""
     square = get_total_norm([g for g in gradients if g.dim() > 1]).float().square()
     dist.all_reduce(square)
     return (square + get_total_norm([g for g in gradients if g.dim() == 1]).float().square()).sqrt()

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -118,4 +119,5 @@ def processor() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
     sys.exit(main())
