@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_merak.ops import bias_dropout_add, causal_attention, embedding, linear
+from megatron_merak.ops import bias_dropout_add, embedding, linear
 
 
 class Sink:
@@ -64,25 +64,6 @@ def test_without_a_sink_they_are_pytorchs():
     (linear(x, weight).sum() + embedding(index, weight).sum()).backward()
     expected = x.sum(0).expand(4, 6) + torch.tensor([0.0, 0, 0, 2]).unsqueeze(1)
     torch.testing.assert_close(weight.grad, expected)
-
-
-@pytest.mark.parametrize("groups", [4, 2, 1])
-def test_attention_is_causal_and_shares_heads(groups):
-    """Against the formula in float64: softmax of scaled scores below the diagonal; query head n reads group n // r."""
-    b, s, n, d = 2, 6, 4, 8
-    shapes = [(b, s, heads, d) for heads in (n, groups, groups)]
-    query, key, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    keys, values = (t.repeat_interleave(n // groups, 2) for t in (key, value))
-    scores = torch.einsum("bqnd,bknd->bnqk", query, keys) / d**0.5
-    weights = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf).softmax(-1)
-    expected = torch.einsum("bnqk,bknd->bqnd", weights, values).flatten(2)
-    out, upstream = causal_attention(query, key, value), torch.randn(b, s, n * d, dtype=torch.float64)
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
-    wanted = (query, key, value)
-    for ours, truth in zip(
-        torch.autograd.grad(out, wanted, upstream), torch.autograd.grad(expected, wanted, upstream), strict=True
-    ):
-        torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
 
 
 def test_bias_dropout_add():

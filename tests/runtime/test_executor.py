@@ -173,7 +173,7 @@ def test_four_stages_equal_one_process_bitwise(ranks, base):
 
 @pytest.mark.parametrize("base", [case for case in PIPELINES if case.pp == 2], ids=lambda case: case.name)
 def test_two_replicas_of_two_stages_equal_one_process(ranks, base):
-    """With dropout: a mask depends on the global micro-batch, wherever it runs. Only sums over replicas are reordered."""
+    """With dropout: a mask depends on the global micro-batch, wherever it runs. Sums over replicas are reordered."""
     loss, grads = Rank(replace(base, pp=1), 0, 1).step()
     results = [result for result, *_ in ranks]
     for case in options(base):

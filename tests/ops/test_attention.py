@@ -1,0 +1,71 @@
+"""Causal attention against its formula in float64, on lengths of one block, of several, and past the short ones."""
+
+import pytest
+import torch
+
+from megatron_merak.ops import causal_attention
+
+TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)]
+
+
+def formula(query, key, value):
+    """Softmax of the scaled scores below the diagonal; query head n reads group n // (heads / groups)."""
+    s, ratio = query.shape[1], query.shape[2] // key.shape[2]
+    keys, values = (t.repeat_interleave(ratio, 2) for t in (key, value))
+    scores = torch.einsum("bqnd,bknd->bnqk", query, keys) / query.shape[-1] ** 0.5
+    weights = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf).softmax(-1)
+    return torch.einsum("bnqk,bknd->bqnd", weights, values).flatten(2)
+
+
+def problem(length, groups, dtype, heads=4, dim=8):
+    generator = torch.Generator().manual_seed(length + groups)
+    shapes = [(2, length, n, dim) for n in (heads, groups, groups)]
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return inputs, torch.randn(2, length, heads * dim, generator=generator).to(dtype)
+
+
+def gradients(fn, inputs, upstream):
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    out = fn(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, upstream)
+
+
+@pytest.mark.parametrize(("length", "groups"), [(1, 4), (6, 4), (6, 2), (6, 1), (128, 2), (300, 2), (513, 1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_it_is_the_formula(length, groups, dtype, tolerance):
+    inputs, upstream = problem(length, groups, dtype)
+    exact = gradients(formula, [t.double() for t in inputs], upstream.double())
+    for ours, truth in zip(gradients(causal_attention, inputs, upstream), exact, strict=True):
+        assert ours.dtype == dtype and ours.shape == truth.shape
+        assert (ours.double() - truth).abs().max() <= tolerance * truth.abs().max()
+
+
+@pytest.mark.parametrize("length", [6, 200, 513])
+def test_slices_of_one_tensor_and_strided_gradients(length):
+    """Query, key and value are parts of a fused projection; a gradient comes in any layout."""
+    (query, key, value), upstream = problem(length, 2, torch.float32)
+    fused = torch.cat((query, key, value), 2)
+    parts = fused.split((4, 2, 2), 2)
+    strided = upstream.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = gradients(causal_attention, (query, key, value), upstream)
+    for ours, other in zip(gradients(causal_attention, parts, strided), expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
+
+
+def test_large_scores_do_not_overflow():
+    (query, key, value), upstream = problem(200, 2, torch.float32)
+    results = gradients(causal_attention, (1000 * query, 1000 * key, value), upstream)
+    assert all(result.isfinite().all() for result in results)
+
+
+@pytest.mark.parametrize("length", [64, 600])
+def test_dropout_is_drawn_from_the_default_stream_and_keeps_the_mean(length):
+    (query, key, value), _ = problem(length, 4, torch.float32)
+    expected = causal_attention(query, key, torch.ones_like(value))
+    torch.testing.assert_close(expected, torch.ones_like(expected))
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(causal_attention(query, key, torch.ones_like(value), 0.3))
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert drawn[0].mean().item() == pytest.approx(1.0, abs=0.05)
