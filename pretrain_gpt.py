@@ -16,20 +16,18 @@ from megatron_merak.training.pretrain import pretrain
 
 def main() -> int:
     config = parse(description=__doc__)
-    world = None
+    rank = 0
     try:
         config.validate(world_size())
-        parallel = config.parallel
-        world = launch(
-            parallel.distributed_backend, parallel.distributed_timeout_minutes, config.train.deterministic_mode
-        )
+        parallel, deterministic = config.parallel, config.train.deterministic_mode
+        world = launch(parallel.distributed_backend, parallel.distributed_timeout_minutes, deterministic)
+        rank = world.rank
         pretrain(config, world)
     except MerakError as error:
-        print(f"rank {world.rank if world else 0}: {error}", file=sys.stderr, flush=True)
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
         return 1
-    finally:
-        if world is not None:
-            leave(world)
+    # Not after an error: a rank that failed alone would wait here for ranks that wait for it elsewhere.
+    leave(world)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The process's side of torchrun: who am I, on which device, and joining and leaving the job. The only reader of its variables."""
+"""The process's side of torchrun: who am I, on which device, joining and leaving the job. Only here is it asked."""
 
 import os
 from dataclasses import dataclass

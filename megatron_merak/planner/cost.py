@@ -37,8 +37,8 @@ def gpt_units(
     with its padding. The head is final norm, output layer and loss; a tied output layer's weight belongs to the
     embedding. FLOPs are those of the matrix products, the causal half of the attention scores included.
     ``bytes_per_value`` is of an activation. With ``fused_dropout``, as on GPUs, a dropout mask is a byte per value and
-    attention keeps no scores; without it, as on CPUs, masks are values, attention with dropout keeps its scores (and, not
-    counted here, copies of grouped or rotated heads), and that of short sequences without dropout no statistics.
+    attention keeps no scores; without it, as on CPUs, masks are values, attention with dropout keeps its scores (and,
+    not counted here, copies of grouped or rotated heads), and that of short sequences without dropout no statistics.
     """
     tokens = micro_batch_size * model.seq_length
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
@@ -54,7 +54,8 @@ def gpt_units(
         activation,
     )
     statistics = 4 * tokens * _norm_vectors(model)
-    # Whole rows become exponentials in place and keep their sum; parts of rows an fp32 copy, target, its mask, sum and loss.
+    # Whole rows become exponentials in place and keep their sum; parts of rows an fp32 copy, target, its mask, sum and
+    # loss.
     logits = vocabulary * bytes_per_value + 4 if tp == 1 else 4 * vocabulary + 17
     head = Unit(
         name="head",
