@@ -198,12 +198,14 @@ class Engine:
     def _route(
         self, state: State, inputs: Sequence[In], found: Sequence[Tensor | None], roots: Sequence[Tensor]
     ) -> None:
-        storages = [g.data_ptr() for g in (*found, *roots) if g is not None]
+        # A gradient is summed in place unless its memory is also another's, the caller's or a queued weight gradient's.
+        shared = (*found, *roots, *self.weights.queued)
+        storages = [g.untyped_storage().data_ptr() for g in shared if g is not None]
         for source, grad in zip(inputs, found, strict=True):
             if grad is None:
                 continue
             if source.reduce:
-                grad, work = self._launch(grad, storages.count(grad.data_ptr()) == 1, "sum")
+                grad, work = self._launch(grad, storages.count(grad.untyped_storage().data_ptr()) == 1, "sum")
                 state.arriving_grad(source.value, grad, work)
             else:
                 state.add_grad(source.value, grad)

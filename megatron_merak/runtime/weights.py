@@ -35,6 +35,11 @@ class WeightGradients:
         """A gradient that autograd returned (norms, biases), in the parameter's shape."""
         self.grads[parameter].add_(grad)
 
+    @property
+    def queued(self) -> list[Tensor]:
+        """What waits to be read by ``drain``."""
+        return [tensor for _, grad_output, input in self._queue for tensor in (grad_output, input)]
+
     def drain(self) -> None:
         """Do what was queued."""
         for product in self._queue:

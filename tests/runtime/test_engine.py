@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_merak import ops
 from megatron_merak.models.gpt import Prelude, build_unit
 from megatron_merak.models.layers import Placement
 from megatron_merak.runtime.engine import Engine, State
@@ -217,10 +218,10 @@ def test_tapes_keep_what_one_autograd_graph_keeps(name):
     assert saved_bytes(lambda: machine.forward(state), known) == saved_bytes(plain, known)
 
 
-def run_edges(rank, segments, values, grads):
+def run_edges(rank, segments, values, grads, sink=None):
     """Forward and backward of segments; ``grads`` are given for the outputs. Returns outputs and input gradients."""
     outputs = set(grads)
-    engine = Engine(segments, (), outputs, dist.group.WORLD, WeightGradients({}), CPU)
+    engine = Engine(segments, (), outputs, dist.group.WORLD, sink or WeightGradients({}), CPU)
     state = State(Common({}), training=True)
     state.values |= values
     engine.forward(state)
@@ -253,6 +254,16 @@ def edges(rank, world_size):
     # One gradient tensor for both inputs and the output: reduced in place it would be summed thrice.
     run("alias", [seg(0, lambda c, x, y: (x + y,), (In("x", reduce=True), In("y", reduce=True)), (Out("z"),))],
         {"x": x, "y": x}, {"z": given})
+    # Parts of one gradient, which the caller holds too.
+    run("views", [seg(0, lambda c, x, y: (torch.cat((x, y)),), (In("x", reduce=True), In("y", reduce=True)),
+                      (Out("z"),))], {"x": x[:1], "y": x[1:]}, {"z": given})
+    # The gradient of x is the one that a queued weight gradient still has to read.
+    weight, y = torch.nn.Parameter(torch.ones(2, 2)), torch.tensor([[3.0, 4.0]])
+    sink = WeightGradients({weight: torch.zeros(2, 2)})
+    fused = Segment(0, 0, lambda c, x, y: (2 * (ops.linear(y, weight, None, sink) + x),),
+                    (In("x", reduce=True), In("y")), (Out("z"),), (weight,), sharded=True)
+    results["queued"] = run_edges(rank, [fused], {"x": x.view(1, 2), "y": y}, {"z": given.view(1, 2)}, sink)
+    results["weight"] = sink.grads[weight].tolist()
     run("readers", [seg(0, lambda c, x: (2 * x,), (In("x", reduce=True),), (Out("y"),)),
                     seg(1, lambda c, x: (3 * x,), (In("x", reduce=True),), (Out("z"),)),
                     seg(2, lambda c, x: (5 * x,), (In("x"),), (Out("w"),))],
@@ -270,6 +281,9 @@ def test_edges_by_hand():
         assert results["kept"] == ({"y": [4.0, 4.0]}, {"x": [0.25, 0.25]})
         assert results["partial"] == ({"y": [3 * own[0], 3 * own[1]]}, {"x": [9.0, 9.0]})
         assert results["alias"] == ({"z": [2 * own[0], 2 * own[1]]}, {"x": [3.0, 3.0], "y": [3.0, 3.0]})
+        assert results["views"][1] == {"x": [3.0], "y": [3.0]}
+        assert results["queued"][1]["x"] == [[6.0, 6.0]]
+        assert results["weight"] == [[2 * (rank + 1) * 3.0, 2 * (rank + 1) * 4.0]] * 2
         assert results["readers"][1] == {"x": [2 * 3 + 3 * 3 + 5.0] * 2}
 
 
