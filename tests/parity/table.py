@@ -23,9 +23,10 @@ layer: {cases} runs in all, each against **one process that runs HuggingFace's o
   {vocabularies} (no tensor-parallel size divides them, so they pad), random weights everywhere, norms and
   biases too. Global batch {batch}, micro-batch {micro}, tokens unevenly masked, one micro-batch without any
   token that counts. CPU and gloo, one thread per rank.
-- Limits (worst tensor, all, curve): fp32 {fp32}; bf16 {bf16}. Two correct bf16 models differ about as much as
-  each differs from fp32: the last table says how far HuggingFace's bf16 run is away from its fp32 run. The
-  worst tensors are the smallest, norms of six elements and biases of key projections.
+- Limits (worst tensor, all, curve): fp32 {fp32}; bf16 {bf16}. Two correct
+  bf16 models differ about as much as each differs from fp32: the last table says how far HuggingFace's bf16 run
+  is away from its fp32 run. The worst tensors are the smallest, norms of six elements and biases of key
+  projections.
 
 What is equal to the bit is in `tests/parity/test_bitwise.py`, with the reason why.
 
