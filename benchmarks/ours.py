@@ -7,6 +7,7 @@ from weights import initial_weight
 
 from megatron_merak.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_merak.parallel.launch import launch
+from megatron_merak.parallel.memory import keep_freed_memory
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.precision import choose_fp32_matmul
 from megatron_merak.planner import plan
@@ -72,6 +73,7 @@ def step_runner(model_shape: ModelShape, tp: int, pp: int, dp: int, bf16: bool, 
     config = configuration(model_shape, tp, pp, dp, bf16, seed)
     world = launch("gloo")
     precision = choose_fp32_matmul(world.device)
+    keep_freed_memory()
     made = plan(config, world.size)
     mesh = build_mesh(made.grid, world.rank, world.device)
     trainer = Trainer(config, made, mesh)

@@ -36,12 +36,12 @@ def world_size() -> int:
     return _number("WORLD_SIZE", "1")
 
 
-def _device(backend: str, local_rank: int) -> torch.device:
+def _device(backend: str, size: int) -> torch.device:
     if backend == "gloo" or (backend == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
-    count = torch.cuda.device_count()
+    local_rank, count = _number("LOCAL_RANK", "0" if size == 1 else ""), torch.cuda.device_count()
     if local_rank >= count:
         remedy = f"Start at most {count} ranks on this host, or use --distributed-backend gloo"
         raise LaunchError("local rank", local_rank, f"this host has {count} CUDA device(s)", remedy)
@@ -60,10 +60,10 @@ def launch(backend: str = "auto", timeout_minutes: float = 10, deterministic: bo
 
     ``deterministic``: only kernels that give the same bits every time; torch raises where there is none.
     """
-    rank, size, local_rank = _number("RANK", "0"), _number("WORLD_SIZE", "1"), _number("LOCAL_RANK", "0")
+    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
     if not 0 <= rank < size:
         raise LaunchError("environment variable RANK", rank, f"WORLD_SIZE is {size}", "Start ranks with torchrun")
-    device = _device(backend, local_rank)
+    device = _device(backend, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if deterministic:

@@ -9,6 +9,8 @@ from megatron_merak.plan import DTYPE_BYTES, Grid, Unit
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
+# Operations that the host starts in a unit's (forward, backward).
+OPERATIONS = {"embedding": (4, 8), "layer": (85, 230), "head": (30, 50)}
 # Longest sequence whose attention a CPU computes in whole rows, keeping no statistics.
 SHORT_ATTENTION = 512
 
@@ -130,7 +132,8 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
     """Times of each unit on one rank: matrix products at the device's rate, element-wise work at its memory's rate.
 
     Every saved or transient value is written once and read once in the forward, twice that in the backward, where a
-    unit of matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs.
+    unit of matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs. What
+    the host needs to start the operations comes on top where nothing hides it.
     """
     device, link = cluster.device, cluster.link(range(grid.tp))
     costs = []
@@ -141,8 +144,10 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
         message = units[index - 1].output_bytes if unit.kind == "head" else unit.output_bytes
         forward_reduces, backward_reduces = TENSOR_ALL_REDUCES.get(unit.kind, (0, 0))
         reduce = all_reduce(grid.tp, message, link)
-        forward = device.compute_time(unit.flops, moved, dtype) + forward_reduces * reduce
-        backward = device.compute_time(2 * unit.flops, 2 * moved + gradient, dtype) + backward_reduces * reduce
+        forward_host, backward_host = (device.dispatch * started for started in OPERATIONS[unit.kind])
+        forward = device.compute_time(unit.flops, moved, dtype) + forward_reduces * reduce + forward_host
+        backward = device.compute_time(2 * unit.flops, 2 * moved + gradient, dtype)
+        backward += backward_reduces * reduce + backward_host
         update = device.compute_time(0, optimizer_bytes(dtype), dtype)
         costs.append(UnitCost(forward, backward, unit.parameters * update, unit.shared_parameters * update))
     return tuple(costs)

@@ -33,13 +33,21 @@ class Executor:
 
     stages: this rank's, by global index. schedule: with communication ops. per_token: gradients are those of the sum of
     token losses (to be divided by the step's tokens), else of the mean over micro-batches and replicas of their means.
+    pipes: those of another executor over the same stages, whose schedule uses every channel that this one uses.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, mesh: Mesh, per_token: bool = False):
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        schedule: Schedule,
+        mesh: Mesh,
+        per_token: bool = False,
+        pipes: Pipes | None = None,
+    ):
         self.stages, self.schedule, self.mesh, self.per_token = stages, schedule, mesh, per_token
         self.program = [op for entry in schedule.ranks[mesh.pp_rank] for op in ops_of(entry)]
         self.last_backward = {op.stage: op for op in self.program if op.kind is Kind.B}
-        self.pipes = Pipes(mesh, schedule)
+        self.pipes = pipes or Pipes(mesh, schedule)
         # Set to a list, it takes (op, start, end) of each compute op in seconds, without the time spent waiting for a
         # transfer.
         self.trace: list[tuple[str, float, float]] | None = None
@@ -53,10 +61,13 @@ class Executor:
         }
 
     def run(self, batches: Sequence[Batch], step: int, training: bool = True) -> StepLoss | None:
-        """Run every op in order; ``batches`` has one entry per micro-batch, on every rank. Gradients are added to
-        main_grad.
+        """Run every op in order; ``batches`` has one entry per micro-batch, on every rank.
+
+        ``training`` turns dropout on and adds gradients to ``main_grad``.
         """
         self.batches, self.step, self.training, self.losses = batches, step, training, []
+        for stage in self.stages.values():
+            stage.start_run(training)
         for op in self.program:
             run = self._handlers[op.kind]
             if self.trace is not None and op.kind.is_compute:
@@ -81,14 +92,11 @@ class Executor:
             return stage.states[op.microbatch]
         return stage.begin(op.microbatch, self.batches[op.microbatch], self.step, self.training)
 
-    def _tokens(self, microbatch: int) -> Tensor:
-        return self.batches[microbatch]["loss_mask"].to(self.mesh.device, non_blocking=True).sum()
-
     def _forward(self, stage: Stage, op: Op) -> None:
         state = self._state(stage, op)
         stage.forward(op.microbatch)
         if stage.target is None:
-            total, tokens = state.values.pop(LOSS), self._tokens(op.microbatch)
+            total, tokens = state.values.pop(LOSS), state.common["loss_mask"].sum()
             self.losses.append((total, tokens, total / tokens.clamp(min=1)))
         if stage.target is None and not self.training:
             stage.end(op.microbatch)
@@ -96,9 +104,9 @@ class Executor:
     def _backward(self, stage: Stage, op: Op) -> None:
         scale = None
         if stage.target is None:
+            tokens = stage.states[op.microbatch].common["loss_mask"].sum().clamp(min=1)
             replicas = len(self.batches) * self.mesh.grid.dp
-            scale = 1 / (self._tokens(op.microbatch).clamp(min=1) * replicas)
-            scale = torch.ones_like(scale) if self.per_token else scale
+            scale = torch.ones_like(tokens) if self.per_token else 1 / (tokens * replicas)
         stage.backward(op.microbatch, scale, op == self.last_backward[stage.index])
         if stage.source is None:
             stage.end(op.microbatch)

@@ -87,6 +87,11 @@ class Stage:
         for name, group in self._ties:
             dist.all_reduce(self._buffer.grad(name), group=group)
 
+    def start_run(self, training: bool) -> None:
+        """Before the first op of a schedule; what an earlier run left behind when it failed is forgotten."""
+        self.units.train(training)
+        self.states.clear()
+
     def begin(self, microbatch: int, batch: Mapping[str, Tensor], step: int, training: bool) -> State:
         """Admit a micro-batch; ``batch`` is this stage's own copy, never sent."""
         place = microbatch * self.mesh.grid.dp + self.mesh.dp_rank

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+_CACHED_ROWS = 2048
+
 
 class WeightGradients:
     """The sink that parallel layers hand their weight gradients to.
@@ -48,7 +50,10 @@ class WeightGradients:
 
     @torch.no_grad()
     def _accumulate(self, grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
-        if grad_output.dtype == torch.float32:
+        if grad_output.dtype == grad.dtype:
             grad.addmm_(grad_output.t(), input)
-        else:
-            grad.add_(grad_output.t() @ input)
+            return
+        # By rows, so that on a CPU the low-precision product is still in the cache when it is added.
+        rows = _CACHED_ROWS if grad.device.type == "cpu" else len(grad)
+        for part, columns in zip(grad.split(rows), grad_output.split(rows, 1), strict=True):
+            part.add_(columns.t() @ input)

@@ -3,6 +3,7 @@
 ``collectives='call'``: the layer calls its own collectives, as a stand-alone module.
 ``collectives='edge'``: the layer only computes on its shard; whoever lists the segments owns the collectives.
 ``sink``, when set, receives weight gradients instead of autograd.
+Weights are not initialised: what fills them knows the full tensor, so that the result does not depend on the split.
 """
 
 import torch
@@ -55,6 +56,7 @@ class ColumnParallelLinear(ParallelLayer):
         device: torch.device | str | None = None,
     ):
         super().__init__(group, collectives)
+        assert self.calls or not gather_output, "under 'edge' the layer has no collectives"
         rows = divide(out_features, group_size(group))
         self.gather_output = gather_output
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
@@ -89,6 +91,7 @@ class RowParallelLinear(ParallelLayer):
         device: torch.device | str | None = None,
     ):
         super().__init__(group, collectives)
+        assert self.calls or input_is_parallel, "under 'edge' the layer has no collectives"
         columns = divide(in_features, group_size(group))
         self.input_is_parallel, self.adds_bias = input_is_parallel, bias and self.calls and not skip_bias_add
         self.weight = nn.Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))

@@ -16,6 +16,7 @@ from ..data.loader import BatchLoader
 from ..errors import CheckpointError, ConfigError, DataError, PlanError
 from ..parallel.agree import gather_json, together
 from ..parallel.launch import World
+from ..parallel.memory import keep_freed_memory
 from ..parallel.mesh import Mesh, build_mesh
 from ..parallel.precision import choose_fp32_matmul
 from ..pipeline_parallel.draw import draw
@@ -40,6 +41,8 @@ def pretrain(config: Config, world: World) -> None:
     mesh = build_mesh(plan.grid, world.rank, world.device, timeout)
     _agree(config, mesh)
     precision = choose_fp32_matmul(world.device)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     if world.rank == 0:
         print(_opening(config, plan, world, precision), flush=True)
     with together(mesh.control, "cpu"):

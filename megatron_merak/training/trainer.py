@@ -49,14 +49,14 @@ class Trainer:
         self.model = build_model(config, plan, mesh)
         stages, per_token = {self.model.stage.index: self.model.stage}, config.train.calculate_per_token_loss
         self.executor = Executor(stages, add_communication(plan.schedule), mesh, per_token)
-        self.evaluator = Executor(stages, add_communication(forward_only(plan.schedule)), mesh, per_token)
+        forwards = add_communication(forward_only(plan.schedule))
+        self.evaluator = Executor(stages, forwards, mesh, per_token, self.executor.pipes)
         self.optimizer = AdamW(self.model.buffer, config.optimizer, mesh.model)
         self.iteration = self.consumed_samples = 0
 
     def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
         stage = self.model.stage
-        stage.units.train()
         stage.start_step()
         loss = self.executor.run(batches, self.iteration)
         stage.finish_step()
@@ -78,7 +78,6 @@ class Trainer:
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """Mean token loss of one global batch without dropout, on ranks of the last stage, else None."""
-        self.model.stage.units.eval()
         loss = self.evaluator.run(batches, self.iteration, training=False)
         return self._mean(loss, len(batches))
 
