@@ -38,7 +38,7 @@ What is equal to the bit is in `tests/parity/test_bitwise.py`, with the reason w
 |---|---:|---:|---:|
 {own}
 
-Regenerate: `python -m pytest -m slow tests/parity --parity-table docs/parity.md`
+Regenerate: `make parity-full ARGS="--parity-table docs/parity.md"`
 """
 
 
