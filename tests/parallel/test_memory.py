@@ -16,8 +16,8 @@ assert not keep or keep_freed_memory()
 def step():
     for megabytes in (64, 48, 80):
         torch.ones(megabytes * 2**18)
-step()
-step()
+for _ in range(10):
+    step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(5):
     step()
