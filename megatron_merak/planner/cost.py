@@ -10,7 +10,7 @@ from megatron_merak.plan import DTYPE_BYTES, Grid, Unit
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
 # Operations that the host starts in a unit's (forward, backward).
-OPERATIONS = {"embedding": (4, 8), "layer": (85, 230), "head": (30, 50)}
+OPERATIONS = {"embedding": (3, 6), "layer": (65, 150), "head": (25, 40)}
 # Longest sequence whose attention a CPU computes in whole rows, keeping no statistics.
 SHORT_ATTENTION = 512
 
