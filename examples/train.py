@@ -1,6 +1,6 @@
 """`make train`: pretrain a small GPT on the source code of Python's standard library, with all three parallelisms.
 
-    python examples/train.py [--train-iters 200] [--directory runs/train]
+    python examples/train.py [--train-iters 160] [--directory runs/train]
 
 prepares the corpus, starts pretrain_gpt.py under torchrun (8 CPU ranks as 2 tensor x 2 pipeline x 2 data parallel, or
 the GPUs there are), and compares the validation loss with the entropy of the unigram distribution. Run again, it
@@ -66,9 +66,9 @@ def conclude(directory: Path, entropy: float) -> int:
 def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument(
-        "--train-iters", type=int, default=200, help="optimizer steps; raise it to train a finished run further"
+        "--train-iters", type=int, default=160, help="optimizer steps; raise it to train a finished run further"
     )
-    flags.add_argument("--directory", type=Path, default=ROOT / "runs" / "train", help="where everything is written")
+    flags.add_argument("--directory", type=Path, default=Path("runs/train"), help="where everything is written")
     options = flags.parse_args()
     try:
         facts = stdlib_corpus.build(options.directory / "corpus", vocab_size=8192, max_bytes=16_000_000)
