@@ -142,7 +142,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     """A parser of all flags, one group per section; a tool may add flags of its own before ``read``."""
     parser = argparse.ArgumentParser(
         usage="torchrun --nproc-per-node RANKS %(prog)s FLAGS", description=description, allow_abbrev=False,
-        exit_on_error=False, argument_default=argparse.SUPPRESS,
+        exit_on_error=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="The default is shown in brackets, with Megatron-LM's where it differs.")
     metavars = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
     for section, cls in sections():
@@ -182,7 +182,7 @@ def unknown_flags(tokens: Sequence[str], known: Sequence[str]) -> list[ConfigErr
             errors.append(ConfigError("flag", token, reason, NOT_YET[token]))
         else:
             close = nearest("--" + token.lstrip("-").replace("_", "-"), known)
-            remedy = f"Did you mean {close}" if close else "See --help for all flags"
+            remedy = f"The nearest is {close}" if close else "See --help for all flags"
             errors.append(ConfigError("flag", token, "is not known", remedy))
     stray = ConfigError("argument", " ".join(tokens), "belongs to no flag", "Leave it out; switches take no value")
     return errors or [stray]

@@ -120,9 +120,9 @@ def test_every_flag_reaches_its_field_and_no_other(flag):
     (["--swiglu", "true"], "argument true: belongs to no flag. Leave it out; switches take no value."),
     (["--lr"], "--lr (no value): expected one argument. Give its value after it."),
     (["--data-path"], "--data-path (no value): expected at least one argument. Give its value after it."),
-    (["--num-layer", "3"], "flag --num-layer: is not known. Did you mean --num-layers."),
-    (["--num_layers=3"], "flag --num_layers: is not known. Did you mean --num-layers."),
-    (["--micro-batchsize", "3"], "flag --micro-batchsize: is not known. Did you mean --micro-batch-size."),
+    (["--num-layer", "3"], "flag --num-layer: is not known. The nearest is --num-layers."),
+    (["--num_layers=3"], "flag --num_layers: is not known. The nearest is --num-layers."),
+    (["--micro-batchsize", "3"], "flag --micro-batchsize: is not known. The nearest is --micro-batch-size."),
     (["--frobnicate"], "flag --frobnicate: is not known. See --help for all flags."),
     (["-x"], "flag -x: is not known. See --help for all flags."),
     (["--train-samples", "5"], "flag --train-samples: is a Megatron-LM flag that megatron_merak does not have yet. "
@@ -160,7 +160,7 @@ def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
         "flag --sequence-parallel: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
-        "flag --seq-len: is not known. Did you mean --seq-length.",
+        "flag --seq-len: is not known. The nearest is --seq-length.",
         "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
     ]
 
@@ -170,7 +170,7 @@ def test_a_tool_may_add_flags_of_its_own():
     parser.add_argument("--world-size", type=int, default=8)
     config, own = read(parser, [*BASE, "--world-size", "16"])
     assert config == BASE_CONFIG and vars(own) == {"world_size": 16}
-    with pytest.raises(ConfigError, match="Did you mean --world-size"):
+    with pytest.raises(ConfigError, match="The nearest is --world-size"):
         read(parser, [*BASE, "--worldsize", "16"])
 
 

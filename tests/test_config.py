@@ -250,10 +250,10 @@ def test_round_trip_through_json(sections):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"modle": {}}, "configuration modle: is not a known key. Did you mean model."),
+    ({"modle": {}}, "configuration modle: is not a known key. The nearest is model."),
     ({"zzz": {}}, "configuration zzz: is not a known key. Remove it."),
     ({"train": {"micro_batchsize": 1}},
-     "TrainConfig micro_batchsize: is not a known key. Did you mean micro_batch_size."),
+     "TrainConfig micro_batchsize: is not a known key. The nearest is micro_batch_size."),
     ({"train": {}}, "--micro-batch-size (missing): has no default. Give a value."),
     ({"train": [1]}, "TrainConfig [1]: is not a mapping. Give a mapping with the keys"),
     ({"train": {"micro_batch_size": "1"}}, "--micro-batch-size '1': is not a whole number. Give a whole number."),

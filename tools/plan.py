@@ -33,7 +33,6 @@ from megatron_merak.planner.predict import timeline
 def parser() -> argparse.ArgumentParser:
     flags = build_parser(__doc__)
     flags.usage = "python tools/plan.py show --world-size N [--device NAME] [--json FILE] TRAINING FLAGS"
-    flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument("command", choices=("show",), help="print the plan")
     own = flags.add_argument_group("plan")
     own.add_argument("--world-size", metavar="N", default=None, help="number of ranks [required]")

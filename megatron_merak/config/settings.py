@@ -86,7 +86,7 @@ def known_keys(kind: str, given: Any, names: Iterable[str]) -> Mapping[str, Any]
     for key in given:
         if key not in names:
             close = nearest(str(key), names)
-            raise ConfigError(kind, key, "is not a known key", f"Did you mean {close}" if close else "Remove it")
+            raise ConfigError(kind, key, "is not a known key", f"The nearest is {close}" if close else "Remove it")
     return given
 
 
