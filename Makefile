@@ -37,6 +37,7 @@ test: lint
 
 lint: install
 	@$(PY) -m ruff check --output-format concise .
+	@$(PY) -m ruff format --check -q .
 
 parity-full: install
 	@$(PY) -m pytest -q -m slow --timeout 3600 tests/parity $(ARGS)

@@ -10,18 +10,18 @@ import sys
 
 from megatron_merak.arguments import parse
 from megatron_merak.errors import MerakError
-from megatron_merak.parallel.launch import launch, leave, world_size
+from megatron_merak.parallel.launch import launch, leave, position
 from megatron_merak.training.pretrain import pretrain
 
 
 def main() -> int:
     config = parse(description=__doc__)
-    rank = 0
+    rank: int | str = "?"
     try:
-        config.validate(world_size())
+        rank, size = position()
+        config.validate(size)
         parallel, deterministic = config.parallel, config.train.deterministic_mode
         world = launch(parallel.distributed_backend, parallel.distributed_timeout_minutes, deterministic)
-        rank = world.rank
         pretrain(config, world)
     except MerakError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)

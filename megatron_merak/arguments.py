@@ -21,8 +21,10 @@ _FUSION = "Leave it out: fused and plain operations compute the same formula her
 _BF16 = "Leave it out, or use --bf16, which needs no loss scale"
 
 # Megatron-LM's flags that are refused by name, and what to do instead.
-NOT_YET: Mapping[str, str] = MappingProxyType({
-    **dict.fromkeys("""
+NOT_YET: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            """
         --sequence-parallel --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
         --num-experts --moe-router-topk --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
         --microbatch-group-size-per-virtual-pipeline-stage --no-overlap-p2p-communication --use-distributed-optimizer
@@ -31,25 +33,38 @@ NOT_YET: Mapping[str, str] = MappingProxyType({
         --use-checkpoint-opt-param-scheduler --reset-position-ids --reset-attention-mask --ckpt-format
         --use-checkpoint-args --async-save --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable
         --verify-integrity --timing-log-level --timing-log-option --wandb-project --profile --profile-step-start
-        --profile-step-end""".split(), "Leave it out"),
-    **dict.fromkeys("--overlap-grad-reduce --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32".split(),
-                    _ALWAYS_SO),
-    **dict.fromkeys("""
+        --profile-step-end""".split(),
+            "Leave it out",
+        ),
+        **dict.fromkeys(
+            "--overlap-grad-reduce --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32".split(), _ALWAYS_SO
+        ),
+        **dict.fromkeys(
+            """
         --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
-        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(), _BY_COST),
-    **dict.fromkeys("--recompute-method --recompute-num-layers --recompute-modules".split(), _FULL_ONLY),
-    **dict.fromkeys("""
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(),
+            _BY_COST,
+        ),
+        **dict.fromkeys("--recompute-method --recompute-num-layers --recompute-modules".split(), _FULL_ONLY),
+        **dict.fromkeys(
+            """
         --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
-        --no-gradient-accumulation-fusion --cross-entropy-loss-fusion""".split(), _FUSION),
-    **dict.fromkeys("""
-        --fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis""".split(), _BF16),
-    "--use-cpu-initialization": "Leave it out: the initial weights do not depend on device or layout",
-    "--train-samples": "Use --train-iters",
-    "--lr-decay-samples": "Use --lr-decay-iters",
-    "--dataloader-type": "Leave it out: samples are always read in Megatron-LM's 'single' order",
-    "--vocab-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
-    "--merge-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
-})
+        --no-gradient-accumulation-fusion --cross-entropy-loss-fusion""".split(),
+            _FUSION,
+        ),
+        **dict.fromkeys(
+            """
+        --fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis""".split(),
+            _BF16,
+        ),
+        "--use-cpu-initialization": "Leave it out: the initial weights do not depend on device or layout",
+        "--train-samples": "Use --train-iters",
+        "--lr-decay-samples": "Use --lr-decay-iters",
+        "--dataloader-type": "Leave it out: samples are always read in Megatron-LM's 'single' order",
+        "--vocab-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
+        "--merge-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +156,14 @@ def help_text(flag: Flag) -> str:
 def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     """A parser of all flags, one group per section; a tool may add flags of its own before ``read``."""
     parser = argparse.ArgumentParser(
-        usage="torchrun --nproc-per-node RANKS %(prog)s FLAGS", description=description, allow_abbrev=False,
-        exit_on_error=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="The default is shown in brackets, with Megatron-LM's where it differs.")
+        usage="torchrun --nproc-per-node RANKS %(prog)s FLAGS",
+        description=description,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="The default is shown in brackets, with Megatron-LM's where it differs.",
+    )
     metavars = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
     for section, cls in sections():
         group = parser.add_argument_group(section, inspect.getdoc(cls))

@@ -290,15 +290,17 @@ def _table(plan: Plan, width: int = 120) -> str:
     rows = []
     for index, stage in enumerate(plan.stages):
         units = plan.stage_units(index)
-        rows.append((
-            str(index),
-            str(plan.schedule.rank_of(index)),
-            units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}",
-            f"{plan.stage_parameters(index):,}",
-            f"{sum(unit.flops for unit in units) / total_flops:.1%}",
-            _bytes_text(plan.predicted_bytes[index]) if plan.predicted_bytes else "-",
-            f"{len(stage.recompute)} of {len(units)}",
-        ))
+        rows.append(
+            (
+                str(index),
+                str(plan.schedule.rank_of(index)),
+                units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}",
+                f"{plan.stage_parameters(index):,}",
+                f"{sum(unit.flops for unit in units) / total_flops:.1%}",
+                _bytes_text(plan.predicted_bytes[index]) if plan.predicted_bytes else "-",
+                f"{len(stage.recompute)} of {len(units)}",
+            )
+        )
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [
         f"{grid.size} ranks = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}",

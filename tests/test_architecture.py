@@ -13,13 +13,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "megatron_merak"
 LEVELS = {
-    "errors": 0, "_native": 0,
-    "config": 1, "cluster": 1, "pipeline_parallel": 1,
-    "arguments": 2, "plan": 2,
-    "planner": 3, "segment": 3, "ops": 3, "parallel": 3,
+    "errors": 0,
+    "_native": 0,
+    "config": 1,
+    "cluster": 1,
+    "pipeline_parallel": 1,
+    "arguments": 2,
+    "plan": 2,
+    "planner": 3,
+    "segment": 3,
+    "ops": 3,
+    "parallel": 3,
     "tensor_parallel": 4,
-    "models": 5, "graph": 5,
-    "runtime": 6, "optimizer": 6, "data": 6, "checkpoint": 6,
+    "models": 5,
+    "graph": 5,
+    "runtime": 6,
+    "optimizer": 6,
+    "data": 6,
+    "checkpoint": 6,
     "training": 7,
 }
 TORCH_FREE = {room for room, level in LEVELS.items() if level <= 2} | {"planner"}
@@ -69,8 +80,11 @@ def inner_imports(modules: list[Module]) -> Iterator[tuple[Module, int, Module]]
 
 
 def upward_imports(modules: list[Module]) -> list[str]:
-    found = [f"{module.path}: room {module.room} has no level" for module in modules
-             if module.room not in LEVELS and module.name != NAME]
+    found = [
+        f"{module.path}: room {module.room} has no level"
+        for module in modules
+        if module.room not in LEVELS and module.name != NAME
+    ]
     for module, line, target in inner_imports(modules):
         if module.name == NAME or target.name == NAME or module.room == target.room:
             continue
@@ -128,7 +142,8 @@ def environment_reads(modules: list[Module]) -> list[str]:
     names = {"environ", "environb", "getenv", "getenvb", "putenv"}
     return [
         f"{module.path}:{node.lineno} {ast.unparse(node)}"
-        for module in modules if module.path not in ENVIRONMENT_READERS
+        for module in modules
+        if module.path not in ENVIRONMENT_READERS
         for node in ast.walk(module.tree)
         if (isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os")
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and {alias.name for alias in node.names} & names)
@@ -152,13 +167,17 @@ def heavy_imports(modules: list[Module]) -> list[str]:
 
 def set_loops(modules: list[Module]) -> list[str]:
     """Ranks walk a set in different orders, so one that reaches a collective makes them disagree."""
+
     def unordered(node: ast.expr) -> bool:
         made = isinstance(node, ast.Call) and ast.unparse(node.func) in ("set", "frozenset")
         return made or isinstance(node, ast.Set | ast.SetComp)
 
-    return [f"{module.path}:{node.iter.lineno} loops over a set: {ast.unparse(node.iter)[:60]}"
-            for module in modules for node in ast.walk(module.tree)
-            if isinstance(node, ast.For | ast.comprehension) and unordered(node.iter)]
+    return [
+        f"{module.path}:{node.iter.lineno} loops over a set: {ast.unparse(node.iter)[:60]}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.For | ast.comprehension) and unordered(node.iter)
+    ]
 
 
 def oversize(modules: list[Module]) -> list[str]:
@@ -183,31 +202,43 @@ def test_the_package_keeps(rule):
     assert not offenders, "\n" + "\n".join(offenders)
 
 
-@pytest.mark.parametrize(("rule", "path", "text"), [
-    (upward_imports, "plan.py", "from .planner import plan"),
-    (upward_imports, "plan.py", "def f():\n    import megatron_merak.runtime.engine"),
-    (upward_imports, "plan.py", "import importlib\nimportlib.import_module('megatron_merak.planner')"),
-    (upward_imports, "data/blend.py", "from ..runtime import engine"),
-    (upward_imports, "config/__init__.py", "from ..cluster import Cluster"),
-    (upward_imports, "novelty.py", ""),
-    (cycles, "runtime/engine.py", "from . import stage"),
-    (state, "cluster.py", "_seen = {}"),
-    (state, "cluster.py", "table = {1: 2}\ndef f():\n    table[3] = 4"),
-    (state, "cluster.py", "table = [1]\ndef f():\n    table.append(4)"),
-    (state, "cluster.py", "def f():\n    global x\n    x = 1"),
-    (environment_reads, "runtime/engine.py", "import os\nos.environ['HOME']"),
-    (environment_reads, "runtime/engine.py", "from os import getenv"),
-    (heavy_imports, "planner/__init__.py", "def f():\n    import torch"),
-    (heavy_imports, "cluster.py", "import matplotlib.figure"),
-    (set_loops, "runtime/engine.py", "[name for name in {1, 2}]"),
-    (oversize, "runtime/engine.py", "def f():\n" + "    pass\n" * 60),
-    (oversize, "runtime/engine.py", "\n" * 401),
-])
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (upward_imports, "plan.py", "from .planner import plan"),
+        (upward_imports, "plan.py", "def f():\n    import megatron_merak.runtime.engine"),
+        (upward_imports, "plan.py", "import importlib\nimportlib.import_module('megatron_merak.planner')"),
+        (upward_imports, "data/blend.py", "from ..runtime import engine"),
+        (upward_imports, "config/__init__.py", "from ..cluster import Cluster"),
+        (upward_imports, "novelty.py", ""),
+        (cycles, "runtime/engine.py", "from . import stage"),
+        (state, "cluster.py", "_seen = {}"),
+        (state, "cluster.py", "table = {1: 2}\ndef f():\n    table[3] = 4"),
+        (state, "cluster.py", "table = [1]\ndef f():\n    table.append(4)"),
+        (state, "cluster.py", "def f():\n    global x\n    x = 1"),
+        (environment_reads, "runtime/engine.py", "import os\nos.environ['HOME']"),
+        (environment_reads, "runtime/engine.py", "from os import getenv"),
+        (heavy_imports, "planner/__init__.py", "def f():\n    import torch"),
+        (heavy_imports, "cluster.py", "import matplotlib.figure"),
+        (set_loops, "runtime/engine.py", "[name for name in {1, 2}]"),
+        (oversize, "runtime/engine.py", "def f():\n" + "    pass\n" * 60),
+        (oversize, "runtime/engine.py", "\n" * 401),
+    ],
+)
 def test_a_breach_is_seen(rule, path, text, tmp_path):
     package = tmp_path / NAME
-    house = {"__init__.py": "", "plan.py": "", "cluster.py": "", "planner/__init__.py": "from ..plan import x",
-             "runtime/__init__.py": "", "runtime/engine.py": "", "runtime/stage.py": "from .engine import run",
-             "data/__init__.py": "", "config/__init__.py": "", "parallel/launch.py": "import os\nos.environ"}
+    house = {
+        "__init__.py": "",
+        "plan.py": "",
+        "cluster.py": "",
+        "planner/__init__.py": "from ..plan import x",
+        "runtime/__init__.py": "",
+        "runtime/engine.py": "",
+        "runtime/stage.py": "from .engine import run",
+        "data/__init__.py": "",
+        "config/__init__.py": "",
+        "parallel/launch.py": "import os\nos.environ",
+    }
     for name, source in house.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(source)
@@ -220,8 +251,10 @@ def test_planning_runs_without_torch():
     """Not only by the look of the imports: every module of the lower levels loads while torch and numpy are barred."""
     modules = [module.name for module in read(ROOT / NAME) if module.room in TORCH_FREE]
     barred = ("torch", "numpy", "transformers", "matplotlib")
-    code = (f"import sys, importlib\nsys.modules.update(dict.fromkeys({barred!r}))\n"
-            f"for name in {[NAME, *modules]!r}: importlib.import_module(name)")
+    code = (
+        f"import sys, importlib\nsys.modules.update(dict.fromkeys({barred!r}))\n"
+        f"for name in {[NAME, *modules]!r}: importlib.import_module(name)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
 

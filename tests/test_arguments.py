@@ -24,8 +24,10 @@ from megatron_merak.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1".split()
-BASE_CONFIG = Config(model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32),
-                     train=TrainConfig(micro_batch_size=1))
+BASE_CONFIG = Config(
+    model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32),
+    train=TrainConfig(micro_batch_size=1),
+)
 
 
 def config_of(*tokens: str) -> Config:
@@ -75,8 +77,24 @@ def test_nothing_given_but_the_required_flags_is_all_defaults():
 
 
 def test_each_type_of_value():
-    config = config_of("--lr", "1e-4", "--hidden-dropout=0", "--swiglu", "--data-path", "0.3", "a b", "0.7", "c",
-                       "--split", "98,1,1", "--no-load-optim", "--load", "here", "--recompute-granularity", "full")
+    config = config_of(
+        "--lr",
+        "1e-4",
+        "--hidden-dropout=0",
+        "--swiglu",
+        "--data-path",
+        "0.3",
+        "a b",
+        "0.7",
+        "c",
+        "--split",
+        "98,1,1",
+        "--no-load-optim",
+        "--load",
+        "here",
+        "--recompute-granularity",
+        "full",
+    )
     assert config.optimizer == OptimizerConfig(lr=1e-4) and config.model.hidden_dropout == 0.0
     assert config.model.swiglu and not config.model.qk_layernorm
     assert config.data.data_path == ("0.3", "a b", "0.7", "c") and config.data.split == "98,1,1"
@@ -97,37 +115,51 @@ def typed(flag) -> list[str]:
 @pytest.mark.parametrize("flag", flags(), ids=lambda flag: flag.field)
 def test_every_flag_reaches_its_field_and_no_other(flag):
     text = typed(flag)
-    expected = {bool: lambda: True, int: lambda: 7, float: lambda: float(text[-1]), str: lambda: text[-1],
-                tuple: lambda: ["1", "p"]}[flag.kind]()
+    expected = {
+        bool: lambda: True,
+        int: lambda: 7,
+        float: lambda: float(text[-1]),
+        str: lambda: text[-1],
+        tuple: lambda: ["1", "p"],
+    }[flag.kind]()
     base = BASE_CONFIG.to_dict()
     base[flag.section][flag.field] = expected
     assert config_of(*text).to_dict() == base
 
 
-@pytest.mark.parametrize("tokens, message", [
-    (["--lr", "1e-4x"], "--lr 1e-4x: is not a number. Write it like 0.1 or 1e-4."),
-    (["--lr", "nan"], "--lr nan: is not a number. Write it like 0.1 or 1e-4."),
-    (["--lr", "1e999"], "--lr inf: is not a finite number. Give a finite number."),
-    (["--lr", "-3"], "--lr -3.0: is out of range. Use a value above 0."),
-    (["--num-layers", "1e1"], "--num-layers 1e1: is not a whole number. Write it in digits, like 1024."),
-    (["--num-layers", "1_0"], "--num-layers 1_0: is not a whole number. Write it in digits, like 1024."),
-    (["--num-layers", "9" * 5000], f"--num-layers {'9' * 5000}: is not a whole number. "
-     "Write it in digits, like 1024."),
-    (["--hidden-size", "-3"], "--hidden-size -3: is out of range. Use a value at least 1."),
-    (["--optimizer", "sgd"], "--optimizer sgd: is a choice of Megatron-LM that megatron_merak does not have yet. "
-     "Use adam."),
-    (["--swiglu=true"], "--swiglu with a value: is a switch. Give it alone."),
-    (["--swiglu", "true"], "argument true: belongs to no flag. Leave it out; switches take no value."),
-    (["--lr"], "--lr (no value): expected one argument. Give its value after it."),
-    (["--data-path"], "--data-path (no value): expected at least one argument. Give its value after it."),
-    (["--num-layer", "3"], "flag --num-layer: is not known. The nearest is --num-layers."),
-    (["--num_layers=3"], "flag --num_layers: is not known. The nearest is --num-layers."),
-    (["--micro-batchsize", "3"], "flag --micro-batchsize: is not known. The nearest is --micro-batch-size."),
-    (["--frobnicate"], "flag --frobnicate: is not known. See --help for all flags."),
-    (["-x"], "flag -x: is not known. See --help for all flags."),
-    (["--train-samples", "5"], "flag --train-samples: is a Megatron-LM flag that megatron_merak does not have yet. "
-     "Use --train-iters."),
-])
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        (["--lr", "1e-4x"], "--lr 1e-4x: is not a number. Write it like 0.1 or 1e-4."),
+        (["--lr", "nan"], "--lr nan: is not a number. Write it like 0.1 or 1e-4."),
+        (["--lr", "1e999"], "--lr inf: is not a finite number. Give a finite number."),
+        (["--lr", "-3"], "--lr -3.0: is out of range. Use a value above 0."),
+        (["--num-layers", "1e1"], "--num-layers 1e1: is not a whole number. Write it in digits, like 1024."),
+        (["--num-layers", "1_0"], "--num-layers 1_0: is not a whole number. Write it in digits, like 1024."),
+        (
+            ["--num-layers", "9" * 5000],
+            f"--num-layers {'9' * 5000}: is not a whole number. Write it in digits, like 1024.",
+        ),
+        (["--hidden-size", "-3"], "--hidden-size -3: is out of range. Use a value at least 1."),
+        (
+            ["--optimizer", "sgd"],
+            "--optimizer sgd: is a choice of Megatron-LM that megatron_merak does not have yet. Use adam.",
+        ),
+        (["--swiglu=true"], "--swiglu with a value: is a switch. Give it alone."),
+        (["--swiglu", "true"], "argument true: belongs to no flag. Leave it out; switches take no value."),
+        (["--lr"], "--lr (no value): expected one argument. Give its value after it."),
+        (["--data-path"], "--data-path (no value): expected at least one argument. Give its value after it."),
+        (["--num-layer", "3"], "flag --num-layer: is not known. The nearest is --num-layers."),
+        (["--num_layers=3"], "flag --num_layers: is not known. The nearest is --num-layers."),
+        (["--micro-batchsize", "3"], "flag --micro-batchsize: is not known. The nearest is --micro-batch-size."),
+        (["--frobnicate"], "flag --frobnicate: is not known. See --help for all flags."),
+        (["-x"], "flag -x: is not known. See --help for all flags."),
+        (
+            ["--train-samples", "5"],
+            "flag --train-samples: is a Megatron-LM flag that megatron_merak does not have yet. Use --train-iters.",
+        ),
+    ],
+)
 def test_refused_command_lines(tokens, message):
     assert str(refusal(*tokens)) == message
 
@@ -150,8 +182,10 @@ def test_refused_flags_and_their_remedies_agree_with_the_flags_there_are():
 def test_missing_required_flags_are_listed_together():
     with pytest.raises(ConfigError) as caught:
         read(build_parser(), ["--num-layers", "2", "--seq-length", "8"])
-    assert str(caught.value) == ("--hidden-size, --num-attention-heads, --micro-batch-size (missing): needs a value. "
-                                 "Give it on the command line.")
+    assert str(caught.value) == (
+        "--hidden-size, --num-attention-heads, --micro-batch-size (missing): needs a value. "
+        "Give it on the command line."
+    )
 
 
 def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys):
@@ -191,8 +225,23 @@ def test_only_the_deviations_in_effect_are_reported():
     report = deviation_report(config_of("--adam-beta2", "0.999", "--weight-decay", "0.3"))
     assert "--adam-beta2" not in report and "--weight-decay" not in report
     assert "  --lr-decay-style cosine (Megatron-LM: linear). Shape of the learning rate after warm-up." in report
-    silent = ["--distributed-backend", "gloo", "--no-overlap-grad-reduce", "--min-lr", "0", "--lr-decay-style",
-              "linear", "--weight-decay", "0.01", "--adam-beta2", "0.999", "--split", "1", "--num-workers", "2"]
+    silent = [
+        "--distributed-backend",
+        "gloo",
+        "--no-overlap-grad-reduce",
+        "--min-lr",
+        "0",
+        "--lr-decay-style",
+        "linear",
+        "--weight-decay",
+        "0.01",
+        "--adam-beta2",
+        "0.999",
+        "--split",
+        "1",
+        "--num-workers",
+        "2",
+    ]
     assert deviation_report(config_of(*silent)) == ""
 
 
@@ -205,5 +254,9 @@ def test_the_flag_list_in_the_documentation_is_up_to_date():
 
 def test_the_command_line_is_read_without_torch_or_numpy():
     program = "import sys, megatron_merak.arguments; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
-                          check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

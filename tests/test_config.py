@@ -43,16 +43,34 @@ def refusal(sections: dict, world_size: int = 1) -> str:
 def test_derived_model_values():
     model = ModelConfig(**MODEL)
     assert (model.ffn_size, model.head_dim, model.query_groups, model.max_positions) == (256, 8, 8, 32)
-    llama = ModelConfig(**{**MODEL, "hidden_size": 512}, swiglu=True, group_query_attention=True, num_query_groups=2,
-                        kv_channels=128, max_position_embeddings=99, position_embedding_type="rope",
-                        rotary_percent=0.25)
+    llama = ModelConfig(
+        **{**MODEL, "hidden_size": 512},
+        swiglu=True,
+        group_query_attention=True,
+        num_query_groups=2,
+        kv_channels=128,
+        max_position_embeddings=99,
+        position_embedding_type="rope",
+        rotary_percent=0.25,
+    )
     assert (llama.ffn_size, llama.head_dim, llama.query_groups, llama.max_positions) == (1344, 128, 2, 99)
     assert (model.rotary_dim, llama.rotary_dim) == (0, 32)
     assert ModelConfig(**MODEL, ffn_hidden_size=100).ffn_size == 100
 
 
-@pytest.mark.parametrize("vocab, tp, padded", [(1000, 1, 1024), (1000, 2, 1024), (1000, 8, 1024), (1025, 2, 1280),
-                                               (50257, 1, 50304), (50257, 8, 51200), (128, 1, 128), (1, 4, 512)])
+@pytest.mark.parametrize(
+    "vocab, tp, padded",
+    [
+        (1000, 1, 1024),
+        (1000, 2, 1024),
+        (1000, 8, 1024),
+        (1025, 2, 1280),
+        (50257, 1, 50304),
+        (50257, 8, 51200),
+        (128, 1, 128),
+        (1, 4, 512),
+    ],
+)
 def test_padded_vocabulary(vocab, tp, padded):
     assert ModelConfig(**{**MODEL, "vocab_size": vocab}).padded_vocab_size(tp) == padded
 
@@ -63,8 +81,9 @@ def test_unknown_vocabulary_cannot_be_padded():
 
 
 def test_batch_arithmetic():
-    config = make(parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-                  train={"global_batch_size": 24})
+    config = make(
+        parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, train={"global_batch_size": 24}
+    )
     assert [config.data_parallel_size(world) for world in (4, 8, 12)] == [1, 2, 3]
     assert [config.num_microbatches(world) for world in (4, 8, 12)] == [12, 6, 4]
     assert make().global_batch_size(8) == 16 and make().num_microbatches(8) == 1
@@ -81,10 +100,16 @@ def test_dtype_names():
 
 
 VALID = [
-    ({}, 1), ({}, 7),
+    ({}, 1),
+    ({}, 7),
     ({"model": {"kv_channels": 16, "hidden_size": 63}, "parallel": {"tensor_model_parallel_size": 4}}, 4),
-    ({"model": {"group_query_attention": True, "num_query_groups": 2},
-      "parallel": {"tensor_model_parallel_size": 2}}, 8),
+    (
+        {
+            "model": {"group_query_attention": True, "num_query_groups": 2},
+            "parallel": {"tensor_model_parallel_size": 2},
+        },
+        8,
+    ),
     ({"parallel": {"pipeline_model_parallel_size": 6}}, 6),
     ({"model": {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_factor": 32.0}}, 1),
     ({"train": {"skip_train": True, "train_iters": None}, "optimizer": {"lr": None}}, 1),
@@ -92,8 +117,18 @@ VALID = [
     ({"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 10}}, 1),
     ({"optimizer": {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}}, 1),
     ({"data": {"mock_data": False, "data_path": ["1", "a", "2", "b"], "tokenizer_type": "NullTokenizer"}}, 1),
-    ({"data": {"mock_data": False, "train_data_path": ["a"], "valid_data_path": ["b"],
-               "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}}, 1),
+    (
+        {
+            "data": {
+                "mock_data": False,
+                "train_data_path": ["a"],
+                "valid_data_path": ["b"],
+                "tokenizer_type": "HuggingFaceTokenizer",
+                "tokenizer_model": "t",
+            }
+        },
+        1,
+    ),
     ({"checkpoint": {"save": "c", "save_interval": 5, "save_retain_interval": 10, "load": "c", "finetune": True}}, 1),
 ]
 
@@ -112,94 +147,229 @@ def test_planning_needs_neither_data_nor_learning_rate():
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REFUSED = [
-    ({"model": {"hidden_size": 65}}, 1, "--hidden-size 65: is not a multiple of --num-attention-heads 8. "
-     "Use 64 or 72, or give --kv-channels."),
-    ({"model": {"hidden_size": 5}}, 1, "--hidden-size 5: is not a multiple of --num-attention-heads 8. "
-     "Use 8, or give --kv-channels."),
-    ({"model": {"hidden_size": 16, "swiglu": True}}, 1, "--hidden-size 16: gives --swiglu an MLP of width 0. "
-     "Give --ffn-hidden-size."),
-    ({"model": {"num_query_groups": 2}}, 1, "--num-query-groups 2: has no effect without --group-query-attention. "
-     "Add --group-query-attention, or leave --num-query-groups out."),
-    ({"model": {"num_query_groups": 3, "group_query_attention": True}}, 1,
-     "--num-query-groups 3: does not divide --num-attention-heads 8. Use 2 or 4."),
-    ({"model": {"num_query_groups": 16, "group_query_attention": True}}, 1,
-     "--num-query-groups 16: does not divide --num-attention-heads 8. Use 8."),
-    ({"model": {"max_position_embeddings": 16}}, 1, "--seq-length 32: exceeds --max-position-embeddings 16. "
-     "Use at most 16, or raise --max-position-embeddings."),
-    ({"model": {"rotary_base": 500000}}, 1, "--rotary-base 500000: has no effect without rotary embedding. "
-     "Add --position-embedding-type rope, or leave it out."),
-    ({"model": {"use_rope_scaling": True}}, 1, "--use-rope-scaling True: has no effect without rotary embedding. "
-     "Add --position-embedding-type rope, or leave it out."),
-    ({"model": {"position_embedding_type": "rope", "rope_scaling_factor": 4.0}}, 1,
-     "--rope-scaling-factor 4.0: has no effect without scaling. Add --use-rope-scaling, or leave it out."),
-    ({"model": {"position_embedding_type": "rope", "rotary_percent": 0.4}}, 1,
-     "--rotary-percent 0.4: rotates 3 of a head's 8 channels, an odd number or none. "
-     "Change it, --kv-channels or --num-attention-heads."),
+    (
+        {"model": {"hidden_size": 65}},
+        1,
+        "--hidden-size 65: is not a multiple of --num-attention-heads 8. Use 64 or 72, or give --kv-channels.",
+    ),
+    (
+        {"model": {"hidden_size": 5}},
+        1,
+        "--hidden-size 5: is not a multiple of --num-attention-heads 8. Use 8, or give --kv-channels.",
+    ),
+    (
+        {"model": {"hidden_size": 16, "swiglu": True}},
+        1,
+        "--hidden-size 16: gives --swiglu an MLP of width 0. Give --ffn-hidden-size.",
+    ),
+    (
+        {"model": {"num_query_groups": 2}},
+        1,
+        "--num-query-groups 2: has no effect without --group-query-attention. "
+        "Add --group-query-attention, or leave --num-query-groups out.",
+    ),
+    (
+        {"model": {"num_query_groups": 3, "group_query_attention": True}},
+        1,
+        "--num-query-groups 3: does not divide --num-attention-heads 8. Use 2 or 4.",
+    ),
+    (
+        {"model": {"num_query_groups": 16, "group_query_attention": True}},
+        1,
+        "--num-query-groups 16: does not divide --num-attention-heads 8. Use 8.",
+    ),
+    (
+        {"model": {"max_position_embeddings": 16}},
+        1,
+        "--seq-length 32: exceeds --max-position-embeddings 16. Use at most 16, or raise --max-position-embeddings.",
+    ),
+    (
+        {"model": {"rotary_base": 500000}},
+        1,
+        "--rotary-base 500000: has no effect without rotary embedding. "
+        "Add --position-embedding-type rope, or leave it out.",
+    ),
+    (
+        {"model": {"use_rope_scaling": True}},
+        1,
+        "--use-rope-scaling True: has no effect without rotary embedding. "
+        "Add --position-embedding-type rope, or leave it out.",
+    ),
+    (
+        {"model": {"position_embedding_type": "rope", "rope_scaling_factor": 4.0}},
+        1,
+        "--rope-scaling-factor 4.0: has no effect without scaling. Add --use-rope-scaling, or leave it out.",
+    ),
+    (
+        {"model": {"position_embedding_type": "rope", "rotary_percent": 0.4}},
+        1,
+        "--rotary-percent 0.4: rotates 3 of a head's 8 channels, an odd number or none. "
+        "Change it, --kv-channels or --num-attention-heads.",
+    ),
     ({"parallel": {TP: 3}}, 3, "--tensor-model-parallel-size 3: does not divide --num-attention-heads 8. Use 2 or 4."),
     ({"parallel": {TP: 16}}, 16, "--tensor-model-parallel-size 16: does not divide --num-attention-heads 8. Use 8."),
-    ({"model": {"ffn_hidden_size": 30}, "parallel": {TP: 4}}, 4,
-     "--tensor-model-parallel-size 4: does not divide the MLP width 30. Use 2."),
-    ({"model": {"num_attention_heads": 12, "kv_channels": 8, "num_query_groups": 6, "group_query_attention": True},
-      "parallel": {TP: 4}}, 4,
-     "--tensor-model-parallel-size 4: does not divide --num-query-groups 6. Use 2."),
-    ({"parallel": {PP: 7}}, 7, "--pipeline-model-parallel-size 7: is more stages than the 6 units "
-     "(embedding, 4 layers, output head). Use at most 6."),
-    ({"parallel": {TP: 2, PP: 2}}, 6, "the number of ranks 6: is not a multiple of --tensor-model-parallel-size 2 "
-     "x --pipeline-model-parallel-size 2 = 4. Start 4 or 8 ranks, or change the degrees."),
-    ({"parallel": {TP: 2}}, 1, "the number of ranks 1: is not a multiple of --tensor-model-parallel-size 2 "
-     "x --pipeline-model-parallel-size 1 = 2. Start 2 ranks, or change the degrees."),
-    ({"train": {"global_batch_size": 10}}, 2, "--global-batch-size 10: is not a multiple of --micro-batch-size 2 "
-     "x data-parallel size 2 = 4. Use 8 or 12."),
-    ({"train": {"global_batch_size": 2}}, 2, "--global-batch-size 2: is not a multiple of --micro-batch-size 2 "
-     "x data-parallel size 2 = 4. Use 4."),
+    (
+        {"model": {"ffn_hidden_size": 30}, "parallel": {TP: 4}},
+        4,
+        "--tensor-model-parallel-size 4: does not divide the MLP width 30. Use 2.",
+    ),
+    (
+        {
+            "model": {
+                "num_attention_heads": 12,
+                "kv_channels": 8,
+                "num_query_groups": 6,
+                "group_query_attention": True,
+            },
+            "parallel": {TP: 4},
+        },
+        4,
+        "--tensor-model-parallel-size 4: does not divide --num-query-groups 6. Use 2.",
+    ),
+    (
+        {"parallel": {PP: 7}},
+        7,
+        "--pipeline-model-parallel-size 7: is more stages than the 6 units "
+        "(embedding, 4 layers, output head). Use at most 6.",
+    ),
+    (
+        {"parallel": {TP: 2, PP: 2}},
+        6,
+        "the number of ranks 6: is not a multiple of --tensor-model-parallel-size 2 "
+        "x --pipeline-model-parallel-size 2 = 4. Start 4 or 8 ranks, or change the degrees.",
+    ),
+    (
+        {"parallel": {TP: 2}},
+        1,
+        "the number of ranks 1: is not a multiple of --tensor-model-parallel-size 2 "
+        "x --pipeline-model-parallel-size 1 = 2. Start 2 ranks, or change the degrees.",
+    ),
+    (
+        {"train": {"global_batch_size": 10}},
+        2,
+        "--global-batch-size 10: is not a multiple of --micro-batch-size 2 x data-parallel size 2 = 4. Use 8 or 12.",
+    ),
+    (
+        {"train": {"global_batch_size": 2}},
+        2,
+        "--global-batch-size 2: is not a multiple of --micro-batch-size 2 x data-parallel size 2 = 4. Use 4.",
+    ),
     ({"train": {"train_iters": None}}, 1, "--train-iters (missing): is needed to train. Give it, or --skip-train."),
-    ({"optimizer": {"lr": None}}, 1, "--lr (missing): is needed to train. "
-     "Give the peak learning rate, or --skip-train."),
+    (
+        {"optimizer": {"lr": None}},
+        1,
+        "--lr (missing): is needed to train. Give the peak learning rate, or --skip-train.",
+    ),
     ({"optimizer": {"min_lr": 0.01}}, 1, "--min-lr 0.01: exceeds --lr 0.001. Use at most 0.001."),
     ({"optimizer": {"lr_warmup_init": 0.01}}, 1, "--lr-warmup-init 0.01: exceeds --lr 0.001. Use at most 0.001."),
-    ({"optimizer": {"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}}, 1,
-     "--lr-warmup-fraction 0.1: contradicts --lr-warmup-iters. Give only one of them."),
-    ({"optimizer": {"lr_warmup_iters": 10}}, 1, "--lr-warmup-iters 10: leaves nothing of the 10 decay iterations. "
-     "Use at most 9, or raise --lr-decay-iters."),
-    ({"optimizer": {"lr_wsd_decay_iters": 5}}, 1, "--lr-wsd-decay-iters 5: has no effect without "
-     "--lr-decay-style WSD. Add --lr-decay-style WSD, or leave it out."),
-    ({"optimizer": {"lr_decay_style": "WSD"}}, 1, "--lr-wsd-decay-iters (missing): is needed with "
-     "--lr-decay-style WSD. Give the length of the final decay."),
-    ({"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11}}, 1,
-     "--lr-wsd-decay-iters 11: exceeds the 10 decay iterations. Use at most 10."),
-    ({"optimizer": {"end_weight_decay": 0.2}}, 1, "--end-weight-decay 0.2: has no effect while "
-     "--weight-decay-incr-style is constant. Use --weight-decay-incr-style linear or cosine, or leave it out."),
-    ({"optimizer": {"weight_decay_incr_style": "linear"}}, 1,
-     "--start-weight-decay (missing): is needed with --weight-decay-incr-style linear. Give it."),
-    ({"optimizer": {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1}}, 1,
-     "--end-weight-decay 0.1: is below --start-weight-decay 0.2. Use at least 0.2."),
-    ({"data": {"mock_data": False}}, 1, "--data-path (missing): there is no data to train on. "
-     "Give --data-path, --train-data-path or --mock-data."),
+    (
+        {"optimizer": {"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}},
+        1,
+        "--lr-warmup-fraction 0.1: contradicts --lr-warmup-iters. Give only one of them.",
+    ),
+    (
+        {"optimizer": {"lr_warmup_iters": 10}},
+        1,
+        "--lr-warmup-iters 10: leaves nothing of the 10 decay iterations. Use at most 9, or raise --lr-decay-iters.",
+    ),
+    (
+        {"optimizer": {"lr_wsd_decay_iters": 5}},
+        1,
+        "--lr-wsd-decay-iters 5: has no effect without "
+        "--lr-decay-style WSD. Add --lr-decay-style WSD, or leave it out.",
+    ),
+    (
+        {"optimizer": {"lr_decay_style": "WSD"}},
+        1,
+        "--lr-wsd-decay-iters (missing): is needed with --lr-decay-style WSD. Give the length of the final decay.",
+    ),
+    (
+        {"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11}},
+        1,
+        "--lr-wsd-decay-iters 11: exceeds the 10 decay iterations. Use at most 10.",
+    ),
+    (
+        {"optimizer": {"end_weight_decay": 0.2}},
+        1,
+        "--end-weight-decay 0.2: has no effect while "
+        "--weight-decay-incr-style is constant. Use --weight-decay-incr-style linear or cosine, or leave it out.",
+    ),
+    (
+        {"optimizer": {"weight_decay_incr_style": "linear"}},
+        1,
+        "--start-weight-decay (missing): is needed with --weight-decay-incr-style linear. Give it.",
+    ),
+    (
+        {"optimizer": {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1}},
+        1,
+        "--end-weight-decay 0.1: is below --start-weight-decay 0.2. Use at least 0.2.",
+    ),
+    (
+        {"data": {"mock_data": False}},
+        1,
+        "--data-path (missing): there is no data to train on. Give --data-path, --train-data-path or --mock-data.",
+    ),
     ({"data": {"data_path": ("a",)}}, 1, "--data-path (given): contradicts --mock-data. Give only one source of data."),
-    ({"data": {"mock_data": False, "data_path": ("a",), "test_data_path": ("b",)}}, 1,
-     "--data-path (given): contradicts --test-data-path. Give only one source of data."),
-    ({"data": {"mock_data": False, "train_data_path": ("a",), "split": "1"}}, 1,
-     "--split '1': has no effect on data given part by part. Leave it out, or use --data-path."),
-    ({"data": {"split": "1, x"}}, 1, "--split '1, x': is not one to three weights between commas. "
-     "Write it like '969, 30, 1'."),
+    (
+        {"data": {"mock_data": False, "data_path": ("a",), "test_data_path": ("b",)}},
+        1,
+        "--data-path (given): contradicts --test-data-path. Give only one source of data.",
+    ),
+    (
+        {"data": {"mock_data": False, "train_data_path": ("a",), "split": "1"}},
+        1,
+        "--split '1': has no effect on data given part by part. Leave it out, or use --data-path.",
+    ),
+    (
+        {"data": {"split": "1, x"}},
+        1,
+        "--split '1, x': is not one to three weights between commas. Write it like '969, 30, 1'.",
+    ),
     ({"data": {"split": "0,0"}}, 1, "--split '0,0': gives every part weight 0. Write it like '969, 30, 1'."),
-    ({"data": {"tokenizer_type": "HuggingFaceTokenizer"}}, 1, "--tokenizer-model (missing): is needed with "
-     "--tokenizer-type HuggingFaceTokenizer. Give the tokenizer's directory or tokenizer.json."),
-    ({"data": {"tokenizer_model": "t"}}, 1, "--tokenizer-model t: is read only by a HuggingFaceTokenizer. "
-     "Add --tokenizer-type HuggingFaceTokenizer, or leave it out."),
-    ({"model": {"vocab_size": None}, "data": {"tokenizer_type": "NullTokenizer"}}, 1,
-     "--vocab-size (missing): is needed with --tokenizer-type NullTokenizer. "
-     "Give the number of token ids in the data."),
-    ({"data": {"mock_data": False, "data_path": ("a",)}}, 1, "--tokenizer-type (missing): is needed to know the "
-     "vocabulary. Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer with --vocab-size."),
-    ({"checkpoint": {"save_interval": 5}}, 1, "--save-interval 5: has no effect without --save. "
-     "Give --save DIRECTORY, or leave it out."),
-    ({"checkpoint": {"ckpt_step": 0}}, 1, "--ckpt-step 0: has no effect without --load. "
-     "Give --load DIRECTORY, or leave it out."),
-    ({"checkpoint": {"save": "c", "save_interval": 5, "save_retain_interval": 12}}, 1,
-     "--save-retain-interval 12: is not a multiple of --save-interval 5. Use 10 or 15."),
-    ({"checkpoint": {"save": "c", "save_retain_interval": 12}}, 1,
-     "--save-retain-interval 12: is not a multiple of --save-interval None. Give --save-interval."),
+    (
+        {"data": {"tokenizer_type": "HuggingFaceTokenizer"}},
+        1,
+        "--tokenizer-model (missing): is needed with "
+        "--tokenizer-type HuggingFaceTokenizer. Give the tokenizer's directory or tokenizer.json.",
+    ),
+    (
+        {"data": {"tokenizer_model": "t"}},
+        1,
+        "--tokenizer-model t: is read only by a HuggingFaceTokenizer. "
+        "Add --tokenizer-type HuggingFaceTokenizer, or leave it out.",
+    ),
+    (
+        {"model": {"vocab_size": None}, "data": {"tokenizer_type": "NullTokenizer"}},
+        1,
+        "--vocab-size (missing): is needed with --tokenizer-type NullTokenizer. "
+        "Give the number of token ids in the data.",
+    ),
+    (
+        {"data": {"mock_data": False, "data_path": ("a",)}},
+        1,
+        "--tokenizer-type (missing): is needed to know the "
+        "vocabulary. Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer with --vocab-size.",
+    ),
+    (
+        {"checkpoint": {"save_interval": 5}},
+        1,
+        "--save-interval 5: has no effect without --save. Give --save DIRECTORY, or leave it out.",
+    ),
+    (
+        {"checkpoint": {"ckpt_step": 0}},
+        1,
+        "--ckpt-step 0: has no effect without --load. Give --load DIRECTORY, or leave it out.",
+    ),
+    (
+        {"checkpoint": {"save": "c", "save_interval": 5, "save_retain_interval": 12}},
+        1,
+        "--save-retain-interval 12: is not a multiple of --save-interval 5. Use 10 or 15.",
+    ),
+    (
+        {"checkpoint": {"save": "c", "save_retain_interval": 12}},
+        1,
+        "--save-retain-interval 12: is not a multiple of --save-interval None. Give --save-interval.",
+    ),
 ]
 
 
@@ -208,27 +378,44 @@ def test_refused_combinations(sections, world_size, message):
     assert refusal(sections, world_size) == message
 
 
-@pytest.mark.parametrize("sections, message", [
-    ({"model": {"num_layers": 0}}, "--num-layers 0: is out of range. Use a value at least 1."),
-    ({"model": {"num_layers": 2.0}}, "--num-layers 2.0: is not a whole number. Give a whole number."),
-    ({"model": {"num_layers": True}}, "--num-layers True: is not a whole number. Give a whole number."),
-    ({"model": {"num_layers": None}}, "--num-layers None: is not a whole number. Give a whole number."),
-    ({"model": {"hidden_dropout": 1}}, "--hidden-dropout 1.0: is out of range. Use a value at least 0 and below 1."),
-    ({"model": {"swiglu": 1}}, "--swiglu 1: is not true or false. Give true or false."),
-    ({"model": {"normalization": "BatchNorm"}},
-     "--normalization BatchNorm: is not one of the choices. Use LayerNorm or RMSNorm."),
-    ({"model": {"position_embedding_type": "yarn"}}, "--position-embedding-type yarn: is a choice of Megatron-LM that "
-     "megatron_merak does not have yet. Use learned_absolute or rope or none."),
-    ({"parallel": {"recompute_granularity": "selective"}}, "--recompute-granularity selective: is a choice of "
-     "Megatron-LM that megatron_merak does not have yet. Use full, or leave the flag out."),
-    ({"optimizer": {"lr": math.nan}}, "--lr nan: is not a finite number. Give a finite number."),
-    ({"optimizer": {"lr": 0}}, "--lr 0.0: is out of range. Use a value above 0."),
-    ({"optimizer": {"lr": "1e-3"}}, "--lr '1e-3': is not a number. Give a number."),
-    ({"optimizer": {"lr": 10**400}}, f"--lr {10**400}: is not a number. Give a number."),
-    ({"train": {"seed": 2**32}}, "--seed 4294967296: is out of range. Use a value at least 0 and at most 4294967295."),
-    ({"data": {"data_path": "a"}}, "--data-path 'a': is not a list of texts. Give a list of texts."),
-    ({"data": {"data_path": [1, "a"]}}, "--data-path (1, 'a'): is not a list of texts. Give a list of texts."),
-])
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({"model": {"num_layers": 0}}, "--num-layers 0: is out of range. Use a value at least 1."),
+        ({"model": {"num_layers": 2.0}}, "--num-layers 2.0: is not a whole number. Give a whole number."),
+        ({"model": {"num_layers": True}}, "--num-layers True: is not a whole number. Give a whole number."),
+        ({"model": {"num_layers": None}}, "--num-layers None: is not a whole number. Give a whole number."),
+        (
+            {"model": {"hidden_dropout": 1}},
+            "--hidden-dropout 1.0: is out of range. Use a value at least 0 and below 1.",
+        ),
+        ({"model": {"swiglu": 1}}, "--swiglu 1: is not true or false. Give true or false."),
+        (
+            {"model": {"normalization": "BatchNorm"}},
+            "--normalization BatchNorm: is not one of the choices. Use LayerNorm or RMSNorm.",
+        ),
+        (
+            {"model": {"position_embedding_type": "yarn"}},
+            "--position-embedding-type yarn: is a choice of Megatron-LM that "
+            "megatron_merak does not have yet. Use learned_absolute or rope or none.",
+        ),
+        (
+            {"parallel": {"recompute_granularity": "selective"}},
+            "--recompute-granularity selective: is a choice of "
+            "Megatron-LM that megatron_merak does not have yet. Use full, or leave the flag out.",
+        ),
+        ({"optimizer": {"lr": math.nan}}, "--lr nan: is not a finite number. Give a finite number."),
+        ({"optimizer": {"lr": 0}}, "--lr 0.0: is out of range. Use a value above 0."),
+        ({"optimizer": {"lr": "1e-3"}}, "--lr '1e-3': is not a number. Give a number."),
+        ({"optimizer": {"lr": 10**400}}, f"--lr {10**400}: is not a number. Give a number."),
+        (
+            {"train": {"seed": 2**32}},
+            "--seed 4294967296: is out of range. Use a value at least 0 and at most 4294967295.",
+        ),
+        ({"data": {"data_path": "a"}}, "--data-path 'a': is not a list of texts. Give a list of texts."),
+        ({"data": {"data_path": [1, "a"]}}, "--data-path (1, 'a'): is not a list of texts. Give a list of texts."),
+    ],
+)
 def test_refused_values(sections, message):
     with pytest.raises(ConfigError) as caught:
         make(**sections)
@@ -249,26 +436,37 @@ def test_round_trip_through_json(sections):
     assert Config.from_dict(json.loads(json.dumps(config.to_dict(), allow_nan=False))) == config
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"modle": {}}, "configuration modle: is not a known key. The nearest is model."),
-    ({"zzz": {}}, "configuration zzz: is not a known key. Remove it."),
-    ({"train": {"micro_batchsize": 1}},
-     "TrainConfig micro_batchsize: is not a known key. The nearest is micro_batch_size."),
-    ({"train": {}}, "--micro-batch-size (missing): has no default. Give a value."),
-    ({"train": [1]}, "TrainConfig [1]: is not a mapping. Give a mapping with the keys"),
-    ({"train": {"micro_batch_size": "1"}}, "--micro-batch-size '1': is not a whole number. Give a whole number."),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"modle": {}}, "configuration modle: is not a known key. The nearest is model."),
+        ({"zzz": {}}, "configuration zzz: is not a known key. Remove it."),
+        (
+            {"train": {"micro_batchsize": 1}},
+            "TrainConfig micro_batchsize: is not a known key. The nearest is micro_batch_size.",
+        ),
+        ({"train": {}}, "--micro-batch-size (missing): has no default. Give a value."),
+        ({"train": [1]}, "TrainConfig [1]: is not a mapping. Give a mapping with the keys"),
+        ({"train": {"micro_batch_size": "1"}}, "--micro-batch-size '1': is not a whole number. Give a whole number."),
+    ],
+)
 def test_damaged_dictionaries(change, message):
     with pytest.raises(ConfigError) as caught:
         Config.from_dict({**make().to_dict(), **change})
     assert str(caught.value).startswith(message)
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-                    max_leaves=5)
-FIELDS = [(section, field.name) for section, values in make().to_dict().items()
-          for field in dataclasses.fields(getattr(make(), section)) if field.name in values]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = [
+    (section, field.name)
+    for section, values in make().to_dict().items()
+    for field in dataclasses.fields(getattr(make(), section))
+    if field.name in values
+]
 
 
 @given(st.sampled_from(FIELDS), JSON, st.integers(-1, 9))

@@ -14,8 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SHIPPED = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron_merak").rglob("*.py")}
-LOOK = "import site, sys; site.addsitedir(sys.argv[1]); import megatron_merak.errors as e, importlib.metadata as m; " \
-       "print(e.__file__, m.version('megatron-merak'))"
+LOOK = (
+    "import site, sys; site.addsitedir(sys.argv[1]); import megatron_merak.errors as e, importlib.metadata as m; "
+    "print(e.__file__, m.version('megatron-merak'))"
+)
 
 
 @pytest.fixture(scope="module")

@@ -50,18 +50,21 @@ def test_the_groups_of_eight_ranks():
     assert grid.groups("tp-pp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-@pytest.mark.parametrize("mistake", [
-    lambda: Grid(tp=0),
-    lambda: Grid(tp=2).coordinates(2),
-    lambda: Grid(tp=2).rank(tp=2),
-    lambda: Grid().groups("ep"),
-    lambda: StagePlan(2, 2),
-    lambda: StagePlan(0, 2, recompute=(2,)),
-    lambda: TensorSharding("w", (4, 4), dim=2),
-    lambda: TensorSharding("w", (4, 4), dim=0, padded=3),
-    lambda: TensorSharding("w", (6, 4), dim=0).intervals(0, 4),
-    lambda: TensorSharding("w", (6,), dim=0, blocks=3).intervals(0, 4),
-])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda: Grid(tp=0),
+        lambda: Grid(tp=2).coordinates(2),
+        lambda: Grid(tp=2).rank(tp=2),
+        lambda: Grid().groups("ep"),
+        lambda: StagePlan(2, 2),
+        lambda: StagePlan(0, 2, recompute=(2,)),
+        lambda: TensorSharding("w", (4, 4), dim=2),
+        lambda: TensorSharding("w", (4, 4), dim=0, padded=3),
+        lambda: TensorSharding("w", (6, 4), dim=0).intervals(0, 4),
+        lambda: TensorSharding("w", (6,), dim=0, blocks=3).intervals(0, 4),
+    ],
+)
 def test_mistakes_are_plan_errors(mistake):
     with pytest.raises(PlanError):
         mistake()
@@ -141,18 +144,21 @@ def test_a_plan_prints_as_an_aligned_table():
     assert lines[-2:] == str(small_plan().schedule).splitlines()[1:]
 
 
-@pytest.mark.parametrize("change", [
-    {"stages": [{"first": 0, "last": 2}, {"first": 3, "last": 4}]},
-    {"stages": [{"first": 0, "last": 2}, {"first": 2, "last": 3}]},
-    {"stages": [{"first": 0, "last": 4}]},
-    {"grid": {"pp": 3}},
-    {"grid": {"ep": 3}},
-    {"dtype": "float8"},
-    {"schedule": {"name": "1f1b"}},
-    {"colour": "red"},
-    {"units": [{"name": "layer.0"}]},
-    {"units": 3},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stages": [{"first": 0, "last": 2}, {"first": 3, "last": 4}]},
+        {"stages": [{"first": 0, "last": 2}, {"first": 2, "last": 3}]},
+        {"stages": [{"first": 0, "last": 4}]},
+        {"grid": {"pp": 3}},
+        {"grid": {"ep": 3}},
+        {"dtype": "float8"},
+        {"schedule": {"name": "1f1b"}},
+        {"colour": "red"},
+        {"units": [{"name": "layer.0"}]},
+        {"units": 3},
+    ],
+)
 def test_a_stored_plan_that_does_not_fit_is_refused(change):
     with pytest.raises(PlanError):
         Plan.from_json(json.dumps(small_plan().to_dict() | change))

@@ -15,8 +15,13 @@ from megatron_merak.errors import MerakError
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = flags.add_argument
-    add("--input", nargs="+", required=True, type=Path,
-        help="files of one JSON object per line, .txt files of one document each, either with .gz; or directories")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        type=Path,
+        help="files of one JSON object per line, .txt files of one document each, either with .gz; or directories",
+    )
     add("--json-keys", nargs="+", default=["text"], help="keys to extract; each makes a dataset of its own")
     add("--output-prefix", required=True, help="writes {prefix}_{key}_document.bin and .idx")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
@@ -34,7 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.workers < 1 or options.skip_bad < 0:
         flags.error("--workers is at least 1 and --skip-bad at least 0")
     config = EncoderConfig(
-        options.tokenizer_type, options.tokenizer_model, options.vocab_size, tuple(options.json_keys),
+        options.tokenizer_type,
+        options.tokenizer_model,
+        options.vocab_size,
+        tuple(options.json_keys),
         options.append_eod,
     )
     try:

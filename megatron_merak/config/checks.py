@@ -27,19 +27,35 @@ def divisors(value: int) -> list[int]:
 def check_model(model: ModelConfig) -> None:
     heads, groups, hidden = model.num_attention_heads, model.num_query_groups, model.hidden_size
     if model.kv_channels is None and hidden % heads:
-        raise ConfigError("--hidden-size", hidden, f"is not a multiple of --num-attention-heads {heads}",
-                          f"Use {multiples(hidden, heads)}, or give --kv-channels")
+        raise ConfigError(
+            "--hidden-size",
+            hidden,
+            f"is not a multiple of --num-attention-heads {heads}",
+            f"Use {multiples(hidden, heads)}, or give --kv-channels",
+        )
     if groups != 1 and not model.group_query_attention:
-        raise ConfigError("--num-query-groups", groups, "has no effect without --group-query-attention",
-                          "Add --group-query-attention, or leave --num-query-groups out")
+        raise ConfigError(
+            "--num-query-groups",
+            groups,
+            "has no effect without --group-query-attention",
+            "Add --group-query-attention, or leave --num-query-groups out",
+        )
     if heads % model.query_groups:
-        raise ConfigError("--num-query-groups", groups, f"does not divide --num-attention-heads {heads}",
-                          f"Use {closest(groups, divisors(heads))}")
+        raise ConfigError(
+            "--num-query-groups",
+            groups,
+            f"does not divide --num-attention-heads {heads}",
+            f"Use {closest(groups, divisors(heads))}",
+        )
     if model.ffn_size == 0:
         raise ConfigError("--hidden-size", hidden, "gives --swiglu an MLP of width 0", "Give --ffn-hidden-size")
     if model.seq_length > model.max_positions:
-        raise ConfigError("--seq-length", model.seq_length, f"exceeds --max-position-embeddings {model.max_positions}",
-                          f"Use at most {model.max_positions}, or raise --max-position-embeddings")
+        raise ConfigError(
+            "--seq-length",
+            model.seq_length,
+            f"exceeds --max-position-embeddings {model.max_positions}",
+            f"Use at most {model.max_positions}, or raise --max-position-embeddings",
+        )
     _check_rotary(model)
 
 
@@ -48,16 +64,27 @@ def _check_rotary(model: ModelConfig) -> None:
         defaults = {"rotary_base": 10000, "rotary_percent": 1.0, "use_rope_scaling": False, "rope_scaling_factor": 8.0}
         for name, default in defaults.items():
             if (value := getattr(model, name)) != default:
-                raise ConfigError(flag_name(name), value, "has no effect without rotary embedding",
-                                  "Add --position-embedding-type rope, or leave it out")
+                raise ConfigError(
+                    flag_name(name),
+                    value,
+                    "has no effect without rotary embedding",
+                    "Add --position-embedding-type rope, or leave it out",
+                )
         return
     if model.rope_scaling_factor != 8.0 and not model.use_rope_scaling:
-        raise ConfigError("--rope-scaling-factor", model.rope_scaling_factor, "has no effect without scaling",
-                          "Add --use-rope-scaling, or leave it out")
+        raise ConfigError(
+            "--rope-scaling-factor",
+            model.rope_scaling_factor,
+            "has no effect without scaling",
+            "Add --use-rope-scaling, or leave it out",
+        )
     if model.rotary_dim < 2 or model.rotary_dim % 2:
-        raise ConfigError("--rotary-percent", model.rotary_percent,
-                          f"rotates {model.rotary_dim} of a head's {model.head_dim} channels, an odd number or none",
-                          "Change it, --kv-channels or --num-attention-heads")
+        raise ConfigError(
+            "--rotary-percent",
+            model.rotary_percent,
+            f"rotates {model.rotary_dim} of a head's {model.head_dim} channels, an odd number or none",
+            "Change it, --kv-channels or --num-attention-heads",
+        )
 
 
 def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
@@ -83,19 +110,29 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     _check_tensor_parallel(model, tp)
     if pp > model.num_layers + 2:
-        raise ConfigError("--pipeline-model-parallel-size", pp,
-                          f"is more stages than the {model.num_layers + 2} units (embedding, "
-                          f"{model.num_layers} layers, output head)", f"Use at most {model.num_layers + 2}")
+        raise ConfigError(
+            "--pipeline-model-parallel-size",
+            pp,
+            f"is more stages than the {model.num_layers + 2} units (embedding, {model.num_layers} layers, output head)",
+            f"Use at most {model.num_layers + 2}",
+        )
     if world_size < 1 or world_size % (tp * pp):
-        raise ConfigError("the number of ranks", world_size, f"is not a multiple of --tensor-model-parallel-size {tp} "
-                          f"x --pipeline-model-parallel-size {pp} = {tp * pp}",
-                          f"Start {multiples(world_size, tp * pp)} ranks, or change the degrees")
+        raise ConfigError(
+            "the number of ranks",
+            world_size,
+            f"is not a multiple of --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp}",
+            f"Start {multiples(world_size, tp * pp)} ranks, or change the degrees",
+        )
     replicas, given = world_size // (tp * pp), train.global_batch_size
     step = train.micro_batch_size * replicas
     if given is not None and given % step:
-        raise ConfigError("--global-batch-size", given, f"is not a multiple of --micro-batch-size "
-                          f"{train.micro_batch_size} x data-parallel size {replicas} = {step}",
-                          f"Use {multiples(given, step)}")
+        raise ConfigError(
+            "--global-batch-size",
+            given,
+            f"is not a multiple of --micro-batch-size "
+            f"{train.micro_batch_size} x data-parallel size {replicas} = {step}",
+            f"Use {multiples(given, step)}",
+        )
 
 
 def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
@@ -115,50 +152,79 @@ def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
 def _check_decay(optimizer: OptimizerConfig, decay_iters: int) -> None:
     warmup, anneal = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
     if warmup and optimizer.lr_warmup_fraction is not None:
-        raise ConfigError("--lr-warmup-fraction", optimizer.lr_warmup_fraction, "contradicts --lr-warmup-iters",
-                          "Give only one of them")
+        raise ConfigError(
+            "--lr-warmup-fraction",
+            optimizer.lr_warmup_fraction,
+            "contradicts --lr-warmup-iters",
+            "Give only one of them",
+        )
     if warmup >= decay_iters:
-        raise ConfigError("--lr-warmup-iters", warmup, f"leaves nothing of the {decay_iters} decay iterations",
-                          f"Use at most {decay_iters - 1}, or raise --lr-decay-iters")
+        raise ConfigError(
+            "--lr-warmup-iters",
+            warmup,
+            f"leaves nothing of the {decay_iters} decay iterations",
+            f"Use at most {decay_iters - 1}, or raise --lr-decay-iters",
+        )
     if optimizer.lr_decay_style != "WSD":
         if anneal is not None:
-            raise ConfigError("--lr-wsd-decay-iters", anneal, "has no effect without --lr-decay-style WSD",
-                              "Add --lr-decay-style WSD, or leave it out")
+            raise ConfigError(
+                "--lr-wsd-decay-iters",
+                anneal,
+                "has no effect without --lr-decay-style WSD",
+                "Add --lr-decay-style WSD, or leave it out",
+            )
     elif anneal is None:
-        raise ConfigError("--lr-wsd-decay-iters", "(missing)", "is needed with --lr-decay-style WSD",
-                          "Give the length of the final decay")
+        raise ConfigError(
+            "--lr-wsd-decay-iters",
+            "(missing)",
+            "is needed with --lr-decay-style WSD",
+            "Give the length of the final decay",
+        )
     elif anneal > decay_iters:
-        raise ConfigError("--lr-wsd-decay-iters", anneal, f"exceeds the {decay_iters} decay iterations",
-                          f"Use at most {decay_iters}")
+        raise ConfigError(
+            "--lr-wsd-decay-iters", anneal, f"exceeds the {decay_iters} decay iterations", f"Use at most {decay_iters}"
+        )
 
 
 def _check_weight_decay(optimizer: OptimizerConfig) -> None:
     style, start, end = optimizer.weight_decay_incr_style, optimizer.start_weight_decay, optimizer.end_weight_decay
     for name, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
         if style == "constant" and value is not None:
-            raise ConfigError(name, value, "has no effect while --weight-decay-incr-style is constant",
-                              "Use --weight-decay-incr-style linear or cosine, or leave it out")
+            raise ConfigError(
+                name,
+                value,
+                "has no effect while --weight-decay-incr-style is constant",
+                "Use --weight-decay-incr-style linear or cosine, or leave it out",
+            )
         if style != "constant" and value is None:
             raise ConfigError(name, "(missing)", f"is needed with --weight-decay-incr-style {style}", "Give it")
     if style != "constant" and end < start:
-        raise ConfigError("--end-weight-decay", end, f"is below --start-weight-decay {start}",
-                          f"Use at least {start}")
+        raise ConfigError("--end-weight-decay", end, f"is below --start-weight-decay {start}", f"Use at least {start}")
 
 
 def check_data(data: DataConfig, model: ModelConfig) -> None:
-    parts = {"--train-data-path": data.train_data_path, "--valid-data-path": data.valid_data_path,
-             "--test-data-path": data.test_data_path}
+    parts = {
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
     sources = ["--data-path"] * bool(data.data_path) + [flag for flag, paths in parts.items() if paths]
     sources += ["--mock-data"] * data.mock_data
     if not sources:
-        raise ConfigError("--data-path", "(missing)", "there is no data to train on",
-                          "Give --data-path, --train-data-path or --mock-data")
+        raise ConfigError(
+            "--data-path",
+            "(missing)",
+            "there is no data to train on",
+            "Give --data-path, --train-data-path or --mock-data",
+        )
     if len(sources) > 1 and ("--data-path" in sources or data.mock_data):
-        raise ConfigError(sources[0], "(given)", f"contradicts {', '.join(sources[1:])}",
-                          "Give only one source of data")
+        raise ConfigError(
+            sources[0], "(given)", f"contradicts {', '.join(sources[1:])}", "Give only one source of data"
+        )
     if any(parts.values()) and data.split != type(data).split:
-        raise ConfigError("--split", repr(data.split), "has no effect on data given part by part",
-                          "Leave it out, or use --data-path")
+        raise ConfigError(
+            "--split", repr(data.split), "has no effect on data given part by part", "Leave it out, or use --data-path"
+        )
     if not any(data.split_weights):
         raise ConfigError("--split", repr(data.split), "gives every part weight 0", "Write it like '969, 30, 1'")
     _check_tokenizer(data, model)
@@ -167,28 +233,50 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
 def _check_tokenizer(data: DataConfig, model: ModelConfig) -> None:
     kind = data.tokenizer_type
     if kind == "HuggingFaceTokenizer" and data.tokenizer_model is None:
-        raise ConfigError("--tokenizer-model", "(missing)", "is needed with --tokenizer-type HuggingFaceTokenizer",
-                          "Give the tokenizer's directory or tokenizer.json")
+        raise ConfigError(
+            "--tokenizer-model",
+            "(missing)",
+            "is needed with --tokenizer-type HuggingFaceTokenizer",
+            "Give the tokenizer's directory or tokenizer.json",
+        )
     if kind != "HuggingFaceTokenizer" and data.tokenizer_model is not None:
-        raise ConfigError("--tokenizer-model", data.tokenizer_model, "is read only by a HuggingFaceTokenizer",
-                          "Add --tokenizer-type HuggingFaceTokenizer, or leave it out")
+        raise ConfigError(
+            "--tokenizer-model",
+            data.tokenizer_model,
+            "is read only by a HuggingFaceTokenizer",
+            "Add --tokenizer-type HuggingFaceTokenizer, or leave it out",
+        )
     if kind == "NullTokenizer" and model.vocab_size is None:
-        raise ConfigError("--vocab-size", "(missing)", "is needed with --tokenizer-type NullTokenizer",
-                          "Give the number of token ids in the data")
+        raise ConfigError(
+            "--vocab-size",
+            "(missing)",
+            "is needed with --tokenizer-type NullTokenizer",
+            "Give the number of token ids in the data",
+        )
     if kind is None and not (data.mock_data and model.vocab_size is not None):
-        raise ConfigError("--tokenizer-type", "(missing)", "is needed to know the vocabulary",
-                          "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer with --vocab-size")
+        raise ConfigError(
+            "--tokenizer-type",
+            "(missing)",
+            "is needed to know the vocabulary",
+            "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer with --vocab-size",
+        )
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    needs = {"load": ("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint"),
-             "save": ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng")}
+    needs = {
+        "load": ("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint"),
+        "save": ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng"),
+    }
     for directory, names in needs.items():
         for name in names:
             value = getattr(checkpoint, name)
             if getattr(checkpoint, directory) is None and value is not None and value is not False:
-                raise ConfigError(flag_name(name), value, f"has no effect without --{directory}",
-                                  f"Give --{directory} DIRECTORY, or leave it out")
+                raise ConfigError(
+                    flag_name(name),
+                    value,
+                    f"has no effect without --{directory}",
+                    f"Give --{directory} DIRECTORY, or leave it out",
+                )
     interval, retain = checkpoint.save_interval, checkpoint.save_retain_interval
     if retain is not None and (interval is None or retain % interval):
         remedy = "Give --save-interval" if interval is None else f"Use {multiples(retain, interval)}"

@@ -31,7 +31,8 @@ class ModelConfig(Section):
     max_position_embeddings: int | None = setting(None, least=1)
     """Longest sequence that the position embedding can serve (unset: --seq-length)."""
     position_embedding_type: str = setting(
-        "learned_absolute", choices=("learned_absolute", "rope", "none"), not_yet=("yarn", "mrope", "relative"))
+        "learned_absolute", choices=("learned_absolute", "rope", "none"), not_yet=("yarn", "mrope", "relative")
+    )
     """How a token knows its position: a learned table, rotary embedding, or not at all."""
     rotary_base: int = setting(10000, least=1)
     """Base of the rotary frequencies."""
@@ -94,8 +95,9 @@ class ModelConfig(Section):
         """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` x ``tensor_parallel_size``.
         Raises ConfigError when the vocabulary is not known yet."""
         if self.vocab_size is None:
-            raise ConfigError("--vocab-size", "(unset)", "is needed to size the embedding",
-                              "Give it, or a tokenizer that knows it")
+            raise ConfigError(
+                "--vocab-size", "(unset)", "is needed to size the embedding", "Give it, or a tokenizer that knows it"
+            )
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
@@ -166,7 +168,8 @@ class OptimizerConfig(Section):
     min_lr: float | None = setting(None, least=0, megatron=0.0)
     """Learning rate at the end of the decay (unset: a tenth of --lr)."""
     lr_decay_style: str = setting(
-        "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), megatron="linear")
+        "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), megatron="linear"
+    )
     """Shape of the learning rate after warm-up."""
     lr_decay_iters: int | None = setting(None, least=1)
     """Iteration at which the decay ends (unset: --train-iters)."""
@@ -230,8 +233,10 @@ class DataConfig(Section):
     mid_level_dataset_surplus: float = setting(0.005, least=0)
     """Share of extra samples built per blended data set, so that rounding never runs dry."""
     tokenizer_type: str | None = setting(
-        None, choices=("HuggingFaceTokenizer", "NullTokenizer"),
-        not_yet=("GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"))
+        None,
+        choices=("HuggingFaceTokenizer", "NullTokenizer"),
+        not_yet=("GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"),
+    )
     """HuggingFaceTokenizer reads --tokenizer-model; NullTokenizer takes data that is numbers below --vocab-size."""
     tokenizer_model: str | None = setting(None)
     """Directory or tokenizer.json of the HuggingFace tokenizer."""
@@ -244,8 +249,9 @@ class DataConfig(Section):
         except ValueError:
             weights = []
         if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights):
-            raise ConfigError("--split", repr(self.split), "is not one to three weights between commas",
-                              "Write it like '969, 30, 1'")
+            raise ConfigError(
+                "--split", repr(self.split), "is not one to three weights between commas", "Write it like '969, 30, 1'"
+            )
         train, valid, test = (weights + [0.0, 0.0])[:3]
         return train, valid, test
 

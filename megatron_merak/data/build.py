@@ -130,7 +130,10 @@ class Parts:
         if bounds is not None and bounds[0] == bounds[1] and optional:
             logger.warning(
                 "no %s data: --split %s leaves none of the %d sequences of %s",
-                SPLITS[part], self.data.split, len(source), source.prefix,
+                SPLITS[part],
+                self.data.split,
+                len(source),
+                source.prefix,
             )
             return None
         return bounds

@@ -43,8 +43,12 @@ def cached_arrays(
                 if not marker.is_file():
                     _write(paths, marker, build(), text)
         except OSError as error:
-            raise DataError("index cache", directory, error.strerror or str(error), "Give --data-cache-path a "
-                            "directory that can be written") from error
+            raise DataError(
+                "index cache",
+                directory,
+                error.strerror or str(error),
+                "Give --data-cache-path a directory that can be written",
+            ) from error
     return [_load(path) for path in paths]
 
 
@@ -73,5 +77,9 @@ def _load(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError("index cache", path, f"it cannot be read ({error})", "Delete the file's directory; it is "
-                        "built again at the next start") from error
+        raise DataError(
+            "index cache",
+            path,
+            f"it cannot be read ({error})",
+            "Delete the file's directory; it is built again at the next start",
+        ) from error

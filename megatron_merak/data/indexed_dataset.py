@@ -156,8 +156,12 @@ def _parse_header(path: Path, header: bytes, size: int) -> tuple[np.dtype, int, 
         raise DataError("index file", path, f"{size} bytes do not hold the {HEADER.size} bytes of a header", REBUILD)
     magic, version, code, sequences, documents = HEADER.unpack(header)
     if magic != MAGIC:
-        raise DataError("index file", path, f"it starts with {magic!r} instead of {MAGIC!r}", "Give --data-path the "
-                        "prefix of a .bin and .idx pair written by tools/preprocess_data.py")
+        raise DataError(
+            "index file",
+            path,
+            f"it starts with {magic!r} instead of {MAGIC!r}",
+            "Give --data-path the prefix of a .bin and .idx pair written by tools/preprocess_data.py",
+        )
     if version != VERSION:
         raise DataError("index file", path, f"its version is {version}, known is {VERSION}", REBUILD)
     if code not in DTYPES or DTYPES[code].kind == "f":

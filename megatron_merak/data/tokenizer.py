@@ -40,11 +40,16 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None, voc
             raise DataError("--vocab-size", "(missing)", "a NullTokenizer needs it", "Give the number of token ids")
         return NullTokenizer(vocab_size)
     if tokenizer_type != "HuggingFaceTokenizer":
-        raise DataError("--tokenizer-type", tokenizer_type, "it is not known", "Use HuggingFaceTokenizer or "
-                        "NullTokenizer")
+        raise DataError(
+            "--tokenizer-type", tokenizer_type, "it is not known", "Use HuggingFaceTokenizer or NullTokenizer"
+        )
     if tokenizer_model is None:
-        raise DataError("--tokenizer-model", "(missing)", "a HuggingFaceTokenizer is read from it", "Give a "
-                        "tokenizer.json or a directory that holds one")
+        raise DataError(
+            "--tokenizer-model",
+            "(missing)",
+            "a HuggingFaceTokenizer is read from it",
+            "Give a tokenizer.json or a directory that holds one",
+        )
     path = Path(tokenizer_model)
     settings = ("tokenizer_config.json", "config.json")
     if path.is_dir() and any((path / name).exists() for name in settings):
@@ -61,8 +66,12 @@ class FileTokenizer:
         try:
             self._tokenizer = TokenizerFile.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise DataError("--tokenizer-model", path, f"it cannot be read ({error})", "Give a tokenizer.json as the "
-                            "tokenizers library saves it") from error
+            raise DataError(
+                "--tokenizer-model",
+                path,
+                f"it cannot be read ({error})",
+                "Give a tokenizer.json as the tokenizers library saves it",
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -73,8 +82,12 @@ class FileTokenizer:
     @property
     def eod(self) -> int:
         if self._eod is None:
-            raise DataError("--tokenizer-model", self.path, f"it has none of {', '.join(EOD_TOKENS)} to end a document",
-                            "Give a directory whose tokenizer_config.json names the eos_token")
+            raise DataError(
+                "--tokenizer-model",
+                self.path,
+                f"it has none of {', '.join(EOD_TOKENS)} to end a document",
+                "Give a directory whose tokenizer_config.json names the eos_token",
+            )
         return self._eod
 
     def tokenize(self, text: str) -> list[int]:
@@ -97,8 +110,12 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # whatever a damaged file makes the library raise
-            raise DataError("--tokenizer-model", path, f"it cannot be read ({error})", "Give a directory as "
-                            "save_pretrained writes it") from error
+            raise DataError(
+                "--tokenizer-model",
+                path,
+                f"it cannot be read ({error})",
+                "Give a directory as save_pretrained writes it",
+            ) from error
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size = max(ids, default=-1) + 1
         pad = self._tokenizer.pad_token_id
@@ -107,8 +124,12 @@ class HuggingFaceTokenizer:
     @property
     def eod(self) -> int:
         if self._tokenizer.eos_token_id is None:
-            raise DataError("--tokenizer-model", self.path, "it has no eos_token to end a document", "Name one in its "
-                            "tokenizer_config.json")
+            raise DataError(
+                "--tokenizer-model",
+                self.path,
+                "it has no eos_token to end a document",
+                "Name one in its tokenizer_config.json",
+            )
         return self._tokenizer.eos_token_id
 
     def tokenize(self, text: str) -> list[int]:
@@ -134,8 +155,12 @@ class NullTokenizer:
         ids = []
         for word in text.split():
             if not word.isascii() or not word.isdecimal() or int(word) >= self.vocab_size:
-                raise DataError("token", json.dumps(word[:40]), f"it is not a number below {self.vocab_size}", "Raise "
-                                "--vocab-size, or use a tokenizer that reads text")
+                raise DataError(
+                    "token",
+                    json.dumps(word[:40]),
+                    f"it is not a number below {self.vocab_size}",
+                    "Raise --vocab-size, or use a tokenizer that reads text",
+                )
             ids.append(int(word))
         return ids
 

@@ -4,7 +4,8 @@ A unit names its tensors as HuggingFace does (``layouts``) and lists its work as
 pipelines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -38,14 +39,37 @@ class Unit(nn.Module):
         self.source, self.target = f"hidden.{index - 1}", f"hidden.{index}"
         self.layouts: dict[str, ParameterLayout] = {}
 
-    def _segment(self, index: int, fn, ins, outs, modules=(), sharded=False, random=False) -> Segment:
-        parameters = tuple(
-            p for m in modules for p in (m.parameters() if isinstance(m, nn.Module) else (m,)) if p is not None
-        )
+    def segments(self) -> list[Segment]:
+        """This unit's work in order; numbered, and without edges where the layers call their own collectives."""
         edges = self.place.edges
-        ins = tuple(In(i.value, i.reduce and edges, i.grad) for i in ins)
-        outs = tuple(Out(o.value, o.reduce if edges else "", o.inplace) for o in outs)
-        return Segment(self.index, index, fn, ins, outs, parameters, sharded, random)
+        return [
+            replace(
+                segment,
+                index=index,
+                ins=tuple(replace(i, reduce=i.reduce and edges) for i in segment.ins),
+                outs=tuple(replace(o, reduce=o.reduce if edges else "") for o in segment.outs),
+            )
+            for index, segment in enumerate(self.chain())
+        ]
+
+    def chain(self) -> list[Segment]:
+        """The segments of a unit that is split over ranks."""
+        raise NotImplementedError
+
+    def _segment(
+        self,
+        fn: Callable[..., tuple[Tensor, ...]],
+        reads: Sequence[In],
+        makes: Sequence[Out],
+        holds: Sequence[nn.Module | nn.Parameter | None] = (),
+        *,
+        sharded: bool = False,
+        random: bool = False,
+    ) -> Segment:
+        """``holds``: modules and parameters that ``fn`` uses; None is skipped."""
+        parts = ((m,) if isinstance(m, nn.Parameter) else m.parameters() for m in holds if m is not None)
+        parameters = tuple(parameter for part in parts for parameter in part)
+        return Segment(self.index, 0, fn, tuple(reads), tuple(makes), parameters, sharded, random)
 
     def _value(self, name: str) -> str:
         return f"{name}.{self.index}"
@@ -65,12 +89,12 @@ class Embedding(Unit):
             self.positions = VocabParallelEmbedding(config.max_positions, config.hidden_size, **alone)
             self.layouts["positions.weight"] = names.positions()
 
-    def segments(self) -> list[Segment]:
-        looked_up, random = self._value("tokens"), self.config.hidden_dropout > 0
-        rest = () if self.positions is None else (self.positions,)
+    def chain(self) -> list[Segment]:
+        looked_up = self._value("tokens")
+        random = self.config.hidden_dropout > 0
         return [
-            self._segment(0, self._lookup, (), (Out(looked_up, "sum", inplace=True),), (self.tokens,), sharded=True),
-            self._segment(1, self._embed, (In(looked_up),), (Out(self.target),), rest, random=random),
+            self._segment(self._lookup, [], [Out(looked_up, "sum", inplace=True)], [self.tokens], sharded=True),
+            self._segment(self._embed, [In(looked_up)], [Out(self.target)], [self.positions], random=random),
         ]
 
     def _lookup(self, common: Common) -> tuple[Tensor]:
@@ -91,49 +115,42 @@ class TransformerLayer(Unit):
         self.attention = SelfAttention(config, place)
         self.post_norm = Norm(config.hidden_size, config, place)
         self.mlp = FeedForward(config, place)
-        owner = {
-            "qkv": "attention.",
-            "proj": "attention.",
-            "q_norm": "attention.",
-            "k_norm": "attention.",
-            "fc1": "mlp.",
-            "fc2": "mlp.",
-        }
+        places = {"attention": ("qkv", "proj", "q_norm", "k_norm"), "mlp": ("fc1", "fc2")}
+        owner = {role: f"{module}." for module, roles in places.items() for role in roles}
         for role, layouts in names_for(config, place.tp).layer(index - 1).items():
             self.layouts |= {f"{owner.get(role, '')}{role}.{name}": layout for name, layout in layouts.items()}
 
-    def segments(self) -> list[Segment]:
-        v, attention, mlp = self._value, self.attention, self.mlp
-        random = self.config.hidden_dropout > 0
-        inner = tuple(
-            m for m in (attention.qkv, attention.q_norm, attention.k_norm, attention.proj.weight) if m is not None
+    def chain(self) -> list[Segment]:
+        normed, context, residual, again, fed = (
+            self._value(name) for name in ("normed", "context", "residual", "again", "fed")
         )
-        outer = (attention.proj.bias, self.post_norm)
+        attention, mlp, dropout = self.attention, self.mlp, self.config.hidden_dropout > 0
+        inner = [attention.qkv, attention.q_norm, attention.k_norm, attention.proj.weight]
         return [
-            self._segment(0, self._enter, (In(self.source),), (Out(v("normed")),), (self.input_norm,)),
+            self._segment(self._enter, [In(self.source)], [Out(normed)], [self.input_norm]),
             self._segment(
-                1,
                 self._attend,
-                (In(v("normed"), True),),
-                (Out(v("context"), "sum", True),),
+                [In(normed, reduce=True)],
+                [Out(context, "sum", inplace=True)],
                 inner,
-                True,
-                self.config.attention_dropout > 0,
+                sharded=True,
+                random=self.config.attention_dropout > 0,
             ),
             self._segment(
-                2,
                 self._middle,
-                (In(self.source), In(v("context"))),
-                (Out(v("residual")), Out(v("again"))),
-                outer,
-                random=random,
+                [In(self.source), In(context)],
+                [Out(residual), Out(again)],
+                [attention.proj.bias, self.post_norm],
+                random=dropout,
             ),
             self._segment(
-                3, self._feed, (In(v("again"), True),), (Out(v("fed"), "sum", True),), (mlp.fc1, mlp.fc2.weight), True
+                self._feed,
+                [In(again, reduce=True)],
+                [Out(fed, "sum", inplace=True)],
+                [mlp.fc1, mlp.fc2.weight],
+                sharded=True,
             ),
-            self._segment(
-                4, self._leave, (In(v("residual")), In(v("fed"))), (Out(self.target),), (mlp.fc2.bias,), random=random
-            ),
+            self._segment(self._leave, [In(residual), In(fed)], [Out(self.target)], [mlp.fc2.bias], random=dropout),
         ]
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -158,8 +175,7 @@ class TransformerLayer(Unit):
 
 
 class Head(Unit):
-    """Final norm, output layer and loss: the sum over tokens of loss_mask times cross entropy, an fp32 scalar ``loss``.
-    """
+    """Final norm, output layer and ``loss``: the sum over tokens of loss_mask times cross entropy, an fp32 scalar."""
 
     def __init__(self, index: int, config: ModelConfig, place: Placement):
         super().__init__("head", index, config, place)
@@ -173,28 +189,33 @@ class Head(Unit):
         self.start = rows * group_rank(place.group)
         self.valid = min(max(config.vocab_size - self.start, 0), rows)
 
-    def segments(self) -> list[Segment]:
-        v = self._value
-        normed, logits, maximum, terms = v("normed"), v("logits"), v("maximum"), v("terms")
+    def chain(self) -> list[Segment]:
         if not self.place.edges:
-            return [self._segment(0, self._serial, (In(self.source),), (Out("loss"),), (self.norm, self.output))]
+            return [self._segment(self._serial, [In(self.source)], [Out("loss")], [self.norm, self.output])]
+        normed, logits, maximum, terms = (self._value(name) for name in ("normed", "logits", "maximum", "terms"))
         return [
-            self._segment(0, self._enter, (In(self.source),), (Out(normed),), (self.norm,)),
+            self._segment(self._enter, [In(self.source)], [Out(normed)], [self.norm]),
             self._segment(
-                1, self._project, (In(normed, True),), (Out(logits), Out(maximum, "max", True)), (self.output,), True
+                self._project,
+                [In(normed, reduce=True)],
+                [Out(logits), Out(maximum, "max", inplace=True)],
+                [self.output],
+                sharded=True,
             ),
             self._segment(
-                2, self._terms, (In(logits), In(maximum, grad=False)), (Out(terms, "sum", True),), sharded=True
+                self._terms,
+                [In(logits), In(maximum, grad=False)],
+                [Out(terms, "sum", inplace=True)],
+                sharded=True,
             ),
-            self._segment(3, self._loss, (In(terms),), (Out("loss"),)),
+            self._segment(self._loss, [In(terms)], [Out("loss")]),
         ]
 
     def _enter(self, common: Common, x: Tensor) -> tuple[Tensor]:
         return (self.norm(x),)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, V / n], padded classes at -inf. The padding takes no gradient: its probability is zero.
-        """
+        """[b, s, h] -> [b, s, V / n], padded classes at -inf, which take no gradient: their probability is zero."""
         logits = self.output(normed)
         logits.detach()[..., self.valid :].fill_(-torch.inf)
         return logits
@@ -226,8 +247,7 @@ def build_unit(index: int, config: ModelConfig, place: Placement) -> Unit:
 
 
 class Prelude:
-    """What every stage computes from its own batch and never receives: tokens, labels, mask, positions, rotary angles.
-    """
+    """What every stage takes from its own batch and never receives: tokens, labels, mask, positions, angles."""
 
     def __init__(self, config: ModelConfig, device: torch.device):
         self.config, self.device = config, device

@@ -19,8 +19,7 @@ from ..tensor_parallel.mappings import Group
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype, device, stand-alone RNG.
-    """
+    """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype, device, own RNG."""
 
     group: Group = None
     collectives: str = "call"
@@ -63,8 +62,7 @@ class Norm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, whole) [b, s, h] without output bias.
-    """
+    """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, whole) [b, s, h], no output bias."""
 
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()

@@ -135,3 +135,15 @@ class LlamaNames(Names):
 
 def names_for(config: ModelConfig, tp: int) -> GPT2Names | LlamaNames:
     return (GPT2Names if is_gpt2_style(config) else LlamaNames)(config, tp)
+
+
+def tensor_table(config: ModelConfig, tp: int) -> tuple[TensorSharding, ...]:
+    """How every tensor of the model is divided over ``tp`` ranks, in the model's order; a tied tensor appears once."""
+    names = names_for(config, tp)
+    layouts = [names.embedding()]
+    if config.position_embedding_type == "learned_absolute":
+        layouts.append(names.positions())
+    for index in range(config.num_layers):
+        layouts += [layout for role in names.layer(index).values() for layout in role.values()]
+    layouts += [*names.final_norm().values(), names.head()]
+    return tuple(dict.fromkeys(piece.sharding for layout in layouts for piece in layout.pieces))

@@ -49,16 +49,14 @@ class _Embedding(torch.autograd.Function):
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, sink: WeightGradientSink | None = None) -> Tensor:
-    """input [..., i] @ weight [o, i]^T + bias [o] -> [..., o]. With a ``sink`` autograd returns no gradient of weight.
-    """
+    """input [..., i] @ weight [o, i]^T + bias [o] -> [..., o]. With a ``sink`` autograd has no gradient of weight."""
     if sink is None:
         return F.linear(input, weight, bias)
     return _Linear.apply(input, weight, bias, sink)
 
 
 def embedding(index: Tensor, weight: Tensor, sink: WeightGradientSink | None = None) -> Tensor:
-    """weight [v, h] gathered by index int64 [...] -> [..., h]. With a ``sink`` no dense [v, h] gradient is ever made.
-    """
+    """weight [v, h] gathered by index int64 [...] -> [..., h]. With a ``sink`` no dense [v, h] gradient is made."""
     if sink is None:
         return F.embedding(index, weight)
     return _Embedding.apply(index, weight, sink)

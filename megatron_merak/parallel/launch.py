@@ -31,9 +31,12 @@ def _number(name: str, default: str) -> int:
     return int(text)
 
 
-def world_size() -> int:
-    """Number of ranks that the launcher started, before any process group exists."""
-    return _number("WORLD_SIZE", "1")
+def position() -> tuple[int, int]:
+    """(rank, number of ranks) as the launcher says, before any process group exists. Raises LaunchError."""
+    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
+    if not 0 <= rank < size:
+        raise LaunchError("environment variable RANK", rank, f"WORLD_SIZE is {size}", "Start ranks with torchrun")
+    return rank, size
 
 
 def _device(backend: str, size: int) -> torch.device:
@@ -60,9 +63,7 @@ def launch(backend: str = "auto", timeout_minutes: float = 10, deterministic: bo
 
     ``deterministic``: only kernels that give the same bits every time; torch raises where there is none.
     """
-    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
-    if not 0 <= rank < size:
-        raise LaunchError("environment variable RANK", rank, f"WORLD_SIZE is {size}", "Start ranks with torchrun")
+    rank, size = position()
     device = _device(backend, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -12,9 +12,7 @@ from megatron_merak.planner.partition import partition
 from megatron_merak.planner.predict import step_time, timeline
 
 
-def plan(
-    config: Config, world_size: int, device: str = "cpu", shardings: tuple[TensorSharding, ...] = ()
-) -> Plan:
+def plan(config: Config, world_size: int, device: str = "cpu", shardings: tuple[TensorSharding, ...] = ()) -> Plan:
     """The plan of a native model with the degrees and schedule of ``config``, its layers cut into stages by cost.
 
     ``device`` is a name that ``cluster.find_device`` knows. Raises ConfigError for degrees and sizes that do not fit

@@ -73,7 +73,7 @@ class State:
 
     def leftovers(self) -> list[str]:
         """What a finished micro-batch should not have left behind."""
-        return [*self.works, *self.grads, *self.pending, *(f"tape of unit {s.unit}" for s in self.tape)]
+        return [*self.values, *self.works, *self.grads, *self.pending, *(f"tape of unit {s.unit}" for s in self.tape)]
 
 
 class Engine:
@@ -104,20 +104,20 @@ class Engine:
         """Who reads a value last, in the forward and in the recomputation of its unit."""
         unit_of = {o.value: s.unit for s in self.segments for o in s.outs}
         last = {i.value: s for s in self.segments for i in s.ins}
-        kept = {
+        self._kept = frozenset(
             i.value for s in self.segments for i in s.ins if s.unit in self.recompute and unit_of.get(i.value) != s.unit
-        }
+        )
         self._dies: dict[Segment, list[str]] = {s: [] for s in self.segments}
         self._dies_again: dict[Segment, list[str]] = {s: [] for s in self.segments}
         for name, segment in last.items():
-            if name not in outputs and name not in kept:
+            if name not in outputs:
                 self._dies[segment].append(name)
         first_reader = {i.value: s.unit for s in reversed(self.segments) for i in s.ins}
         for unit in self.recompute:
             readers = {i.value: s for s in self._by_unit[unit] for i in s.ins}
             for name, segment in readers.items():
                 # Units recompute last to first: a kept input dies with the first unit that reads it.
-                if name not in kept or first_reader[name] == unit:
+                if name not in self._kept or first_reader[name] == unit:
                     self._dies_again[segment].append(name)
         self._inner = {unit: frozenset(i.value for s in ss for i in s.ins) for unit, ss in self._by_unit.items()}
 
@@ -126,7 +126,8 @@ class Engine:
         for segment in self.segments:
             self._forward(state, segment, tape=state.training and segment.unit not in self.recompute)
             for name in self._dies[segment]:
-                state.values.pop(name, None)
+                if not (state.training and name in self._kept):
+                    state.values.pop(name, None)
 
     def backward(self, state: State, done: Callable[[Segment], None] | None = None) -> None:
         """Run the segments in reverse, recomputing what has no tape. Gradients of the outputs are already in ``state``.

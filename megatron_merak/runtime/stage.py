@@ -100,7 +100,7 @@ class Stage:
             shard = self.mesh.tp_rank if segment.sharded else 0
             self.generator.manual_seed(derive_seed(self.seed, step, place, segment.unit, segment.index, shard))
 
-        state = self.states[microbatch] = State(Common(self.prelude(batch), seed), training)
+        state = self.states[microbatch] = State(Common(self.prelude(batch), seed if training else None), training)
         return state
 
     def forward(self, microbatch: int) -> None:

@@ -56,8 +56,7 @@ def local_terms(logits: Tensor, maximum: Tensor, target: Tensor, start: int, smo
 
 
 def loss_from_terms(terms: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """fp32 [2 or 4, ...] summed over ranks -> loss [...]; smoothing spreads over the other classes that are not masked.
-    """
+    """fp32 [2 or 4, ...] summed over ranks -> loss [...]; smoothing spreads over the other unmasked classes."""
     log_sum = terms[0].log()
     loss = log_sum - terms[1]
     if label_smoothing > 0:

@@ -54,8 +54,7 @@ class RngTracker:
 
 
 def model_parallel_seed(seed: int, tp_rank: int, device: torch.device) -> RngTracker:
-    """Seed the default stream with ``seed`` and the model-parallel one with seed + 2718 + tp_rank (Megatron-LM's rule).
-    """
+    """Seed the default stream with ``seed`` and the model-parallel one with seed + 2718 + tp_rank, as Megatron-LM."""
     tracker = RngTracker(device)
     tracker.generator.manual_seed(seed)
     tracker.add(MODEL_PARALLEL, seed + 2718 + tp_rank)

@@ -11,9 +11,10 @@ from ..checkpoint.store import Shard
 from ..config import Config
 from ..models.gpt import Prelude, Unit, build_unit
 from ..models.layers import Placement
+from ..models.names import tensor_table
 from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
 from ..parallel.mesh import Mesh, new_groups
-from ..plan import Plan
+from ..plan import Plan, TensorSharding
 from ..runtime.stage import Stage
 from ..tensor_parallel.layout import ParameterLayout
 from .materialize import initialise
@@ -43,6 +44,11 @@ class Model:
             for piece, view in layout.views(self.buffer.view(flat, name), mesh.tp_rank, tp):
                 tensor = piece.sharding
                 yield Shard(tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), view, owner)
+
+
+def tensors(config: Config) -> tuple[TensorSharding, ...]:
+    """The plan's table of tensors: how tensor parallelism divides each one of the model."""
+    return tensor_table(config.model, config.parallel.tensor_model_parallel_size)
 
 
 def key_of(layout: ParameterLayout) -> Key:

@@ -23,6 +23,7 @@ from ..pipeline_parallel.draw import draw
 from ..plan import Plan
 from ..planner import plan as make_plan
 from ..planner.cost import model_flops
+from .build import tensors
 from .pictures import draw_curve, measured_timeline
 from .report import Report, Throughput
 from .trainer import Trainer
@@ -36,7 +37,7 @@ def pretrain(config: Config, world: World) -> None:
         config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
     )
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    plan = make_plan(config, world.size, _known(name))
+    plan = make_plan(config, world.size, _known(name), tensors(config))
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     mesh = build_mesh(plan.grid, world.rank, world.device, timeout)
     _agree(config, mesh)
@@ -143,6 +144,9 @@ class Job:
         saved = trainer.iteration
         try:
             while trainer.iteration < train.train_iters:
+                if len(loader) == 0:
+                    reason = f"the training data ends at {loader.consumed_samples} samples"
+                    raise DataError("--train-iters", train.train_iters, reason, "Lower it, or give more data")
                 self._step(next(loader))
                 if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
                     saved = self._save()

@@ -84,8 +84,11 @@ def test_blended_items_come_from_their_datasets(tmp_path):
 def test_exhaustive_blended_dataset():
     parts = [mock_dataset(None, 0), mock_dataset(None, 1)]
     blend = BlendedDataset(parts, [len(part) for part in parts], None)
-    assert len(blend) == len(parts[0]) + len(parts[1]) == len(set(zip(
-        blend.dataset_index.tolist(), blend.dataset_sample_index.tolist(), strict=True)))
+    assert (
+        len(blend)
+        == len(parts[0]) + len(parts[1])
+        == len(set(zip(blend.dataset_index.tolist(), blend.dataset_sample_index.tolist(), strict=True)))
+    )
 
 
 def test_too_many_samples_of_one_dataset():

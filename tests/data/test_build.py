@@ -143,8 +143,17 @@ def test_stdlib_corpus(tmp_path, capsys):
 def test_preprocess_tool(tmp_path, capsys):
     tool = script("tools/preprocess_data.py")
     (tmp_path / "in.jsonl").write_text('{"text": "1 2"}\n{"text": "3"}\n')
-    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"),
-                 "--tokenizer-type", "NullTokenizer", "--vocab-size", "10", "--append-eod"]
+    arguments = [
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "10",
+        "--append-eod",
+    ]
     assert tool.main(arguments) == 0
     assert capsys.readouterr().out == "2 documents, 5 tokens, 0 skipped\n"
     (tmp_path / "in.jsonl").write_text("{\n")

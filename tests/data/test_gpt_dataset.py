@@ -127,7 +127,10 @@ def test_samples_read_the_stream(tmp_path):
         assert sample["position_ids"].tolist() == list(range(7))
         assert sample["loss_mask"].tolist() == [1.0] * 7
     assert {key: value.dtype for key, value in dataset[0].items()} == {
-        "tokens": torch.int64, "labels": torch.int64, "loss_mask": torch.float32, "position_ids": torch.int64,
+        "tokens": torch.int64,
+        "labels": torch.int64,
+        "loss_mask": torch.float32,
+        "position_ids": torch.int64,
     }
 
 
@@ -194,8 +197,11 @@ def test_cache_is_read_back(tmp_path):
         assert isinstance(getattr(mapped, name), np.memmap)
     names = sorted(path.name.split("-", 1)[1] for path in cache.iterdir())
     assert names == [
-        "GPTDataset-train-description.txt", "GPTDataset-train-document_index.npy", "GPTDataset-train-sample_index.npy",
-        "GPTDataset-train-shuffle_index.npy", "GPTDataset-train.lock",
+        "GPTDataset-train-description.txt",
+        "GPTDataset-train-document_index.npy",
+        "GPTDataset-train-sample_index.npy",
+        "GPTDataset-train-shuffle_index.npy",
+        "GPTDataset-train.lock",
     ]
 
 

@@ -47,8 +47,9 @@ def test_positions_are_megatrons():
     assert step[0]["tokens"].shape == (2, 2) and step[0]["loss_mask"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("micro_batch_size, dp_size, num_microbatches",
-                         [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (1, 4, 3)])
+@pytest.mark.parametrize(
+    "micro_batch_size, dp_size, num_microbatches", [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (1, 4, 3)]
+)
 @pytest.mark.parametrize("workers", [0, 3])
 def test_global_order_does_not_depend_on_the_layout(micro_batch_size, dp_size, num_microbatches, workers):
     steps = global_steps(50, micro_batch_size, dp_size, num_microbatches, workers=workers)

@@ -55,8 +55,15 @@ def their_datasets(prefixes, weights, split, sizes, cache, eod_mask_loss):
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     settings = GPTDatasetConfig(
-        random_seed=1234, sequence_length=16, blend=(prefixes, weights), split=split, path_to_cache=str(cache),
-        tokenizer=TheirTokenizer(), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=eod_mask_loss,
+        random_seed=1234,
+        sequence_length=16,
+        blend=(prefixes, weights),
+        split=split,
+        path_to_cache=str(cache),
+        tokenizer=TheirTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=eod_mask_loss,
         create_attention_mask=False,
     )
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()

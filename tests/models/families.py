@@ -10,17 +10,37 @@ from megatron_merak.training.materialize import take
 LENGTH, VOCABULARY = 12, 101
 
 GPT2 = ModelConfig(
-    num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=LENGTH, max_position_embeddings=16,
-    vocab_size=VOCABULARY, make_vocab_size_divisible_by=8, hidden_dropout=0, attention_dropout=0)
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=LENGTH,
+    max_position_embeddings=16,
+    vocab_size=VOCABULARY,
+    make_vocab_size_divisible_by=8,
+    hidden_dropout=0,
+    attention_dropout=0,
+)
 LLAMA = ModelConfig(
-    num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, group_query_attention=True,
-    num_query_groups=2, seq_length=LENGTH, vocab_size=VOCABULARY, make_vocab_size_divisible_by=8, swiglu=True,
-    position_embedding_type="rope", normalization="RMSNorm", disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True, hidden_dropout=0, attention_dropout=0)
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    seq_length=LENGTH,
+    vocab_size=VOCABULARY,
+    make_vocab_size_divisible_by=8,
+    swiglu=True,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0,
+    attention_dropout=0,
+)
 QWEN3 = replace(LLAMA, qk_layernorm=True, kv_channels=16, untie_embeddings_and_output_weights=False)
 QWEN2 = replace(LLAMA, add_qkv_bias=True)
-LLAMA31 = replace(
-    LLAMA, use_rope_scaling=True, rotary_base=500000, kv_channels=16, max_position_embeddings=131072)
+LLAMA31 = replace(LLAMA, use_rope_scaling=True, rotary_base=500000, kv_channels=16, max_position_embeddings=131072)
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "llama31": LLAMA31, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
@@ -31,20 +51,36 @@ def huggingface(name: str, seed: int = 0) -> torch.nn.Module:
     c = FAMILIES[name]
     if name == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=c.num_layers, n_embd=c.hidden_size, n_head=c.num_attention_heads, n_positions=c.max_positions,
-            vocab_size=c.vocab_size)
+            n_layer=c.num_layers,
+            n_embd=c.hidden_size,
+            n_head=c.num_attention_heads,
+            n_positions=c.max_positions,
+            vocab_size=c.vocab_size,
+        )
         model = transformers.GPT2LMHeadModel(config)
     else:
         rope = {"rope_type": "default", "rope_theta": float(c.rotary_base)}
         if c.use_rope_scaling:
-            rope |= {"rope_type": "llama3", "factor": c.rope_scaling_factor, "low_freq_factor": 1.0,
-                     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+            rope |= {
+                "rope_type": "llama3",
+                "factor": c.rope_scaling_factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
         shape = {
-            "num_hidden_layers": c.num_layers, "hidden_size": c.hidden_size, "intermediate_size": c.ffn_size,
-            "num_attention_heads": c.num_attention_heads, "num_key_value_heads": c.query_groups,
-            "head_dim": c.head_dim, "vocab_size": c.vocab_size, "rms_norm_eps": c.norm_epsilon,
-            "max_position_embeddings": c.max_positions, "rope_parameters": rope,
-            "tie_word_embeddings": not c.untie_embeddings_and_output_weights}
+            "num_hidden_layers": c.num_layers,
+            "hidden_size": c.hidden_size,
+            "intermediate_size": c.ffn_size,
+            "num_attention_heads": c.num_attention_heads,
+            "num_key_value_heads": c.query_groups,
+            "head_dim": c.head_dim,
+            "vocab_size": c.vocab_size,
+            "rms_norm_eps": c.norm_epsilon,
+            "max_position_embeddings": c.max_positions,
+            "rope_parameters": rope,
+            "tie_word_embeddings": not c.untie_embeddings_and_output_weights,
+        }
         kind = {"qwen2": "Qwen2", "qwen3": "Qwen3"}.get(name, "Llama")
         model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**shape))
     generator = torch.Generator().manual_seed(seed)
@@ -62,8 +98,11 @@ def batch(samples: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
     text = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
     mask = (torch.rand(samples, LENGTH, generator=generator) > 0.2).float()
     return {
-        "tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "loss_mask": mask,
-        "position_ids": torch.arange(LENGTH).expand(samples, -1).contiguous()}
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "loss_mask": mask,
+        "position_ids": torch.arange(LENGTH).expand(samples, -1).contiguous(),
+    }
 
 
 def reference(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:

@@ -145,8 +145,12 @@ def test_recomputation_changes_no_bit(measured, name, tp):
 def test_every_tensor_of_the_family_has_a_layout():
     for name, config in FAMILIES.items():
         units = [build_unit(i, config, Placement()) for i in range(config.num_layers + 2)]
-        named = {piece.sharding.name: piece.sharding.shape for unit in units for layout in unit.layouts.values()
-                 for piece in layout.pieces}
+        named = {
+            piece.sharding.name: piece.sharding.shape
+            for unit in units
+            for layout in unit.layouts.values()
+            for piece in layout.pieces
+        }
         assert named == {key: tuple(p.shape) for key, p in huggingface(name).named_parameters()}
         for unit in units:
             assert set(unit.layouts) == {local for local, _ in unit.named_parameters()}

@@ -19,9 +19,15 @@ def rope(base, rotary_dim, **scaling):
     return config
 
 
-@pytest.mark.parametrize(("base", "dim", "factor", "original"), [
-    (10000, 64, None, 8192), (500000.0, 128, 8.0, 8192), (500000.0, 64, 32.0, 8192), (10000.0, 32, 4.0, 512),
-])
+@pytest.mark.parametrize(
+    ("base", "dim", "factor", "original"),
+    [
+        (10000, 64, None, 8192),
+        (500000.0, 128, 8.0, 8192),
+        (500000.0, 64, 32.0, 8192),
+        (10000.0, 32, 4.0, 512),
+    ],
+)
 def test_angles_are_huggingfaces(base, dim, factor, original):
     scaling = {} if factor is None else LLAMA31 | {"factor": factor, "original_max_position_embeddings": original}
     config = rope(base, dim, **scaling)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.errors import LaunchError
-from megatron_merak.parallel.launch import World, launch, leave, world_size
+from megatron_merak.parallel.launch import World, launch, leave, position
 from tests.ranks import run_ranks
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -22,20 +22,23 @@ def no_launcher(monkeypatch):
 
 def test_without_torchrun_a_process_is_alone():
     world = launch("gloo")
-    assert world == World(0, 1, torch.device("cpu")) and world.is_last and world_size() == 1
+    assert world == World(0, 1, torch.device("cpu")) and world.is_last and position() == (0, 1)
     assert not dist.is_initialized()
     leave(world)
 
 
-@pytest.mark.parametrize(("variables", "words"), [
-    ({"RANK": "one"}, ["environment variable RANK 'one'", "not a number"]),
-    ({"WORLD_SIZE": "-2"}, ["environment variable WORLD_SIZE '-2'", "not a number"]),
-    ({"RANK": ""}, ["environment variable RANK ''"]),
-    ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK 4", "WORLD_SIZE is 4"]),
-    ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
-    ({"RANK": "0", "WORLD_SIZE": "2"}, ["environment variable MASTER_ADDR (unset)", "torchrun"]),
-    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, ["environment variable MASTER_PORT"]),
-])
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "one"}, ["environment variable RANK 'one'", "not a number"]),
+        ({"WORLD_SIZE": "-2"}, ["environment variable WORLD_SIZE '-2'", "not a number"]),
+        ({"RANK": ""}, ["environment variable RANK ''"]),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK 4", "WORLD_SIZE is 4"]),
+        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["environment variable MASTER_ADDR (unset)", "torchrun"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, ["environment variable MASTER_PORT"]),
+    ],
+)
 def test_variables_that_do_not_fit(monkeypatch, variables, words):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -15,18 +15,41 @@ from megatron_merak.plan import Grid
 from megatron_merak.planner.cost import gpt_units, model_flops, unit_costs
 
 GPT2 = ModelConfig(
-    num_layers=3, hidden_size=48, num_attention_heads=4, seq_length=16, max_position_embeddings=32, vocab_size=101,
-    make_vocab_size_divisible_by=1)
+    num_layers=3,
+    hidden_size=48,
+    num_attention_heads=4,
+    seq_length=16,
+    max_position_embeddings=32,
+    vocab_size=101,
+    make_vocab_size_divisible_by=1,
+)
 LLAMA = ModelConfig(
-    num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, group_query_attention=True,
-    num_query_groups=2, seq_length=16, vocab_size=101, make_vocab_size_divisible_by=1, position_embedding_type="rope",
-    normalization="RMSNorm", swiglu=True, disable_bias_linear=True, untie_embeddings_and_output_weights=True,
-    hidden_dropout=0, attention_dropout=0)
+    num_layers=3,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=8,
+    group_query_attention=True,
+    num_query_groups=2,
+    seq_length=16,
+    vocab_size=101,
+    make_vocab_size_divisible_by=1,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0,
+    attention_dropout=0,
+)
 QWEN2 = replace(LLAMA, add_qkv_bias=True, untie_embeddings_and_output_weights=False)
 QWEN3 = replace(LLAMA, qk_layernorm=True, kv_channels=16)
 SHAPE = {
-    "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "vocab_size": 101,
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
 }
 
 
@@ -130,18 +153,21 @@ def test_saved_bytes_equal_what_the_native_model_saves(name, dropout):
 def test_a_large_vocabulary_makes_the_head_outweigh_layers():
     """GPT-2's shape: measured on one core, the head takes 5.7 times as long as a layer."""
     model = ModelConfig(
-        num_layers=2, hidden_size=768, num_attention_heads=12, seq_length=512, vocab_size=50257, hidden_dropout=0)
+        num_layers=2, hidden_size=768, num_attention_heads=12, seq_length=512, vocab_size=50257, hidden_dropout=0
+    )
     _, layer, _, head = unit_costs(gpt_units(model, 1, 4, tp=1), find_cluster("cpu"), "float32", Grid())
     assert 4.5 < (head.forward + head.backward) / (layer.forward + layer.backward) < 7
 
 
 def test_the_optimizer_makes_the_embedding_cost_time():
     embedding, layer, _, head = unit_costs(
-        gpt_units(replace(GPT2, num_layers=2), 1, 4, tp=1), find_cluster("cpu"), "float32", Grid())
+        gpt_units(replace(GPT2, num_layers=2), 1, 4, tp=1), find_cluster("cpu"), "float32", Grid()
+    )
     assert embedding.step / layer.step == pytest.approx((101 + 32) * 48 / (12 * 48**2 + 13 * 48))
     assert head.shared_step == pytest.approx(embedding.step * 101 / 133)
     assert embedding.per_step(8, recompute=False) == pytest.approx(
-        8 * (embedding.forward + embedding.backward) + embedding.step)
+        8 * (embedding.forward + embedding.backward) + embedding.step
+    )
 
 
 def test_tensor_parallel_collectives_cost_time():
@@ -152,10 +178,17 @@ def test_tensor_parallel_collectives_cost_time():
     assert more == [(True, False), *[(True, True)] * 3, (False, True)]
 
 
-@pytest.mark.parametrize(("name", "row"), [
-    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA A100-SXM4-80GB", "A100"),
-    ("NVIDIA A100-PCIE-40GB", "A100 40GB"), ("NVIDIA H200", "H200"), ("cpu", "cpu"),
-])
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA H200", "H200"),
+        ("cpu", "cpu"),
+    ],
+)
 def test_devices_are_found_by_the_names_drivers_give(name, row):
     assert find_device(name).name == row
 

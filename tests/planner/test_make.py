@@ -25,10 +25,14 @@ FLAGS = """show --world-size 8 --num-layers 6 --hidden-size 64 --num-attention-h
 def config(tp=1, pp=1, layers=6, gbs=16, vocabulary=500, schedule="1f1b", recompute=None) -> Config:
     return Config(
         model=ModelConfig(
-            num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=vocabulary),
+            num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=vocabulary
+        ),
         parallel=ParallelConfig(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule,
-            recompute_granularity=recompute),
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            pipeline_schedule=schedule,
+            recompute_granularity=recompute,
+        ),
         train=TrainConfig(micro_batch_size=2, global_batch_size=gbs),
     )
 
@@ -115,13 +119,16 @@ def test_the_step_time_adds_up():
     assert step_time(owned, cluster, pipeline, True) == pytest.approx(pipeline.makespan + optimizer)
 
 
-@pytest.mark.parametrize(("mistake", "error"), [
-    (lambda: plan(config(pp=9), 9), ConfigError),
-    (lambda: plan(config(tp=2), 3), ConfigError),
-    (lambda: plan(config(tp=3), 3), ConfigError),
-    (lambda: plan(config(vocabulary=None), 1), ConfigError),
-    (lambda: plan(config(), 1, device="abacus"), PlanError),
-])
+@pytest.mark.parametrize(
+    ("mistake", "error"),
+    [
+        (lambda: plan(config(pp=9), 9), ConfigError),
+        (lambda: plan(config(tp=2), 3), ConfigError),
+        (lambda: plan(config(tp=3), 3), ConfigError),
+        (lambda: plan(config(vocabulary=None), 1), ConfigError),
+        (lambda: plan(config(), 1, device="abacus"), PlanError),
+    ],
+)
 def test_impossible_requests_are_told(mistake, error):
     with pytest.raises(error):
         mistake()
@@ -159,10 +166,22 @@ def test_the_tool_tells_mistakes_in_one_line():
 
 def test_sixteen_thousand_ranks():
     model = ModelConfig(
-        num_layers=126, hidden_size=16384, ffn_hidden_size=53248, num_attention_heads=128, group_query_attention=True,
-        num_query_groups=8, seq_length=8192, vocab_size=128256, position_embedding_type="rope", swiglu=True,
-        normalization="RMSNorm", disable_bias_linear=True, untie_embeddings_and_output_weights=True, hidden_dropout=0,
-        attention_dropout=0)
+        num_layers=126,
+        hidden_size=16384,
+        ffn_hidden_size=53248,
+        num_attention_heads=128,
+        group_query_attention=True,
+        num_query_groups=8,
+        seq_length=8192,
+        vocab_size=128256,
+        position_embedding_type="rope",
+        swiglu=True,
+        normalization="RMSNorm",
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        hidden_dropout=0,
+        attention_dropout=0,
+    )
     parallel = ParallelConfig(tensor_model_parallel_size=8, pipeline_model_parallel_size=16)
     train = TrainConfig(micro_batch_size=1, global_batch_size=2048, bf16=True)
     made = plan(Config(model=model, parallel=parallel, train=train), 16384, device="H100")

@@ -44,7 +44,8 @@ def test_extra_costs_shift_the_cuts():
 
 
 @pytest.mark.parametrize(
-    ("costs", "stages", "extra"), [([1, 1], 3, None), ([1], 0, None), ([1, -1], 1, None), ([1], 1, [1, 1])])
+    ("costs", "stages", "extra"), [([1, 1], 3, None), ([1], 0, None), ([1, -1], 1, None), ([1], 1, [1, 1])]
+)
 def test_impossible_partitions_are_plan_errors(costs, stages, extra):
     with pytest.raises(PlanError):
         partition(costs, stages, extra)

@@ -165,7 +165,8 @@ def residual_chain(alive, length):
     fn = tracked_add(alive)
     segments = [Segment(i, 0, fn, (In(f"h{i}"),), (Out(f"h{i + 1}"),)) for i in range(length)]
     last = Segment(
-        length, 0, lambda common, x: ((x * weight).sum(),), (In(f"h{length}"),), (Out("loss"),), parameters=(weight,))
+        length, 0, lambda common, x: ((x * weight).sum(),), (In(f"h{length}"),), (Out("loss"),), parameters=(weight,)
+    )
     return [*segments, last], weight
 
 
@@ -244,30 +245,65 @@ def edges(rank, world_size):
     def seg(index, fn, ins, outs):
         return Segment(0, index, fn, ins, outs, sharded=True)
 
-    run("sum", [seg(0, lambda c, x: (2 * x,), (In("x"),), (Out("y", "sum", True),)),
-                seg(1, lambda c, y: (y * y,), (In("y"),), (Out("z"),))], {"x": x}, {"z": one})
-    run("max", [seg(0, lambda c, x: (x * 1, -x.detach()), (In("x"),), (Out("y"), Out("m", "max", True))),
-                seg(1, lambda c, y, m: (y + m,), (In("y"), In("m", grad=False)), (Out("z"),))], {"x": x}, {"z": one})
+    run(
+        "sum",
+        [
+            seg(0, lambda c, x: (2 * x,), (In("x"),), (Out("y", "sum", True),)),
+            seg(1, lambda c, y: (y * y,), (In("y"),), (Out("z"),)),
+        ],
+        {"x": x},
+        {"z": one},
+    )
+    run(
+        "max",
+        [
+            seg(0, lambda c, x: (x * 1, -x.detach()), (In("x"),), (Out("y"), Out("m", "max", True))),
+            seg(1, lambda c, y, m: (y + m,), (In("y"), In("m", grad=False)), (Out("z"),)),
+        ],
+        {"x": x},
+        {"z": one},
+    )
     # A square root keeps its result for its backward: a reduction in place would spoil it.
     run("kept", [seg(0, lambda c, x: (x.sqrt(),), (In("x"),), (Out("y", "sum"),))], {"x": 4 * one}, {"y": one})
     run("partial", [seg(0, lambda c, x: (3 * x,), (In("x", reduce=True),), (Out("y"),))], {"x": x}, {"y": given})
     # One gradient tensor for both inputs and the output: reduced in place it would be summed thrice.
-    run("alias", [seg(0, lambda c, x, y: (x + y,), (In("x", reduce=True), In("y", reduce=True)), (Out("z"),))],
-        {"x": x, "y": x}, {"z": given})
+    run(
+        "alias",
+        [seg(0, lambda c, x, y: (x + y,), (In("x", reduce=True), In("y", reduce=True)), (Out("z"),))],
+        {"x": x, "y": x},
+        {"z": given},
+    )
     # Parts of one gradient, which the caller holds too.
-    run("views", [seg(0, lambda c, x, y: (torch.cat((x, y)),), (In("x", reduce=True), In("y", reduce=True)),
-                      (Out("z"),))], {"x": x[:1], "y": x[1:]}, {"z": given})
+    run(
+        "views",
+        [seg(0, lambda c, x, y: (torch.cat((x, y)),), (In("x", reduce=True), In("y", reduce=True)), (Out("z"),))],
+        {"x": x[:1], "y": x[1:]},
+        {"z": given},
+    )
     # The gradient of x is the one that a queued weight gradient still has to read.
     weight, y = torch.nn.Parameter(torch.ones(2, 2)), torch.tensor([[3.0, 4.0]])
     sink = WeightGradients({weight: torch.zeros(2, 2)})
-    fused = Segment(0, 0, lambda c, x, y: (2 * (ops.linear(y, weight, None, sink) + x),),
-                    (In("x", reduce=True), In("y")), (Out("z"),), (weight,), sharded=True)
+    fused = Segment(
+        0,
+        0,
+        lambda c, x, y: (2 * (ops.linear(y, weight, None, sink) + x),),
+        (In("x", reduce=True), In("y")),
+        (Out("z"),),
+        (weight,),
+        sharded=True,
+    )
     results["queued"] = run_edges(rank, [fused], {"x": x.view(1, 2), "y": y}, {"z": given.view(1, 2)}, sink)
     results["weight"] = sink.grads[weight].tolist()
-    run("readers", [seg(0, lambda c, x: (2 * x,), (In("x", reduce=True),), (Out("y"),)),
-                    seg(1, lambda c, x: (3 * x,), (In("x", reduce=True),), (Out("z"),)),
-                    seg(2, lambda c, x: (5 * x,), (In("x"),), (Out("w"),))],
-        {"x": x}, {"y": given, "z": given, "w": one})
+    run(
+        "readers",
+        [
+            seg(0, lambda c, x: (2 * x,), (In("x", reduce=True),), (Out("y"),)),
+            seg(1, lambda c, x: (3 * x,), (In("x", reduce=True),), (Out("z"),)),
+            seg(2, lambda c, x: (5 * x,), (In("x"),), (Out("w"),)),
+        ],
+        {"x": x},
+        {"y": given, "z": given, "w": one},
+    )
     assert torch.equal(one, torch.ones(2)) and torch.equal(given, one * (rank + 1)), "a given gradient was written to"
     return results
 

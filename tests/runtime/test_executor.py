@@ -49,8 +49,11 @@ class Rank:
     def __init__(self, case, rank, world_size):
         model = replace(FAMILIES[case.name], hidden_dropout=case.dropout, attention_dropout=case.dropout)
         parallel = ParallelConfig(
-            tensor_model_parallel_size=case.tp, pipeline_model_parallel_size=case.pp, pipeline_schedule=case.schedule,
-            recompute_granularity="full" if case.recompute else None)
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            pipeline_schedule=case.schedule,
+            recompute_granularity="full" if case.recompute else None,
+        )
         train = TrainConfig(micro_batch_size=2, global_batch_size=2 * MICROBATCHES, seed=5)
         config = Config(model=model, parallel=parallel, train=train)
         self.plan = plan(config, world_size)

@@ -20,8 +20,12 @@ def full():
         return torch.randint(-4, 5, shape, generator=generator).float()
 
     return {
-        "x": draw(3, 5, INPUT), "weight": draw(OUTPUT, INPUT), "bias": draw(OUTPUT), "upstream": draw(3, 5, OUTPUT),
-        "table": draw(VOCABULARY, INPUT), "ids": torch.randint(VOCABULARY, (3, 5), generator=generator),
+        "x": draw(3, 5, INPUT),
+        "weight": draw(OUTPUT, INPUT),
+        "bias": draw(OUTPUT),
+        "upstream": draw(3, 5, OUTPUT),
+        "table": draw(VOCABULARY, INPUT),
+        "ids": torch.randint(VOCABULARY, (3, 5), generator=generator),
     }
 
 

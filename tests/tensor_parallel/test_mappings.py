@@ -64,10 +64,15 @@ def test_strided_inputs():
         assert gathered == [[0, 3, 100, 103], [1, 4, 101, 104], [2, 5, 102, 105]]
 
 
-@pytest.mark.parametrize("fn", [
-    copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region,
-    scatter_to_tensor_model_parallel_region, gather_from_tensor_model_parallel_region,
-])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        copy_to_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        scatter_to_tensor_model_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    ],
+)
 def test_alone_each_is_the_identity(fn):
     x = torch.randn(3)
     assert fn(x, None) is x

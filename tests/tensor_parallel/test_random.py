@@ -9,11 +9,14 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("parts", "seed"), [
-    ((1234, "model.embed_tokens.weight"), 5037382704562241308),
-    ((1234, 7, 3, 2, 1, 0), 8279284213183234244),
-    ((0,), 2631537505891389924),
-])
+@pytest.mark.parametrize(
+    ("parts", "seed"),
+    [
+        ((1234, "model.embed_tokens.weight"), 5037382704562241308),
+        ((1234, 7, 3, 2, 1, 0), 8279284213183234244),
+        ((0,), 2631537505891389924),
+    ],
+)
 def test_derived_seeds_never_change(parts, seed):
     """A changed value would change every initial weight and dropout mask of every run."""
     assert derive_seed(*parts) == seed

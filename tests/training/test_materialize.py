@@ -57,7 +57,8 @@ def config_of(name, tp, pp, bf16=False):
     return Config(
         model=FAMILIES[name],
         parallel=ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp),
-        train=TrainConfig(micro_batch_size=1, global_batch_size=4, seed=7, bf16=bf16))
+        train=TrainConfig(micro_batch_size=1, global_batch_size=4, seed=7, bf16=bf16),
+    )
 
 
 def owned(name, rank, world_size, tp, pp, bf16=False):

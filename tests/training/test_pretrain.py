@@ -1,0 +1,81 @@
+"""pretrain_gpt.py as its users run it: alone and under torchrun, resumed, stopped by mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
+    --global-batch-size 8 --lr 1e-2 --mock-data --vocab-size 60 --log-interval 2 --eval-iters 1 --hidden-dropout 0
+    --attention-dropout 0"""
+
+
+def pretrain(flags: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *torchrun, str(ROOT / "pretrain_gpt.py"), *SMALL.split(), *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def losses(path: Path, kind: str = "train") -> dict[int, float]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["iteration"]: row["loss"] for row in rows if row["kind"] == kind}
+
+
+def test_one_process_and_four_tell_the_same_story(tmp_path):
+    alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
+    told = pretrain(f"--train-iters 6 --metrics {alone}").stdout
+    pretrain(
+        f"--train-iters 6 --metrics {together} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        f"--timeline {tmp_path}/timeline.png --curve {tmp_path}/curve.png",
+        ranks=4,
+    )
+    assert losses(together) == pytest.approx(losses(alone), abs=1e-5) and len(losses(alone)) == 6
+    assert losses(together, "valid") == pytest.approx(losses(alone, "valid"), abs=1e-5)
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("timeline.png", "curve.png"))
+    assert "iteration        6/       6 | consumed samples:           48 |" in told
+    assert "--adam-beta2 0.95 (Megatron-LM: 0.999)" in told
+
+
+def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
+    unbroken, first, second = (tmp_path / f"{name}.jsonl" for name in ("unbroken", "first", "second"))
+    layout = "--train-iters 6 --pipeline-model-parallel-size 2 --hidden-dropout 0.1"
+    pretrain(f"{layout} --metrics {unbroken}", ranks=2)
+    pretrain(f"{layout} --metrics {first} --save {tmp_path}/c --exit-interval 3", ranks=2)
+    pretrain(f"{layout} --metrics {second} --save {tmp_path}/c --load {tmp_path}/c", ranks=2)
+    assert losses(first) | losses(second) == losses(unbroken)
+    assert sorted(losses(second)) == [4, 5, 6]
+
+
+def test_another_layout_resumes(tmp_path):
+    pretrain(f"--train-iters 2 --save {tmp_path}/c --metrics {tmp_path}/m", ranks=2)
+    told = pretrain(f"--train-iters 4 --save {tmp_path}/c --load {tmp_path}/c --metrics {tmp_path}/m").stdout
+    assert "loaded the checkpoint of iteration 2" in told
+    assert sorted(losses(tmp_path / "m")) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "told"),
+    [
+        ("--train-iters 2 --tensor-model-parallel-size 2", 3, "the number of ranks 3"),
+        ("--train-iters 2 --load nowhere --exit-on-missing-checkpoint", 2, "it holds no complete checkpoint"),
+        ("--train-iters 2 --metrics /dev/null/x", 2, "--metrics /dev/null/x"),
+    ],
+)
+def test_a_mistake_ends_every_rank_with_one_line_each(flags, ranks, told):
+    done = pretrain(flags, ranks, check=False)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rank ") and told in line]
+    assert len(lines) == ranks, done.stderr
+
+
+def test_another_seed_does_not_resume(tmp_path):
+    pretrain(f"--train-iters 1 --save {tmp_path}/c")
+    done = pretrain(f"--train-iters 2 --load {tmp_path}/c --seed 7", check=False)
+    assert done.returncode == 1 and "--seed 7: the checkpoint's run has seed 1234" in done.stderr

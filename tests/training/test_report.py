@@ -1,0 +1,58 @@
+"""The console line that tools read, and the records behind it."""
+
+import io
+import json
+from datetime import datetime
+
+import pytest
+
+from megatron_merak.config import LoggingConfig
+from megatron_merak.errors import ConfigError
+from megatron_merak.training.pictures import draw_curve
+from megatron_merak.training.report import Interval, Report, Throughput, console_line
+from megatron_merak.training.trainer import StepReport
+
+WORK = Throughput(samples=8, tokens=1024, flops=4 * 10**12, ranks=2, peak=10**13)
+INTERVAL = Interval(20, 100, 160, 0.5, 1e-3, 4.25, 1.0625, skipped=1, zeros=7)
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678)
+
+
+def test_the_line_has_megatrons_fields_in_megatrons_order():
+    assert console_line(INTERVAL, WORK, True, NOW) == (
+        " [2026-01-02 03:04:05.000678] iteration       20/     100 | consumed samples:          160 |"
+        " elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 4.0 |"
+        " learning rate: 1.000000E-03 |"
+        " global batch size:     8 | lm loss: 4.250000E+00 | loss scale: 1.0 | grad norm: 1.062 | num zeros: 7 |"
+        " number of skipped iterations:   1 | number of nan iterations:   1 |"
+        " tokens/s: 2048 | MFU: 40.0 % | ETA: 0:00:40 |"
+    )
+
+
+def test_without_a_known_peak_it_tells_the_rate():
+    work = Throughput(8, 1024, 4 * 10**9, 2, None)
+    assert "GFLOP/s per rank: 4.0 |" in console_line(INTERVAL, work, False, NOW)
+    assert "MFU" not in console_line(INTERVAL, work, False, NOW)
+
+
+def test_losses_are_means_over_good_steps_and_records_keep_all(tmp_path):
+    path, out = tmp_path / "logs" / "metrics.jsonl", io.StringIO()
+    report = Report(LoggingConfig(log_interval=2, metrics=str(path)), WORK, 4, out)
+    for iteration, loss, skipped in ((1, 3.0, False), (2, 1000.0, True), (3, 2.0, False), (4, 4.0, False)):
+        report.step(iteration, 8 * iteration, 0.5, StepReport(loss, 1.0, 1e-3, skipped))
+    report.note("valid", 4, loss=2.5)
+    report.close()
+    lines = out.getvalue().splitlines()
+    assert "lm loss: 3.000000E+00" in lines[0] and "skipped iterations:   1" in lines[0]
+    assert "lm loss: 3.000000E+00" in lines[1] and "skipped iterations:   0" in lines[1]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["kind"], row["iteration"], row["loss"]) for row in rows] == [
+        ("train", 1, 3.0), ("train", 2, 1000.0), ("train", 3, 2.0), ("train", 4, 4.0), ("valid", 4, 2.5)
+    ]  # fmt: skip
+    draw_curve(rows, tmp_path / "curve.png", {"unigram entropy": 3.5})
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--metrics .*cannot be written"):
+        Report(LoggingConfig(metrics=str(tmp_path / "file" / "metrics")), WORK, 4)
