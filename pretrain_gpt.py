@@ -10,11 +10,11 @@ import sys
 
 from megatron_merak.arguments import parse
 from megatron_merak.errors import MerakError
-from megatron_merak.parallel.launch import launch, leave, position
+from megatron_merak.parallel.launch import abandon, launch, leave, position
 from megatron_merak.training.pretrain import pretrain
 
 
-def main() -> int:
+def main() -> None:
     config = parse(description=__doc__)
     rank: int | str = "?"
     try:
@@ -24,12 +24,10 @@ def main() -> int:
         world = launch(parallel.distributed_backend, parallel.distributed_timeout_minutes, deterministic)
         pretrain(config, world)
     except MerakError as error:
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-        return 1
-    # Not after an error: a rank that failed alone would wait here for ranks that wait for it elsewhere.
+        sys.stderr.write(f"rank {rank}: {error}\n")
+        abandon(1)
     leave(world)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,10 @@
 """The process's side of torchrun: who am I, on which device, joining and leaving the job. Only here is it asked."""
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -85,3 +87,12 @@ def leave(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def abandon(status: int) -> NoReturn:
+    """End this process at once, without the other ranks: after an error some of them may wait for it elsewhere, and
+    connections that are still open abort the interpreter's own exit.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -73,7 +73,7 @@ class State:
 
     def leftovers(self) -> list[str]:
         """What a finished micro-batch should not have left behind."""
-        return [*self.values, *self.works, *self.grads, *self.pending, *(f"tape of unit {s.unit}" for s in self.tape)]
+        return [*self.works, *self.grads, *self.pending, *(f"tape of unit {s.unit}" for s in self.tape)]
 
 
 class Engine:
