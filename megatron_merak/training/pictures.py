@@ -47,9 +47,14 @@ def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str
         ("train", {"lw": 1.2, "color": "#2B6CB0"}),
         ("valid", {"marker": "o", "ms": 5, "color": "#C05621"}),
     ):
-        points = sorted((row["iteration"], row["loss"]) for row in rows if row["kind"] == kind and "loss" in row)
+        # A run that was killed and resumed did some iterations twice: the last time counts.
+        points = {row["iteration"]: row["loss"] for row in rows if row["kind"] == kind and "loss" in row}
         if points:
-            axes.plot(*zip(*points, strict=True), label={"train": "training", "valid": "validation"}[kind], **style)
+            axes.plot(
+                *zip(*sorted(points.items()), strict=True),
+                label={"train": "training", "valid": "validation"}[kind],
+                **style,
+            )
     for name, value in (levels or {}).items():
         axes.axhline(value, ls="--", lw=1, color="#718096")
         axes.annotate(
@@ -64,5 +69,4 @@ def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -24,6 +24,7 @@ from ..plan import Plan
 from ..planner import plan as make_plan
 from ..planner.cost import model_flops
 from .build import tensors
+from .outputs import check_outputs
 from .pictures import draw_curve, measured_timeline
 from .report import Report, Throughput
 from .trainer import Trainer
@@ -45,8 +46,9 @@ def pretrain(config: Config, world: World) -> None:
     if world.device.type == "cpu":
         keep_freed_memory()
     if world.rank == 0:
-        print(_opening(config, plan, world, precision), flush=True)
+        print(_opening(config, plan, world, precision, name), flush=True)
     with together(mesh.control, "cpu"):
+        check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)
     report = None
     with together(mesh.control, "cpu"):
@@ -55,12 +57,12 @@ def pretrain(config: Config, world: World) -> None:
     Job(config, plan, mesh, datasets, report).run()
 
 
-def _known(device: str) -> str:
-    """The planner's name for a device; one it does not know is planned as an H100, the ratios being what matters."""
+def _known(device: str, otherwise: str | None = "H100") -> str | None:
+    """The planner's name for a device, ``otherwise`` for one that it does not know: the ratios are what matters."""
     try:
         return find_device(device).name
     except PlanError:
-        return "H100"
+        return otherwise
 
 
 def _agree(config: Config, mesh: Mesh) -> None:
@@ -74,11 +76,14 @@ def _agree(config: Config, mesh: Mesh) -> None:
                     raise ConfigError(flag, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
 
 
-def _opening(config: Config, plan: Plan, world: World, precision: str) -> str:
+def _opening(config: Config, plan: Plan, world: World, precision: str, device: str) -> str:
     precision = f"fp32 matrix products at torch's '{precision}' precision" if config.train.dtype == "float32" else ""
     parts = [
         f"megatron_merak on {world.size} {world.device.type} rank(s) {precision}".rstrip(),
         deviation_report(config),
+        ""
+        if plan.device == _known(device, None)
+        else f"{device} is not in the table of devices: planned as {plan.device}",
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

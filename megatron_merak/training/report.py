@@ -5,7 +5,6 @@ import math
 import sys
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import TextIO
 
 from ..config import LoggingConfig
@@ -71,26 +70,15 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
 class Report:
     """Collects steps and writes lines; one rank of the job has one, the others none.
 
-    Raises ConfigError where a file cannot be opened or TensorBoard is not installed.
+    Raises ConfigError where TensorBoard is not installed; that files can be written was checked before.
     """
 
     def __init__(self, config: LoggingConfig, work: Throughput, train_iters: int, out: TextIO = sys.stdout):
         self.config, self.work, self.train_iters, self.out = config, work, train_iters, out
         self.records: list[dict] = []
         self._pending: list[dict] = []
-        self._metrics = self._open(config.metrics)
+        self._metrics = None if config.metrics is None else open(config.metrics, "a", buffering=1)
         self._board = self._tensorboard(config.tensorboard_dir)
-
-    def _open(self, path: str | None) -> TextIO | None:
-        if path is None:
-            return None
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            return open(path, "a", buffering=1)
-        except OSError as error:
-            raise ConfigError(
-                "--metrics", path, f"it cannot be written: {error}", "Name a file in a writable directory"
-            ) from error
 
     def _tensorboard(self, directory: str | None):
         if directory is None:
@@ -117,6 +105,8 @@ class Report:
         values = {k: v for k, v in asdict(report).items() if v is not None}
         self.note("train", iteration, consumed_samples=consumed_samples, seconds=seconds, **values)
         self._pending.append({"seconds": seconds, **values})
+        if report.skipped:
+            self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped")
         if iteration % self.config.log_interval == 0 or iteration == self.train_iters:
             self.print(
                 console_line(

@@ -66,6 +66,8 @@ def test_another_layout_resumes(tmp_path):
         ("--train-iters 2 --tensor-model-parallel-size 2", 3, "the number of ranks 3"),
         ("--train-iters 2 --load nowhere --exit-on-missing-checkpoint", 2, "it holds no complete checkpoint"),
         ("--train-iters 2 --metrics /dev/null/x", 2, "--metrics /dev/null/x"),
+        ("--train-iters 2 --save /dev/null/x", 2, "--save /dev/null/x"),
+        ("--train-iters 2 --timeline /dev/null/x.png", 2, "--timeline /dev/null/x.png"),
     ],
 )
 def test_a_mistake_ends_the_job_and_is_told_in_one_line(flags, ranks, told):
@@ -74,6 +76,7 @@ def test_a_mistake_ends_the_job_and_is_told_in_one_line(flags, ranks, told):
     lines = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     # torchrun ends the ranks that have not spoken yet when the first one exits.
     assert 1 <= len(lines) <= ranks and all(told in line for line in lines), done.stderr
+    assert "consumed samples" not in done.stdout
 
 
 def test_another_seed_does_not_resume(tmp_path):

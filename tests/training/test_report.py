@@ -6,14 +6,16 @@ from datetime import datetime
 
 import pytest
 
-from megatron_merak.config import LoggingConfig
+from megatron_merak.config import CheckpointConfig, Config, LoggingConfig, ModelConfig, TrainConfig
 from megatron_merak.errors import ConfigError
+from megatron_merak.training.outputs import check_outputs
 from megatron_merak.training.pictures import draw_curve
 from megatron_merak.training.report import Interval, Report, Throughput, console_line
 from megatron_merak.training.trainer import StepReport
 
 WORK = Throughput(samples=8, tokens=1024, flops=4 * 10**12, ranks=2, peak=10**13)
 INTERVAL = Interval(20, 100, 160, 0.5, 1e-3, 4.25, 1.0625, skipped=1, zeros=7)
+MODEL = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678)
 
 
@@ -35,13 +37,13 @@ def test_without_a_known_peak_it_tells_the_rate():
 
 
 def test_losses_are_means_over_good_steps_and_records_keep_all(tmp_path):
-    path, out = tmp_path / "logs" / "metrics.jsonl", io.StringIO()
+    path, out = tmp_path / "metrics.jsonl", io.StringIO()
     report = Report(LoggingConfig(log_interval=2, metrics=str(path)), WORK, 4, out)
     for iteration, loss, skipped in ((1, 3.0, False), (2, 1000.0, True), (3, 2.0, False), (4, 4.0, False)):
         report.step(iteration, 8 * iteration, 0.5, StepReport(loss, 1.0, 1e-3, skipped))
     report.note("valid", 4, loss=2.5)
     report.close()
-    lines = out.getvalue().splitlines()
+    lines = [line for line in out.getvalue().splitlines() if "consumed samples" in line]
     assert "lm loss: 3.000000E+00" in lines[0] and "skipped iterations:   1" in lines[0]
     assert "lm loss: 3.000000E+00" in lines[1] and "skipped iterations:   0" in lines[1]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -52,7 +54,30 @@ def test_losses_are_means_over_good_steps_and_records_keep_all(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path):
+def test_a_skipped_step_is_told_when_it_happens():
+    out = io.StringIO()
+    report = Report(LoggingConfig(log_interval=10), WORK, 10, out)
+    report.step(3, 24, 0.5, StepReport(2.0, float("nan"), 1e-3, True))
+    assert out.getvalue() == " iteration 3: the gradient norm is nan, the step was skipped\n"
+
+
+@pytest.mark.parametrize("flag", ["metrics", "timeline", "curve", "tensorboard_dir"])
+def test_places_that_cannot_be_written_are_told(tmp_path, flag):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--metrics .*cannot be written"):
-        Report(LoggingConfig(metrics=str(tmp_path / "file" / "metrics")), WORK, 4)
+    place = str(tmp_path / "file" / "x")
+    config = Config(model=MODEL, train=TrainConfig(micro_batch_size=1), logging=LoggingConfig(**{flag: place}))
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {place}: it cannot be written"):
+        check_outputs(config, reports=True)
+    check_outputs(config, reports=False)
+
+
+def test_a_directory_is_no_file_and_checkpoints_are_checked_on_every_rank(tmp_path):
+    train = TrainConfig(micro_batch_size=1)
+    with pytest.raises(ConfigError, match="--curve .* it is a directory"):
+        check_outputs(Config(model=MODEL, train=train, logging=LoggingConfig(curve=str(tmp_path))), reports=True)
+    (tmp_path / "file").touch()
+    for save in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="--save"):
+            check_outputs(Config(model=MODEL, train=train, checkpoint=CheckpointConfig(save=str(save))), reports=False)
+    check_outputs(Config(model=MODEL, train=train, checkpoint=CheckpointConfig(save=str(tmp_path / "new"))), False)
+    assert list((tmp_path / "new").iterdir()) == []

@@ -1,0 +1,39 @@
+"""Where a run writes is checked before the run: a path that fails after hours of training costs them all."""
+
+import tempfile
+from pathlib import Path
+
+from ..config import Config
+from ..errors import ConfigError
+
+
+def check_directory(flag: str, value: str, directory: Path) -> None:
+    """Make ``directory`` and write into it. Raises ConfigError that names ``flag`` and its ``value``."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"\0")
+    except OSError as error:
+        reason = f"it cannot be written ({error.strerror or error})"
+        raise ConfigError(flag, value, reason, "Name a path in a writable directory with free space") from error
+
+
+def check_file(flag: str, value: str) -> None:
+    """Check the place of a file that a run will make or replace. Raises ConfigError."""
+    if Path(value).is_dir():
+        raise ConfigError(flag, value, "it is a directory", "Name a file")
+    check_directory(flag, value, Path(value).parent)
+
+
+def check_outputs(config: Config, reports: bool) -> None:
+    """Check what this rank writes: checkpoints, and logs and pictures where it ``reports``. Raises ConfigError."""
+    if config.checkpoint.save is not None:
+        check_directory("--save", config.checkpoint.save, Path(config.checkpoint.save))
+    if not reports:
+        return
+    logging = config.logging
+    if logging.tensorboard_dir is not None:
+        check_directory("--tensorboard-dir", logging.tensorboard_dir, Path(logging.tensorboard_dir))
+    for flag, value in (("--metrics", logging.metrics), ("--timeline", logging.timeline), ("--curve", logging.curve)):
+        if value is not None:
+            check_file(flag, value)
