@@ -38,3 +38,7 @@ class DataError(MerakError):
 
 class CheckpointError(MerakError):
     """A checkpoint that is missing, incomplete, damaged or does not fit the model."""
+
+
+class TraceError(MerakError):
+    """A model whose forward cannot be captured as one graph, or would be captured wrongly."""

@@ -23,6 +23,16 @@ class Common(dict[str, torch.Tensor]):
 
 
 @dataclass(frozen=True)
+class Crossing:
+    """A value that enters or leaves a stage; ``grad``: a gradient comes back for it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool = True
+
+
+@dataclass(frozen=True)
 class In:
     """A value that a segment reads.
 

@@ -1,7 +1,6 @@
 """One pipeline stage: its units as segments, its micro-batches in flight, its part of each step's gradients."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,22 +9,13 @@ from torch import Tensor, nn
 from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import Plan
-from ..segment import Common, Segment, fuse
+from ..segment import Common, Crossing, Segment, fuse
 from ..tensor_parallel import default_generator, derive_seed
 from .engine import Engine, State
 from .grads import GradientReducer
 from .weights import WeightGradients
 
 LOSS = "loss"
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """A value that enters or leaves a stage."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Stage:
