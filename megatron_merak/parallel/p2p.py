@@ -7,6 +7,8 @@ from torch import Tensor
 from ..pipeline_parallel.ops import RECEIVES, Kind, Op, Schedule, ops_of
 from .mesh import Mesh, new_groups
 
+MOST_VALUES = 64  # that one transfer may carry
+
 
 class Pipes:
     """One rank's ends of all transfers of a schedule (with communication ops).
@@ -30,26 +32,27 @@ class Pipes:
             members = [[ranks[source], ranks[destination]] for ranks in replicas]
             self._groups[source, destination, kind] = new_groups(self.mesh.rank, members, self.mesh.timeout)
 
-    def _route(self, op: Op) -> dict:
+    def _route(self, op: Op, place: int) -> dict:
         source, destination, kind = channel = self.schedule.channel(op)
         other = self.mesh.peer(source if op.kind in RECEIVES else destination)
         if not self._by_tag:
             return {"group": self._groups[channel], "peer": other, "tag": 0}
         stage = op.stage if op.kind not in RECEIVES else op.counterpart().stage
-        tag = 2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B)
+        assert place < MOST_VALUES, f"{op} carries more than {MOST_VALUES} values"
+        tag = MOST_VALUES * (2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B)) + place
         return {"group": self.mesh.pp, "peer": other, "tag": tag}
 
-    def send(self, op: Op, tensor: Tensor) -> None:
-        """Start sending; the tensor must not change until ``finish``."""
-        route = self._route(op)
+    def send(self, op: Op, tensor: Tensor, place: int = 0) -> None:
+        """Start sending the ``place``-th value of an op; the tensor must not change until ``finish``."""
+        route = self._route(op, place)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, route["peer"], group=route["group"], tag=route["tag"])
         self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
         self._sent.append((work, tensor))
 
-    def receive(self, op: Op, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, dist.Work]:
-        """Post a receive; the tensor is valid once the work was waited for."""
-        route = self._route(op)
+    def receive(self, op: Op, shape: tuple[int, ...], dtype: torch.dtype, place: int = 0) -> tuple[Tensor, dist.Work]:
+        """Post the receive of an op's ``place``-th value; the tensor is valid once the work was waited for."""
+        route = self._route(op, place)
         tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
         return tensor, dist.irecv(tensor, route["peer"], group=route["group"], tag=route["tag"])
 

@@ -94,7 +94,8 @@ class Engine:
     ):
         self.segments, self.recompute, self.group, self.weights = tuple(segments), frozenset(recompute), group, weights
         self._token = torch.zeros((), requires_grad=True, device=device)
-        self._edges = {s: [get_gradient_edge(p) for p in s.parameters] for s in self.segments}
+        self._trained = {s: [p for p in s.parameters if p.requires_grad] for s in self.segments}
+        self._edges = {s: [get_gradient_edge(p) for p in trained] for s, trained in self._trained.items()}
         self._by_unit: dict[int, list[Segment]] = {}
         for segment in self.segments:
             self._by_unit.setdefault(segment.unit, []).append(segment)
@@ -128,6 +129,13 @@ class Engine:
             for name in self._dies[segment]:
                 if not (state.training and name in self._kept):
                     state.values.pop(name, None)
+
+    def take(self, state: State, name: str) -> Tensor:
+        """A value of ``outputs``; the state forgets it unless a recomputation will read it."""
+        if state.training and name in self._kept:
+            return state.value(name)
+        state.wait(name)
+        return state.values.pop(name)
 
     def backward(self, state: State, done: Callable[[Segment], None] | None = None) -> None:
         """Run the segments in reverse, recomputing what has no tape. Gradients of the outputs are already in ``state``.
@@ -191,7 +199,7 @@ class Engine:
         del roots, exits
         inputs = [i for i, edge in zip(segment.ins, entries, strict=True) if edge is not None]
         self._route(state, inputs, found[: len(wanted)], grads)
-        for parameter, grad in zip(segment.parameters, found[len(wanted) :], strict=True):
+        for parameter, grad in zip(self._trained[segment], found[len(wanted) :], strict=True):
             if grad is not None:
                 self.weights.add(parameter, grad)
         self.weights.drain()

@@ -10,17 +10,16 @@ from torch import Tensor
 from ..parallel.mesh import Mesh
 from ..parallel.p2p import Pipes
 from ..pipeline_parallel.ops import Kind, Op, Schedule, ops_of
-from .stage import LOSS, Stage
-
-Batch = Mapping[str, Tensor]
+from .program import LOSS
+from .stage import Batch, Stage
 
 
 @dataclass(frozen=True)
 class StepLoss:
     """What the last stage knows after a step: fp32 scalars, summed over this rank's micro-batches; None elsewhere.
 
-    total: sum of token losses. tokens: number of unmasked tokens. mean: sum over micro-batches of their mean token
-    loss.
+    total: sum of the micro-batches' losses, which are sums of token losses or complete. tokens: number of unmasked
+    tokens; of micro-batches where losses are complete. mean: sum over micro-batches of their mean token loss.
     """
 
     total: Tensor
@@ -63,9 +62,11 @@ class Executor:
     def run(self, batches: Sequence[Batch], step: int, training: bool = True) -> StepLoss | None:
         """Run every op in order; ``batches`` has one entry per micro-batch, on every rank.
 
-        ``training`` turns dropout on and adds gradients to ``main_grad``.
+        ``training`` turns dropout on and adds gradients to ``main_grad``. What the model hands out beside its loss is
+        in ``results`` afterwards, one dict per micro-batch, on the last stage.
         """
         self.batches, self.step, self.training, self.losses = batches, step, training, []
+        self.results: list[dict[str, Tensor]] = []
         for stage in self.stages.values():
             stage.start_run(training)
         for op in self.program:
@@ -80,9 +81,10 @@ class Executor:
 
     def _traced(self, stage: Stage, op: Op) -> None:
         """Note when a compute op ran, from the arrival of what it reads."""
-        border = stage.source if op.kind is Kind.F else stage.target
-        if border is not None:
-            self._state(stage, op).wait(border.name)
+        state = self._state(stage, op)
+        program = stage.program(op.microbatch)
+        for value in program.sources if op.kind is Kind.F else program.targets:
+            state.wait(value.name)
         began = time.perf_counter()
         self._handlers[op.kind](stage, op)
         self.trace.append((str(op), began, time.perf_counter()))
@@ -92,40 +94,54 @@ class Executor:
             return stage.states[op.microbatch]
         return stage.begin(op.microbatch, self.batches[op.microbatch], self.step, self.training)
 
+    def _is_last(self, stage: Stage) -> bool:
+        return stage.index == self.schedule.stages - 1
+
     def _forward(self, stage: Stage, op: Op) -> None:
-        state = self._state(stage, op)
+        self._state(stage, op)
         stage.forward(op.microbatch)
-        if stage.target is None:
-            total, tokens = state.values.pop(LOSS), state.common["loss_mask"].sum()
-            self.losses.append((total, tokens, total / tokens.clamp(min=1)))
-        if stage.target is None and not self.training:
+        if not self._is_last(stage):
+            return
+        found = {name: stage.result(op.microbatch, name) for name in stage.program(op.microbatch).results}
+        total, count = found.pop(LOSS), stage.count(op.microbatch)
+        self.losses.append((total, count, total / count.clamp(min=1)))
+        self.results.append(found)
+        if not self.training:
             stage.end(op.microbatch)
 
     def _backward(self, stage: Stage, op: Op) -> None:
         scale = None
-        if stage.target is None:
-            tokens = stage.states[op.microbatch].common["loss_mask"].sum().clamp(min=1)
+        if self._is_last(stage):
+            count = stage.count(op.microbatch).clamp(min=1)
             replicas = len(self.batches) * self.mesh.grid.dp
-            scale = torch.ones_like(tokens) if self.per_token else 1 / (tokens * replicas)
+            scale = torch.ones_like(count) if self.per_token else 1 / (count * replicas)
         stage.backward(op.microbatch, scale, op == self.last_backward[stage.index])
-        if stage.source is None:
+        if stage.index == 0:
             stage.end(op.microbatch)
 
     def _receive_activation(self, stage: Stage, op: Op) -> None:
-        state, value = self._state(stage, op), stage.source
-        state.arriving(value.name, *self.pipes.receive(op, value.shape, value.dtype))
+        state = self._state(stage, op)
+        for place, value in enumerate(stage.program(op.microbatch).sources):
+            state.arriving(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))
 
     def _receive_gradient(self, stage: Stage, op: Op) -> None:
-        value = stage.target
-        stage.states[op.microbatch].arriving_grad(value.name, *self.pipes.receive(op, value.shape, value.dtype))
+        state = stage.states[op.microbatch]
+        for place, value in enumerate(stage.program(op.microbatch).targets):
+            if value.grad:
+                state.arriving_grad(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))
 
     def _send_activation(self, stage: Stage, op: Op) -> None:
-        state = stage.states[op.microbatch]
-        self.pipes.send(op, state.values.pop(stage.target.name))
+        for place, value in enumerate(stage.program(op.microbatch).targets):
+            self.pipes.send(op, stage.result(op.microbatch, value.name), place)
         if not self.training:
             stage.end(op.microbatch)
 
     def _send_gradient(self, stage: Stage, op: Op) -> None:
-        grad = stage.states[op.microbatch].take_grad(stage.source.name)
-        self.pipes.send(op, grad)
+        state = stage.states[op.microbatch]
+        for place, value in enumerate(stage.program(op.microbatch).sources):
+            if value.grad:
+                grad = state.take_grad(value.name)
+                if grad is None:
+                    grad = torch.zeros(value.shape, dtype=value.dtype, device=self.mesh.device)
+                self.pipes.send(op, grad, place)
         stage.end(op.microbatch)

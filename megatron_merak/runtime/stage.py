@@ -1,116 +1,110 @@
-"""One pipeline stage: its units as segments, its micro-batches in flight, its part of each step's gradients."""
+"""One pipeline stage: the programs it runs and its micro-batches in flight."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
-from ..plan import Plan
-from ..segment import Common, Crossing, Segment, fuse
+from ..segment import Common, Segment
 from ..tensor_parallel import default_generator, derive_seed
 from .engine import Engine, State
-from .grads import GradientReducer
-from .weights import WeightGradients
+from .parameters import StageParameters
+from .program import LOSS, Program
 
-LOSS = "loss"
+Batch = Mapping[str, Tensor]
+
+
+class _Run:
+    """A program and the engine that runs it."""
+
+    def __init__(self, program: Program, recompute: Collection[int], held: StageParameters, mesh: Mesh):
+        self.program = program
+        self.engine = Engine(program.segments, recompute, program.outputs, mesh.tp, held.weights, mesh.device)
+        self.final = held.used_by(program.segments)
 
 
 class Stage:
     """Runs forwards and backwards of one stage's units.
 
-    units: modules with ``segments()``, whose parameters are views of ``buffer``; names: parameter -> its name there.
-    hidden: (shape, dtype) of the value that crosses stage borders. prelude: batch -> what segments share.
-    replicated: parameters of which every tensor-parallel rank holds all. ties: parameters that other stages hold as
-    well, with the group of the ranks that do.
+    program_for: (batch, training) -> the program for a micro-batch of that shape; asked again, it returns the same
+    object. recompute: units that keep no tape. mode: called with ``training`` before a schedule runs.
     """
 
     def __init__(
         self,
         index: int,
-        plan: Plan,
-        units: list[nn.Module],
-        buffer: ParameterBuffer,
-        names: Mapping[nn.Parameter, str],
-        prelude: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+        program_for: Callable[[Batch, bool], Program],
+        held: StageParameters,
+        recompute: Collection[int],
         mesh: Mesh,
-        hidden: tuple[tuple[int, ...], torch.dtype],
         seed: int,
-        overlap: bool = True,
-        replicated: Collection[str] = (),
-        ties: Sequence[tuple[str, dist.ProcessGroup]] = (),
+        mode: Callable[[bool], object] | None = None,
     ):
-        self.index, self.units, self.names, self.mesh, self.seed = index, nn.ModuleList(units), names, mesh, seed
-        self.prelude, self.generator = prelude, default_generator(mesh.device)
-        self.source = Crossing(units[0].source, *hidden) if index > 0 else None
-        self.target = Crossing(units[-1].target, *hidden) if index < len(plan.stages) - 1 else None
-        segments = [s for unit in units for s in (unit.segments() if mesh.tp is not None else [fuse(unit.segments())])]
-        self.weights = WeightGradients({p: buffer.grad(name) for p, name in names.items()})
-        for module in self.units.modules():
-            if hasattr(module, "sink"):
-                module.sink = self.weights
-        outputs = (LOSS,) if self.target is None else (self.target.name,)
-        self.engine = Engine(segments, plan.stages[index].recompute, outputs, mesh.tp, self.weights, mesh.device)
-        self.reducer = GradientReducer(buffer, mesh.dp, overlap)
-        first_use = {p: s for s in reversed(segments) for p in s.parameters}
-        self._final: dict[Segment, list[str]] = {}
-        for parameter, segment in first_use.items():
-            self._final.setdefault(segment, []).append(names[parameter])
+        self.index, self.program_for, self.held, self.recompute = index, program_for, held, recompute
+        self.mesh, self.seed, self.mode = mesh, seed, mode
+        self.generator = default_generator(mesh.device)
         self.states: dict[int, State] = {}
-        partial = {p for s in segments if s.sharded for p in s.parameters if names[p] in replicated}
-        self._partial = [name for p, name in names.items() if p in partial] if mesh.tp is not None else []
-        self._ties, self._buffer = ties, buffer
-
-    def start_step(self) -> None:
-        self._buffer.zero_grad()
-        self.reducer.start()
-
-    def finish_step(self) -> None:
-        """Make the gradients final: sum them over replicas, and where a parameter's gradient is in parts, over its
-        holders.
-        """
-        self.reducer.finish()
-        for name in self._partial:
-            dist.all_reduce(self._buffer.grad(name), group=self.mesh.tp)
-        for name, group in self._ties:
-            dist.all_reduce(self._buffer.grad(name), group=group)
+        self._runs: dict[Program, _Run] = {}
+        self._of: dict[int, _Run] = {}
 
     def start_run(self, training: bool) -> None:
         """Before the first op of a schedule; what an earlier run left behind when it failed is forgotten."""
-        self.units.train(training)
+        if self.mode is not None:
+            self.mode(training)
         self.states.clear()
+        self._of.clear()
 
-    def begin(self, microbatch: int, batch: Mapping[str, Tensor], step: int, training: bool) -> State:
+    def begin(self, microbatch: int, batch: Batch, step: int, training: bool) -> State:
         """Admit a micro-batch; ``batch`` is this stage's own copy, never sent."""
+        program = self.program_for(batch, training)
+        if program not in self._runs:
+            self._runs[program] = _Run(program, self.recompute, self.held, self.mesh)
+        self._of[microbatch] = self._runs[program]
         place = microbatch * self.mesh.grid.dp + self.mesh.dp_rank
 
         def seed(segment: Segment) -> None:
             shard = self.mesh.tp_rank if segment.sharded else 0
             self.generator.manual_seed(derive_seed(self.seed, step, place, segment.unit, segment.index, shard))
 
-        state = self.states[microbatch] = State(Common(self.prelude(batch), seed if training else None), training)
+        state = self.states[microbatch] = State(Common(program.prelude(batch), seed if training else None), training)
         return state
 
+    def program(self, microbatch: int) -> Program:
+        """The program of a micro-batch in flight."""
+        return self._of[microbatch].program
+
     def forward(self, microbatch: int) -> None:
-        self.engine.forward(self.states[microbatch])
+        self._of[microbatch].engine.forward(self.states[microbatch])
+
+    def result(self, microbatch: int, name: str) -> Tensor:
+        """Take a value that leaves this stage; what a recomputation still needs stays."""
+        return self._of[microbatch].engine.take(self.states[microbatch], name)
+
+    def count(self, microbatch: int) -> Tensor:
+        """fp32 scalar: the tokens that a micro-batch's loss is a sum over, 1 where it is complete."""
+        count = self.program(microbatch).count
+        if count is None:
+            return torch.ones((), device=self.mesh.device)
+        return count(self.states[microbatch].common)
 
     def backward(self, microbatch: int, loss_scale: Tensor | None, last: bool) -> None:
         """``loss_scale``: gradient of the step's loss with respect to this micro-batch's, on the last stage only.
 
         ``last``: no micro-batch follows in this step, so gradients become final as the segments finish.
         """
-        state = self.states[microbatch]
-        if self.target is None:
+        state, run = self.states[microbatch], self._of[microbatch]
+        if loss_scale is not None:
             state.add_grad(LOSS, loss_scale)
-        self.engine.backward(state, self._report if last else None)
 
-    def _report(self, segment: Segment) -> None:
-        for name in self._final.get(segment, ()):
-            self.reducer.ready(name)
+        def report(segment: Segment) -> None:
+            for name in run.final.get(segment, ()):
+                self.held.reducer.ready(name)
+
+        run.engine.backward(state, report if last else None)
 
     def end(self, microbatch: int) -> None:
         """Release a micro-batch."""
         left = self.states.pop(microbatch).leftovers()
+        del self._of[microbatch]
         assert not left, f"stage {self.index}, micro-batch {microbatch} leaves {left}"

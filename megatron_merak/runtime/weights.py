@@ -13,7 +13,8 @@ _CACHED_ROWS = 2048
 class WeightGradients:
     """The sink that parallel layers hand their weight gradients to.
 
-    grads: parameter -> its fp32 view of ``main_grad``. While ``deferred`` is set, matrix products wait for ``drain``.
+    grads: parameter -> its fp32 view of ``main_grad``; what is handed in for any other one (frozen) is dropped. While
+    ``deferred`` is set, matrix products wait for ``drain``.
     """
 
     def __init__(self, grads: Mapping[Tensor, Tensor]):
@@ -22,6 +23,8 @@ class WeightGradients:
         self._queue: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor) -> None:
+        if weight not in self.grads:
+            return
         # Detached: outside of a backward grad mode is on, and main_grad would silently become a graph.
         product = (self.grads[weight], grad_output.detach(), input.detach())
         if self.deferred:
@@ -30,8 +33,9 @@ class WeightGradients:
             self._accumulate(*product)
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
-        with torch.no_grad():
-            self.grads[weight].index_add_(0, index, grad_output.float())
+        if weight in self.grads:
+            with torch.no_grad():
+                self.grads[weight].index_add_(0, index, grad_output.float())
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         """A gradient that autograd returned (norms, biases), in the parameter's shape."""

@@ -15,7 +15,10 @@ from ..models.names import tensor_table
 from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
 from ..parallel.mesh import Mesh, new_groups
 from ..plan import Plan, TensorSharding
+from ..runtime.parameters import StageParameters
+from ..runtime.program import LOSS, Program
 from ..runtime.stage import Stage
+from ..segment import Common, Crossing, fuse
 from ..tensor_parallel.layout import ParameterLayout
 from .materialize import initialise
 
@@ -108,21 +111,40 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     ties = tuple(
         (n, groups[stages_of[key_of(layout)]]) for n, layout in layouts.items() if len(stages_of[key_of(layout)]) > 1
     )
-    stage = Stage(
-        index,
-        plan,
-        units,
+    held = StageParameters(
         buffer,
         {parameter: name for name, parameter in parameters.items()},
-        Prelude(model, mesh.device),
         mesh,
-        ((plan.micro_batch_size, model.seq_length, model.hidden_size), dtype),
-        config.train.seed,
+        frozenset(name for name, layout in layouts.items() if not layout.sharded),
+        ties,
         not config.parallel.no_overlap_grad_reduce,
-        replicated=frozenset(name for name, layout in layouts.items() if not layout.sharded),
-        ties=ties,
     )
+    modules = nn.ModuleList(units)
+    for module in modules.modules():
+        if hasattr(module, "sink"):
+            module.sink = held.weights
+    program = _program(units, len(chain), Prelude(model, mesh.device), mesh, plan, dtype)
+    recompute = plan.stages[index].recompute
+    stage = Stage(index, lambda batch, training: program, held, recompute, mesh, config.train.seed, modules.train)
     return Model(stage, buffer, layouts, mesh)
+
+
+def _program(units: list[Unit], chain: int, prelude: Prelude, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> Program:
+    """One hidden state crosses each border; the loss is a sum over tokens."""
+    hidden = ((plan.micro_batch_size, plan.sequence_length, prelude.config.hidden_size), dtype)
+    first, last = units[0].index == 0, units[-1].index == chain - 1
+    return Program(
+        tuple(s for unit in units for s in (unit.segments() if mesh.tp is not None else [fuse(unit.segments())])),
+        prelude,
+        () if first else (Crossing(units[0].source, *hidden),),
+        () if last else (Crossing(units[-1].target, *hidden),),
+        (LOSS,) if last else (),
+        _tokens,
+    )
+
+
+def _tokens(common: Common) -> torch.Tensor:
+    return common["loss_mask"].sum()
 
 
 def _entries(units: list[Unit], stages_of: dict[Key, tuple[int, ...]], index: int, mesh: Mesh):

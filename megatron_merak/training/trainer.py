@@ -56,10 +56,10 @@ class Trainer:
 
     def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
-        stage = self.model.stage
-        stage.start_step()
+        held = self.model.stage.held
+        held.start_step()
         loss = self.executor.run(batches, self.iteration)
-        stage.finish_step()
+        held.finish_step()
         if self.config.train.calculate_per_token_loss:
             tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum().to(self.mesh.device)
             self.model.buffer.main_grad.div_(self._over_replicas(tokens).clamp(min=1))

@@ -119,7 +119,7 @@ def _drawn(rank: int, world_size: int, case: Case) -> dict[tuple, torch.Tensor]:
     for step in range(2):
         for microbatch, batch in enumerate(replica_batch(case, step, mesh.dp_rank)[:2]):
             common = stage.begin(microbatch, batch, step, training=True).common
-            for segment in (s for unit in stage.units for s in unit.segments() if s.random):
+            for segment in (s for s in stage.program(microbatch).segments if s.random):
                 common.seed(segment)
                 place = microbatch * case.dp + mesh.dp_rank
                 drawn[step, place, segment.unit, segment.index, segment.sharded] = torch.rand(256)

@@ -65,9 +65,9 @@ class Rank:
 
     def step(self, number=3):
         """Loss and every gradient that this rank holds, by HuggingFace name and place."""
-        self.model.stage.start_step()
+        self.model.stage.held.start_step()
         loss = self.executor.run(self.batches, number)
-        self.model.stage.finish_step()
+        self.model.stage.held.finish_step()
         assert self.model.stage.states == {}
         shards = self.model.shards(self.model.buffer.main_grad)
         return loss, {(shard.name, shard.intervals): shard.tensor.clone() for shard in shards}

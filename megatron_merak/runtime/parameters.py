@@ -1,0 +1,62 @@
+"""The parameters of one stage over a training step: where their gradients add up and what makes these final."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from ..parallel.buffers import ParameterBuffer
+from ..parallel.mesh import Mesh
+from ..segment import Segment
+from .grads import GradientReducer
+from .weights import WeightGradients
+
+
+class StageParameters:
+    """Trainable parameters as views of ``buffer``.
+
+    names: parameter -> its name in the buffer. replicated: those of which every tensor-parallel rank holds all. ties:
+    those that other stages hold as well, with the group of the ranks that do. overlap: reduce gradients over replicas
+    while the backward runs.
+    """
+
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        names: Mapping[nn.Parameter, str],
+        mesh: Mesh,
+        replicated: Collection[str] = (),
+        ties: Sequence[tuple[str, dist.ProcessGroup]] = (),
+        overlap: bool = True,
+    ):
+        self.buffer, self.names, self.mesh = buffer, names, mesh
+        self.weights = WeightGradients({parameter: buffer.grad(name) for parameter, name in names.items()})
+        self.reducer = GradientReducer(buffer, mesh.dp, overlap)
+        self._replicated, self._ties = replicated, ties
+        self._partial: dict[str, None] = {}
+
+    def used_by(self, segments: Sequence[Segment]) -> dict[Segment, list[str]]:
+        """Admit the segments of a program. Returns the parameters that each one's backward uses last."""
+        first_use = {p: s for s in reversed(segments) for p in s.parameters if p in self.names}
+        last: dict[Segment, list[str]] = {}
+        for parameter, segment in first_use.items():
+            last.setdefault(segment, []).append(self.names[parameter])
+        if self.mesh.tp is not None:
+            used = (self.names[p] for s in segments if s.sharded for p in s.parameters if p in self.names)
+            self._partial |= {name: None for name in used if name in self._replicated}
+        return last
+
+    def start_step(self) -> None:
+        self.buffer.zero_grad()
+        self.reducer.start()
+
+    def finish_step(self) -> None:
+        """Make the gradients final: sum them over replicas, and where a parameter's gradient is in parts, over its
+        holders.
+        """
+        self.reducer.finish()
+        for name in self.buffer.slots:
+            if name in self._partial:
+                dist.all_reduce(self.buffer.grad(name), group=self.mesh.tp)
+        for name, group in self._ties:
+            dist.all_reduce(self.buffer.grad(name), group=group)
