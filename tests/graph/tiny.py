@@ -167,7 +167,7 @@ def example(name: str, batch: int = BATCH, length: int = LENGTH) -> dict[str, An
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random weights, each from its own name: vectors (norms, biases) around 0.5, as defaults of 0 and 1 hide defects."""
+    """Random weights, each from its own name; vectors (norms, biases) around 0.5: defaults of 0 and 1 hide defects."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(map(ord, name)) * 31 + len(name))
