@@ -1,4 +1,7 @@
-"""The command line, generated from the configuration: a field is a flag, the string below it the flag's help."""
+"""The command line, generated from the configuration: a field is a flag, the string below it the flag's help.
+
+Each entry script has a configuration class of its own; ``Config`` is pretrain_gpt.py's, and the default throughout.
+"""
 
 import argparse
 import ast
@@ -9,10 +12,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-from .config import Config, flag_name, nearest, value_type
+from .config import Config, HFConfig, RunConfig, flag_name, nearest, value_type
 from .errors import ConfigError
+
+Run = TypeVar("Run", bound=RunConfig)
+
+SCRIPTS: Mapping[type[RunConfig], str] = MappingProxyType({Config: "pretrain_gpt.py", HFConfig: "pretrain_hf.py"})
 
 _ALWAYS_SO = "Leave it out: this is always so here"
 _BY_COST = "Leave it out: the embedding, the layers and the output head are cut into stages by cost"
@@ -102,27 +109,29 @@ def shown(value: Any) -> str:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """The string literal below each field of ``cls``."""
-    (definition,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(definition, ast.ClassDef)
-    texts = {}
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            texts[field.target.id] = below.value.value
+    """The string literal below each field of ``cls``, inherited fields included."""
+    texts: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in zip(definition.body, definition.body[1:], strict=False):
+            told = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and told:
+                texts[field.target.id] = below.value.value
     return texts
 
 
-def sections() -> Iterator[tuple[str, type]]:
+def sections(config: type[RunConfig] = Config) -> Iterator[tuple[str, type]]:
     """The name and dataclass of each section of the configuration."""
-    for field in dataclasses.fields(Config):
+    for field in dataclasses.fields(config):
         yield field.name, field.type
 
 
 @functools.cache
-def flags() -> tuple[Flag, ...]:
+def flags(config: type[RunConfig] = Config) -> tuple[Flag, ...]:
     """Every flag, section by section."""
     found = []
-    for section, cls in sections():
+    for section, cls in sections(config):
         texts = field_texts(cls)
         for field in dataclasses.fields(cls):
             kind = value_type(cls, field.name)
@@ -130,15 +139,15 @@ def flags() -> tuple[Flag, ...]:
     return tuple(found)
 
 
-def deviations() -> list[tuple[str, Any, Any]]:
+def deviations(config: type[RunConfig] = Config) -> list[tuple[str, Any, Any]]:
     """(flag, our default, Megatron-LM's default) of each default that differs."""
-    return [(flag.name, flag.default, flag.metadata["megatron"]) for flag in flags() if flag.differs]
+    return [(flag.name, flag.default, flag.metadata["megatron"]) for flag in flags(config) if flag.differs]
 
 
-def deviation_report(config: Config) -> str:
+def deviation_report(config: RunConfig) -> str:
     """The defaults in effect in ``config`` that are not Megatron-LM's, one per line; empty when there are none."""
     lines = []
-    for flag in flags():
+    for flag in flags(type(config)):
         if flag.differs and getattr(getattr(config, flag.section), flag.field) == flag.default:
             ours, theirs = shown(flag.default), shown(flag.metadata["megatron"])
             lines.append(f"  {flag.name} {ours} (Megatron-LM: {theirs}). {flag.text}")
@@ -153,7 +162,7 @@ def help_text(flag: Flag) -> str:
     return f"{flag.text} [{shown(flag.default)}{theirs}]"
 
 
-def build_parser(description: str | None = None) -> argparse.ArgumentParser:
+def build_parser(description: str | None = None, config: type[RunConfig] = Config) -> argparse.ArgumentParser:
     """A parser of all flags, one group per section; a tool may add flags of its own before ``read``."""
     parser = argparse.ArgumentParser(
         usage="torchrun --nproc-per-node RANKS %(prog)s FLAGS",
@@ -165,9 +174,9 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         epilog="The default is shown in brackets, with Megatron-LM's where it differs.",
     )
     metavars = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
-    for section, cls in sections():
+    for section, cls in sections(config):
         group = parser.add_argument_group(section, inspect.getdoc(cls))
-        for flag in (flag for flag in flags() if flag.section == section):
+        for flag in (flag for flag in flags(config) if flag.section == section):
             options: dict[str, Any] = {"help": help_text(flag).replace("%", "%%"), "dest": flag.field}
             if flag.kind is bool:
                 options["action"] = "store_true"
@@ -193,13 +202,18 @@ def convert(flag: Flag, text: Any) -> Any:
     return tuple(text) if flag.kind is tuple else text
 
 
-def unknown_flags(tokens: Sequence[str], known: Sequence[str]) -> list[ConfigError]:
-    """One error for each token that is no flag: Megatron-LM's by name, others with the nearest of ``known``."""
+def unknown_flags(tokens: Sequence[str], known: Sequence[str], config: type[RunConfig]) -> list[ConfigError]:
+    """One error for each token that is no flag: Megatron-LM's and other scripts' by name, others with the nearest of
+    ``known``."""
     errors = []
+    elsewhere = {flag.name: script for other, script in SCRIPTS.items() if other is not config for flag in flags(other)}
     for token in (token.partition("=")[0] for token in tokens if re.match(r"-[^0-9.]", token)):
         if token in NOT_YET:
             reason = "is a Megatron-LM flag that megatron_merak does not have yet"
             errors.append(ConfigError("flag", token, reason, NOT_YET[token]))
+        elif token in elsewhere:
+            remedy = "Leave it out: --model knows the model's shape" if config is HFConfig else "Leave it out"
+            errors.append(ConfigError("flag", token, f"is a flag of {elsewhere[token]} only", remedy))
         else:
             close = nearest("--" + token.lstrip("-").replace("_", "-"), known)
             remedy = f"The nearest is {close}" if close else "See --help for all flags"
@@ -208,12 +222,14 @@ def unknown_flags(tokens: Sequence[str], known: Sequence[str]) -> list[ConfigErr
     return errors or [stray]
 
 
-def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
+def read(
+    parser: argparse.ArgumentParser, argv: Sequence[str], config: type[Run] = Config
+) -> tuple[Run, argparse.Namespace]:
     """The configuration in ``argv``, and the values of the flags that a tool added to ``parser``.
 
-    Raises ConfigError; its notes tell of further unknown flags.
+    ``config`` is the class that ``parser`` was built for. Raises ConfigError; its notes tell of further unknown flags.
     """
-    switches = [flag.name for flag in flags() if flag.kind is bool]
+    switches = [flag.name for flag in flags(config) if flag.kind is bool]
     try:
         namespace, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -221,25 +237,26 @@ def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Config, 
             raise ConfigError(error.argument_name, "with a value", "is a switch", "Give it alone") from None
         raise ConfigError(error.argument_name, "(no value)", error.message, "Give its value after it") from None
     if rest:
-        first, *others = unknown_flags(rest, [name for name in parser._option_string_actions if name.startswith("--")])
+        known = [name for name in parser._option_string_actions if name.startswith("--")]
+        first, *others = unknown_flags(rest, known, config)
         for error in others:
             first.add_note(str(error))
         raise first
-    values: dict[str, dict[str, Any]] = {section: {} for section, _ in sections()}
-    for flag in flags():
+    values: dict[str, dict[str, Any]] = {section: {} for section, _ in sections(config)}
+    for flag in flags(config):
         if hasattr(namespace, flag.field):
             values[flag.section][flag.field] = convert(flag, getattr(namespace, flag.field))
             delattr(namespace, flag.field)
-    missing = [flag.name for flag in flags() if flag.required and flag.field not in values[flag.section]]
+    missing = [flag.name for flag in flags(config) if flag.required and flag.field not in values[flag.section]]
     if missing:
         raise ConfigError(", ".join(missing), "(missing)", "needs a value", "Give it on the command line")
-    return Config.from_dict(values), namespace
+    return config.from_dict(values), namespace
 
 
-def parse(argv: Sequence[str] | None = None, description: str | None = None) -> Config:
+def parse(argv: Sequence[str] | None = None, description: str | None = None, config: type[Run] = Config) -> Run:
     """The configuration on the command line; a mistake in it is told on stderr and exits with status 2."""
-    parser = build_parser(description)
+    parser = build_parser(description, config)
     try:
-        return read(parser, sys.argv[1:] if argv is None else argv)[0]
+        return read(parser, sys.argv[1:] if argv is None else argv, config)[0]
     except ConfigError as error:
         parser.exit(2, "\n".join([str(error), *getattr(error, "__notes__", ())]) + "\n")

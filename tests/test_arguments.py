@@ -19,7 +19,15 @@ from megatron_merak.arguments import (
     sections,
     shown,
 )
-from megatron_merak.config import Config, ModelConfig, OptimizerConfig, TrainConfig
+from megatron_merak.config import (
+    Config,
+    HFConfig,
+    HFModelConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_merak.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,10 +36,14 @@ BASE_CONFIG = Config(
     model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32),
     train=TrainConfig(micro_batch_size=1),
 )
+HF_BASE = "--model m --seq-length 32 --micro-batch-size 1".split()
+HF_CONFIG = HFConfig(model=HFModelConfig(model="m", seq_length=32), train=TrainConfig(micro_batch_size=1))
+BASES = {Config: (BASE, BASE_CONFIG), HFConfig: (HF_BASE, HF_CONFIG)}
+scripts = pytest.mark.parametrize("kind", BASES, ids=["gpt", "hf"])
 
 
-def config_of(*tokens: str) -> Config:
-    return read(build_parser(), [*BASE, *tokens])[0]
+def config_of(*tokens: str, kind: type[RunConfig] = Config) -> RunConfig:
+    return read(build_parser(config=kind), [*BASES[kind][0], *tokens], kind)[0]
 
 
 def refusal(*tokens: str) -> ConfigError:
@@ -40,18 +52,21 @@ def refusal(*tokens: str) -> ConfigError:
     return caught.value
 
 
-def test_the_command_line_is_frozen():
-    """A flag that appears or disappears must be added to or removed from tests/flags.txt on purpose."""
-    assert sorted(flag.name for flag in flags()) == (ROOT / "tests" / "flags.txt").read_text().split()
+@pytest.mark.parametrize("kind, file", [(Config, "flags.txt"), (HFConfig, "flags_hf.txt")])
+def test_the_command_line_is_frozen(kind, file):
+    """A flag that appears or disappears must be added to or removed from the file on purpose."""
+    assert sorted(flag.name for flag in flags(kind)) == (ROOT / "tests" / file).read_text().split()
 
 
-def test_flag_names_are_unique():
-    assert len({flag.name for flag in flags()}) == len(flags())
+@scripts
+def test_flag_names_are_unique(kind):
+    assert len({flag.name for flag in flags(kind)}) == len(flags(kind))
 
 
-def test_every_flag_has_a_help_sentence_and_a_shown_default():
-    printed = "".join(build_parser().format_help().split())
-    for flag in flags():
+@scripts
+def test_every_flag_has_a_help_sentence_and_a_shown_default(kind):
+    printed = "".join(build_parser(config=kind).format_help().split())
+    for flag in flags(kind):
         assert flag.text.endswith(".") and len(flag.text) > 10
         default = "[required]" if flag.required else f"[{shown(flag.default)}"
         assert "".join(f"{flag.text}{default}".split()) in printed
@@ -72,8 +87,11 @@ def test_fields_without_text_are_seen_to_lack_it():
     assert set(field_texts(TrainConfig)) == set(TrainConfig.__dataclass_fields__)
 
 
-def test_nothing_given_but_the_required_flags_is_all_defaults():
-    assert config_of() == BASE_CONFIG
+@scripts
+def test_nothing_given_but_the_required_flags_is_all_defaults(kind):
+    config = config_of(kind=kind)
+    assert config == BASES[kind][1] and type(config) is kind
+    assert kind.from_dict(config.to_dict()) == config
 
 
 def test_each_type_of_value():
@@ -112,8 +130,11 @@ def typed(flag) -> list[str]:
     return [flag.name, *{int: ["7"], float: [number], str: ["text"], tuple: ["1", "p"]}[flag.kind]]
 
 
-@pytest.mark.parametrize("flag", flags(), ids=lambda flag: flag.field)
-def test_every_flag_reaches_its_field_and_no_other(flag):
+EVERY_FLAG = [(kind, flag) for kind in BASES for flag in flags(kind)]
+
+
+@pytest.mark.parametrize("kind, flag", EVERY_FLAG, ids=[f"{kind.__name__}-{flag.field}" for kind, flag in EVERY_FLAG])
+def test_every_flag_reaches_its_field_and_no_other(kind, flag):
     text = typed(flag)
     expected = {
         bool: lambda: True,
@@ -122,9 +143,27 @@ def test_every_flag_reaches_its_field_and_no_other(flag):
         str: lambda: text[-1],
         tuple: lambda: ["1", "p"],
     }[flag.kind]()
-    base = BASE_CONFIG.to_dict()
+    base = BASES[kind][1].to_dict()
     base[flag.section][flag.field] = expected
-    assert config_of(*text).to_dict() == base
+    assert config_of(*text, kind=kind).to_dict() == base
+
+
+def test_a_flag_of_the_other_script_is_refused_by_name():
+    with pytest.raises(ConfigError) as caught:
+        config_of("--num-layers", "3", kind=HFConfig)
+    assert str(caught.value) == (
+        "flag --num-layers: is a flag of pretrain_gpt.py only. Leave it out: --model knows the model's shape."
+    )
+    assert str(refusal("--trust-remote-code")) == (
+        "flag --trust-remote-code: is a flag of pretrain_hf.py only. Leave it out."
+    )
+
+
+def test_the_flags_that_the_scripts_share_mean_the_same():
+    native, captured = ({flag.name: flag for flag in flags(kind)} for kind in (Config, HFConfig))
+    differing = [name for name in native if name in captured and native[name] != captured[name]]
+    assert differing == ["--make-vocab-size-divisible-by", "--vocab-size"]
+    assert [flag.name for flag in flags() if flag.name not in captured and flag.section != "model"] == []
 
 
 @pytest.mark.parametrize(
@@ -172,8 +211,9 @@ def test_each_megatron_flag_that_is_not_here_is_refused_by_name():
         assert error.remedy and not hasattr(error, "__notes__")
 
 
-def test_refused_flags_and_their_remedies_agree_with_the_flags_there_are():
-    names = {flag.name for flag in flags()}
+@scripts
+def test_refused_flags_and_their_remedies_agree_with_the_flags_there_are(kind):
+    names = {flag.name for flag in flags(kind)}
     assert not names & NOT_YET.keys()
     named = {word.strip(",.:") for remedy in NOT_YET.values() for word in remedy.split() if word.startswith("--")}
     assert named and named <= names

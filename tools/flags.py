@@ -5,7 +5,8 @@ import inspect
 import sys
 from pathlib import Path
 
-from megatron_merak.arguments import NOT_YET, Flag, flags, sections, shown
+from megatron_merak.arguments import NOT_YET, SCRIPTS, Flag, flags, sections, shown
+from megatron_merak.config import RunConfig
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 
@@ -29,8 +30,44 @@ def _text(flag: Flag) -> str:
     return flag.text + (f" Choices: {', '.join(f'`{choice}`' for choice in choices)}." if choices else "")
 
 
+def _only(config: type[RunConfig]) -> list[Flag]:
+    """The flags of one script that the other has not, or has with another meaning."""
+    others = [flag for other in SCRIPTS if other is not config for flag in flags(other)]
+    return [flag for flag in flags(config) if flag not in others]
+
+
+def _rows(found: list[Flag]) -> list[str]:
+    head = [_row("flag", "default", "Megatron-LM, where it differs", "meaning"), _row(*["---"] * 4)]
+    return head + [_row(f"`{flag.name}`", _default(flag), _megatron(flag), _text(flag)) for flag in found]
+
+
+def _own_parts() -> list[str]:
+    lines = []
+    for config, script in SCRIPTS.items():
+        meanings = dict(sections(config))
+        lines += ["", f"## Of {script} alone"]
+        for section in dict.fromkeys(flag.section for flag in _only(config)):
+            own = [flag for flag in _only(config) if flag.section == section]
+            lines += ["", inspect.getdoc(meanings[section]) or "", "", *_rows(own)]
+    return lines
+
+
+def _common_parts() -> list[str]:
+    config, *others = SCRIPTS
+    own, lines = _only(config), []
+    for section, cls in sections(config):
+        shared = [flag for flag in flags(config) if flag.section == section and flag not in own]
+        if shared:
+            texts = {inspect.getdoc(cls), *(inspect.getdoc(dict(sections(other))[section]) for other in others)}
+            text = [inspect.getdoc(cls) or "", ""] if len(texts) == 1 else []
+            lines += ["", f"## {section}", "", *text, *_rows(shared)]
+    return lines
+
+
 def render() -> str:
     """The whole document."""
+    first, *others = SCRIPTS
+    every = [*flags(first), *(flag for config in others for flag in _only(config))]
     lines = [
         "# Flags",
         "",
@@ -46,24 +83,10 @@ def render() -> str:
     ]
     lines += [
         _row(f"`{flag.name}`", f"`{shown(flag.default)}`", f"`{shown(flag.metadata['megatron'])}`", flag.text)
-        for flag in flags()
+        for flag in every
         if flag.differs
     ]
-    for section, cls in sections():
-        lines += [
-            "",
-            f"## {section}",
-            "",
-            inspect.getdoc(cls) or "",
-            "",
-            _row("flag", "default", "Megatron-LM, where it differs", "meaning"),
-            _row(*["---"] * 4),
-        ]
-        lines += [
-            _row(f"`{flag.name}`", _default(flag), _megatron(flag), _text(flag))
-            for flag in flags()
-            if flag.section == section
-        ]
+    lines += _own_parts() + _common_parts()
     lines += ["", "## Megatron-LM's flags that are refused by name", "", _row("flag", "instead"), _row("---", "---")]
     lines += [_row(f"`{name}`", f"{remedy}.") for name, remedy in sorted(NOT_YET.items())]
     return "\n".join(lines) + "\n"

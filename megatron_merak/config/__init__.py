@@ -1,9 +1,11 @@
 """Every setting of a run: sections of typed fields, each field a command-line flag."""
 
-from .run import Config
+from .hf import HFModelConfig
+from .run import Config, HFConfig, RunConfig
 from .sections import (
     CheckpointConfig,
     DataConfig,
+    HFCheckpointConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
@@ -16,10 +18,14 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "HFCheckpointConfig",
+    "HFConfig",
+    "HFModelConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "RunConfig",
     "TrainConfig",
     "flag_name",
     "nearest",

@@ -92,7 +92,7 @@ def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
     return all(extent % size == 0 for extent in (model.num_attention_heads, model.query_groups, model.ffn_size))
 
 
-def _check_tensor_parallel(model: ModelConfig, size: int) -> None:
+def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     if tensor_parallel_fits(model, size):
         return
     heads, groups = model.num_attention_heads, model.query_groups
@@ -106,16 +106,18 @@ def _check_tensor_parallel(model: ModelConfig, size: int) -> None:
     raise ConfigError("--tensor-model-parallel-size", size, reason, f"Use {fitting}")
 
 
-def check_layout(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, world_size: int) -> None:
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    _check_tensor_parallel(model, tp)
-    if pp > model.num_layers + 2:
+def check_pipeline(model: ModelConfig, size: int) -> None:
+    if size > model.num_layers + 2:
         raise ConfigError(
             "--pipeline-model-parallel-size",
-            pp,
+            size,
             f"is more stages than the {model.num_layers + 2} units (embedding, {model.num_layers} layers, output head)",
             f"Use at most {model.num_layers + 2}",
         )
+
+
+def check_ranks(parallel: ParallelConfig, train: TrainConfig, world_size: int) -> None:
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world_size < 1 or world_size % (tp * pp):
         raise ConfigError(
             "the number of ranks",
@@ -203,6 +205,11 @@ def _check_weight_decay(optimizer: OptimizerConfig) -> None:
 
 
 def check_data(data: DataConfig, model: ModelConfig) -> None:
+    check_sources(data)
+    _check_tokenizer(data, model)
+
+
+def check_sources(data: DataConfig) -> None:
     parts = {
         "--train-data-path": data.train_data_path,
         "--valid-data-path": data.valid_data_path,
@@ -227,7 +234,6 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         )
     if not any(data.split_weights):
         raise ConfigError("--split", repr(data.split), "gives every part weight 0", "Write it like '969, 30, 1'")
-    _check_tokenizer(data, model)
 
 
 def _check_tokenizer(data: DataConfig, model: ModelConfig) -> None:
@@ -239,13 +245,7 @@ def _check_tokenizer(data: DataConfig, model: ModelConfig) -> None:
             "is needed with --tokenizer-type HuggingFaceTokenizer",
             "Give the tokenizer's directory or tokenizer.json",
         )
-    if kind != "HuggingFaceTokenizer" and data.tokenizer_model is not None:
-        raise ConfigError(
-            "--tokenizer-model",
-            data.tokenizer_model,
-            "is read only by a HuggingFaceTokenizer",
-            "Add --tokenizer-type HuggingFaceTokenizer, or leave it out",
-        )
+    check_tokenizer_model(data)
     if kind == "NullTokenizer" and model.vocab_size is None:
         raise ConfigError(
             "--vocab-size",
@@ -259,6 +259,16 @@ def _check_tokenizer(data: DataConfig, model: ModelConfig) -> None:
             "(missing)",
             "is needed to know the vocabulary",
             "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer with --vocab-size",
+        )
+
+
+def check_tokenizer_model(data: DataConfig) -> None:
+    if data.tokenizer_type != "HuggingFaceTokenizer" and data.tokenizer_model is not None:
+        raise ConfigError(
+            "--tokenizer-model",
+            data.tokenizer_model,
+            "is read only by a HuggingFaceTokenizer",
+            "Add --tokenizer-type HuggingFaceTokenizer, or leave it out",
         )
 
 

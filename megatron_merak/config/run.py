@@ -3,24 +3,36 @@
 import dataclasses
 from typing import Any, Self
 
-from .checks import check_checkpoint, check_data, check_layout, check_model, check_optimizer
+from .checks import (
+    check_checkpoint,
+    check_data,
+    check_model,
+    check_optimizer,
+    check_pipeline,
+    check_ranks,
+    check_sources,
+    check_tensor_parallel,
+    check_tokenizer_model,
+)
+from .hf import HFModelConfig
 from .sections import (
     CheckpointConfig,
     DataConfig,
+    HFCheckpointConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
-from .settings import known_keys
+from .settings import Section, known_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """A whole run, one section per concern."""
+class RunConfig:
+    """What the runs of all models have: one section per concern. ``model`` is refined by subclasses."""
 
-    model: ModelConfig
+    model: Section
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -47,12 +59,20 @@ class Config:
         """Check the settings against each other and against ``world_size`` ranks, without communicating; the remedy
         names the nearest values that work. ``training=False``, for planning, asks for neither data, tokenizer nor
         learning rate. Raises ConfigError."""
-        check_model(self.model)
-        check_layout(self.model, self.parallel, self.train, world_size)
+        self.check_model()
+        check_ranks(self.parallel, self.train, world_size)
         check_checkpoint(self.checkpoint)
         if training:
             check_optimizer(self.optimizer, self.train)
-            check_data(self.data, self.model)
+            self.check_data()
+
+    def check_model(self) -> None:
+        """Check the model section by itself and against the degrees of parallelism. Raises ConfigError."""
+        raise NotImplementedError
+
+    def check_data(self) -> None:
+        """Check where samples come from. Raises ConfigError."""
+        raise NotImplementedError
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections and their values as JSON has them; ``from_dict`` reads it back to an equal Config."""
@@ -68,3 +88,33 @@ class Config:
         types = {field.name: field.type for field in dataclasses.fields(cls)}
         known_keys("configuration", sections, types)
         return cls(**{name: section_type.from_dict(sections.get(name, {})) for name, section_type in types.items()})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """A run of the native GPT, whose shape is given by flags."""
+
+    model: ModelConfig
+
+    def check_model(self) -> None:
+        check_model(self.model)
+        check_tensor_parallel(self.model, self.parallel.tensor_model_parallel_size)
+        check_pipeline(self.model, self.parallel.pipeline_model_parallel_size)
+
+    def check_data(self) -> None:
+        check_data(self.data, self.model)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HFConfig(RunConfig):
+    """A run of a captured model, whose shape ``--model`` knows; what the shape decides is checked once it is read."""
+
+    model: HFModelConfig
+    checkpoint: HFCheckpointConfig = HFCheckpointConfig()
+
+    def check_model(self) -> None:
+        """Nothing to check before the model is read."""
+
+    def check_data(self) -> None:
+        check_sources(self.data)
+        check_tokenizer_model(self.data)

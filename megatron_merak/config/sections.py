@@ -122,6 +122,8 @@ class ParallelConfig(Section):
     """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size))."""
     recompute_granularity: str | None = setting(None, choices=("full",), not_yet=("selective",))
     """Recompute every layer in the backward pass instead of keeping its activations (unset: keep them)."""
+    device_memory_gb: float | None = setting(None, above=0, ours=True)
+    """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's, where it is known)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,6 +284,14 @@ class CheckpointConfig(Section):
     """Accepted and without effect: random numbers follow from --seed and the iteration, no state is saved."""
     exit_on_missing_checkpoint: bool = setting(False)
     """Stop when --load holds no checkpoint, instead of starting anew."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HFCheckpointConfig(CheckpointConfig):
+    """Saving and resuming."""
+
+    save_hf: str | None = setting(None, ours=True)
+    """Directory to write the trained model to, as from_pretrained of HuggingFace reads it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
