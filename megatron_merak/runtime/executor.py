@@ -103,7 +103,8 @@ class Executor:
         if not self._is_last(stage):
             return
         found = {name: stage.result(op.microbatch, name) for name in stage.program(op.microbatch).results}
-        total, count = found.pop(LOSS), stage.count(op.microbatch)
+        count = stage.count(op.microbatch)
+        total = found.pop(LOSS, torch.zeros_like(count))
         self.losses.append((total, count, total / count.clamp(min=1)))
         self.results.append(found)
         if not self.training:

@@ -1,0 +1,143 @@
+"""How a captured model is cut, divided and planned, and the programs that one rank runs of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import OptimizerConfig, ParallelConfig
+from ..graph.capture import capture
+from ..graph.captured import Captured
+from ..graph.cut import Chain, align, cut
+from ..graph.fuse import fuse
+from ..graph.measure import measure
+from ..graph.rewrite import rewrite
+from ..graph.shard import Sharding, TensorRules, shard
+from ..graph.split import Parts, split
+from ..parallel.mesh import Mesh
+from ..plan import Grid, Plan
+from ..planner import plan_chain
+from ..runtime.program import Program
+from ..tensor_parallel import group_rank
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CapturedSettings:
+    """What a captured model is trained with beside its data.
+
+    micro_batches: per step and replica, where a step does not say otherwise. dtype: of parameters and activations.
+    device: the planner's name of it. outputs: of the model's forward, what training hands out.
+    """
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    micro_batches: int = 1
+    seed: int = 1234
+    dtype: str = "float32"
+    device: str = "cpu"
+    graph_sharding: str = "cut"
+    tensor_parallel_rules: str = ""
+    vocabulary_multiple: int = 1
+
+
+def batch_size(batch: Batch) -> tuple[int, int]:
+    """Samples of a batch, and the length of its first sequence-like tensor (1 where there is none)."""
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0]
+    length = max((value.shape[1] for value in tensors if value.dim() > 1 and not value.is_floating_point()), default=1)
+    return tensors[0].shape[0], length
+
+
+def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+    """What of a batch a capture depends on."""
+    tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, Tensor)]
+    return tuple((name, tuple(value.shape), value.dtype) for name, value in tensors)
+
+
+class Blueprint:
+    """Everything about a model that follows from its graph; the same on every rank.
+
+    The first capture, of ``example``, decides how weights are divided and where the chain is cut; captures of other
+    shapes, and of evaluation, follow it. Raises TraceError and PlanError.
+    """
+
+    def __init__(self, model: nn.Module, example: Batch, settings: CapturedSettings, grid: Grid):
+        self.model, self.settings, self.grid = model, settings, grid
+        self.example = shapes_of(example)
+        self.captured = self._capture(example, training=True, outputs=("loss",))
+        self.chain = cut(self.captured, settings.graph_sharding)
+        self.sharding = shard(
+            self.captured, grid.tp, TensorRules.parse(settings.tensor_parallel_rules),
+            vocabulary_multiple=settings.vocabulary_multiple,
+        )  # fmt: skip
+        self.units = measure(self.captured, self.chain, self.sharding, grid.tp)
+        self.plan = self._plan(example)
+
+    def _capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
+        return capture(self.model, batch, training=training, dtype=DTYPES[self.settings.dtype], outputs=outputs)
+
+    def _plan(self, example: Batch) -> Plan:
+        samples, length = batch_size(example)
+        return plan_chain(
+            self.units, self.grid, self.settings.parallel, self.settings.micro_batches, samples, length,
+            self.settings.dtype, self.settings.device, tuple(self.sharding.tensors.values()),
+        )  # fmt: skip
+
+    def stages_of(self) -> dict[str, tuple[int, ...]]:
+        """The stages whose units use each parameter, ascending."""
+        held: dict[str, list[int]] = {}
+        for stage, part in enumerate(self.plan.stages):
+            for unit in part.units:
+                for name in self.chain.parameters[unit]:
+                    stages = held.setdefault(name, [])
+                    if stage not in stages:
+                        stages.append(stage)
+        return {name: tuple(stages) for name, stages in held.items()}
+
+    def parts(self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh) -> Parts:
+        """The work of ``stage`` on batches of this shape."""
+        if training and shapes_of(batch) == self.example:
+            return self._parts(self.captured, self.chain, self.sharding, stage, mesh)
+        captured = self._capture(batch, training, outputs)
+        chain = align(cut(captured, self.settings.graph_sharding), self.chain)
+        rules = TensorRules.parse(self.settings.tensor_parallel_rules)
+        sharding = shard(captured, self.grid.tp, rules, self.sharding.tensors, self.settings.vocabulary_multiple)
+        return self._parts(captured, chain, sharding, stage, mesh)
+
+    def _parts(self, captured: Captured, chain: Chain, sharding: Sharding, stage: int, mesh: Mesh) -> Parts:
+        rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.grid.tp)
+        fuse(rewritten.graph)
+        return split(rewritten, self.plan.stages[stage].units)
+
+
+class Programs:
+    """The programs of one stage, captured when a batch of a new shape comes.
+
+    wanted: the outputs that evaluation hands out.
+    """
+
+    def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, parameters: Mapping[str, nn.Parameter], sink):
+        self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
+        self.wanted: tuple[str, ...] = ("loss",)
+        self._made: dict[tuple, Program] = {}
+
+    def __call__(self, batch: Batch, training: bool) -> Program:
+        outputs = ("loss",) if training else self.wanted
+        key = (training, outputs, shapes_of(batch))
+        if key not in self._made:
+            self._made[key] = self._make(batch, training, outputs)
+        return self._made[key]
+
+    def _make(self, batch: Batch, training: bool, outputs: tuple[str, ...]) -> Program:
+        parts = self.blueprint.parts(batch, training, outputs, self.stage, self.mesh)
+        return Program(
+            tuple(parts.segments(self.parameters, self.sink)),
+            parts.prelude,
+            parts.sources,
+            parts.targets,
+            parts.results,
+        )
