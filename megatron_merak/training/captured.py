@@ -141,7 +141,7 @@ class CapturedTrainer:
 
     @torch.no_grad()
     def _materialise(self) -> None:
-        """Fill this rank's shards: from where the model was loaded, from the model itself, or by its own random rule."""
+        """Fill the shards: from where the model was loaded, from the model itself, or by its own random rule."""
         source = getattr(self.model, "merak_source", None) or ModelSource(self.model)
         available = frozenset(source.names())
         shards = list(self.shards())
