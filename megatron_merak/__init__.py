@@ -1,1 +1,26 @@
-"""megatron_merak: data x tensor x pipeline parallel training of transformers."""
+"""megatron_merak: data x tensor x pipeline parallel training of transformers.
+
+``import megatron_merak as mm`` loads nothing heavy; a public name is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_PUBLIC = {
+    "MerakArguments": "training.merak_arguments",
+    "MerakTrainer": "training.merak_trainer",
+    "from_pretrained": "checkpoint.hf",
+    "init_empty_weights": "graph.empty",
+}
+
+__all__ = ["MerakArguments", "MerakTrainer", "from_pretrained", "init_empty_weights"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])
