@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 ONE, PIPELINE, TENSOR, DATA = "one", "pp2", "tp2", "dp2"
 LAYOUTS = {ONE: (1, 1, 1), PIPELINE: (1, 2, 1), TENSOR: (2, 1, 1), DATA: (1, 1, 2)}
 PRECISIONS = ("fp32", "bf16")
+OURS = {"ours": "ours", "ours-captured": "ours_captured"}  # contestant -> its module
 PEER_OF = {ONE: "huggingface", PIPELINE: "torch-pipelining", TENSOR: "torch-tensor-parallel", DATA: "huggingface-ddp"}
 
 
@@ -76,8 +77,8 @@ class Case:
     @property
     def row(self) -> str:
         """What the table calls this contestant inside its group."""
-        if self.contestant == "ours":
-            return "ours"
+        if self.contestant in OURS:
+            return {"ours": "ours", "ours-captured": "ours, from HuggingFace's model"}[self.contestant]
         flavour = "tuned alike" if self.tuned else "out of the box"
         split = "" if self.first_stage_layers is None else f" (first stage: {self.first_stage_layers} layers)"
         return f"{self.contestant}, {flavour}{split}"
@@ -91,7 +92,7 @@ def all_cases(shape: ModelShape, splits: tuple[int, ...]) -> Iterator[Case]:
     """Every case, group by group. A tuned pipeline runs once per split in `splits`; the fastest one counts."""
     for precision in PRECISIONS:
         for layout, peer in PEER_OF.items():
-            yield Case("ours", layout, precision, tuned=True)
+            yield from (Case(name, layout, precision, tuned=True) for name in OURS)
             stock, tuned = Case(peer, layout, precision, False), Case(peer, layout, precision, True)
             if layout != PIPELINE:
                 yield from (stock, tuned)

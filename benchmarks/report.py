@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from cases import Case, ModelShape
+from cases import OURS, Case, ModelShape
 
 # Relative difference of losses allowed: on step 0 (same weights), on later steps.
 TOLERANCE = {"fp32": (1e-4, 1e-3), "bf16": (5e-3, 5e-3)}
@@ -91,22 +91,28 @@ def disagreements(series: list[Series]) -> list[str]:
 
 
 def ratios(series: list[Series], shape: ModelShape) -> list[dict[str, Any]]:
-    """Ours against each flavour of the peer in its group; of several tuned splits the fastest counts."""
-    result = []
-    ours = {one.case.group: one for one in series if one.case.contestant == "ours"}
+    """Each of ours against each flavour of the peer in its group (of several tuned splits the fastest counts), and
+    against ours with the native model."""
+    ours = [one for one in series if one.case.contestant in OURS]
     best: dict[tuple[str, bool], Series] = {}
     for one in series:
         key = (one.case.group, one.case.tuned)
-        if one.case.contestant != "ours" and (key not in best or one.step_ms().median < best[key].step_ms().median):
+        if one not in ours and (key not in best or one.step_ms().median < best[key].step_ms().median):
             best[key] = one
-    for (group, _), peer in best.items():
-        if group in ours:
-            mine, theirs = ours[group], peer
-            speed = theirs.step_ms().median / mine.step_ms().median
-            cpu = sum(s.median for s in theirs.cpu_ms()) / sum(s.median for s in mine.cpu_ms())
-            memory = max(theirs.peak_mib()) / max(mine.peak_mib())
-            result.append({"group": group, "peer": peer.case.row, "speed": speed, "cpu": cpu, "memory": memory})
-    return result
+    native = [one for one in ours if one.case.contestant == "ours"]
+    pairs = [(mine, other) for mine in ours for other in [*native, *best.values()]]
+    return [
+        compare(mine, other) for mine, other in pairs if mine is not other and mine.case.group == other.case.group
+        if mine.case.contestant != "ours" or other not in ours
+    ]  # fmt: skip
+
+
+def compare(mine: Series, theirs: Series) -> dict[str, Any]:
+    speed = theirs.step_ms().median / mine.step_ms().median
+    cpu = sum(s.median for s in theirs.cpu_ms()) / sum(s.median for s in mine.cpu_ms())
+    memory = max(theirs.peak_mib()) / max(mine.peak_mib())
+    rows = {"group": mine.case.group, "ours": mine.case.row, "peer": theirs.case.row}
+    return rows | {"speed": speed, "cpu": cpu, "memory": memory}
 
 
 def table(series: list[Series], shape: ModelShape) -> str:
@@ -122,7 +128,7 @@ def table(series: list[Series], shape: ModelShape) -> str:
         lines.append(f"{one.case.group:10} {one.case.row:58} {numbers}")
     for ratio in ratios(series, shape):
         lines.append(
-            f"{ratio['group']}: ours is {ratio['speed']:.2f}x the tokens/s of {ratio['peer']} "
+            f"{ratio['group']}: {ratio['ours']} is {ratio['speed']:.2f}x the tokens/s of {ratio['peer']} "
             f"(CPU time {ratio['cpu']:.2f}x less, memory of the largest rank {ratio['memory']:.2f}x less)"
         )
     return "\n".join(lines)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases import LAYOUTS, Case, ModelShape
+from cases import LAYOUTS, OURS, Case, ModelShape
 
 PEERS = {
     "huggingface": "peer_one",
@@ -23,12 +23,11 @@ PEERS = {
 
 
 def build(case: Case, shape: ModelShape, seed: int):
-    if case.contestant != "ours":
+    if case.contestant not in OURS:
         return importlib.import_module(PEERS[case.contestant]).build(case, shape, seed)
-    from ours import step_runner
-
+    ours = importlib.import_module(OURS[case.contestant])
     tp, pp, dp = LAYOUTS[case.layout]
-    return step_runner(shape, tp, pp, dp, case.precision == "bf16", seed)
+    return ours.step_runner(shape, tp, pp, dp, case.precision == "bf16", seed)
 
 
 def peak_memory() -> int:
