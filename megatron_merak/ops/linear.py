@@ -19,44 +19,71 @@ class WeightGradientSink(Protocol):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, weight, bias, sink):
+    def forward(ctx, input, weight, bias, transposed, sink):
         ctx.save_for_backward(input, weight)
-        ctx.sink = sink
-        return F.linear(input, weight, bias)
+        ctx.transposed, ctx.sink = transposed, sink
+        return _product(input, weight, bias) if transposed else F.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         input, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        grad_input = grad @ weight if ctx.needs_input_grad[0] else None
-        ctx.sink.matmul(weight, rows, input.reshape(-1, input.shape[-1]))
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            grad_input = grad @ weight.t() if ctx.transposed else grad @ weight
+        if ctx.transposed:
+            ctx.sink.matmul(weight, inputs, rows)
+        else:
+            ctx.sink.matmul(weight, rows, inputs)
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_input, None, grad_bias, None
+        return grad_input, None, grad_bias, None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, index, weight, sink):
+    def forward(ctx, index, weight, padding, sink):
         ctx.save_for_backward(index, weight)
-        ctx.sink = sink
+        ctx.padding, ctx.sink = padding, sink
         return F.embedding(index, weight)
 
     @staticmethod
     def backward(ctx, grad):
         index, weight = ctx.saved_tensors
+        if ctx.padding is not None:
+            grad = grad.masked_fill((index == ctx.padding).unsqueeze(-1), 0.0)
         ctx.sink.rows(weight, index.reshape(-1), grad.reshape(-1, grad.shape[-1]))
-        return None, None, None
+        return None, None, None, None
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, sink: WeightGradientSink | None = None) -> Tensor:
-    """input [..., i] @ weight [o, i]^T + bias [o] -> [..., o]. With a ``sink`` autograd has no gradient of weight."""
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return input @ weight
+    return torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight).view(*input.shape[:-1], -1)
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    sink: WeightGradientSink | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """input [..., i] @ weight [o, i]^T + bias [o] -> [..., o]. With a ``sink`` autograd has no gradient of weight.
+
+    A ``transposed`` weight is stored as [i, o], as GPT-2 stores it.
+    """
+    if sink is not None:
+        return _Linear.apply(input, weight, bias, transposed, sink)
+    return _product(input, weight, bias) if transposed else F.linear(input, weight, bias)
+
+
+def embedding(
+    index: Tensor, weight: Tensor, sink: WeightGradientSink | None = None, padding: int | None = None
+) -> Tensor:
+    """weight [v, h] gathered by index int64 [...] -> [..., h]. With a ``sink`` no dense [v, h] gradient is made.
+
+    The row ``padding`` takes no gradient.
+    """
     if sink is None:
-        return F.linear(input, weight, bias)
-    return _Linear.apply(input, weight, bias, sink)
-
-
-def embedding(index: Tensor, weight: Tensor, sink: WeightGradientSink | None = None) -> Tensor:
-    """weight [v, h] gathered by index int64 [...] -> [..., h]. With a ``sink`` no dense [v, h] gradient is made."""
-    if sink is None:
-        return F.embedding(index, weight)
-    return _Embedding.apply(index, weight, sink)
+        return F.embedding(index, weight, padding)
+    return _Embedding.apply(index, weight, padding, sink)

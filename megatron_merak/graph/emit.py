@@ -1,0 +1,114 @@
+"""Plain Python functions out of nodes of a rewritten graph."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument, map_aggregate
+
+from .. import ops
+from .flow import Flow
+
+# Operations that hand the gradient of a weight to a sink, and which of their arguments that weight is.
+_TAKE_SINK = {ops.linear: 1, ops.embedding: 1, ops.linear_cross_entropy: 1}
+
+
+class Emitter:
+    """Writes one function: first the arguments, then the nodes, then what it returns.
+
+    The code that torch.fx generates drops every value after its last use. device: of what the nodes create; a capture
+    knows the CPU only.
+    """
+
+    def __init__(self, flow: Flow, device: torch.device, sink: bool = False):
+        self.flow, self.device = flow, device
+        self._graph, self._made = Graph(), {}
+        self._modules: dict[str, GraphModule] = {}
+        self._has_sink = sink
+        self._sink: Node | None = None
+
+    def arguments(self, groups: Sequence[tuple[str, Iterable[Node]]]) -> None:
+        """One argument per (name, the nodes whose value it is); after them ``sink``, where there is one."""
+        for name, nodes in groups:
+            argument = self._graph.placeholder(name)
+            self._made.update((node, argument) for node in nodes)
+        if self._has_sink:
+            self._sink = self._graph.placeholder("sink")
+
+    def add(self, node: Node) -> None:
+        args, kwargs = self._translated(node.args), self._translated(node.kwargs)
+        target, args, kwargs = self._with_sink(node, args, kwargs)
+        self._made[node] = self._graph.call_function(target, args, kwargs)
+
+    def finish(self, results: Sequence[Node]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        self._graph.output(tuple(self._made[self.flow.behind(node)] for node in results))
+        return GraphModule(self._modules, self._graph).forward
+
+    def _translated(self, arguments: Argument) -> Any:
+        def translate(value: Any) -> Any:
+            if isinstance(value, Node):
+                return self._value(self.flow.behind(value))
+            if isinstance(value, torch.device) and value.type == "cpu":
+                return self.device
+            return value
+
+        return map_aggregate(arguments, translate)
+
+    def _value(self, node: Node) -> Node:
+        if node not in self._made and self.flow.is_module(node):
+            self._modules[str(node.target)] = self.flow.attribute(node)
+            self._made[node] = self._graph.get_attr(str(node.target))
+        return self._made[node]
+
+    def _with_sink(self, node: Node, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
+        """The operation that hands its weight's gradient to the sink, where the weight is a parameter."""
+        target, operands = node.target, node.args
+        if self._sink is None:
+            return target, args, kwargs
+        if target in _TAKE_SINK and self._is_weight(operands[_TAKE_SINK[target]]):
+            return target, args, {**kwargs, "sink": self._sink}
+        found = _SINKING[target](operands) if target in _SINKING and not node.kwargs else None
+        if found is None or not self._is_weight(found[1][1]):
+            return target, args, kwargs
+        function, operands, options = found
+        return function, self._translated(operands), {**options, "sink": self._sink}
+
+    def _is_weight(self, node: object) -> bool:
+        """A parameter, as it is, with two dimensions."""
+        return isinstance(node, Node) and self.flow.is_parameter(self.flow.behind(node)) and _dims(node) == 2
+
+
+def _dims(node: Node) -> int:
+    return node.meta["val"].dim()
+
+
+def _linear(operands: tuple) -> tuple:
+    return ops.linear, operands, {}
+
+
+def _product(operands: tuple) -> tuple | None:
+    input, weight = operands
+    return (ops.linear, (input, weight), {"transposed": True}) if _dims(input) > 1 else None
+
+
+def _addmm(operands: tuple) -> tuple | None:
+    bias, input, weight = operands
+    return (ops.linear, (input, weight, bias), {"transposed": True}) if _dims(bias) == 1 else None
+
+
+def _embedding(operands: tuple) -> tuple | None:
+    weight, index, padding, by_frequency, sparse = (*operands, *(-1, False, False)[len(operands) - 2 :])
+    if by_frequency or sparse:
+        return None
+    return ops.embedding, (index, weight), {"padding": padding} if padding >= 0 else {}
+
+
+# aten overload -> arguments -> (operation, its arguments with the weight second, options); None: stays as it is.
+_SINKING = {
+    torch.ops.aten.linear.default: _linear,
+    torch.ops.aten.mm.default: _product,
+    torch.ops.aten.matmul.default: _product,
+    torch.ops.aten.addmm.default: _addmm,
+    torch.ops.aten.embedding.default: _embedding,
+}
