@@ -1,0 +1,262 @@
+"""``MerakArguments``: transformers' ``TrainingArguments`` and the degrees of parallelism.
+
+A field of ``TrainingArguments`` is either honoured with its meaning or refused by name: none is silently ignored.
+accelerate is not needed; the job is joined when the arguments are made, as transformers does it.
+"""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
+
+from ..errors import ConfigError
+from ..parallel.launch import World, launch
+
+HONOURED = frozenset(
+    """output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
+    gradient_accumulation_steps bf16 activation_checkpointing gradient_checkpointing logging_strategy logging_steps
+    logging_first_step logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica
+    log_on_each_node disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+    trackio_static_space_id hub_private_repo eval_strategy eval_steps eval_delay prediction_loss_only eval_on_start
+    eval_do_concat_batches eval_accumulation_steps include_for_metrics save_only_model save_strategy save_steps
+    save_total_limit load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+    restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu dataloader_drop_last
+    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
+    train_sampling_strategy length_column_name ddp_backend ddp_timeout do_train do_eval do_predict
+    resume_from_checkpoint local_rank""".split()
+)
+COMPILED = "the captured program is compiled by this library"
+DEGREES = "Set tensor_model_parallel_size and pipeline_model_parallel_size"
+# field -> (why, what to do); a value other than the field's default is refused.
+REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "optim": ("AdamW on flat buffers is the optimizer", "Use adamw_torch or adamw_torch_fused"),
+        "optim_args": ("AdamW takes none", "Use adam_beta1, adam_beta2 and adam_epsilon"),
+        "optim_target_modules": ("every trainable parameter is optimised", "Freeze parameters by requires_grad"),
+        "average_tokens_across_devices": ("the loss is always the mean over all tokens", "Leave it True"),
+        "label_smoothing_factor": ("the captured model computes its own loss", "Smooth inside the model, or use 0"),
+        "fp16": ("there is no loss scaling", "Use bf16"),
+        "fp16_full_eval": ("there is no fp16", "Use bf16"),
+        "bf16_full_eval": ("evaluation runs in the precision of training", "Use bf16"),
+        "tf32": ("it is a choice of the process", "Call torch.set_float32_matmul_precision in the script"),
+        "activation_checkpointing_kwargs": ("recomputation is by unit of the plan", "Leave it unset"),
+        "gradient_checkpointing_kwargs": ("recomputation is by unit of the plan", "Leave it unset"),
+        "torch_compile": (COMPILED, "Leave it False"),
+        "torch_compile_backend": (COMPILED, "Leave it unset"),
+        "torch_compile_mode": (COMPILED, "Leave it unset"),
+        "use_liger_kernel": ("kernels are fused into the captured graph", "Leave it False"),
+        "liger_kernel_config": ("kernels are fused into the captured graph", "Leave it unset"),
+        "use_cache": ("training keeps no cache of keys and values", "Leave it False"),
+        "neftune_noise_alpha": ("hooks on the model are not captured", "Leave it unset"),
+        "torch_empty_cache_steps": ("buffers are allocated once", "Leave it unset"),
+        "auto_find_batch_size": ("the plan fixes the batch size", "Choose per_device_train_batch_size"),
+        "eval_use_gather_object": ("predictions travel as tensors", "Leave it False"),
+        "batch_eval_metrics": ("compute_metrics sees the whole evaluation", "Use preprocess_logits_for_metrics"),
+        "save_on_each_node": ("output_dir is one directory that all nodes see", "Leave it False"),
+        "enable_jit_checkpoint": ("checkpoints are collective", "Use save_steps"),
+        "push_to_hub": ("nothing is uploaded", "Call save_model, then huggingface_hub.upload_folder"),
+        "hub_token": ("nothing is uploaded", "Leave it unset"),
+        "hub_model_id": ("nothing is uploaded", "Leave it unset"),
+        "hub_strategy": ("nothing is uploaded", "Leave it unset"),
+        "hub_always_push": ("nothing is uploaded", "Leave it False"),
+        "hub_revision": ("nothing is uploaded", "Leave it unset"),
+        "accelerator_config": ("accelerate is not used", "Leave it unset"),
+        "parallelism_config": ("accelerate is not used", DEGREES),
+        "ddp_find_unused_parameters": ("gradients are reduced by this library", "Leave it unset"),
+        "ddp_bucket_cap_mb": ("gradients are reduced by this library", "Leave it unset"),
+        "ddp_broadcast_buffers": ("gradients are reduced by this library", "Leave it unset"),
+        "ddp_static_graph": ("gradients are reduced by this library", "Leave it unset"),
+        "fsdp": ("the model is divided by tensor and pipeline parallelism", DEGREES),
+        "fsdp_config": ("the model is divided by tensor and pipeline parallelism", DEGREES),
+        "deepspeed": ("the model is divided by tensor and pipeline parallelism", DEGREES),
+        "debug": ("hooks on the model are not captured", "Leave it empty"),
+        "skip_memory_metrics": ("memory is not tracked", "Leave it True"),
+    }
+)
+EQUIVALENT: Mapping[str, tuple] = MappingProxyType({"optim": ("adamw_torch", "adamw_torch_fused")})
+POSITIVE = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+)
+NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """This process among the job's, by the names that transformers asks for."""
+
+    num_processes: int
+    process_index: int
+    device: torch.device
+
+    @property
+    def local_process_index(self) -> int:
+        return self.process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    is_local_main_process = is_main_process
+
+
+@dataclass
+class MerakArguments(TrainingArguments):
+    """``TrainingArguments`` with the same names, meanings and defaults, and these fields. Raises ConfigError.
+
+    A "device" of ``per_device_train_batch_size`` is a replica of the model: the global batch is that size times
+    ``gradient_accumulation_steps`` times the ranks that tensor and pipeline parallelism leave over.
+    ``gradient_accumulation_steps`` is the number of micro-batches that fill the pipeline.
+    """
+
+    tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share every layer."})
+    pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Stages that the layers are cut into."})
+    pipeline_schedule: str = field(default="1f1b", metadata={"help": "Order of micro-batches: gpipe or 1f1b."})
+    graph_sharding: str = field(
+        default="cut", metadata={"help": "How the graph becomes a chain of units: cut or farthest-dependency."}
+    )
+    tensor_parallel_rules: str | None = field(
+        default=None, metadata={"help": "Pins or bans weights: 'lm_head.weight=replicate; *.up_proj.weight=column'."}
+    )
+    warmup_ratio: float | None = field(
+        default=None, metadata={"help": "Warm-up as a fraction of all steps; the same as warmup_steps below 1."}
+    )
+    length_buckets: str | None = field(
+        default="auto",
+        metadata={
+            "help": "Lengths that token batches are padded to, since every shape is captured once: 'auto' (8, 12, 16, "
+            "24, 32, 48, ...), 'none', or a list such as '128,256,512'."
+        },
+    )
+    pad_to_multiple_of: int | None = field(
+        default=None, metadata={"help": "Pad the length of token batches to a multiple of this, not to length_buckets."}
+    )
+    prediction_outputs: str | None = field(
+        default=None,
+        metadata={"help": "Model outputs that predictions consist of, 'logits' by default, joined by commas."},
+    )
+
+    def __post_init__(self):
+        _refuse_fields(self)
+        if self.warmup_ratio is not None:
+            if self.warmup_steps or not 0 <= self.warmup_ratio < 1:
+                remedy = "Give a fraction below 1 and leave warmup_steps 0"
+                raise ConfigError("warmup_ratio", self.warmup_ratio, f"warmup_steps is {self.warmup_steps}", remedy)
+            self.warmup_steps = self.warmup_ratio
+        _check_numbers(self)
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError("training arguments", "(together)", reason, "Correct them") from error
+        self.warmup_ratio = self.accelerator_config = None
+        self.buckets  # noqa: B018  a wrong list is told now
+        if self.load_best_model_at_end and self.save_only_model:
+            reason = "the best model is loaded from its training state, which is not saved"
+            raise ConfigError("save_only_model", True, reason, "Leave it False with load_best_model_at_end")
+        if self.world_size % (self.tensor_model_parallel_size * self.pipeline_model_parallel_size):
+            degrees = f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size}"
+            reason = f"tensor x pipeline parallelism makes replicas of {degrees} ranks"
+            raise ConfigError("world size", self.world_size, reason, "Start a multiple of that, or lower the degrees")
+
+    @property
+    def buckets(self) -> str | tuple[int, ...] | None:
+        """``length_buckets``: "auto", ascending lengths, or None."""
+        text = self.length_buckets
+        if text is None or text in ("none", ""):
+            return None
+        if text == "auto":
+            return text
+        try:
+            lengths = tuple(sorted(int(part) for part in str(text).strip("[]()").split(",")))
+        except ValueError:
+            lengths = (0,)
+        if lengths[0] < 1:
+            raise ConfigError("length_buckets", repr(text), "it is no list of lengths", "Give auto, none or 128,256")
+        return lengths
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        """Join the job, unless this process has done so already. Raises LaunchError."""
+        world = self._join()
+        self._n_gpu = int(world.device.type == "cuda")
+        self.distributed_state = _Place(world.size, world.rank, world.device)
+        return world.device
+
+    def _join(self) -> World:
+        if dist.is_initialized():
+            on_cpu = dist.get_backend() == "gloo"
+            device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+            return World(dist.get_rank(), dist.get_world_size(), device)
+        backend = "gloo" if self.use_cpu else self.ddp_backend or "auto"
+        return launch(backend, self.ddp_timeout / 60, self.full_determinism)
+
+    @property
+    def world(self) -> World:
+        """This process among all of the job."""
+        device = self.device
+        return World(self.process_index, self.world_size, device)
+
+
+def _refuse_fields(args: TrainingArguments) -> None:
+    for each in dataclasses.fields(TrainingArguments):
+        name, value = each.name, getattr(args, each.name)
+        if name in HONOURED or value in EQUIVALENT.get(name, ()):
+            continue
+        default = each.default if each.default is not dataclasses.MISSING else each.default_factory()
+        if value == default or not (value or default):
+            continue
+        reason, remedy = REFUSED.get(name, ("this field is not supported", f"Leave it at {default!r}"))
+        raise ConfigError(name, repr(value), reason, remedy)
+    if args.ddp_backend not in (None, "gloo", "nccl"):
+        raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", "Use gloo, nccl or leave it unset")
+    if args.train_sampling_strategy == "batch_rebalance":
+        reason = "a replica's batch would depend on the number of replicas"
+        raise ConfigError("train_sampling_strategy", "batch_rebalance", reason, "Use random or group_by_length")
+
+
+def _check_numbers(args: "MerakArguments") -> None:
+    for names, least in ((POSITIVE, 1), (NOT_NEGATIVE, 0)):
+        for name in names:
+            value = getattr(args, name)
+            if not isinstance(value, int | float):
+                raise ConfigError(name, repr(value), "it is not a number", "Give a number")
+            if not value >= least:
+                raise ConfigError(name, value, f"it is below {least}", f"Give {least} or more")
+    for name, choices in (("pipeline_schedule", ("gpipe", "1f1b")), ("graph_sharding", ("cut", "farthest-dependency"))):
+        if (value := getattr(args, name)) not in choices:
+            raise ConfigError(name, repr(value), "there is no such choice", f"Use {' or '.join(choices)}")
+    if args.pad_to_multiple_of is not None and args.pad_to_multiple_of < 1:
+        raise ConfigError("pad_to_multiple_of", args.pad_to_multiple_of, "it is below 1", "Give 1 or more")
+
+
+def _checked(init: Callable) -> Callable:
+    """``init``, whose unknown keywords raise a ConfigError that names the nearest field."""
+
+    @functools.wraps(init)
+    def checked(self, *values, **named):
+        known = [each.name for each in dataclasses.fields(self) if each.init]
+        for name in named:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                remedy = f"Perhaps {near[0]} is meant" if near else "See transformers.TrainingArguments"
+                raise ConfigError(name, repr(named[name]), "there is no such training argument", remedy)
+        init(self, *values, **named)
+
+    return checked
+
+
+MerakArguments.__init__ = _checked(MerakArguments.__init__)
