@@ -91,7 +91,7 @@ def _einsum(node: Node, made: int, shapes: list[tuple[int, ...]]) -> int:
 
 _CONTRACTIONS = {
     **dict.fromkeys(
-        ("linear", "mm", "bmm", "matmul", "mv", "dot", "_grouped_mm"),
+        ("linear", "mm", "bmm", "matmul", "mv", "dot", "_grouped_mm", "transformers.grouped_mm_fallback"),
         lambda node, made, shapes: 2 * made * shapes[0][-1],
     ),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv"), lambda node, made, shapes: 2 * made * shapes[1][-1]),
@@ -180,21 +180,34 @@ def classify(graph: Graph, parameters: Container[str]) -> dict[Node, str]:
     - "param": reads one of ``parameters`` (names); "leaf": a placeholder or a constant; "output": the output;
     - "common": no parameter upstream (masks, positions, rotary tables): every stage computes it again;
     - "side": parameters upstream but neither the batch nor chance (a relative position bias);
-    - "main": all else. It is computed once, as is whatever draws random numbers or shares a storage that a main or
-      side node writes to in place.
+    - "main": all else. It is computed once, as is whatever draws random numbers, and whatever shares a storage that a
+      main node writes to in place, or that changes after a main or side node has read it.
     """
-    after, root = mutation_deps(graph), storages(graph)
-    once: dict[Node, str] = {}  # storages that main or side nodes write to, and the kind that makes their nodes
+    after, root, written = mutation_deps(graph), storages(graph), writers(graph)
+    once: dict[Node, str] = {}  # storages whose nodes must all be main or side
     while True:
         kinds = _classify_once(graph, parameters, after, root, once)
         found = dict(once)
-        for node, kind in kinds.items():
-            for x in aliased(node)[1] if kind in ("main", "side") else ():
-                if kinds[root[x]] == "common" or (kinds[root[x]] == "side" and kind == "main"):
-                    found[root[x]] = kind if found.get(root[x]) != "main" else "main"
+        for storage, nodes in written.items():
+            if kinds[storage] in ("common", "side") and "main" in (kinds[x] for x in nodes):
+                found[storage] = "main"
+            elif kinds[storage] == "common" and "side" in (kinds[x] for x in nodes):
+                found[storage] = "side"
+            elif kinds[storage] == "common" and _read_before(storage, nodes[-1], root, kinds):
+                found[storage] = "main"
         if found == once:
             return kinds
         once = found
+
+
+def _read_before(storage: Node, writer: Node, root: dict[Node, Node], kinds: dict[Node, str]) -> bool:
+    """Whether a main or side node reads a storage that ``writer`` changes later."""
+    for node in kinds:
+        if node is writer:
+            return False
+        if kinds[node] in ("main", "side") and any(root[x] is storage for x in node.all_input_nodes):
+            return True
+    return False
 
 
 def _classify_once(

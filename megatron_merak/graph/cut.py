@@ -1,0 +1,102 @@
+"""A captured graph as a chain of units, cut where the fewest values cross."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from os.path import commonprefix
+
+from torch.fx import Node
+
+from megatron_merak.errors import PlanError
+from megatron_merak.graph.captured import Captured
+from megatron_merak.graph.farthest import farthest_dependency
+from megatron_merak.graph.line import Line
+from megatron_merak.graph.names import layer_of, module_path, unit_names
+from megatron_merak.graph.nodes import EMBEDDINGS, classify, is_op, nbytes
+
+ALGORITHMS = ("cut", "farthest-dependency")
+ABOUT = 1.5  # bytes that differ by less than this factor do not decide where to cut
+SMALL = 8  # a value of less than 1/8 of the largest that crosses does not count towards the limit
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A model as units that run one after the other, each reading only what the one before hands on.
+
+    units: the main and side nodes of the captured graph, each in one unit, in its order; the outputs are ready behind
+    the last. names: unique, from module paths. crossing: the main and side values that unit k hands on, made by it or
+    by one before; one entry less than units. kinds: of every node, see ``nodes.classify``.
+    """
+
+    units: tuple[tuple[Node, ...], ...]
+    names: tuple[str, ...]
+    crossing: tuple[tuple[Node, ...], ...]
+    kinds: Mapping[Node, str]
+
+
+def cut(captured: Captured, algorithm: str = "cut", max_crossing: int = 2) -> Chain:
+    """The chain of a captured model.
+
+    "cut" cuts wherever the number of main values that cross has a minimum of at most ``max_crossing``;
+    "farthest-dependency" is the rule of the Merak paper, which knows no limit. A model without any such place is one
+    unit. Raises PlanError for an unknown algorithm.
+    """
+    graph = captured.module.graph
+    line = Line(graph, classify(graph, captured.shapes))
+    if algorithm == "cut":
+        cuts = fewest_crossing(line, max_crossing)
+    elif algorithm == "farthest-dependency":
+        cuts = farthest_dependency(line, captured.shapes)
+    else:
+        reason = f"the algorithms are {' and '.join(ALGORITHMS)}"
+        raise PlanError("graph sharding", algorithm, reason, f"Use {' or '.join(ALGORITHMS)}")
+    return _chain(line, cuts)
+
+
+def fewest_crossing(line: Line, max_crossing: int) -> list[int]:
+    """Between two matrix products the cheapest place; of these places the local minima of the number of main values,
+    as far as at most ``max_crossing`` of them are not small."""
+    places = [cheapest(line, range(first, last)) for first, last in _gaps(line)]
+    counts = [inf if place is None else len(line.main(place)) for place in places]
+    counts = [inf, *counts, inf]
+    cuts = []
+    for place, (before, count, after) in zip(places, zip(counts, counts[1:], counts[2:], strict=False), strict=True):
+        if place is not None and count <= min(before, after) and _large(line, place) <= max_crossing:
+            cuts.append(place)
+    return cuts
+
+
+def _gaps(line: Line) -> list[tuple[int, int]]:
+    """From one matrix product to the next; the lookups before the first product count as one."""
+    products = [i for i, flops in enumerate(line.flops) if flops]
+    first = products[0] if products else len(line.nodes)
+    lookups = [i for i in range(first) if is_op(line.nodes[i], *EMBEDDINGS)]
+    return list(pairwise(lookups[-1:] + products))
+
+
+def cheapest(line: Line, places: range) -> int | None:
+    """The legal place where the fewest main values cross; of those that send about the fewest bytes the one where a
+    layer begins or ends, else the one between the largest modules, else the last."""
+    legal = [place for place in places if line.legal[place]]
+    fewest = min((len(line.main(place)) for place in legal), default=0)
+    legal = [place for place in legal if len(line.main(place)) == fewest]
+    least = min((line.bytes(place) for place in legal), default=0)
+    legal = [place for place in legal if line.bytes(place) <= ABOUT * least]
+    return min(legal, key=lambda place: (_nature(line, place), -place), default=None)
+
+
+def _nature(line: Line, place: int) -> tuple[bool, int]:
+    before, after = line.nodes[place], line.nodes[place + 1]
+    return layer_of(before) == layer_of(after), len(commonprefix([module_path(before), module_path(after)]))
+
+
+def _large(line: Line, place: int) -> int:
+    sizes = [nbytes(node) for node in line.main(place)]
+    return sum(SMALL * size >= max(sizes) for size in sizes)
+
+
+def _chain(line: Line, cuts: Sequence[int]) -> Chain:
+    bounds = [0, *(place + 1 for place in cuts), len(line.nodes)]
+    units = tuple(line.nodes[first:last] for first, last in pairwise(bounds))
+    return Chain(units, unit_names(units), tuple(line.live[place] for place in cuts), line.kinds)
