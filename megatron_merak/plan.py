@@ -5,7 +5,7 @@ value, exact through JSON, small enough to be written by hand, and free of torch
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -74,11 +74,13 @@ class Grid:
 class Unit:
     """One link of the chain that a model is: what one tensor-parallel rank holds and computes of it.
 
-    ``parameters``: values this unit owns. ``shared_parameters``: values it also uses but an earlier unit owns (a tied
-    output layer): a stage that does not hold the owner holds a copy. ``flops``: of one micro-batch's forward, a
-    multiply-add counting two. ``saved_bytes``: kept from its forward for its backward, beyond its input and its
-    parameters. ``output_bytes``: its output, that is what crosses a stage border behind it. ``transient_bytes``: live
-    only while it runs (the logits and their gradient).
+    ``parameters``: values that this unit alone uses. ``tied``: name and values of each tensor that it shares with other
+    units; every stage with one of them holds a copy. ``flops``: of one micro-batch's forward, a multiply-add counting
+    two. ``saved_bytes``: kept from its forward for its backward, beyond its input and its parameters.
+    ``output_bytes``: what crosses a stage border behind it, ``passed_bytes`` of which earlier units made.
+    ``transient_bytes``: live only while it runs (the logits and their gradient). In pairs of (forward, backward):
+    ``reduces``, its all-reduces over the tensor-parallel ranks, their ``reduced_bytes`` together, and ``operations``
+    that the host starts.
     """
 
     name: str
@@ -87,8 +89,12 @@ class Unit:
     flops: int
     saved_bytes: int
     output_bytes: int
-    shared_parameters: int = 0
+    tied: tuple[tuple[str, int], ...] = ()
     transient_bytes: int = 0
+    passed_bytes: int = 0
+    reduces: tuple[int, int] = (0, 0)
+    reduced_bytes: tuple[int, int] = (0, 0)
+    operations: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -181,9 +187,10 @@ class Plan:
     """Rank grid, chain of units, stages, tensor-parallel table and schedule of one training step.
 
     ``schedule`` holds compute operations only; communication is derived from it. ``dtype`` is that of activations and
-    parameters ("float32", "bfloat16"). Predictions describe one step on ``device``: ``predicted_time`` in seconds,
-    ``predicted_bubble`` the idle fraction of its forwards and backwards, ``predicted_bytes`` each stage's peak on one
-    rank. Printing a plan gives its table.
+    parameters ("float32", "bfloat16"). ``sequence_length`` is 0 where samples are no token sequences. Predictions
+    describe one step on ``device``: ``predicted_time`` in seconds, ``predicted_bubble`` the idle fraction of its
+    forwards and backwards, ``predicted_bytes`` each stage's peak on one rank. ``reasons``: why tensors are divided as
+    they are, by pattern of their names. Printing a plan gives its table.
     """
 
     grid: Grid
@@ -198,6 +205,7 @@ class Plan:
     predicted_time: float = 0.0
     predicted_bubble: float = 0.0
     predicted_bytes: tuple[int, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
         cuts = [0] + [stage.last for stage in self.stages]
@@ -227,10 +235,8 @@ class Plan:
         return tuple(stage for stage in range(len(self.stages)) if self.schedule.rank_of(stage) == pp_rank)
 
     def stage_parameters(self, stage: int) -> int:
-        """The values one rank of a stage holds, its own copy of a tied weight included."""
-        units = self.stage_units(stage)
-        owner = self.stages[stage].first == 0  # the embedding, the only owner of shared values, is the first unit
-        return sum(unit.parameters + (0 if owner else unit.shared_parameters) for unit in units)
+        """The values one rank of a stage holds, its own copies of tied tensors included."""
+        return held_parameters(self.stage_units(stage))
 
     def __str__(self) -> str:
         return _table(self)
@@ -277,6 +283,12 @@ class Plan:
         return cls.from_dict(plain)
 
 
+def held_parameters(units: Sequence[Unit]) -> int:
+    """The values of some units on one rank, tied ones once."""
+    tied = dict(pair for unit in units for pair in unit.tied)
+    return sum(unit.parameters for unit in units) + sum(tied.values())
+
+
 def _record(item: object) -> dict[str, Any]:
     return {field.name: getattr(item, field.name) for field in fields(item)}  # type: ignore[arg-type]
 
@@ -284,10 +296,14 @@ def _record(item: object) -> dict[str, Any]:
 def _build(make: Callable[..., Any], row: Mapping[str, Any]) -> Any:
     """``make`` called with a JSON object as keywords, lists becoming tuples."""
     try:
-        return make(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+        return make(**{name: _tuples(value) for name, value in row.items()})
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         what = getattr(make, "__qualname__", str(make))
         raise PlanError("plan", what, f"the stored values do not fit ({error})", "Correct the stored plan") from error
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _rows(kind: type, rows: tuple[Mapping[str, Any], ...]) -> tuple[Any, ...]:
@@ -295,7 +311,8 @@ def _rows(kind: type, rows: tuple[Mapping[str, Any], ...]) -> tuple[Any, ...]:
 
 
 def _table(plan: Plan, width: int = 120) -> str:
-    grid, tokens = plan.grid, plan.sequence_length
+    grid = plan.grid
+    tokens = f" x {plan.sequence_length} tokens" if plan.sequence_length else ""
     total_flops = sum(unit.flops for unit in plan.units) or 1
     header = ("stage", "pp rank", "units", "parameters/rank", "FLOPs", "peak bytes/rank", "recomputed")
     rows = []
@@ -308,15 +325,15 @@ def _table(plan: Plan, width: int = 120) -> str:
                 units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}",
                 f"{plan.stage_parameters(index):,}",
                 f"{sum(unit.flops for unit in units) / total_flops:.1%}",
-                _bytes_text(plan.predicted_bytes[index]) if plan.predicted_bytes else "-",
+                bytes_text(plan.predicted_bytes[index]) if plan.predicted_bytes else "-",
                 f"{len(stage.recompute)} of {len(units)}",
             )
         )
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [
         f"{grid.size} ranks = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}",
-        f"global batch {plan.global_batch_size} = {plan.num_microbatches} micro-batches of {plan.micro_batch_size} x "
-        f"{tokens} tokens on each of {grid.dp} replicas, {plan.dtype}",
+        f"global batch {plan.global_batch_size} = {plan.num_microbatches} micro-batches of {plan.micro_batch_size}"
+        f"{tokens} on each of {grid.dp} replicas, {plan.dtype}",
     ]
     if plan.shardings:
         divided = sum(sharding.dim is not None for sharding in plan.shardings)
@@ -341,7 +358,8 @@ def _prediction_text(plan: Plan) -> str:
     return f", predicted on {plan.device}: {time} per step, bubble {plan.predicted_bubble:.1%}"
 
 
-def _bytes_text(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """A size as people read it."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

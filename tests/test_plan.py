@@ -1,6 +1,7 @@
 """The Plan: rank order, shardings, validation and storage."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import BUILDERS
-from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit
+from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit, held_parameters
 
 degree = st.integers(1, 4)
 grids = st.builds(Grid, degree, degree, degree, degree)
@@ -108,15 +109,16 @@ def test_intervals_of_a_fused_projection_and_of_a_replicated_tensor():
 
 def small_plan() -> Plan:
     units = (
-        Unit("embedding", "embedding", 100, 0, 0, 64),
-        Unit("layer.0", "layer", 40, 1000, 256, 64),
-        Unit("layer.1", "layer", 40, 1000, 256, 64),
-        Unit("head", "head", 8, 2000, 128, 4, shared_parameters=96, transient_bytes=512),
+        Unit("embedding", "embedding", 4, 0, 0, 64, (("wte", 96),)),
+        Unit("layer.0", "layer", 40, 1000, 256, 64, reduces=(2, 2), reduced_bytes=(128, 128), operations=(5, 9)),
+        Unit("layer.1", "layer", 40, 1000, 256, 64, passed_bytes=8),
+        Unit("head", "head", 8, 2000, 128, 4, (("wte", 96),), transient_bytes=512),
     )
     stages = (StagePlan(0, 2, (1,)), StagePlan(2, 4, (2,)))
     shardings = (TensorSharding("wte", (11, 8), 0, padded=12), TensorSharding("ln_f", (8,)))
     schedule, predictions = BUILDERS["1f1b"](2, 4), (0.5, 0.25, (1000, 2**21))
-    return Plan(Grid(2, 1, 3, 2), units, stages, schedule, 2, 16, "bfloat16", shardings, "cpu", *predictions)
+    reasons = (("wte", "its rows are token ids"),)
+    return Plan(Grid(2, 1, 3, 2), units, stages, schedule, 2, 16, "bfloat16", shardings, "cpu", *predictions, reasons)
 
 
 def test_a_plan_survives_json_exactly():
@@ -132,6 +134,16 @@ def test_what_a_plan_derives():
     assert [plan.stages_of(rank) for rank in (0, 1)] == [(0,), (1,)]
     assert [plan.stage_parameters(stage) for stage in (0, 1)] == [140, 40 + 8 + 96]
     assert [unit.name for unit in plan.stage_units(1)] == ["layer.1", "head"]
+
+
+def test_a_stage_holds_one_copy_of_a_tied_tensor():
+    units = tuple(Unit(str(i), "layer", 5, 0, 0, 0, (("shared", 7), (f"pair{i // 2}", 1))) for i in range(4))
+    assert [held_parameters(units[:end]) for end in range(5)] == [0, 13, 18, 24, 29]
+    assert held_parameters(units[1:3]) == 10 + 7 + 2
+
+
+def test_samples_that_are_no_sequences_have_no_length():
+    assert "4 micro-batches of 2 on each of 3 replicas" in str(replace(small_plan(), sequence_length=0))
 
 
 def test_a_plan_prints_as_an_aligned_table():

@@ -1,5 +1,5 @@
 """The planner: pure Python, so that a laptop plans for thousands of ranks."""
 
-from megatron_merak.planner.make import plan
+from megatron_merak.planner.make import plan, plan_chain
 
-__all__ = ["plan"]
+__all__ = ["plan", "plan_chain"]

@@ -5,25 +5,26 @@ from dataclasses import dataclass
 
 from megatron_merak.cluster import Cluster, all_reduce
 from megatron_merak.config import ModelConfig
-from megatron_merak.plan import DTYPE_BYTES, Grid, Unit
+from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
 # Operations that the host starts in a unit's (forward, backward).
 OPERATIONS = {"embedding": (3, 6), "layer": (65, 150), "head": (25, 40)}
+# The name under which a tied table is told.
+TIED_TABLE = "embedding.weight"
 # Longest sequence whose attention a CPU computes in whole rows, keeping no statistics.
 SHORT_ATTENTION = 512
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Seconds: of one micro-batch's ``forward`` and ``backward`` (recomputation not included), of one optimizer
-    ``step`` on the unit's own parameters, and on those it shares (a stage without their owner updates a copy)."""
+    """Seconds: of one micro-batch's ``forward`` and ``backward`` (recomputation not included), and of one optimizer
+    ``step`` on the unit's parameters, tied ones included."""
 
     forward: float
     backward: float
     step: float
-    shared_step: float = 0.0
 
     def per_step(self, microbatches: int, recompute: bool) -> float:
         """Seconds of one training step."""
@@ -36,11 +37,11 @@ def gpt_units(
     """The chain of a native model: "embedding", "layer.0" ... "layer.L-1", "head".
 
     Every number is one tensor-parallel rank's: divided weights count 1/tp, replicated ones in full, and the vocabulary
-    with its padding. The head is final norm, output layer and loss; a tied output layer's weight belongs to the
-    embedding. FLOPs are those of the matrix products, the causal half of the attention scores included.
-    ``bytes_per_value`` is of an activation. With ``fused_dropout``, as on GPUs, a dropout mask is a byte per value and
-    attention keeps no scores; without it, as on CPUs, masks are values, attention with dropout keeps its scores (and,
-    not counted here, copies of grouped or rotated heads), and that of short sequences without dropout no statistics.
+    with its padding. The head is final norm, output layer and loss. FLOPs are those of the matrix products, the causal
+    half of the attention scores included. ``bytes_per_value`` is of an activation. With ``fused_dropout``, as on GPUs,
+    a dropout mask is a byte per value and attention keeps no scores; without it, as on CPUs, masks are values,
+    attention with dropout keeps its scores (and, not counted here, copies of grouped or rotated heads), and that of
+    short sequences without dropout no statistics.
     """
     tokens = micro_batch_size * model.seq_length
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
@@ -49,6 +50,8 @@ def gpt_units(
     positions = model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
     output = vocabulary * hidden
     untied = model.untie_embeddings_and_output_weights
+    tied = () if untied else ((TIED_TABLE, output),)
+    work = {kind: _started(kind, activation, tp) for kind in OPERATIONS}
     layer = (
         _layer_parameters(model, tp),
         _layer_flops(model, tokens, tp),
@@ -66,14 +69,26 @@ def gpt_units(
         flops=2 * tokens * hidden * vocabulary,
         saved_bytes=activation + statistics + tokens * logits,
         output_bytes=4,
-        shared_parameters=0 if untied else output,
+        tied=tied,
         transient_bytes=0 if tp == 1 else tokens * vocabulary * bytes_per_value,
+        **work["head"],
     )
+    own = positions + (output if untied else 0)
     return (
-        Unit("embedding", "embedding", output + positions, 0, dropout_mask, activation),
-        *(Unit(f"layer.{index}", "layer", *layer) for index in range(model.num_layers)),
+        Unit("embedding", "embedding", own, 0, dropout_mask, activation, tied, **work["embedding"]),
+        *(Unit(f"layer.{index}", "layer", *layer, **work["layer"]) for index in range(model.num_layers)),
         head,
     )
+
+
+def _started(kind: str, activation: int, tp: int) -> dict[str, tuple[int, int]]:
+    """What a unit asks of the host and of the links between tensor-parallel ranks."""
+    forward, backward = TENSOR_ALL_REDUCES[kind] if tp > 1 else (0, 0)
+    return {
+        "reduces": (forward, backward),
+        "reduced_bytes": (forward * activation, backward * activation),
+        "operations": OPERATIONS[kind],
+    }
 
 
 def _norm_vectors(model: ModelConfig) -> int:
@@ -136,20 +151,19 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
     the host needs to start the operations comes on top where nothing hides it.
     """
     device, link = cluster.device, cluster.link(range(grid.tp))
+    update = device.compute_time(0, optimizer_bytes(dtype), dtype)
     costs = []
-    for index, unit in enumerate(units):
+    for unit in units:
         moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
-        weights = unit.parameters + unit.shared_parameters
+        weights = held_parameters([unit])
         gradient = 8 * weights if unit.flops else 0
-        message = units[index - 1].output_bytes if unit.kind == "head" else unit.output_bytes
-        forward_reduces, backward_reduces = TENSOR_ALL_REDUCES.get(unit.kind, (0, 0))
-        reduce = all_reduce(grid.tp, message, link)
-        forward_host, backward_host = (device.dispatch * started for started in OPERATIONS[unit.kind])
-        forward = device.compute_time(unit.flops, moved, dtype) + forward_reduces * reduce + forward_host
-        backward = device.compute_time(2 * unit.flops, 2 * moved + gradient, dtype)
-        backward += backward_reduces * reduce + backward_host
-        update = device.compute_time(0, optimizer_bytes(dtype), dtype)
-        costs.append(UnitCost(forward, backward, unit.parameters * update, unit.shared_parameters * update))
+        forward, backward = (
+            count * all_reduce(grid.tp, message / max(count, 1), link) + device.dispatch * started
+            for count, message, started in zip(unit.reduces, unit.reduced_bytes, unit.operations, strict=True)
+        )
+        forward += device.compute_time(unit.flops, moved, dtype)
+        backward += device.compute_time(2 * unit.flops, 2 * moved + gradient, dtype)
+        costs.append(UnitCost(forward, backward, weights * update))
     return tuple(costs)
 
 

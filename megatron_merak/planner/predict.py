@@ -3,7 +3,7 @@
 from megatron_merak.cluster import Cluster, all_reduce
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
 from megatron_merak.plan import Plan
-from megatron_merak.planner.cost import UnitCost, unit_costs
+from megatron_merak.planner.cost import optimizer_bytes, unit_costs
 
 
 def stage_costs(plan: Plan, cluster: Cluster) -> StageCosts:
@@ -32,25 +32,31 @@ def timeline(plan: Plan, cluster: Cluster) -> Timeline:
 
 def step_time(plan: Plan, cluster: Cluster, pipeline: Timeline, overlap_grad_reduce: bool) -> float:
     """Seconds of the pipeline, then of what follows on the slowest stage: the data-parallel all-reduce of the fp32
-    gradients (behind the last backward of the stage as far as it reaches, with overlap), the all-reduce of a tied
-    weight between first and last stage, and the optimizer."""
+    gradients (behind the last backward of the stage as far as it reaches, with overlap), the all-reduces of tied
+    tensors among the stages that hold them, and the optimizer."""
     units = unit_costs(plan.units, cluster, plan.dtype, plan.grid)
     grid = plan.grid
     replicas = cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
-    last = len(plan.stages) - 1
-    tied = sum(unit.shared_parameters for unit in plan.units)
-    ends = cluster.link([grid.rank(pp=plan.schedule.rank_of(0)), grid.rank(pp=plan.schedule.rank_of(last))])
+    update = cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype)
+    ties = _tie_times(plan, cluster)
     tails = []
     for index, stage in enumerate(plan.stages):
         reduce = all_reduce(grid.dp, 4 * plan.stage_parameters(index), replicas)
         if overlap_grad_reduce:
             reduce = max(0.0, reduce - sum(units[unit].backward for unit in stage.units))
-        if index in (0, last) and last > 0 and tied:
-            reduce += all_reduce(2, 4 * tied, ends)
-        tails.append(reduce + _optimizer_time(plan, index, units))
+        tails.append(reduce + ties[index] + plan.stage_parameters(index) * update)
     return pipeline.makespan + max(tails)
 
 
-def _optimizer_time(plan: Plan, stage: int, units: tuple[UnitCost, ...]) -> float:
-    costs = [units[unit] for unit in plan.stages[stage].units]
-    return sum(cost.step + (cost.shared_step if stage > 0 else 0.0) for cost in costs)
+def _tie_times(plan: Plan, cluster: Cluster) -> list[float]:
+    """Seconds that each stage spends on summing the gradients of tensors that other stages hold as well."""
+    holders: dict[tuple[str, int], list[int]] = {}
+    for index in range(len(plan.stages)):
+        for tensor in dict.fromkeys(pair for unit in plan.stage_units(index) for pair in unit.tied):
+            holders.setdefault(tensor, []).append(index)
+    times = [0.0] * len(plan.stages)
+    for (_, values), stages in holders.items():
+        link = cluster.link([plan.grid.rank(pp=plan.schedule.rank_of(stage)) for stage in stages])
+        for stage in stages if len(stages) > 1 else ():
+            times[stage] += all_reduce(len(stages), 4 * values, link)
+    return times

@@ -11,8 +11,8 @@ from megatron_merak.config import ModelConfig
 from megatron_merak.errors import PlanError
 from megatron_merak.models.gpt import Prelude, build_unit
 from megatron_merak.models.layers import Placement
-from megatron_merak.plan import Grid
-from megatron_merak.planner.cost import gpt_units, model_flops, unit_costs
+from megatron_merak.plan import Grid, held_parameters
+from megatron_merak.planner.cost import TIED_TABLE, gpt_units, model_flops, unit_costs
 
 GPT2 = ModelConfig(
     num_layers=3,
@@ -75,11 +75,12 @@ MODELS = {"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 def test_parameters_equal_the_family(name):
     units = gpt_units(MODELS[name], 2, 4, tp=1)
     model = reference(name)
-    assert sum(unit.parameters for unit in units) == sum(p.numel() for p in model.parameters())
+    assert held_parameters(units) == sum(p.numel() for p in model.parameters())
     layer = model.transformer.h[0] if name == "gpt2" else model.model.layers[0]
     assert units[1].parameters == sum(p.numel() for p in layer.parameters())
     head = model.get_output_embeddings().weight.numel()
-    assert units[-1].shared_parameters == (0 if MODELS[name].untie_embeddings_and_output_weights else head)
+    tied = () if MODELS[name].untie_embeddings_and_output_weights else ((TIED_TABLE, head),)
+    assert units[-1].tied == units[0].tied == tied
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -91,8 +92,8 @@ def test_tensor_ranks_divide_the_matrices_and_replicate_the_rest(name):
     padding = model.padded_vocab_size(2) - model.vocab_size
     tables = 2 if model.untie_embeddings_and_output_weights else 1
     replicated = sum(p.numel() for p in kept) + positions
-    total = sum(unit.parameters for unit in whole) + tables * padding * model.hidden_size
-    assert 2 * sum(unit.parameters for unit in half) == total + replicated
+    total = held_parameters(whole) + tables * padding * model.hidden_size
+    assert 2 * held_parameters(half) == total + replicated
     assert 2 * half[1].flops == whole[1].flops
 
 
@@ -164,7 +165,7 @@ def test_the_optimizer_makes_the_embedding_cost_time():
         gpt_units(replace(GPT2, num_layers=2), 1, 4, tp=1), find_cluster("cpu"), "float32", Grid()
     )
     assert embedding.step / layer.step == pytest.approx((101 + 32) * 48 / (12 * 48**2 + 13 * 48))
-    assert head.shared_step == pytest.approx(embedding.step * 101 / 133)
+    assert head.step == pytest.approx(layer.step * (101 * 48 + 2 * 48) / (12 * 48**2 + 13 * 48))
     assert embedding.per_step(8, recompute=False) == pytest.approx(
         8 * (embedding.forward + embedding.backward) + embedding.step
     )

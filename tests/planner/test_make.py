@@ -85,10 +85,10 @@ def test_gpipe_holds_every_micro_batch():
 
 def test_memory_adds_up():
     units = (
-        Unit("embedding", "embedding", 100, 0, 7, 64),
+        Unit("embedding", "embedding", 4, 0, 7, 64, (("wte", 96),)),
         Unit("layer.0", "layer", 40, 1000, 256, 64),
         Unit("layer.1", "layer", 40, 1000, 256, 64),
-        Unit("head", "head", 8, 2000, 128, 4, shared_parameters=96, transient_bytes=512),
+        Unit("head", "head", 8, 2000, 128, 4, (("wte", 96),), transient_bytes=512),
     )
     stages = (StagePlan(0, 2, (1,)), StagePlan(2, 4))
     made = Plan(Grid(pp=2), units, stages, BUILDERS["1f1b"](2, 4), 1, 16, "bfloat16", predicted_bytes=(900, 2000))
