@@ -18,7 +18,7 @@ from ..graph.shard import Sharding, TensorRules, shard
 from ..graph.split import Parts, split
 from ..parallel.mesh import Mesh
 from ..plan import Grid, Plan
-from ..planner import plan_chain
+from ..planner.make import plan_chain
 from ..runtime.program import Program
 from ..tensor_parallel import group_rank
 
@@ -46,9 +46,9 @@ class CapturedSettings:
 
 
 def batch_size(batch: Batch) -> tuple[int, int]:
-    """Samples of a batch, and the length of its first sequence-like tensor (1 where there is none)."""
+    """Samples of a batch, and the length of its longest sequence of tokens (0 where there is none)."""
     tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0]
-    length = max((value.shape[1] for value in tensors if value.dim() > 1 and not value.is_floating_point()), default=1)
+    length = max((value.shape[1] for value in tensors if value.dim() > 1 and not value.is_floating_point()), default=0)
     return tensors[0].shape[0], length
 
 
@@ -82,10 +82,22 @@ class Blueprint:
 
     def _plan(self, example: Batch) -> Plan:
         samples, length = batch_size(example)
+        parallel, settings = self.settings.parallel, self.settings
         return plan_chain(
-            self.units, self.grid, self.settings.parallel, self.settings.micro_batches, samples, length,
-            self.settings.dtype, self.settings.device, tuple(self.sharding.tensors.values()),
-        )  # fmt: skip
+            self.units,
+            self.grid,
+            microbatches=settings.micro_batches,
+            micro_batch_size=samples,
+            sequence_length=length,
+            dtype=settings.dtype,
+            device=settings.device,
+            schedule=parallel.pipeline_schedule,
+            recompute=parallel.recompute_granularity == "full",
+            overlap=not parallel.no_overlap_grad_reduce,
+            memory_gb=parallel.device_memory_gb,
+            shardings=tuple(self.sharding.tensors.values()),
+            reasons=tuple(self.sharding.reasons.items()),
+        )
 
     def stages_of(self) -> dict[str, tuple[int, ...]]:
         """The stages whose units use each parameter, ascending."""
@@ -111,7 +123,7 @@ class Blueprint:
     def _parts(self, captured: Captured, chain: Chain, sharding: Sharding, stage: int, mesh: Mesh) -> Parts:
         rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.grid.tp)
         fuse(rewritten.graph)
-        return split(rewritten, self.plan.stages[stage].units)
+        return split(rewritten, self.plan.stages[stage].units, mesh.device)
 
 
 class Programs:
