@@ -1,22 +1,23 @@
 """A captured graph as a chain of units, cut where the fewest values cross."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from os.path import commonprefix
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from megatron_merak.errors import PlanError
-from megatron_merak.graph.captured import Captured
-from megatron_merak.graph.farthest import farthest_dependency
-from megatron_merak.graph.line import Line
-from megatron_merak.graph.names import layer_of, module_path, unit_names
-from megatron_merak.graph.nodes import EMBEDDINGS, classify, is_op, nbytes
+from ..errors import PlanError
+from .captured import Captured
+from .farthest import farthest_dependency
+from .line import Line
+from .names import layer_of, module_path, unit_names
+from .nodes import EMBEDDINGS, classify, is_op, nbytes, op_name
 
 ALGORITHMS = ("cut", "farthest-dependency")
 ABOUT = 1.5  # bytes that differ by less than this factor do not decide where to cut
+REMEDY = "Train and evaluate with batches for which the model runs the same layers in the same order"
 SMALL = 8  # a value of less than 1/8 of the largest that crosses does not count towards the limit
 
 
@@ -26,13 +27,15 @@ class Chain:
 
     units: the main and side nodes of the captured graph, each in one unit, in its order; the outputs are ready behind
     the last. names: unique, from module paths. crossing: the main and side values that unit k hands on, made by it or
-    by one before; one entry less than units. kinds: of every node, see ``nodes.classify``.
+    by one before; one entry less than units. kinds: of every node, see ``nodes.classify``. parameters: the names that
+    each unit reads, in the order of their first use.
     """
 
     units: tuple[tuple[Node, ...], ...]
     names: tuple[str, ...]
     crossing: tuple[tuple[Node, ...], ...]
     kinds: Mapping[Node, str]
+    parameters: tuple[tuple[str, ...], ...]
 
 
 def cut(captured: Captured, algorithm: str = "cut", max_crossing: int = 2) -> Chain:
@@ -99,4 +102,68 @@ def _large(line: Line, place: int) -> int:
 def _chain(line: Line, cuts: Sequence[int]) -> Chain:
     bounds = [0, *(place + 1 for place in cuts), len(line.nodes)]
     units = tuple(line.nodes[first:last] for first, last in pairwise(bounds))
-    return Chain(units, unit_names(units), tuple(line.live[place] for place in cuts), line.kinds)
+    read = [line.parameters(i) for i in range(len(line.nodes))]
+    parameters = tuple(
+        tuple(dict.fromkeys(name for names in read[first:last] for name in names)) for first, last in pairwise(bounds)
+    )
+    return Chain(units, unit_names(units), tuple(line.live[place] for place in cuts), line.kinds, parameters)
+
+
+def align(chain: Chain, reference: Chain) -> Chain:
+    """``chain``, of another capture of the same model (another shape, evaluation), cut as ``reference`` is: unit k of
+    both reads the same parameters and has the same name. Raises PlanError where that is impossible."""
+    line = Line(_graph(chain), chain.kinds)
+    marks, expected = _landmarks(line), _landmarks(Line(_graph(reference), reference.kinds))
+    where = {node: k for k, unit in enumerate(reference.units) for node in unit}
+    if [mark for _, mark in marks] == [mark for _, mark in expected]:
+        homes = [where[node] for node, _ in expected]
+    else:
+        homes = _homes([names for _, (_, names) in marks], reference)
+    last = [-1] * len(reference.units)
+    first = [len(line.nodes) - 1] * len(reference.units)
+    for (node, _), home in zip(marks, homes, strict=True):
+        last[home] = max(last[home], line.index[node])
+        first[home] = min(first[home], line.index[node])
+    cuts: list[int] = []
+    for k in range(len(reference.units) - 1):
+        begin = max([*(place + 1 for place in cuts[-1:]), *last[: k + 1], 0])
+        place = cheapest(line, range(begin, min(first[k + 1 :])))
+        if place is None:
+            raise _misfit(reference.names[k], "the values behind it cannot be parted there")
+        cuts.append(place)
+    made = replace(_chain(line, cuts), names=reference.names)
+    for name, mine, theirs in zip(made.names, made.parameters, reference.parameters, strict=True):
+        if set(mine) != set(theirs):
+            different = ", ".join(sorted(set(mine) ^ set(theirs))[:3])
+            raise _misfit(name, f"only one of the two captures uses {different} in it")
+    return made
+
+
+def _graph(chain: Chain) -> Graph:
+    return next(iter(chain.kinds)).graph
+
+
+def _landmarks(line: Line) -> list[tuple[Node, tuple[str, tuple[str, ...]]]]:
+    """The nodes that read parameters or are matrix products, with what is the same of them in every capture."""
+    found = []
+    for i, node in enumerate(line.nodes):
+        names = line.parameters(i)
+        if names or line.flops[i]:
+            found.append((node, (op_name(node) if line.flops[i] else "", names)))
+    return found
+
+
+def _homes(read: Sequence[tuple[str, ...]], reference: Chain) -> list[int]:
+    """The unit of each landmark, given the parameters it reads: the first one that has them, never one before."""
+    homes, k = [], 0
+    for names in read:
+        found = next((j for j in range(k, len(reference.units)) if set(names) <= set(reference.parameters[j])), None)
+        if found is None:
+            raise _misfit(reference.names[k], f"{', '.join(names)} is read after it in this capture, not in the first")
+        k = found
+        homes.append(k)
+    return homes
+
+
+def _misfit(unit: str, reason: str) -> PlanError:
+    return PlanError("unit", unit, f"another capture of the model does not fit it: {reason}", REMEDY)

@@ -6,9 +6,9 @@ from math import prod
 
 from torch.fx import Node
 
-from megatron_merak.graph.line import Line
-from megatron_merak.graph.names import module_path
-from megatron_merak.graph.nodes import EMBEDDINGS, aliased, is_op
+from .line import Line
+from .names import module_path
+from .nodes import EMBEDDINGS, aliased, is_op
 
 COMMON_USERS = 5
 

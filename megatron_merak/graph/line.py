@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
-from megatron_merak.graph.nodes import flops, nbytes, storages, writers
+from .nodes import flops, nbytes, storages, writers
 
 
 class Line:

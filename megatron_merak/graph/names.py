@@ -7,7 +7,7 @@ from os.path import commonprefix
 
 from torch.fx import Node
 
-from megatron_merak.graph.nodes import EMBEDDINGS, flops, is_op
+from .nodes import EMBEDDINGS, flops, is_op
 
 Path = tuple[str, ...]
 
