@@ -1,0 +1,227 @@
+"""HuggingFace model directories in and out, streamed: no rank ever holds more than what it asks for.
+
+model = from_pretrained(directory)            its parameters have no memory; model.merak_source reads their values
+fill(shards, model.merak_source)              this rank's intervals of each tensor, and nothing else, are read
+save_hf(directory, model, shards, group, device)      AutoModel.from_pretrained(directory) opens the result
+"""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megatron_merak.checkpoint import hf_names
+from megatron_merak.checkpoint.hf_build import build_empty
+from megatron_merak.checkpoint.hf_files import WeightFiles, has_weights
+from megatron_merak.checkpoint.hf_patchwork import Patchwork, part, read, sources, stored
+from megatron_merak.checkpoint.hf_save import save_hf
+from megatron_merak.checkpoint.shard import Intervals, Shard
+from megatron_merak.errors import CheckpointError
+
+__all__ = ["HFSource", "ModuleSource", "Source", "fill", "from_pretrained", "save_hf"]
+
+_NAMED = 5  # tensors named in one message
+_COMPARED = 1 << 24  # elements of two tied tensors compared at once
+
+
+class Source(Protocol):
+    """Where the values of a model's tensors come from. A name that is not in ``names()`` is to be initialised."""
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor: ...
+
+
+class HFSource:
+    """The tensors of a HuggingFace directory: under their stored names, or with ``model`` under that model's names.
+
+    With a model, what transformers renames, merges or splits at load time is so here too, tensor by tensor when it is
+    read, and every name of a tied tensor answers. Checked before a value is read, `CheckpointError` otherwise: headers,
+    sizes and index; that no tensor is missing, but for those that transformers lets be missing and those that the globs
+    ``allow_missing`` match, which are left to be initialised; that none is there for which the model has no place, but
+    for ``allow_extra``; shapes; that names tied in the model have equal values where several are stored.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        allow_pickle: bool = False,
+        model: nn.Module | None = None,
+        allow_missing: Sequence[str] = (),
+        allow_extra: Sequence[str] = (),
+    ):
+        self.directory = Path(directory)
+        self._files = WeightFiles(directory, allow_pickle)
+        self._tensors = {name: stored(name, e.shape, e.dtype) for name, e in self._files.entries.items()}
+        if model is not None:
+            self._bind(model, tuple(allow_missing), tuple(allow_extra))
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
+        """The index ranges ``intervals`` along ``dim``, one after the other, of tensor ``name``; by default all of it."""
+        return read(part(self._tensors[name], dim, intervals), self._files.read)
+
+    def place(self, name: str) -> tuple:
+        """A key by which to sort names, so that reading in that order opens each file once."""
+        first = min(sources(self._tensors[name]), key=lambda key: self._files.entries[key].file, default=None)
+        return ("", name) if first is None else (str(self._files.entries[first].file), name)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _bind(self, model: nn.Module, allow_missing: tuple[str, ...], allow_extra: tuple[str, ...]) -> None:
+        found, extra = hf_names.to_model(model, self._tensors)
+        wanted, aliases = hf_names.expected(model), hf_names.aliases(model)
+        for alias, canonical in aliases.items():
+            if alias in found and canonical in found:
+                self._check_tied(canonical, found[canonical], alias, found[alias])
+            elif alias in found:
+                found[canonical] = found[alias]
+        for alias, canonical in aliases.items():
+            if canonical in found:
+                found[alias] = found[canonical]
+        self._refuse_missing(model, [name for name in wanted if name not in found], allow_missing)
+        self._refuse_extra(model, extra, allow_extra)
+        for name, tensor in found.items():
+            if tuple(tensor.shape) != tuple(wanted[name].shape):
+                reason = f"tensor {name} has shape {tuple(tensor.shape)}, and the model {tuple(wanted[name].shape)}"
+                raise CheckpointError("model directory", self.directory, reason, "Give the config of these weights")
+        self._tensors = {name: found[name] for name in wanted if name in found}
+
+    def _refuse_missing(self, model: nn.Module, names: list[str], allowed: tuple[str, ...]) -> None:
+        silent = hf_names.ignored(model, "missing")
+        names = [n for n in names if not silent.search(n) and not any(fnmatchcase(n, glob) for glob in allowed)]
+        if names:
+            reason = f"{len(names)} tensors of {type(model).__name__} are missing: {_some(names)}"
+            remedy = f"To start them from random values, allow it by name (allow_missing={_globs(names)!r})"
+            raise CheckpointError("model directory", self.directory, reason, remedy)
+
+    def _refuse_extra(self, model: nn.Module, names: list[str], allowed: tuple[str, ...]) -> None:
+        silent = hf_names.ignored(model, "unexpected")
+        names = [n for n in names if not silent.search(n) and not any(fnmatchcase(n, glob) for glob in allowed)]
+        if names:
+            reason = f"{len(names)} tensors have no place in {type(model).__name__}: {_some(names)}"
+            remedy = f"Give another auto_class, or leave them out by name (allow_extra={_globs(names)!r})"
+            raise CheckpointError("model directory", self.directory, reason, remedy)
+
+    def _check_tied(self, canonical: str, one: Patchwork, alias: str, other: Patchwork) -> None:
+        rows = one.shape[0] if one.dim() else 0
+        step = max(1, _COMPARED * rows // max(1, one.numel()))
+        equal = one.shape == other.shape and one.dtype == other.dtype
+        for start in range(0, rows, step) if equal else ():
+            bounds = ((start, min(start + step, rows)),)
+            equal = equal and torch.equal(*(read(part(x, 0, bounds), self._files.read) for x in (one, other)))
+        if not equal:
+            reason = f"{canonical} and {alias} are one tensor in the model, and have different values here"
+            raise CheckpointError("model directory", self.directory, reason, "Load it with tie_word_embeddings=False")
+
+
+class ModuleSource:
+    """The values that a real module holds, by the same names and methods as those of a directory."""
+
+    def __init__(self, model: nn.Module):
+        self._tensors = hf_names.expected(model)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
+        """As `HFSource.read`; a view of the module's own tensor where that is possible."""
+        tensor = self._tensors[name].detach()
+        if dim is None:
+            return tensor
+        return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in intervals], dim)
+
+    def place(self, name: str) -> tuple:
+        return ("", name)
+
+    def close(self) -> None:
+        pass
+
+
+def fill(shards: Iterable[Shard], source: HFSource | ModuleSource) -> None:
+    """Copy what each shard describes from ``source`` into its tensor, casting; nothing else is read.
+
+    Raises `CheckpointError` when a tensor is not there or has another full shape.
+    """
+    shards, known = list(shards), {*source.names()}
+    for shard in shards:
+        if shard.name not in known:
+            raise CheckpointError("tensor", shard.name, "the weights do not have it", "Initialise it")
+        if source.shape(shard.name) != tuple(shard.shape):
+            reason = f"it has shape {source.shape(shard.name)}, and {tuple(shard.shape)} is wanted"
+            raise CheckpointError("tensor", shard.name, reason, "Give the weights of this model")
+    for shard in sorted(shards, key=lambda shard: source.place(shard.name)):
+        held, offset = shard.tensor.detach(), 0
+        if shard.dim is None:
+            held.copy_(source.read(shard.name))
+            continue
+        for start, stop in shard.intervals:
+            if start < stop:
+                values = source.read(shard.name, shard.dim, ((start, stop),))
+                held.narrow(shard.dim, offset, stop - start).copy_(values)
+            offset += stop - start
+    source.close()
+
+
+def from_pretrained(
+    directory: Path | str,
+    *,
+    auto_class: type | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
+    **config: object,
+) -> nn.Module:
+    """The model of a local directory, its parameters without memory; nothing is downloaded, no code of it is run.
+
+    ``auto_class``: a transformers Auto class or a model class; by default what the directory's config names.
+    ``config``: fields that override those of config.json, and ``dtype`` and ``attn_implementation``. Buffers are read at
+    once. ``model.merak_source`` is the `HFSource` from which a trainer streams what it needs, None when the directory has
+    no weights (all is then initialised). Raises `CheckpointError`: see `HFSource`; an unknown model type; a config that
+    does not parse; a model that brings its own code, unless ``trust_remote_code``.
+    """
+    directory = Path(directory)
+    model = build_empty(directory, auto_class, trust_remote_code, dict(config))
+    model.merak_source = None
+    if has_weights(directory):
+        source = HFSource(directory, allow_pickle, model, allow_missing, allow_extra)
+        known = {*source.names()}
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in known:
+                    buffer.copy_(source.read(name))
+        source.close()
+        model.merak_source = source
+    return model
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def _globs(names: list[str]) -> tuple[str, ...]:
+    """Globs of the outermost modules that hold the names."""
+    return tuple(dict.fromkeys(f"{name.split('.')[0]}.*" if "." in name else name for name in names))[:_NAMED]

@@ -1,0 +1,110 @@
+"""The model that a HuggingFace directory describes, built without memory for its parameters and without the network."""
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron_merak.checkpoint.hf_files import read_json
+from megatron_merak.errors import CheckpointError, ConfigError
+from megatron_merak.graph.empty import init_empty_weights
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+
+_BUILD = ("dtype", "attn_implementation", "experts_implementation")  # given to the model's class, not to its config
+
+
+def build_empty(
+    directory: Path, auto_class: type | None, trust_remote_code: bool, overrides: dict[str, Any]
+) -> nn.Module:
+    """The model of ``directory`` under `init_empty_weights`, with its generation config where there is one.
+
+    ``overrides``: fields of the config, and the dtype and implementations to build with. Raises `CheckpointError` for a
+    config that cannot be read, is of no known type, is quantised, or names code of its own without
+    ``trust_remote_code``; `ConfigError` for an override that the config does not know.
+    """
+    import transformers
+
+    build = {name: overrides.pop(name) for name in _BUILD if overrides.get(name) is not None}
+    config = _config(directory, trust_remote_code, overrides)
+    kind = auto_class or _class_of(config, directory, trust_remote_code)
+    with init_empty_weights():
+        try:
+            if hasattr(kind, "from_config"):
+                model = kind.from_config(config, trust_remote_code=trust_remote_code, **build)
+            else:
+                model = kind._from_config(config, **build)
+        except Exception as error:
+            reason = f"{kind.__name__} cannot be built from its config ({type(error).__name__}: {error})"
+            remedy = "Check config.json, or name another auto_class"
+            raise CheckpointError("model directory", directory, reason, remedy) from error
+    if (directory / GENERATION).is_file() and model.can_generate():
+        text = read_json(directory / GENERATION)
+        model.generation_config = transformers.GenerationConfig.from_dict(text)
+    return model
+
+
+def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any]):
+    from transformers import AutoConfig
+
+    text = read_json(directory / CONFIG)
+    _check_type(directory, text, trust_remote_code)
+    if text.get("quantization_config"):
+        reason = "its weights are quantised, and training needs them in floating point"
+        raise CheckpointError("model directory", directory, reason, "Give the model from which it was quantised")
+    try:
+        config, unknown = AutoConfig.from_pretrained(
+            directory,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            return_unused_kwargs=True,
+            **overrides,
+        )
+    except Exception as error:
+        reason = f"it is no {text.get('model_type')} config ({type(error).__name__}: {error})"
+        raise CheckpointError("config", directory / CONFIG, reason, "Copy the model directory again") from error
+    if unknown:
+        near = get_close_matches(sorted(unknown)[0], dir(config), 1)
+        remedy = f"Did you mean {near[0]}" if near else "Name a field of config.json"
+        raise ConfigError("config field", sorted(unknown)[0], f"{type(config).__name__} has no such field", remedy)
+    return config
+
+
+def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, own_code = text.get("model_type"), text.get("auto_map")
+    if kind in CONFIG_MAPPING or (own_code and trust_remote_code):
+        return
+    if own_code:
+        reason = f"it is of type {kind}, which transformers does not know, and brings its own code"
+        raise CheckpointError("model directory", directory, reason, "Read that code, then pass trust_remote_code=True")
+    if not isinstance(kind, str):
+        raise CheckpointError("config", directory / CONFIG, "it has no model_type", "Copy the model directory again")
+    near = get_close_matches(kind, list(CONFIG_MAPPING), 1, 0.0)
+    remedy = f"The nearest known type is {near[0]}" if near else "Install a newer transformers"
+    raise CheckpointError("model type", kind, "this version of transformers does not know it", remedy)
+
+
+def _class_of(config, directory: Path, trust_remote_code: bool) -> type:
+    """The class that the config names, else the first head that its type has, else the bare model."""
+    import transformers
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and hasattr(found, "_from_config"):
+            return found
+    autos = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModelForMaskedLM,
+        transformers.AutoModel,
+    )
+    own = getattr(config, "auto_map", None) or {}
+    for auto in autos:
+        if type(config) in auto._model_mapping or (trust_remote_code and auto.__name__ in own):
+            return auto
+    reason = f"its type {config.model_type} has no class that can be trained"
+    raise CheckpointError("model directory", directory, reason, "Name one with auto_class")

@@ -1,0 +1,110 @@
+"""Rectangles of tensors that are divided over ranks, brought to the first of them when it wants them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_merak.checkpoint.files import DTYPE_NAMES
+from megatron_merak.checkpoint.hf_patchwork import Range
+from megatron_merak.checkpoint.shard import Intervals, Shard, Slices, uncovered
+from megatron_merak.errors import CheckpointError
+from megatron_merak.parallel.agree import gather_json
+
+
+class Gather:
+    """``gather(name, take)``: collective; the rectangle on the first rank, a "meta" tensor of its shape on the others.
+
+    All ranks ask for the same rectangles in the same order. ``whole`` are tensors that the first rank gives from its
+    own, where no rank has a shard of that name. ``shapes`` and ``dtypes``: of all tensors, on every rank. Raises
+    `CheckpointError` on every rank when the parts of a tensor do not tile it or differ in shape or dtype.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        whole: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+    ):
+        self._group, self._device = group, device
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self.first = self._rank == 0
+        self._mine = {shard.name: shard for shard in shards if shard.owner}
+        described = [
+            (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), s.dim, s.intervals)
+            for s in self._mine.values()
+        ]
+        self._parts: dict[str, list[tuple[int, int | None, Intervals]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for rank, reports in enumerate(gather_json(described, group, device)):
+            for name, shape, dtype, dim, intervals in reports:
+                self._parts.setdefault(name, []).append((rank, dim, tuple(map(tuple, intervals))))
+                known = (self.shapes.setdefault(name, tuple(shape)), self.dtypes.setdefault(name, DTYPE_NAMES[dtype]))
+                if known != (tuple(shape), DTYPE_NAMES[dtype]):
+                    raise _misfit(name, f"the ranks disagree on its shape or dtype, {shape} and {dtype} on one of them")
+        for name, parts in self._parts.items():
+            self._check(name, parts)
+        self._whole = {name: tensor for name, tensor in whole.items() if name not in self._parts}
+        for name, tensor in self._whole.items():
+            self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
+
+    def __call__(self, name: str, take: tuple[Range, ...]) -> torch.Tensor:
+        shape, dtype = [stop - start for start, stop in take], self.dtypes[name]
+        made = torch.empty(shape, dtype=dtype, device="cpu" if self.first else "meta")
+        if name in self._whole:
+            return made.copy_(self._whole[name].detach()[tuple(slice(*bounds) for bounds in take)])
+        for rank, dim, intervals in self._parts[name]:
+            for held, wanted in _shared(take, dim, intervals):
+                if rank == self._rank:
+                    values = self._mine[name].tensor.detach()[held]
+                    made[wanted].copy_(values) if self.first else self._send(values)
+                elif self.first:
+                    made[wanted].copy_(self._receive(made[wanted], rank))
+        return made
+
+    def _send(self, values: torch.Tensor) -> None:
+        dist.send(_bytes(values.to(self._device)), group=self._group, group_dst=0)
+
+    def _receive(self, like: torch.Tensor, rank: int) -> torch.Tensor:
+        values = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        dist.recv(_bytes(values), group=self._group, group_src=rank)
+        return values
+
+    def _check(self, name: str, parts: list[tuple[int, int | None, Intervals]]) -> None:
+        dims, shape = {dim for _, dim, _ in parts}, self.shapes[name]
+        if len(dims) > 1:
+            raise _misfit(name, "the ranks divide it along different dimensions")
+        (dim,) = dims
+        if dim is None and len(parts) > 1:
+            raise _misfit(name, f"ranks {', '.join(str(rank) for rank, _, _ in parts)} all own it")
+        problem = dim is not None and uncovered(shape[dim], [span for _, _, spans in parts for span in spans])
+        if problem:
+            raise _misfit(name, f"{problem} along dim {dim}")
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    """Every backend moves bytes, whatever the dtype."""
+    return values.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _misfit(name: str, reason: str) -> CheckpointError:
+    return CheckpointError("tensor", name, reason, "Give each part of a tensor one owner")
+
+
+def _shared(take: tuple[Range, ...], dim: int | None, intervals: Intervals) -> Iterator[tuple[Slices, Slices]]:
+    """(slices of the part, slices of the rectangle) of the elements that both hold."""
+    every = [slice(*bounds) for bounds in take]
+    if dim is None:
+        yield tuple(every), tuple(slice(0, stop - start) for start, stop in take)
+        return
+    offset = 0
+    for start, stop in intervals:
+        first, last = max(start, take[dim][0]), min(stop, take[dim][1])
+        if first < last:
+            held, wanted = list(every), [slice(0, b - a) for a, b in take]
+            held[dim] = slice(first - start + offset, last - start + offset)
+            wanted[dim] = slice(first - take[dim][0], last - take[dim][0])
+            yield tuple(held), tuple(wanted)
+        offset += stop - start

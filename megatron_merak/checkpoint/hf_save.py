@@ -1,0 +1,224 @@
+"""A model that is spread over ranks, written as a HuggingFace directory by the first of them, one tensor at a time."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_merak.checkpoint import hf_names
+from megatron_merak.checkpoint.files import DTYPE_CODES, disk_errors, sync_directory
+from megatron_merak.checkpoint.hf_files import INDEX, WEIGHTS
+from megatron_merak.checkpoint.hf_gather import Gather
+from megatron_merak.checkpoint.hf_patchwork import Patchwork, read, stored
+from megatron_merak.checkpoint.shard import Shard
+from megatron_merak.errors import CheckpointError
+from megatron_merak.parallel.agree import raise_together, together
+
+_REMEDY = "Check the output directory, its permissions and its free space"
+_FRESH = ".being-written"  # the directory, inside the target, in which a save is complete before it takes its place
+_MARGIN = 1 << 20  # bytes of free space wanted beyond the tensors
+_ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")  # of dtypes in a safetensors file
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def save_hf(
+    directory: Path | str,
+    model: nn.Module,
+    shards: Sequence[Shard],
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    max_shard_size: int | str = "5GB",
+    processing_class: Any = None,
+) -> None:
+    """Write what ``model.save_pretrained`` and ``processing_class.save_pretrained`` would write, from ``shards``.
+
+    Collective over ``group``, None for a process alone. Over all ranks, the parts with ``owner`` tile each parameter of
+    ``model`` once (under any of its names if tied); the first rank gives the persistent buffers of its ``model``, whose
+    parameters need no memory. Names and bytes are those of transformers (a file may end elsewhere, where transformers
+    overfills it with merged tensors that it had split); a plain module gets weights only. The first rank needs the memory of one tensor, a conversion that mixes elements that of its operands.
+    The files take their names once all are complete, the index last; a crash before leaves the earlier ones as they
+    were. Raises `CheckpointError` on every rank.
+    """
+    directory = Path(directory)
+    buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
+    gather = Gather(shards, buffers, group, device)
+    with together(group, device):
+        tensors = _tensors(model, gather)
+        files, index = _split(model, tensors, max_shard_size)
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+    fresh = directory / _FRESH
+    with together(group, device), disk_errors(directory, _REMEDY):
+        if gather.first:
+            _prepare(directory, needed)
+            _write_config(fresh, model, gather.dtypes, processing_class)
+    try:
+        for file, names in files.items():
+            _write_weights(fresh / file, {name: tensors[name] for name in names}, gather, group, device)
+        with together(group, device), disk_errors(directory, _REMEDY):
+            if gather.first:
+                _write_json(fresh / (WEIGHTS + INDEX), index) if index else None
+                _publish(directory, fresh)
+    finally:
+        if gather.first:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _tensors(model: nn.Module, gather: Gather) -> dict[str, Patchwork]:
+    """Every tensor of the files, as made from what the ranks hold. Raises `CheckpointError` unless they hold it all."""
+    state, aliases = {}, hf_names.aliases(model)
+    names: dict[str, list[str]] = {}
+    for alias, canonical in aliases.items():
+        names.setdefault(canonical, [canonical]).append(alias)
+    for name, tensor in hf_names.expected(model).items():
+        canonical = aliases.get(name, name)
+        held = next((other for other in names.get(canonical, [name]) if other in gather.dtypes), None)
+        if held is None:
+            raise CheckpointError("tensor", name, "no rank holds it", "Give the shards of the whole model")
+        if gather.shapes[held] != tuple(tensor.shape):
+            reason = f"the ranks hold shape {gather.shapes[held]}, and the model has {tuple(tensor.shape)}"
+            raise CheckpointError("tensor", name, reason, "Give the shards of this model")
+        state[name] = stored(held, gather.shapes[held], gather.dtypes[held])
+    return hf_names.to_files(model, state)
+
+
+def _split(model: nn.Module, tensors: Mapping[str, Patchwork], limit: int | str) -> tuple[dict, dict | None]:
+    """({file: [names]}, index or None for a single file), as transformers does it."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=WEIGHTS.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=limit,
+    )
+    if not split.is_sharded:
+        return split.filename_to_tensors, None
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    metadata = {"total_parameters": parameters, **split.metadata}
+    return split.filename_to_tensors, {"metadata": metadata, "weight_map": split.tensor_to_filename}
+
+
+def _prepare(directory: Path, needed: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(directory / _FRESH, ignore_errors=True)
+    free = shutil.disk_usage(directory).free
+    if free < needed + _MARGIN:
+        reason = f"{needed + _MARGIN} bytes are needed and {free} are free"
+        raise CheckpointError("output directory", directory, reason, "Free some space or save elsewhere")
+    (directory / _FRESH).mkdir()
+
+
+def _write_config(fresh: Path, model: nn.Module, dtypes: Mapping[str, torch.dtype], processing_class: Any) -> None:
+    if hf_names.is_hf(model):
+        config = copy.deepcopy(model.config)
+        kinds = [dtypes[name] for name, p in model.named_parameters() if name in dtypes and p.is_floating_point()]
+        if kinds:
+            config.dtype = str(kinds[0]).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
+        if model.is_remote_code():
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(model, fresh, config=config)
+        config.save_pretrained(fresh)
+        if model.can_generate():
+            model.generation_config.save_pretrained(fresh)
+    if processing_class is not None:
+        processing_class.save_pretrained(fresh)
+
+
+def _write_weights(
+    path: Path,
+    tensors: Mapping[str, Patchwork],
+    gather: Gather,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+) -> None:
+    """Collective. The file is, byte for byte, the one that the safetensors library writes for these tensors."""
+    names = sorted(tensors, key=lambda name: (_ORDER.index(DTYPE_CODES[tensors[name].dtype]), name))
+    file = _File(path) if gather.first else None
+    if file is not None:
+        file.write(_header(names, tensors))
+    for name in names:
+        values = read(tensors[name], gather)
+        if file is not None:
+            file.write(_as_bytes(values))
+    if file is not None:
+        file.close()
+    raise_together(None if file is None else file.error, group, device)
+
+
+class _File:
+    """A file that keeps its first failure for later: the other ranks go on sending until all tensors are through."""
+
+    def __init__(self, path: Path):
+        self.path, self.error = path, None
+        self._file: BinaryIO | None = None
+        self._do(lambda: setattr(self, "_file", open(path, "wb")))  # noqa: SIM115
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._do(lambda: self._file.write(data))
+
+    def close(self) -> None:
+        self._do(lambda: (self._file.flush(), os.fsync(self._file.fileno())))
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+    def _do(self, step: Callable[[], object]) -> None:
+        if self.error is None:
+            try:
+                with disk_errors(self.path, _REMEDY):
+                    step()
+            except CheckpointError as error:
+                self.error = error
+
+
+def _header(names: Sequence[str], tensors: Mapping[str, Patchwork]) -> bytes:
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": DTYPE_CODES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _publish(directory: Path, fresh: Path) -> None:
+    """Let the files of ``fresh`` take their names: weights late, the index last, never old and new weights together."""
+    files = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
+    names = {path.relative_to(fresh).as_posix() for path in files}
+    sharded = WEIGHTS + INDEX in names
+    (directory / (WEIGHTS + INDEX)).unlink(missing_ok=True)
+    if sharded:
+        (directory / WEIGHTS).unlink(missing_ok=True)
+    for path in sorted(files, key=_late):
+        target = directory / path.relative_to(fresh)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)
+    for path in directory.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+    sync_directory(directory)
+
+
+def _late(path: Path) -> tuple[int, str]:
+    return (2 if path.name == WEIGHTS + INDEX else path.suffix == ".safetensors", str(path))
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
