@@ -9,38 +9,45 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+_DRAWN = "_is_hf_initialized"  # transformers' own mark of a tensor that its initialisation shall leave alone
+
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
     """Inside, every parameter of a module that is built holds a shape and a dtype, but no values and no memory.
 
     Buffers and Python numbers stay real: they are part of the model's definition, parameters are not. A HuggingFace
-    model does not draw initial weights, and still ties those that it ties. May be nested.
+    model draws no initial weights, fills its buffers, and ties what it always ties. May be nested.
     """
+    from transformers.modeling_utils import PreTrainedModel  # here, since it takes a second
+
     mode = fake_mode()
     register = nn.Module.register_parameter
+    initialise = PreTrainedModel.initialize_weights
 
     def register_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         held = module._parameters[name]
-        if held is not None and not isinstance(held, FakeTensor):
+        if held is not None and not is_fake(held):
             module._parameters[name] = fake_parameter(held, mode)
+
+    def initialise_buffers(model: PreTrainedModel) -> None:
+        marked = [p for p in model.parameters() if is_fake(p) and not hasattr(p, _DRAWN)]
+        for parameter in marked:
+            setattr(parameter, _DRAWN, True)
+        initialise(model)
+        for parameter in marked:
+            delattr(parameter, _DRAWN)
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(nn.Module, "register_parameter", register_fake))
-        patches.enter_context(_uninitialised())
+        patches.enter_context(mock.patch.object(PreTrainedModel, "initialize_weights", initialise_buffers))
         yield
 
 
-@contextmanager
-def _uninitialised() -> Iterator[None]:
-    try:
-        from transformers.modeling_utils import PreTrainedModel
-    except ImportError:
-        yield
-        return
-    with mock.patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
-        yield
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has a shape, but no values."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def fake_mode() -> FakeTensorMode:
@@ -49,8 +56,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 def fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A parameter like this one (floating ones: of ``dtype``) without memory, on the fake device "cpu"."""
-    wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    """A parameter like this one, of ``dtype`` if given, without memory, on the fake device "cpu"."""
     with mode:
-        fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=wanted, device="cpu")
+        fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype or parameter.dtype, device="cpu")
     return nn.Parameter(fake, requires_grad=parameter.requires_grad)

@@ -1,0 +1,88 @@
+"""What is different in the world while a model is traced: the causal mask, layer drop, the noise of failing traces."""
+
+import io
+import linecache
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+_SHAPE_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A failing export prints its partial graph, a succeeding one its doubts; neither is news to the user."""
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def is_causal() -> Iterator[None]:
+    """Keep ``is_causal`` of attention instead of a materialised [batch, 1, length, length] mask.
+
+    transformers builds the mask while tracing since it cannot look for packed sequences in the positions. Here it does
+    not look; the positions leave a mark in the graph, for ``positions_from_batch``.
+    """
+    from transformers import masking_utils
+
+    def find_packed_sequence_indices(position_ids: Tensor) -> None:
+        aten._assert_tensor_metadata(position_ids, dtype=position_ids.dtype)  # the exporter's own name a layout too
+
+    with ExitStack() as patches:
+        for name, value in (
+            ("find_packed_sequence_indices", find_packed_sequence_indices),
+            ("is_tracing", lambda tensor=None: False),
+            ("is_torchdynamo_exporting", lambda: False),
+        ):
+            if hasattr(masking_utils, name):
+                patches.enter_context(mock.patch.object(masking_utils, name, value))
+        yield
+
+
+def positions_from_batch(graph: Graph) -> bool:
+    """Whether positions that ``is_causal`` did not look at depend on values of the batch, so may be packed."""
+    marks = graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default)
+    stack = [n.args[0] for n in marks if "layout" not in n.kwargs]
+    seen: dict[Node, None] = {}
+    while stack:
+        node = stack.pop()
+        if node in seen or not isinstance(node, Node):
+            continue
+        seen[node] = None
+        if not any(str(node.target).startswith(f"aten.{name}.") for name in _SHAPE_ONLY):
+            stack += node.all_input_nodes
+    return any(node in seen for node in graph.find_nodes(op="placeholder"))
+
+
+@contextmanager
+def no_layer_drop() -> Iterator[None]:
+    """A scalar random number, drawn by a line of code that speaks of dropping, is 1: no layer is ever dropped."""
+
+    def fixed(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            shape = () if draw in spans else (args[0] if args and isinstance(args[0], list | tuple) else args)
+            scalar = tuple(shape) in ((), (1,)) and "size" not in kwargs
+            return 1.0 if scalar and "drop" in line else draw(*args, **kwargs)
+
+        return drawn
+
+    spans = (random.uniform, numpy.random.uniform)
+    places = (torch, "rand"), (random, "random"), (random, "uniform")
+    places += (numpy.random, "random"), (numpy.random, "rand"), (numpy.random, "uniform")
+    with ExitStack() as patches:
+        for owner, name in places:
+            patches.enter_context(mock.patch.object(owner, name, fixed(getattr(owner, name))))
+        yield

@@ -1,0 +1,104 @@
+"""The fake twin of a model: what is traced in its place, so that the model itself never changes."""
+
+import copy
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_merak.errors import TraceError
+from megatron_merak.graph.empty import fake_mode, fake_parameter, is_fake
+
+
+def make_twin(model: nn.Module, training: bool, dtype: torch.dtype | None) -> nn.Module:
+    """A copy in which every parameter is fake and floating ones are of ``dtype``; buffers are the model's own.
+
+    Modules that a HuggingFace model keeps in fp32 keep their dtype. Caches and activation checkpointing are off: a
+    training graph has neither. Raises TraceError for a buffer without values and for gradient hooks, which a graph
+    cannot run.
+    """
+    _refuse_hooks(model)
+    mode = fake_mode()
+    keep = _kept_in_float32(model, dtype)
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        cast = torch.float32 if keep(name) else dtype
+        memo[id(parameter)] = fake_parameter(parameter, mode, cast if parameter.is_floating_point() else None)
+    for name, buffer in model.named_buffers():
+        if is_fake(buffer):
+            reason = "it has no values, and values of buffers are part of the model"
+            raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), not on device 'meta'")
+        memo[id(buffer)] = buffer.cpu()
+    twin = copy.deepcopy(model, memo).train(training)
+    for module in twin.modules():
+        if isinstance(getattr(module, "gradient_checkpointing", None), bool):
+            module.gradient_checkpointing = False
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    return twin
+
+
+def fake_batch(twin: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with fake tensors of the twin's world; other values as they are."""
+    mode = next((p.fake_mode for p in twin.parameters()), None) or fake_mode()  # type: ignore[attr-defined]
+    return {k: mode.from_tensor(v.detach().cpu()) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+def pick_outputs(twin: nn.Module, names: Sequence[str]) -> None:
+    """Let the twin's forward return a tuple of the outputs ``names`` only."""
+    forward = twin.forward
+
+    @functools.wraps(forward)
+    def picked(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return _pick(type(twin).__name__, forward(*args, **kwargs), names)
+
+    twin.forward = picked  # type: ignore[method-assign]
+
+
+def forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], bool]:
+    """(the named parameters of the model's forward, whether it takes further keywords)."""
+    every = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in every.values())
+    return {k: p for k, p in every.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, open_ended
+
+
+def _pick(model: str, output: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
+    if isinstance(output, Tensor):
+        found = {"loss": output}
+    elif isinstance(output, Mapping):
+        found = dict(output)
+    elif isinstance(output, Sequence):
+        found = dict(zip(("loss", "logits"), output, strict=False))
+    else:
+        reason = f"its forward returns a {type(output).__name__}"
+        raise TraceError("model", model, reason, "Return a tensor (the loss), a tuple (loss first) or a dict")
+    missing = [name for name in names if not isinstance(found.get(name), Tensor)]
+    if missing:
+        reason = f"its forward returns no tensor named {', '.join(missing)}, only {', '.join(map(str, found))}"
+        raise TraceError("model", model, reason, "Put what it computes the loss from (labels) into the batch")
+    if "loss" in names and found["loss"].numel() != 1:
+        reason = f"its loss has the shape {tuple(found['loss'].shape)}"
+        raise TraceError("model", model, reason, "Return a loss of one value, the mean or the sum")
+    return tuple(found[name].reshape(()) if name == "loss" and found[name].dim() else found[name] for name in names)
+
+
+def _kept_in_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """transformers' rule of ``from_pretrained(dtype=...)`` for parameters that stay in fp32."""
+    fields = {
+        torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+        torch.bfloat16: ("_keep_in_fp32_modules_strict",),
+    }.get(dtype, ())
+    patterns = [pattern.replace("*", ".*") for field in fields for pattern in getattr(model, field, None) or ()]
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    hooked = [name or "(the model)" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    hooked += [name for name, p in model.named_parameters() if p._backward_hooks]
+    if hooked:
+        reason = "it has a gradient hook, which a captured graph would not run"
+        raise TraceError("module or parameter", hooked[0], reason, "Remove the hook")
