@@ -1,0 +1,21 @@
+"""What the heuristics cannot know: fields of a tiny configuration, by model type (of a sub-configuration too)."""
+
+CONFIGS = {
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "rwkv": dict(attention_hidden_size=64),
+    "mamba2": dict(num_heads=8, n_groups=2),
+    "esm": dict(mask_token_id=3),
+    "deepseek_v2": dict(topk_method="greedy"),
+    "longformer": dict(attention_window=[8, 8]),
+    "led": dict(attention_window=[8, 8]),
+    "fsmt": dict(langs=["en", "de"], src_vocab_size=256, tgt_vocab_size=256),
+    "reformer": dict(axial_pos_shape=(4, 8), axial_pos_embds_dim=(16, 48), attn_layers=("local", "lsh")),
+}
+
+# Inputs beside those that the forward demands: a name of an input kind (batches.Draw), or the value itself.
+BATCHES = {
+    "longt5": dict(attention_mask="attention_mask"),
+    "switch_transformers": dict(attention_mask="attention_mask"),
+    "longformer": dict(attention_mask="attention_mask"),
+    "led": dict(attention_mask="attention_mask"),
+}

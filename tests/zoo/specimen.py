@@ -1,0 +1,105 @@
+"""``tiny(model_type)``: a small model of that type with weights worth testing, and a batch that trains it."""
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from .batches import batch_for
+from .configs import tiny_config
+from .heads import Head, heads
+
+LARGEST = 4_000_000  # parameters: more is no tiny model
+SPREAD = 0.08  # of the noise on every weight: default initialisation hides defects (zero biases, equal norms)
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model type ready to train: ``model()`` makes it anew, equal to the bit each time."""
+
+    head: Head
+    config: PreTrainedConfig
+    recipe: str
+
+    @property
+    def model_class(self) -> type[nn.Module]:
+        return getattr(transformers, self.head.class_name)
+
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The unmodified model in training mode, weights drawn in float32."""
+        return randomise(self.empty()).to(dtype)
+
+    def empty(self) -> nn.Module:
+        """The model as transformers makes and initialises it; honours whatever context it is made under."""
+        with uninitialised_memory_is_seen(), torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            return self.model_class._from_config(self.config).train()
+
+    def batch(self, size: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        """``size`` samples; floating-point inputs of ``dtype``."""
+        made = batch_for(self.head, self.config, self.model_class, size, seed)
+        return {
+            name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in made.items()
+        }
+
+
+def tiny(model_type: str, recipe: str | None = None) -> Specimen:
+    """The first recipe under which the model can be made and trained. Raises LookupError with the reason otherwise."""
+    from .configs import RECIPES
+    from .eager import trains
+
+    head = heads().get(model_type)
+    if head is None:
+        raise LookupError(f"{model_type} is under no head that trains")
+    reasons: list[str] = []
+    for each in (recipe,) if recipe else RECIPES:
+        try:
+            specimen = Specimen(head, tiny_config(model_type, each), each)
+            reason = too_large(specimen) or trains(specimen)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if not reason:
+            return specimen
+        if reason not in reasons:
+            reasons.append(reason)
+    raise LookupError(reasons[0])
+
+
+def too_large(specimen: Specimen) -> str:
+    """Counted without memory, where the class can be made so."""
+    try:
+        with torch.device("meta"):
+            count = sum(p.numel() for p in specimen.model_class(specimen.config).parameters())
+    except Exception:
+        return ""
+    return f"the heuristics leave {count:,} parameters" if count > LARGEST else ""
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Noise on every parameter, from (name, shape) alone; what nobody initialised is drawn whole."""
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if not value.is_floating_point():
+                continue
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = torch.randn(value.shape, generator=generator) * SPREAD
+            value.copy_(torch.where(value.isfinite(), value, 0.0) + noise)
+    return model
+
+
+@contextlib.contextmanager
+def uninitialised_memory_is_seen() -> Iterator[None]:
+    """``torch.empty`` is filled with NaN, so that a model that forgets to initialise gives the same numbers each time."""
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
