@@ -73,7 +73,7 @@ class HFSource:
         return self._tensors[name].dtype
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        """The index ranges ``intervals`` along ``dim``, one after the other, of tensor ``name``; by default all of it."""
+        """The index ranges ``intervals`` along ``dim`` of a tensor, one after the other; by default all of it."""
         return read(part(self._tensors[name], dim, intervals), self._files.read)
 
     def place(self, name: str) -> tuple:
@@ -83,6 +83,9 @@ class HFSource:
 
     def close(self) -> None:
         self._files.close()
+
+    def __deepcopy__(self, memo: dict) -> "HFSource":
+        return self  # a copy of the model reads the same files
 
     def _bind(self, model: nn.Module, allow_missing: tuple[str, ...], allow_extra: tuple[str, ...]) -> None:
         found, extra = hf_names.to_model(model, self._tensors)
@@ -159,6 +162,9 @@ class ModuleSource:
     def close(self) -> None:
         pass
 
+    def __deepcopy__(self, memo: dict) -> "ModuleSource":
+        return self
+
 
 def fill(shards: Iterable[Shard], source: HFSource | ModuleSource) -> None:
     """Copy what each shard describes from ``source`` into its tensor, casting; nothing else is read.
@@ -198,10 +204,10 @@ def from_pretrained(
     """The model of a local directory, its parameters without memory; nothing is downloaded, no code of it is run.
 
     ``auto_class``: a transformers Auto class or a model class; by default what the directory's config names.
-    ``config``: fields that override those of config.json, and ``dtype`` and ``attn_implementation``. Buffers are read at
-    once. ``model.merak_source`` is the `HFSource` from which a trainer streams what it needs, None when the directory has
-    no weights (all is then initialised). Raises `CheckpointError`: see `HFSource`; an unknown model type; a config that
-    does not parse; a model that brings its own code, unless ``trust_remote_code``.
+    ``config``: fields that override those of config.json, and ``dtype`` and ``attn_implementation``. Buffers are read
+    at once. ``model.merak_source`` is the `HFSource` from which a trainer streams what it needs, None when there are no
+    weights in the directory (all is then initialised). Raises `CheckpointError`: see `HFSource`; an unknown model type;
+    a config that does not parse; a model that brings its own code, unless ``trust_remote_code``.
     """
     directory = Path(directory)
     model = build_empty(directory, auto_class, trust_remote_code, dict(config))

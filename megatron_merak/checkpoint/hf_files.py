@@ -3,8 +3,8 @@
     model.safetensors                  or  model.safetensors.index.json  {"weight_map": {tensor: file}}
     pytorch_model.bin                  or  pytorch_model.bin.index.json, with ``allow_pickle`` only
 
-A safetensors file: 8 bytes little-endian header length, JSON header {tensor: {dtype, shape, data_offsets}}, data without
-gaps. The directory comes from elsewhere, so nothing in it is believed: an index cannot lead out of it.
+A safetensors file: 8 bytes little-endian header length, JSON header {tensor: {dtype, shape, data_offsets}}, data
+without gaps. The directory comes from elsewhere, so nothing in it is believed: an index cannot lead out of it.
 """
 
 import json
@@ -107,7 +107,7 @@ class WeightFiles:
         return self._open[1]
 
     def _listed(self, allow_pickle: bool) -> tuple[str, dict[str, str]]:
-        """(WEIGHTS or PICKLED, the index's weight map, empty for a single file), by transformers' order of preference."""
+        """(WEIGHTS or PICKLED, the index's weight map or nothing for a single file), preferred as by transformers."""
         directory = self.directory
         if not directory.is_dir():
             raise bad("model directory", directory, "it is not a directory", "Give the path of a local directory")

@@ -45,9 +45,9 @@ def save_hf(
     Collective over ``group``, None for a process alone. Over all ranks, the parts with ``owner`` tile each parameter of
     ``model`` once (under any of its names if tied); the first rank gives the persistent buffers of its ``model``, whose
     parameters need no memory. Names and bytes are those of transformers (a file may end elsewhere, where transformers
-    overfills it with merged tensors that it had split); a plain module gets weights only. The first rank needs the memory of one tensor, a conversion that mixes elements that of its operands.
-    The files take their names once all are complete, the index last; a crash before leaves the earlier ones as they
-    were. Raises `CheckpointError` on every rank.
+    overfills it with the parts of a tensor); a plain module gets weights only. The first rank needs the memory of one
+    tensor, where a conversion mixes elements that of its operands. The files take their names once all are complete,
+    the index last; a failure before leaves the earlier ones as they were. Raises `CheckpointError` on every rank.
     """
     directory = Path(directory)
     buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
