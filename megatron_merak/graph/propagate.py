@@ -1,0 +1,305 @@
+"""Propagation: one walk over the graph decides, from rules per op, which weights are divided and where.
+
+A linear layer with a whole input divides its output features; what follows works on the parts as long as a rule allows
+it; a linear layer whose input features are divided divides its weight alike and ends in a sum over the ranks. An op that
+cannot take a divided value bans the weights it was divided by, and one that cuts it into pieces asks for blocks: in both
+cases the walk starts again. Bans and blocks hold for all layers (numbers in names are wildcards), so a few walks do.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from megatron_merak.plan import TensorSharding
+
+from .captured import Captured
+from .nodes import op_name, values
+from .placement import Again, Cut, Decision, Layout, Split, Unfit
+
+GATHER_SHARE = 4  # a divided value of at most 1/4 of what its weight makes is made whole rather than banning the weight
+VOCABULARY_ROWS = 64  # tables with fewer rows are not worth a sum over the ranks
+
+Rule = Callable[["Propagation", Node], Decision | None]
+
+
+def family(name: str) -> str:
+    """The name with every number replaced by a wildcard: the same weight of every layer."""
+    return re.sub(r"\d+", "*", name)
+
+
+@dataclass
+class Choices:
+    """What propagation may assume about weights; restarts add to it."""
+
+    banned: dict[str, str] = field(default_factory=dict)  # family or name -> why
+    blocks: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)  # (family, extent) -> blocks
+    pinned: dict[str, TensorSharding] = field(default_factory=dict)  # name -> how it must come out
+    row: tuple[str, ...] = ()  # names of weights whose input features are to be divided
+    whole: dict[str, str] = field(default_factory=dict)  # name -> why it was left whole though nothing banned it
+
+    def ban(self, name: str) -> str | None:
+        """Why a weight must stay whole."""
+        return self.banned.get(name) or self.banned.get(family(name))
+
+
+class Propagation:
+    """One walk. ``layouts`` and ``decisions`` by node (no decision: as captured), ``why`` by parameter divided."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        tp: int,
+        rules: Mapping[str, Rule],
+        starters: Mapping[str, Rule],
+        choices: Choices,
+        multiple: int = 1,
+    ):
+        self.captured, self.tp, self.choices, self.multiple = captured, tp, choices, multiple
+        self.rules, self.starters = rules, starters
+        self.layouts: dict[Node, Layout] = {}
+        self.decisions: dict[Node, Decision] = {}
+        self.params: dict[Node, str] = {}
+        self.held: dict[str, Split] = {}
+        self.why: dict[str, str] = {}
+        self.extents: dict[str, int] = {}  # weight divided by its output features -> their number
+        self.gathered: dict[Node, None] = {}  # operands that the current node reads whole
+
+    def run(self) -> "Propagation":
+        graph = self.captured.module.graph
+        self.tables = self._tables()
+        for node in graph.nodes:
+            if node.op == "get_attr" and node.target in self.captured.shapes:
+                self.params[node] = str(node.target)
+            if node.op == "output":
+                self._output(node)
+            elif node.op == "call_function":
+                self.visit(node)
+            else:
+                self.layouts[node] = self.held.get(self.params[node]) if node in self.params else None
+        return self
+
+    def _tables(self) -> dict[int, None]:
+        """The extents that are vocabularies: rows of embedding tables."""
+        shapes = self.captured.shapes
+        found = [node.args[0] for node in self.captured.module.graph.nodes if op_name(node) == "embedding"]
+        rows = [shapes[x.target][0] for x in found if isinstance(x, Node) and x.target in shapes]
+        return dict.fromkeys(extent for extent in rows if extent >= VOCABULARY_ROWS)
+
+    # ---- what rules ask -------------------------------------------------------------------------------------------
+    def shape(self, node: Node) -> tuple[int, ...]:
+        """The full shape of a node's (first) tensor."""
+        return tuple(values(node)[0].shape)
+
+    def layout(self, node: object) -> Split | None:
+        """How an operand is divided; None for one that is whole, or made whole for the node being visited."""
+        if not isinstance(node, Node) or node in self.gathered:
+            return None
+        layout = self.layouts[node]
+        assert not isinstance(layout, tuple), f"{node} makes several tensors"
+        return layout
+
+    def divided(self, nodes: Sequence[Node]) -> list[Node]:
+        return [x for x in nodes if self.layout(x) is not None]
+
+    def unfit(self, node: Node, why: str) -> Unfit:
+        """The error to raise when a node cannot work on parts."""
+        operands = dict.fromkeys(x for x in node.all_input_nodes if x not in self.gathered)
+        layouts = [self.layouts[x] for x in operands]
+        return Unfit(node, tuple(s for x in layouts for s in (x if isinstance(x, tuple) else (x,)) if s), why)
+
+    def origins(self, nodes: Sequence[Node]) -> tuple[str, ...]:
+        """The weights that the operands were divided by, each once, in order."""
+        return tuple(dict.fromkeys(o for x in nodes if (s := self.layout(x)) for o in s.origins))
+
+    def padding(self, extent: int) -> int | None:
+        """The extent to divide for a vocabulary of ``extent``: 0 without padding, None when it is no vocabulary and
+        does not divide."""
+        step = self.tp * (self.multiple if extent in self.tables else 1)
+        if extent % step == 0:
+            return 0
+        return -(-extent // step) * step if extent >= VOCABULARY_ROWS else None
+
+    def bring(self, cuts: dict[Node, Cut], node: Node, cut: Cut) -> None:
+        """A whole operand of which each rank needs its part: a parameter is divided itself, anything else is cut."""
+        self.bring_as(cuts, node, cut, "divided like the value that it is combined with")
+
+    def bring_as(self, cuts: dict[Node, Cut], node: Node, cut: Cut, why: str) -> None:
+        """``bring``, with the reason to give for a parameter."""
+        if not self.demand(node, cut, why):
+            cuts[node] = cut
+
+    def weight(self, node: Node) -> str | None:
+        """The parameter that a value is, or is computed from and nothing else."""
+        chain = self._chain(node)
+        return self.params[chain[-1]] if chain else None
+
+    def chosen_row(self, node: Node) -> bool:
+        """Whether the user asked to divide the input features of this weight."""
+        return bool(self.choices.row) and self.weight(node) in self.choices.row
+
+    def note(self, name: str, why: str) -> None:
+        """Remember why a weight was left whole."""
+        self.choices.whole.setdefault(name, why)
+
+    def demand(self, node: Node, cut: Cut, why: str) -> bool:
+        """Divide the parameter that ``node`` is, or is a view or function of, so that ``node`` is divided by ``cut``.
+
+        False, with nothing changed, when there is none, it is banned, or it is read whole elsewhere.
+        """
+        chain = self._chain(node)
+        name = self.params.get(chain[-1]) if chain else None
+        if name is None or self.choices.ban(name) or name in self.held:
+            return False
+        pending = self._pending(chain[-1])
+        if pending is None or node is not chain[-1] and node not in pending:
+            return False
+        shape = self.captured.shapes[name]
+        before = {x: (self.layouts[x], self.decisions.get(x)) for x in (chain[-1], *pending)}
+        whole = sum(cut.blocks)
+        for dim in [cut.dim] if node is chain[-1] else range(len(shape)):
+            if shape[dim] != whole:
+                continue
+            self.held[name] = self.layouts[chain[-1]] = Split(dim, cut.blocks, (name,), cut.padded)
+            if self._follow(pending) and (got := self.layout(node)) and got.cut() == cut:
+                self.why[name] = why
+                return True
+            del self.held[name]
+            for x, (layout, decision) in before.items():
+                self.layouts[x] = layout
+                self.decisions.pop(x, None)
+                if decision:
+                    self.decisions[x] = decision
+        return False
+
+    def _chain(self, node: Node) -> list[Node]:
+        """``node`` back to the parameter that it is computed from and nothing else; [] if there is none."""
+        chain = [node]
+        while chain[-1] not in self.params:
+            inputs = chain[-1].all_input_nodes
+            if chain[-1].op != "call_function" or len(inputs) != 1 or isinstance(self.layouts[chain[-1]], tuple):
+                return []
+            chain.append(inputs[0])
+        return chain
+
+    def _pending(self, parameter: Node) -> list[Node] | None:
+        """The functions of a parameter alone that nothing has read yet, in graph order; None when something has read
+        the parameter or one of them whole."""
+        found: list[Node] = []
+        todo = [parameter]
+        while todo:
+            for user in todo.pop().users:
+                if user not in self.layouts or user in found:
+                    continue
+                if len(user.all_input_nodes) != 1 or user.op != "call_function":
+                    return None
+                found.append(user)
+                todo.append(user)
+        return sorted(found)
+
+    def _follow(self, pending: list[Node]) -> bool:
+        """Visit functions of a parameter again, now that it is divided."""
+        try:
+            for node in pending:
+                self.decisions.pop(node, None)
+                self._decide(node)
+        except (Unfit, Again):
+            return False
+        return True
+
+    def reblock(self, node: Node, split: Split, blocks: Sequence[int]) -> Exception:
+        """The error to raise when a node shows that the divided dimension consists of other blocks."""
+        total, wanted = sum(blocks), {}
+        for origin in split.origins:
+            extent = self.extents.get(origin, 0)
+            scale = extent // total
+            key = (family(origin), extent)
+            new = tuple(scale * block for block in blocks)
+            if not extent or extent % total or key in self.choices.blocks or any(block % self.tp for block in new):
+                return self.unfit(node, f"takes pieces {tuple(blocks)[:4]} of the divided dimension")
+            wanted[key] = new
+        if not wanted:
+            return self.unfit(node, f"takes pieces {tuple(blocks)[:4]} of the divided dimension")
+        self.choices.blocks.update(wanted)
+        return Again()
+
+    # ---- the walk -------------------------------------------------------------------------------------------------
+    def visit(self, node: Node) -> None:
+        """Decide about a node; ban the weights behind its operands if it cannot work on parts."""
+        try:
+            self._decide(node)
+        except Unfit as error:
+            if not self._gather(node):
+                self._ban(error)
+                raise Again() from error
+
+    def _decide(self, node: Node) -> None:
+        inputs = node.all_input_nodes
+        if node.target is operator.getitem and isinstance(pieces := self.layouts[inputs[0]], tuple):
+            self.layouts[node] = pieces[node.args[1]]
+            if self.layouts[node]:
+                self.decisions[node] = Decision(self.layouts[node])
+            return
+        name = op_name(node)
+        starter = self.starters.get(name)
+        divided = any(self.layouts[x] is not None and x not in self.gathered for x in inputs)
+        decision = None
+        if starter is not None:
+            decision = starter(self, node)
+        elif divided:
+            rule = self.rules.get(f"{name}.{getattr(node.target, '_overloadname', '')}") or self.rules.get(name)
+            if rule is None:
+                raise self.unfit(node, "has no rule for a divided value")
+            decision = rule(self, node)
+        if decision is None and divided:
+            raise self.unfit(node, "needs whole values")
+        if decision is None and not self.gathered:
+            self.layouts[node] = None
+            return
+        decision = decision or Decision(None)
+        self.layouts[node] = decision.layout
+        self.decisions[node] = replace(decision, gathered=tuple(self.gathered)) if self.gathered else decision
+
+    def _gather(self, node: Node) -> bool:
+        """Try again with the operands made whole, when they are small beside what their weights make."""
+        operands = [x for x in node.all_input_nodes if self.layouts[x] is not None]
+        for x in operands:
+            split = self.layouts[x]
+            if isinstance(split, tuple) or split.padded or x in self.params or not _floating(x):
+                return False
+            if sum(split.blocks) * GATHER_SHARE > min((self.extents.get(o, 0) for o in split.origins), default=0):
+                return False
+        self.gathered = dict.fromkeys(operands)
+        try:
+            self._decide(node)
+        except Unfit:
+            return False
+        finally:
+            self.gathered = {}
+        return True
+
+    def _ban(self, error: Unfit) -> None:
+        origins = dict.fromkeys(o for split in error.layouts for o in split.origins)
+        new = [family(o) for o in origins if not self.choices.ban(o)]
+        assert new, f"{error.node} {error.node.target} has no way out: {error.why}"
+        for name in new:
+            self.choices.banned[name] = f"{op_name(error.node)} in {place(error.node)} {error.why}"
+
+    def _output(self, node: Node) -> None:
+        """Outputs are whole: logits are made whole from the ranks' parts."""
+        self.layouts[node] = None
+        divided = [x for x in node.all_input_nodes if self.layouts[x] is not None]
+        self.decisions[node] = Decision(None, gathered=tuple(divided))
+
+
+def _floating(node: Node) -> bool:
+    return values(node)[0].is_floating_point()
+
+
+def place(node: Node) -> str:
+    """The module that a node belongs to: "model.layers.0.self_attn"."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    return re.sub(r"^L\['self'\]\.?|_modules\.", "", path).strip(".") or "the model"

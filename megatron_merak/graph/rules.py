@@ -1,0 +1,76 @@
+"""The table of sharding rules, by op: what a divided operand means for the result. An op without a row needs whole
+values."""
+
+from .propagate import Rule
+from .rules_product import addmm, attention, depthwise, grouped, linear, matmul
+from .rules_shape import (
+    expand,
+    gather,
+    index,
+    index_select,
+    join,
+    movedim,
+    permute,
+    repeat,
+    repeat_interleave,
+    same,
+    select,
+    slice_,
+    split,
+    squeeze,
+    unbind,
+    unsqueeze,
+    view,
+    view_as_complex,
+)
+from .rules_value import POINTWISE, along, norm, pointwise, reduction, selection
+from .rules_vocabulary import cross_entropy, embedding
+
+
+def _rows(names: str, rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+STARTERS: dict[str, Rule] = {  # these divide weights though their operands are whole
+    "linear": linear,
+    **_rows("addmm baddbmm", addmm),
+    **_rows("mm bmm matmul", matmul),
+    **_rows("_grouped_mm transformers.grouped_mm_fallback", grouped),
+    "embedding": embedding,
+}
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(POINTWISE, pointwise),
+    # positions
+    **_rows("view reshape _unsafe_view flatten unflatten", view),
+    **_rows("transpose transpose_ permute t numpy_T swapaxes mT adjoint", permute),
+    "movedim.int": movedim,
+    "movedim.intlist": movedim,
+    "unsqueeze": unsqueeze,
+    "squeeze": squeeze,
+    **_rows("expand expand_as", expand),
+    "repeat": repeat,
+    "repeat_interleave": repeat_interleave,
+    **_rows("split chunk split_with_sizes tensor_split", split),
+    "unbind": unbind,
+    "select": select,
+    "slice": slice_,
+    **_rows("cat concat stack", join),
+    "index.Tensor": index,
+    "index_select": index_select,
+    "gather": gather,
+    **_rows("roll flip tril triu pad constant_pad_nd", same),
+    **_rows("view_as_complex view_as_real", view_as_complex),
+    # values along dimensions
+    **_rows(
+        "mean sum prod var std amax amin logsumexp linalg_vector_norm argmax argmin any all count_nonzero", reduction
+    ),
+    **_rows("max.dim min.dim", reduction),
+    **_rows("softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp glu", along),
+    **_rows("layer_norm rms_norm", norm),
+    **_rows("topk sort", selection),
+    # products
+    "scaled_dot_product_attention": attention,
+    **_rows("conv1d conv2d", depthwise),
+    "cross_entropy_loss": cross_entropy,
+}
