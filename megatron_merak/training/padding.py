@@ -104,7 +104,7 @@ def _length(batch: Mapping[str, object], name: str) -> int | None:
 
 
 def crop(value: Tensor, padded: Mapping[str, object], batch: Mapping[str, object]) -> Tensor:
-    """An output of the model for ``padded``, [rows, length, ...], without the positions that ``batch`` does not have."""
+    """A model output for ``padded``, [rows, length, ...], without the positions that ``batch`` does not have."""
     if value.dim() < 2:
         return value
     for name in ("decoder_input_ids", "labels", "input_ids"):

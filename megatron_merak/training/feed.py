@@ -1,0 +1,129 @@
+"""From datasets to what a step takes: this replica's padded micro-batches and the number of targets in all of them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from transformers.trainer_utils import RemoveColumnsCollator, has_length
+
+from ..errors import ConfigError, DataError
+from ..parallel.mesh import Mesh
+from .batches import Batch, Loading, epoch_order
+from .merak_arguments import MerakArguments
+from .model_facts import ModelFacts
+from .padding import Padding
+
+
+@dataclass(frozen=True)
+class Feed:
+    """``collator`` makes a batch of samples; ``tokenizer`` names the samples' main entry, for grouping by length."""
+
+    args: MerakArguments
+    mesh: Mesh
+    facts: ModelFacts
+    padding: Padding
+    collator: Callable[[list], Mapping[str, Any]]
+    tokenizer: object = None
+
+    def training(self, dataset: Dataset | None) -> Loading:
+        """How this replica's training batches are loaded. Raises ConfigError and DataError."""
+        args = self.args
+        if dataset is None:
+            raise ConfigError("train_dataset", None, "training needs one", "Give MerakTrainer a train_dataset")
+        seed = args.seed if args.data_seed is None else args.data_seed
+        loading = Loading(
+            dataset,
+            self._collate(),
+            args.per_device_train_batch_size,
+            self.mesh.dp_rank,
+            self.mesh.grid.dp,
+            seed,
+            args.dataloader_drop_last,
+            self._options(),
+        )
+        return loading if loading.streamed else dataclasses.replace(loading, order=self._order(dataset, seed))
+
+    def evaluation(self, dataset: Dataset) -> Loading:
+        """How this replica's batches of an evaluation are loaded."""
+        args, place = self.args, (self.mesh.dp_rank, self.mesh.grid.dp)
+        batch_size = args.per_device_eval_batch_size
+        return Loading(
+            dataset, self._collate(), batch_size, *place, args.seed, args.dataloader_drop_last, self._options()
+        )
+
+    def _collate(self) -> Callable[[list], Mapping[str, Any]]:
+        if not self.args.remove_unused_columns:
+            return self.collator
+        return RemoveColumnsCollator(self.collator, self.facts.used_columns)
+
+    def _options(self) -> dict[str, Any]:
+        args, workers = self.args, self.args.dataloader_num_workers
+        options = {"num_workers": workers, "pin_memory": args.dataloader_pin_memory and self.mesh.device.type == "cuda"}
+        if workers:
+            options["prefetch_factor"] = args.dataloader_prefetch_factor
+            options["multiprocessing_context"] = args.dataloader_multiprocessing_context
+            options["in_order"] = True  # every rank of a replica takes the same batches
+        return options
+
+    def _order(self, dataset: Dataset, seed: int) -> Callable[[int], Sequence[int] | None]:
+        args = self.args
+        if not has_length(dataset):
+            remedy = "Give the dataset __len__, or make it an IterableDataset"
+            raise DataError("train_dataset", type(dataset).__name__, "it has no length", remedy)
+        samples, strategy = len(dataset), args.train_sampling_strategy
+        if strategy == "sequential":
+            return lambda epoch: None
+        if strategy == "random":
+            return lambda epoch: epoch_order(samples, seed, epoch)
+        lengths = self._lengths(dataset)
+        group = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.mesh.grid.dp
+        return lambda epoch: epoch_order(samples, seed, epoch, lengths, group)
+
+    def _lengths(self, dataset: Dataset) -> list[int]:
+        """The length of every sample: its column of lengths, or that of its tokens."""
+        name, first = self.args.length_column_name, dataset[0]
+        if name in first:
+            return [int(dataset[index][name]) for index in range(len(dataset))]
+        tokens = getattr(self.tokenizer, "model_input_names", [self.facts.main_input])[0]
+        if tokens not in first:
+            remedy = f"Give samples a column {name!r}, or choose another train_sampling_strategy"
+            raise DataError("train_dataset", f"(columns {', '.join(first)})", f"samples have no {tokens!r}", remedy)
+        return [len(dataset[index][tokens]) for index in range(len(dataset))]
+
+    def example(self, train: Dataset | None, evaluation: Dataset | Mapping | None) -> Batch:
+        """The first batch of all, the same one on every rank and after every resumption."""
+        if train is None and evaluation is None:
+            raise ConfigError("train_dataset", None, "without a batch the model cannot be captured", "Give a dataset")
+        if train is None and isinstance(evaluation, Mapping):
+            evaluation = next(iter(evaluation.values()))
+        loading = self.evaluation(evaluation) if train is None else self.training(train)
+        alone = dataclasses.replace(loading, replica=0, replicas=1, options={})
+        return next(alone.epoch(0))
+
+    def prepare(self, batches: Sequence[Batch], count_items: bool) -> tuple[list[Batch], int, int]:
+        """A step's micro-batches, padded; and, over all replicas, the elements of their main input and, by
+        ``include_num_input_tokens_seen``, the tokens among these. Collective over replicas.
+
+        With ``count_items`` each batch holds ``num_items_in_batch``, [] fp32: the targets of the whole step.
+        """
+        facts, pad_id = self.facts, self.padding.pad_id
+        items = [facts.items(batch) for batch in batches] if count_items else [None]
+        known = all(item is not None for item in items)
+        counts = torch.tensor(
+            [
+                sum(int(item) for item in items) if known else 0,
+                sum(facts.tokens(batch, pad_id, "all") for batch in batches),
+                sum(facts.tokens(batch, pad_id, self.args.include_num_input_tokens_seen) for batch in batches),
+            ]
+        )
+        if self.mesh.dp is not None:
+            counts = counts.to(self.mesh.device)
+            dist.all_reduce(counts, group=self.mesh.dp)
+        padded = [self.padding(batch) for batch in batches]
+        if known:
+            padded = [batch | {"num_items_in_batch": counts[0].float()} for batch in padded]
+        return padded, int(counts[1]), int(counts[2])

@@ -1,0 +1,258 @@
+"""One call of ``MerakTrainer.train``: epochs, steps, and what callbacks decide to log, evaluate and save.
+
+The order of events, the keys of logs and the arithmetic of steps are those of ``transformers.Trainer``.
+"""
+
+import math
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import TrainerState
+from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
+
+from ..errors import CheckpointError, ConfigError
+from . import callbacks, run_directory
+from .batches import Batch
+from .rates import LearningRate, extent
+
+DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class TrainingLoop:
+    """``trainer``: a MerakTrainer, whose state, control and engine this loop drives. Collective over all ranks."""
+
+    def __init__(self, trainer, resume: Path | None):
+        self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
+        self.handler, self.loading = trainer.callback_handler, trainer.callback_handler.train_dataloader
+        division = self.loading.division
+        examples = None if division is None else division.samples
+        batches = None if division is None else division.batches
+        self.samples_per_batch = self.loading.batch_size * self.loading.replicas
+        self.extent = extent(self.args, batches, examples, self.loading.replicas)
+        self.rate = LearningRate(self.args, self.extent.steps)
+        self.handler.optimizer, self.handler.lr_scheduler = self.rate.optimizer, self.rate.scheduler
+        self.run_loss = self.pending_loss = 0.0
+        self.last_logged = 0
+        self.grad_norm: float | None = None
+        self.used_rate: float | None = None
+        self.first_epoch = self.skipped_batches = 0
+        self.position = (0, 0)  # epoch, samples of it that are used
+        self._begin_state()
+        if resume is not None:
+            self._resume(resume)
+        self.first_step = self.state.global_step
+
+    @property
+    def state(self) -> TrainerState:
+        return self.trainer.state
+
+    def _begin_state(self) -> None:
+        trainer = self.trainer
+        trainer.state = TrainerState(stateful_callbacks=callbacks.exportable(self.handler, trainer.control))
+        trainer.state.train_batch_size = self.args.train_batch_size
+        trainer.state.compute_steps(self.args, self.extent.steps)
+        self._refer()
+
+    def _refer(self) -> None:
+        state = self.state
+        state.max_steps, state.num_train_epochs = self.extent.steps, self.extent.epochs
+        state.is_local_process_zero = self.trainer.is_local_process_zero()
+        state.is_world_process_zero = self.trainer.is_world_process_zero()
+
+    def _resume(self, directory: Path) -> None:
+        trainer, args = self.trainer, self.args
+        trainer.state = run_directory.read_state(directory, trainer.control_group)
+        best = self.state.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            self.state.best_model_checkpoint = None
+        compare_trainer_and_checkpoint_args(args, self.state)
+        if args.restore_callback_states_from_checkpoint:
+            trainer.control = callbacks.restore(self.state, self.handler, trainer.control)
+        self._refer()
+        extra = self.engine.load(directory / run_directory.TRAINING_STATE)
+        if (saved := extra["seeds"]) != self._seeds():
+            remedy = "Give the seed and the data_seed of the checkpoint's run, or start a new run from its weights"
+            reason = f"the checkpoint's run has {saved}"
+            raise CheckpointError("seed, data_seed", self._seeds(), reason, remedy)
+        self.rate.load(extra["rate"])
+        self.pending_loss, self.last_logged = extra["pending_loss"], extra["last_logged"]
+        self.first_epoch, samples = extra["position"]
+        if not args.ignore_data_skip:
+            self.skipped_batches = self._batches_in(samples)
+
+    def _batches_in(self, samples: int) -> int:
+        """This replica's batches among the first ``samples`` of an epoch, which another layout may have divided."""
+        whole = self.samples_per_batch
+        if samples % whole:
+            reason = f"the checkpoint stands behind {samples} samples of an epoch"
+            remedy = "Choose per_device_train_batch_size x data-parallel size so that it divides them"
+            raise CheckpointError("batches of samples", whole, reason, remedy)
+        return samples // whole
+
+    def _seeds(self) -> list:
+        return [self.args.seed, self.args.data_seed]
+
+    def run(self) -> TrainOutput:
+        trainer, began = self.trainer, time.time()
+        trainer.first_tokens = self.state.num_input_tokens_seen
+        self.began = began
+        self._tell("on_train_begin")
+        if self.args.eval_on_start:
+            self._evaluate(moves_rate=False)
+        for epoch in range(self.first_epoch, self.extent.epochs):
+            if self.state.global_step >= self.extent.steps:
+                break
+            self._tell("on_epoch_begin")
+            self._epoch(epoch)
+            if trainer.control.should_training_stop:
+                break
+        return self._finish()
+
+    def _tell(self, event: str) -> None:
+        trainer = self.trainer
+        trainer.control = getattr(self.handler, event)(self.args, self.state, trainer.control)
+
+    def _epoch(self, epoch: int) -> None:
+        skip = self.skipped_batches if epoch == self.first_epoch else 0
+        batches = self.loading.epoch(epoch, skip)
+        done, total = skip, self.extent.batches
+        while done < total:
+            group = list(islice(batches, min(self.args.gradient_accumulation_steps, total - done)))
+            if not group:  # a stream that ended early
+                break
+            done += len(group)
+            self.position = (epoch, done * self.samples_per_batch) if done < total else (epoch + 1, 0)
+            self._step(group, epoch + done / total)
+            if self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop:
+                break
+        if done == 0:
+            self.trainer.control.should_training_stop = True
+        self.position = (epoch + 1, 0)
+        self._tell("on_epoch_end")
+        self._agree()
+        self._log_evaluate_save()
+
+    def _step(self, batches: list[Batch], epoch: float) -> None:
+        trainer, state = self.trainer, self.state
+        self._tell("on_step_begin")
+        prepared = trainer.prepare_step(batches)
+        report = self.engine.step(prepared, self.rate.value, self.args.weight_decay)
+        self._count_loss(report.loss)
+        for _ in batches[1:]:
+            self._tell("on_substep_end")
+        self._tell("on_pre_optimizer_step")
+        self._tell("on_optimizer_step")
+        self.grad_norm, self.used_rate = report.grad_norm, self.rate.value
+        if not report.skipped:
+            self.rate.advance()
+        state.global_step += 1
+        state.epoch = epoch
+        self._tell("on_step_end")
+        self._agree()
+        self._log_evaluate_save()
+
+    def _count_loss(self, loss: float) -> None:
+        if self.args.logging_nan_inf_filter and not math.isfinite(loss):
+            loss = self.pending_loss / (1 + self.state.global_step - self.last_logged)
+        self.pending_loss += loss
+        self.run_loss += loss
+
+    def _agree(self) -> None:
+        """What any rank's callbacks decide, all ranks do: else some would wait in a collective for ever."""
+        group, control = self.trainer.control_group, self.trainer.control
+        if group is None:
+            return
+        wishes = torch.tensor([int(getattr(control, name)) for name in DECISIONS])
+        dist.all_reduce(wishes, dist.ReduceOp.MAX, group=group)
+        for name, wish in zip(DECISIONS, wishes.tolist(), strict=True):
+            setattr(control, name, bool(wish))
+
+    def _log_evaluate_save(self) -> None:
+        trainer = self.trainer
+        if trainer.control.should_log and self.state.global_step > self.last_logged:
+            logs = {"loss": self.pending_loss / (self.state.global_step - self.last_logged)}
+            if self.grad_norm is not None:
+                logs["grad_norm"] = self.grad_norm
+            logs["learning_rate"] = self.rate.value if self.used_rate is None else self.used_rate
+            self.pending_loss, self.last_logged = 0.0, self.state.global_step
+            trainer.log(logs, self.began)
+        if trainer.control.should_evaluate:
+            better = self._is_better(self._evaluate())
+            if self.args.save_strategy == SaveStrategy.BEST:
+                trainer.control.should_save = better
+        if trainer.control.should_save:
+            self._save()
+            self._tell("on_save")
+
+    def _evaluate(self, moves_rate: bool = True) -> dict[str, float]:
+        metrics = self.trainer.evaluate()
+        if self.rate.follows_metric and moves_rate:
+            self.rate.follow(self._metric(metrics))
+        return metrics
+
+    def _metric(self, metrics: dict[str, float]) -> float:
+        name = self.args.metric_for_best_model
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            remedy = f"Choose one of {', '.join(metrics)}"
+            raise ConfigError("metric_for_best_model", name, "the evaluation has no such metric", remedy)
+        return metrics[name]
+
+    def _is_better(self, metrics: dict[str, float]) -> bool:
+        """Whether the model is the best so far; remembers it if so."""
+        args, state = self.args, self.state
+        if args.metric_for_best_model is None:
+            return False
+        value = self._metric(metrics)
+        compare = np.greater if args.greater_is_better else np.less
+        if state.best_metric is None:
+            state.best_metric = -math.inf if args.greater_is_better else math.inf
+        if not compare(value, state.best_metric):
+            return False
+        state.best_metric = value
+        if args.save_strategy != SaveStrategy.NO:
+            state.best_global_step = state.global_step
+        return True
+
+    def _save(self) -> None:
+        trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
+        directory = run_directory.checkpoint_directory(args.output_dir, state.global_step)
+        run_directory.prepare(directory, group)
+        trainer.save_model(str(directory))
+        if not args.save_only_model:
+            extra = {
+                "rate": self.rate.state(),
+                "pending_loss": self.pending_loss,
+                "last_logged": self.last_logged,
+                "seeds": self._seeds(),
+                "position": self.position,
+            }
+            self.engine.save(directory / run_directory.TRAINING_STATE, extra)
+        if state.best_global_step:
+            best = run_directory.checkpoint_directory(args.output_dir, state.best_global_step)
+            if best.is_dir():
+                state.best_model_checkpoint = str(best)
+        callbacks.export(state, self.handler, trainer.control)
+        run_directory.write_state(directory, state, group)
+        run_directory.rotate(args.output_dir, args.save_total_limit, state.best_model_checkpoint, group)
+
+    def _finish(self) -> TrainOutput:
+        trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
+        steps = state.global_step - self.first_step
+        loss = self.run_loss / max(steps, 0.001)
+        share = steps / max(state.max_steps, 1)
+        metrics = speed_metrics("train", self.began, self.extent.samples * share, steps)
+        trainer.store_flos()
+        metrics |= {"total_flos": state.total_flos, "train_loss": loss}
+        trainer.log(metrics)
+        best = state.best_model_checkpoint
+        if args.load_best_model_at_end and best is not None:
+            self.engine.load(Path(best) / run_directory.TRAINING_STATE)
+        if best is not None and args.save_total_limit == 1:
+            run_directory.remove_others(args.output_dir, best, group)
+        self._tell("on_train_end")
+        return TrainOutput(state.global_step, loss, metrics)

@@ -1,0 +1,376 @@
+"""``MerakTrainer``: ``transformers.Trainer`` for a model that is divided by tensor, pipeline and data parallelism."""
+
+import dataclasses
+import datetime
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import (
+    DataCollatorWithPadding,
+    DefaultFlowCallback,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProcessorMixin,
+    ProgressCallback,
+    SequenceFeatureExtractor,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    default_data_collator,
+    set_seed,
+)
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    PredictionOutput,
+    TrainOutput,
+    align_special_tokens,
+    speed_metrics,
+)
+
+from ..config import OptimizerConfig, ParallelConfig
+from ..errors import ConfigError
+from ..graph.capture import accepts_num_items
+from ..parallel.agree import gather_json, together
+from ..parallel.launch import leave
+from ..parallel.mesh import Mesh, build_mesh
+from ..plan import Grid
+from . import run_directory
+from .batches import Batch
+from .blueprint import CapturedSettings
+from .captured import CapturedTrainer
+from .feed import Feed
+from .merak_arguments import MerakArguments
+from .merak_loop import TrainingLoop
+from .model_facts import ModelFacts, decayed_parameters, padding_of
+from .outputs import check_directory
+from .predictions import Evaluation, EvaluationBatches
+
+# What a subclass of transformers.Trainer overrides and this trainer cannot call.
+REFUSED_METHODS = (
+    *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_train_dataloader"),
+    *("get_eval_dataloader", "get_test_dataloader", "create_optimizer", "create_scheduler"),
+    *("create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs", "optimizer_step"),
+)
+REFUSED_INPUTS = ("compute_loss_func", "optimizer_cls_and_kwargs")
+
+
+class MerakTrainer:
+    """Takes what ``transformers.Trainer`` takes, in its order, and does what it does. Raises MerakError.
+
+    ``model`` may be without weights (``init_empty_weights``) or remember where they are (``from_pretrained``); it is
+    captured, not run, and its own parameters stay as they are: ``save_model`` writes the trained ones. ``evaluate``,
+    ``predict``, ``save_model`` and ``train`` are collective: every rank of the job calls them. Losses, metrics and
+    logs are the same on every rank; ``compute_metrics`` runs on the first one.
+    """
+
+    log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: MerakArguments | None = None,
+        data_collator: Callable[[list], Mapping[str, Any]] | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: Any = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+    ):
+        self.args = args = MerakArguments("tmp_trainer") if args is None else args
+        given = {"compute_loss_func": compute_loss_func, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
+        self._refuse(model, model_init, given, optimizers)
+        self.mesh = self._build_mesh()
+        set_seed(args.seed)
+        self.model_init, self.model = model_init, model_init() if model is None else model
+        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        self.data_collator = self._default_collator() if data_collator is None else data_collator
+        self.compute_metrics, self.preprocess_logits = compute_metrics, preprocess_logits_for_metrics
+        self._check()
+        self._describe()
+        self.callback_handler = self._callback_handler(callbacks or [])
+        self.control, self.state = TrainerControl(), TrainerState()
+        self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
+        self.is_in_train, self.current_flos, self.first_tokens = False, 0, 0
+        self._engine: CapturedTrainer | None = None
+        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+
+    def _refuse(self, model: object, model_init: object, given: dict[str, object], optimizers: tuple) -> None:
+        for name, value in given.items():
+            if value is not None:
+                remedy = "Let the model compute its loss; AdamW is set by the arguments"
+                raise ConfigError(name, repr(value), "a captured model has its own loss and optimizer", remedy)
+        if tuple(optimizers) != (None, None):
+            remedy = "Choose learning_rate, lr_scheduler_type and the adam_ arguments"
+            raise ConfigError("optimizers", optimizers, "parameters lie in flat buffers of their own AdamW", remedy)
+        if (model is None) == (model_init is None):
+            both = "model and model_init"
+            raise ConfigError(both, f"({type(model).__name__})", "exactly one of the two is needed", "Give one")
+        for name in REFUSED_METHODS:
+            if hasattr(type(self), name):
+                remedy = "Put the loss into the model's forward, and use callbacks for the rest"
+                raise ConfigError(f"{type(self).__name__}.{name}", "(overridden)", "it would never be called", remedy)
+
+    def _build_mesh(self) -> Mesh:
+        args = self.args
+        if not isinstance(args, MerakArguments):
+            raise ConfigError("args", type(args).__name__, "it has no degrees of parallelism", "Make MerakArguments")
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        grid = Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp)
+        world = args.world
+        mesh = build_mesh(grid, world.rank, world.device, datetime.timedelta(seconds=args.ddp_timeout))
+        own = {"local_rank", "log_level", "log_level_replica", "disable_tqdm"}
+        all_arguments = gather_json({k: v for k, v in args.to_dict().items() if k not in own}, mesh.control, "cpu")
+        for rank, other in enumerate(all_arguments):
+            for name, value in other.items():
+                if value != (first := all_arguments[0][name]):
+                    raise ConfigError(name, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
+        return mesh
+
+    def _check(self) -> None:
+        args = self.args
+        with together(self.mesh.control, "cpu"):
+            if args.should_save:
+                check_directory("output_dir", args.output_dir, Path(args.output_dir))
+        if not callable(self.data_collator):
+            raise ConfigError("data_collator", self.data_collator, "it cannot be called", "Give a function")
+        if args.eval_strategy != "no" and self.eval_dataset is None:
+            raise ConfigError("eval_strategy", args.eval_strategy.value, "there is no eval_dataset", "Give one")
+        if args.save_strategy == "best" and args.metric_for_best_model is None:
+            raise ConfigError("save_strategy", "best", "metric_for_best_model is unset", "Name a metric")
+
+    def _default_collator(self) -> Callable:
+        if isinstance(self.processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
+            return DataCollatorWithPadding(self.processing_class)
+        return default_data_collator
+
+    def _callback_handler(self, callbacks: list) -> CallbackHandler:
+        args = self.args
+        try:
+            reporters = get_reporting_integration_callbacks(args.report_to)
+            chosen = [DefaultFlowCallback, *reporters, *callbacks]
+            handler = CallbackHandler(chosen, self.model, self.processing_class, None, None)
+        except (ValueError, ImportError, RuntimeError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError("report_to", args.report_to, reason, "Install it, or set report_to='none'") from error
+        handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+        return handler
+
+    def _describe(self) -> None:
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        self.facts = ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
+        padding = padding_of(self.model, self.facts, self.args, tokenizer)
+        self.feed = Feed(self.args, self.mesh, self.facts, padding, self.data_collator, tokenizer)
+
+    # The job
+
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for agreement."""
+        return self.mesh.control
+
+    def is_world_process_zero(self) -> bool:
+        return self.args.process_index == 0
+
+    is_local_process_zero = is_world_process_zero
+
+    def end(self) -> None:
+        """Leave the job; the last call of a script, on every rank."""
+        leave(self.args.world)
+
+    # Model and engine
+
+    @property
+    def engine(self) -> CapturedTrainer:
+        """This rank's part of the model; built when it is first needed, from the first batch there is."""
+        if self._engine is None:
+            example = self.feed.example(self.train_dataset, self.eval_dataset)
+            (example,), *_ = self.feed.prepare([example], accepts_num_items(self.model))
+            self._engine = self.create_engine(example)
+        return self._engine
+
+    def create_engine(self, example: Batch) -> CapturedTrainer:
+        """Capture the model, cut and divide it, take its weights or draw them. Collective."""
+        decayed = frozenset(decayed_parameters(self.model))
+        return CapturedTrainer(self.model, example, self.settings(), self.mesh, lambda name, shape: name in decayed)
+
+    def settings(self) -> CapturedSettings:
+        args = self.args
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            pipeline_schedule=args.pipeline_schedule,
+            recompute_granularity="full" if args.activation_checkpointing else None,
+        )
+        optimizer = OptimizerConfig(
+            lr=args.learning_rate or None,
+            weight_decay=args.weight_decay,
+            clip_grad=args.max_grad_norm,
+            adam_beta1=args.adam_beta1,
+            adam_beta2=args.adam_beta2,
+            adam_eps=args.adam_epsilon,
+        )
+        half = args.bf16 or next(self.model.parameters()).dtype == torch.bfloat16
+        return CapturedSettings(
+            parallel,
+            optimizer,
+            args.gradient_accumulation_steps,
+            args.seed,
+            "bfloat16" if half else "float32",
+            self.mesh.device.type,
+            args.graph_sharding,
+            args.tensor_parallel_rules or "",
+        )
+
+    # Training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train; from the newest checkpoint in ``output_dir`` (True), from a directory, or from the beginning."""
+        resume = None
+        if resume_from_checkpoint:
+            resume = run_directory.find(self.args.output_dir, resume_from_checkpoint, self.control_group)
+        if self.model_init is not None and self._engine is not None:
+            set_seed(self.args.seed)
+            self.model, self._engine = self.model_init(), None
+            self.callback_handler.model = self.model
+        if isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(
+            self.model, "config"
+        ):
+            align_special_tokens(self.model, self.processing_class)
+        self.callback_handler.train_dataloader = self.feed.training(self.train_dataset)
+        self.is_in_train = True
+        try:
+            return TrainingLoop(self, resume).run()
+        finally:
+            self.is_in_train = False
+
+    def prepare_step(self, batches: list[Batch]) -> list[Batch]:
+        """What the engine takes of this replica's micro-batches of a step; counts tokens and operations."""
+        prepared, elements, tokens = self.feed.prepare(batches, self.engine.accepts_num_items)
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += tokens
+        self.current_flos += 6 * elements * self._parameters_used
+        return prepared
+
+    @functools.cached_property
+    def _parameters_used(self) -> int:
+        count = getattr(self.model, "num_parameters", None)
+        return 0 if count is None else count(exclude_embeddings=True)
+
+    def store_flos(self) -> None:
+        """Add the operations since the last time to the state."""
+        self.state.total_flos += float(self.current_flos)
+        self.current_flos = 0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add to the history and tell the callbacks."""
+        state = self.state
+        if state.epoch is not None:
+            logs["epoch"] = state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = state.num_input_tokens_seen
+            if start_time is not None:
+                tokens = state.num_input_tokens_seen - self.first_tokens
+                logs.update(speed_metrics("train", start_time, num_tokens=tokens))
+        state.log_history.append({**logs, "step": state.global_step})
+        self.control = self.callback_handler.on_log(self.args, state, self.control, logs)
+
+    # Evaluation
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Metrics of ``eval_dataset``, or of each of several under its name; the trainer's own by default."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        if dataset is None:
+            raise ConfigError("eval_dataset", None, "evaluation needs one", "Give evaluate or MerakTrainer a dataset")
+        if isinstance(dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, each in dataset.items():
+                metrics |= self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        metrics = self._predict(dataset, metric_key_prefix, loss_only, False, ignore_keys).metrics
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(
+        self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions and labels of every sample, on every rank, and metrics where there are labels."""
+        loss_only = self.args.prediction_loss_only
+        output = self._predict(test_dataset, metric_key_prefix, loss_only, True, ignore_keys)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def _predict(
+        self, dataset: Dataset, prefix: str, loss_only: bool, everyone: bool, ignore_keys: list[str] | None
+    ) -> EvalLoopOutput:
+        began, grid = time.time(), self.mesh.grid
+        if self._engine is None and self.train_dataset is None and self.eval_dataset is None:
+            self.eval_dataset = dataset
+        facts = self.facts
+        if ignore_keys:
+            kept = tuple(name for name in facts.predictions if name not in ignore_keys)
+            facts = dataclasses.replace(facts, predictions=kept)
+        batches = EvaluationBatches(self.feed.evaluation(dataset), grid.pp)
+        self.callback_handler.eval_dataloader = batches
+        evaluation = Evaluation(
+            batches,
+            self.engine.evaluate,
+            facts,
+            self.feed.padding,
+            lambda replica: grid.rank(dp=replica, pp=grid.pp - 1),
+            self.mesh.rank,
+            self.control_group,
+            self.args,
+            loss_only,
+            everyone,
+            self._predicted,
+            self.engine.accepts_num_items,
+            self.preprocess_logits,
+        )
+        output = evaluation.run(self.compute_metrics, prefix)
+        steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
+        output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
+        return output
+
+    def _predicted(self) -> None:
+        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+    # Saving and callbacks
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Write the trained model, its tokenizer and the arguments; ``from_pretrained`` of transformers opens it."""
+        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        self.engine.save_hf(directory, self.feed.tokenizer)
+        run_directory.write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        self.callback_handler.remove_callback(callback)

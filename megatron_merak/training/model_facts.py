@@ -1,0 +1,103 @@
+"""What a trainer reads off a model's class, its forward and its config, by transformers' own rules."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.trainer_pt_utils import get_parameter_names
+from transformers.utils import can_return_loss, find_labels
+
+from .padding import IGNORED, Padding
+
+NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """label_names: inputs that are targets. return_loss: whether the forward makes a loss without labels. shifts:
+    whether its loss predicts the next token, so that the first label of a row is no target. columns: the forward's
+    parameters. main_input: what tokens are counted of. predictions: outputs that are predictions.
+    """
+
+    label_names: tuple[str, ...]
+    return_loss: bool
+    shifts: bool
+    columns: tuple[str, ...]
+    main_input: str
+    predictions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, args: TrainingArguments, predictions: str | None = None) -> "ModelFacts":
+        """``predictions``: names joined by commas; None: what models of this kind call their predictions."""
+        kind, config = type(model), getattr(model, "config", None)
+        labels = tuple(find_labels(kind) if args.label_names is None else args.label_names)
+        if predictions is None:
+            predictions = "start_logits,end_logits" if "QuestionAnswering" in kind.__name__ else "logits"
+        next_token = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+        return cls(
+            labels,
+            bool(can_return_loss(kind)),
+            next_token and not getattr(config, "is_encoder_decoder", False),
+            tuple(inspect.signature(model.forward).parameters),
+            getattr(model, "main_input_name", "input_ids"),
+            tuple(name.strip() for name in predictions.split(",")),
+        )
+
+    @property
+    def used_columns(self) -> tuple[str, ...]:
+        """What of a sample the model or its collator can use."""
+        return (*self.columns, "label", "label_ids", *self.label_names)
+
+    def has_loss(self, batch: Mapping[str, object]) -> bool:
+        """Whether the model makes a loss of this batch."""
+        if self.label_names:
+            return all(batch.get(name) is not None for name in self.label_names)
+        return bool(batch.get("return_loss", self.return_loss))
+
+    def labels(self, batch: Mapping[str, object]) -> Tensor | tuple | None:
+        """The targets in the batch: one tensor, or a tuple where the model takes several."""
+        if not self.has_loss(batch):
+            return None
+        found = tuple(batch.get(name) for name in self.label_names)
+        return found[0] if len(found) == 1 else found
+
+    def items(self, batch: Mapping[str, object]) -> Tensor | None:
+        """The number of targets in the batch that the loss counts, [] int64; None where that is not known."""
+        targets = batch.get("shift_labels", batch.get("labels"))
+        if not isinstance(targets, Tensor):
+            return None
+        if self.shifts and "shift_labels" not in batch:
+            targets = targets[..., 1:]
+        return targets.ne(IGNORED).sum()
+
+    def tokens(self, batch: Mapping[str, object], pad_id: int | None, kind: str) -> int:
+        """Elements of the main input, without padding if ``kind`` is "non_padding"."""
+        tokens = batch.get(self.main_input)
+        if not isinstance(tokens, Tensor):
+            return 0
+        if kind == "non_padding" and isinstance(mask := batch.get("attention_mask"), Tensor):
+            return int(mask.sum())
+        if kind == "non_padding" and pad_id is not None:
+            return int(tokens.ne(pad_id).sum())
+        return tokens.numel()
+
+
+def padding_of(model: nn.Module, facts: ModelFacts, args: TrainingArguments, tokenizer: object) -> Padding:
+    """How to pad the model's batches. A model that neither takes a mask nor looks back only is never padded."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    known = (getattr(holder, "pad_token_id", None) for holder in (tokenizer, text))
+    pad_id = next((value for value in known if isinstance(value, int) and value >= 0), 0)
+    mask = "attention_mask" in facts.columns
+    if not mask and not facts.shifts:
+        return Padding(None)
+    limit = getattr(text, "max_position_embeddings", None)
+    return Padding(args.buckets, args.pad_to_multiple_of, pad_id, mask, limit if isinstance(limit, int) else None)
+
+
+def decayed_parameters(model: nn.Module) -> list[str]:
+    """The parameters that take weight decay, as ``transformers.Trainer`` chooses them: no biases, no norms."""
+    return get_parameter_names(model, [nn.LayerNorm], list(NO_DECAY))

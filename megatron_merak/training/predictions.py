@@ -1,0 +1,163 @@
+"""Evaluation and prediction: every sample once, in the dataset's order, whatever the layout.
+
+Batch k goes to replica k mod R, several at a time so that a pipeline is filled. Losses and predictions are put back in
+the order of batches, so a metric is that of one process.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+from torch.utils.data import IterableDataset
+from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from ..parallel.agree import broadcast_json, gather_json, together
+from .batches import Batch, Division, Loading
+from .exchange import from_rank
+from .model_facts import ModelFacts
+from .padding import Padding, crop
+
+PAD = -100
+
+
+@dataclass
+class EvaluationBatches:
+    """This replica's batches in rounds; ``len`` is the number of batches of the longest replica, for progress bars."""
+
+    loading: Loading
+    round_size: int
+
+    @property
+    def total(self) -> int | None:
+        if self.loading.streamed:
+            return None
+        return Division(len(self.loading.dataset), self.loading.batch_size, 1, self.loading.drop_last).batches
+
+    def __len__(self) -> int:
+        if self.total is None:
+            raise TypeError("a stream has no length")
+        return -(-self.total // self.loading.replicas)
+
+    @property
+    def dataset(self) -> object:
+        return self.loading.dataset
+
+    def rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
+        """(first batch, batches over all replicas, this replica's batches) of each round."""
+        loading, step = self.loading, self.round_size * self.loading.replicas
+        if isinstance(loading.dataset, IterableDataset):
+            stream, first = replace(loading, replica=0, replicas=1).epoch(0), 0
+            while chunk := list(islice(stream, step)):
+                yield first, len(chunk), chunk[loading.replica :: loading.replicas]
+                first += len(chunk)
+            return
+        mine = loading.some(range(loading.replica, self.total, loading.replicas))
+        for first in range(0, self.total, step):
+            count = min(step, self.total - first)
+            yield first, count, list(islice(mine, len(range(loading.replica, count, loading.replicas))))
+
+
+@dataclass
+class Evaluation:
+    """One evaluation. ``run`` is collective over all ranks.
+
+    forward: (batches, output names) -> per batch a dict of outputs, or None off the last stage. owner: replica -> the
+    rank whose outputs count. loss_only: predictions are not asked for. everyone: all ranks keep predictions, else the
+    first. after_batch: called once per batch, for progress.
+    """
+
+    batches: EvaluationBatches
+    forward: Callable
+    facts: ModelFacts
+    padding: Padding
+    owner: Callable[[int], int]
+    rank: int
+    control: object
+    args: object
+    loss_only: bool
+    everyone: bool
+    after_batch: Callable[[], None]
+    count_items: bool
+    preprocess: Callable | None = None
+    losses: list[tuple[int, float, int]] = field(default_factory=list)
+    samples: int = 0
+
+    def run(self, compute_metrics: Callable | None, prefix: str) -> EvalLoopOutput:
+        concatenate = self.args.eval_do_concat_batches
+        kept = {name: EvalLoopContainer(concatenate, PAD) for name in ("predictions", "labels", "inputs")}
+        replicas = self.batches.loading.replicas
+        for first, count, batches in self.batches.rounds():
+            found = self._forward(first, batches)
+            for place in range(0 if self.loss_only else count):
+                replica, row = place % replicas, place // replicas
+                mine = found[row] if self.rank == self.owner(replica) else None
+                result = from_rank(self.owner(replica), mine, self.control)
+                for name, container in kept.items():
+                    if result[name] is not None and (self.everyone or self.rank == 0):
+                        container.add(result[name])
+            for _ in range(-(-count // replicas)):
+                self.after_batch()
+        losses, samples = self._losses()
+        arrays = {name: container.get_arrays() for name, container in kept.items()}
+        metrics = self._metrics(compute_metrics, arrays, losses, prefix)
+        return EvalLoopOutput(arrays["predictions"], arrays["labels"], metrics, samples)
+
+    def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
+        """Outputs of this replica's batches of a round; on ranks without them, an empty list."""
+        if not batches:
+            return []
+        has_loss = self.facts.has_loss(batches[0])
+        wanted = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
+        padded = [self._prepared(batch, has_loss) for batch in batches]
+        outputs = self.forward(padded, wanted or ("loss",))
+        if outputs is None:
+            return []
+        loading, results = self.batches.loading, []
+        for row, (batch, full, output) in enumerate(zip(batches, padded, outputs, strict=True)):
+            number, rows = first + loading.replica + row * loading.replicas, find_batch_size(batch) or 1
+            if self.rank == self.owner(loading.replica):
+                self.losses.append((number, float(output["loss"]) if has_loss else None, rows))
+            if not self.loss_only:
+                results.append(self._result(batch, full, output))
+        return results
+
+    def _prepared(self, batch: Batch, has_loss: bool) -> Batch:
+        items = self.facts.items(batch) if has_loss and self.count_items else None
+        return self.padding(batch) | ({} if items is None else {"num_items_in_batch": items.float()})
+
+    def _result(self, batch: Batch, padded: Batch, output: Mapping) -> dict:
+        labels = self.facts.labels(batch)
+        found = tuple(crop(output[name].detach().cpu(), padded, batch) for name in self.facts.predictions)
+        found = found[0] if len(found) == 1 else found
+        if self.preprocess is not None:
+            found = self.preprocess(found, labels)
+        inputs = batch[self.facts.main_input] if "inputs" in self.args.include_for_metrics else None
+        return {"predictions": found, "labels": labels, "inputs": inputs}
+
+    def _losses(self) -> tuple[np.ndarray | None, int]:
+        """[samples] fp32: of each sample the loss of its batch, None without labels; and the number of samples."""
+        told = sorted(entry for rank in gather_json(self.losses, self.control, "cpu") for entry in rank)
+        samples = sum(rows for _, _, rows in told)
+        if not told or told[0][1] is None:
+            return None, samples
+        return np.repeat(np.float32([loss for _, loss, _ in told]), [rows for _, _, rows in told]), samples
+
+    def _metrics(self, compute: Callable | None, arrays: dict, losses: np.ndarray | None, prefix: str) -> dict:
+        metrics: dict = {}
+        asked = compute is not None and not self.loss_only
+        with together(self.control, "cpu"):
+            if asked and self.rank == 0 and arrays["predictions"] is not None and arrays["labels"] is not None:
+                extra = {
+                    "losses": losses if "loss" in self.args.include_for_metrics else None,
+                    "inputs": arrays["inputs"] if "inputs" in self.args.include_for_metrics else None,
+                }
+                prediction = EvalPrediction(arrays["predictions"], arrays["labels"], **extra)
+                metrics = denumpify_detensorize(compute(prediction))
+        metrics = dict(broadcast_json(metrics, self.control, "cpu"))
+        if losses is not None:
+            finite = np.isfinite(losses)
+            use = losses[finite] if self.args.logging_nan_inf_filter and finite.any() else losses
+            metrics[f"{prefix}_loss"] = use.mean().item()
+        return {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": value for k, value in metrics.items()}
