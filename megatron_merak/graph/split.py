@@ -88,7 +88,8 @@ def split(rewritten, units: range, device: torch.device | None = None) -> Parts:
     Raises TraceError where an operation in place spans two segments.
     """
     flow = Flow(rewritten.graph, rewritten.constants)
-    return _Splitter(flow, rewritten.outputs, rewritten.names, units, device or torch.device("cpu")).split()
+    (output,) = rewritten.graph.find_nodes(op="output")
+    return _Splitter(flow, output.args[0], rewritten.names, units, device or torch.device("cpu")).split()
 
 
 class _Splitter:

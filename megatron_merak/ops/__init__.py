@@ -4,7 +4,7 @@ Each is a plain function of tensors with a PyTorch implementation that runs on e
 place behind the same signature.
 """
 
-from .activation import gelu_tanh, swiglu
+from .activation import gated, gelu_tanh, swiglu
 from .attention import causal_attention
 from .cross_entropy import linear_cross_entropy
 from .linear import WeightGradientSink, embedding, linear
@@ -17,6 +17,7 @@ __all__ = [
     "bias_dropout_add",
     "causal_attention",
     "embedding",
+    "gated",
     "gelu_tanh",
     "layer_norm",
     "linear",

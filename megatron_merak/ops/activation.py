@@ -1,5 +1,7 @@
 """Activations of the feed-forward block."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +28,36 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up [..., 2f], gate first -> silu(gate) * up [..., f]; keeps its input only. Shazeer, 2020."""
     return _SwiGLU.apply(gate_up)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, name):
+        ctx.save_for_backward(gate, up)
+        ctx.name = name
+        return _ACTIVATIONS[name][0](gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        forward, backward = _ACTIVATIONS[ctx.name]
+        grad_up = forward(gate).mul_(grad) if ctx.needs_input_grad[1] else None
+        return backward(grad * up, gate) if ctx.needs_input_grad[0] else None, grad_up, None
+
+
+_ACTIVATIONS = {
+    "silu": (F.silu, torch.ops.aten.silu_backward),
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": (
+        partial(F.gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
+}
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, all [..., f]; keeps its inputs only. ``activation``: silu, gelu or gelu_tanh."""
+    return _Gate.apply(gate, up, activation)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

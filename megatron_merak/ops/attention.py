@@ -18,12 +18,13 @@ class _ShortCausal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value):
+    def forward(ctx, query, key, value, scale):
         ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
         queries, keys, values = _by_group(query, key, value)
         context = torch.empty_like(queries)
         for start in range(0, queries.shape[2], _BLOCK):
-            part, stop = _probabilities(queries, keys, start)
+            part, stop = _probabilities(queries, keys, start, scale)
             context[:, :, start:stop] = torch.bmm(part, values[:, :stop]).unflatten(1, (queries.shape[1], -1))
         return context.view(query.shape[0], query.shape[2], *queries.shape[2:]).transpose(1, 2).flatten(2)
 
@@ -37,9 +38,9 @@ class _ShortCausal(torch.autograd.Function):
             torch.zeros_like(keys),
             torch.zeros_like(values),
         )
-        scale = 1 / math.sqrt(query.shape[-1])
+        scale = ctx.scale
         for start in range(0, queries.shape[2], _BLOCK):
-            part, stop = _probabilities(queries, keys, start)
+            part, stop = _probabilities(queries, keys, start, scale)
             rows, grad_rows = (x[:, :, start:stop].flatten(1, 2) for x in (queries, grads))
             grad_values[:, :stop].baddbmm_(part.transpose(1, 2), grad_rows)
             grad_part = torch.bmm(grad_rows, values[:, :stop].transpose(1, 2))
@@ -48,7 +49,7 @@ class _ShortCausal(torch.autograd.Function):
             grad_queries[:, :, start:stop] = grad_block.unflatten(1, (queries.shape[1], -1))
             grad_keys[:, :stop].baddbmm_(grad_scores.transpose(1, 2), rows, alpha=scale)
         back = (grad_queries.flatten(0, 1), grad_keys, grad_values)
-        return tuple(x.unflatten(0, (query.shape[0], -1)).transpose(1, 2) for x in back)
+        return *(x.unflatten(0, (query.shape[0], -1)).transpose(1, 2) for x in back), None
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,26 +60,32 @@ def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return queries, *(x.transpose(1, 2).reshape(batch * groups, length, dim) for x in (key, value))
 
 
-def _probabilities(queries: Tensor, keys: Tensor, start: int) -> tuple[Tensor, int]:
+def _probabilities(queries: Tensor, keys: Tensor, start: int, scale: float) -> tuple[Tensor, int]:
     """Softmax over keys [.., :stop] of the queries start:stop, [b g, n / g (stop - start), stop], and stop."""
     stop = min(start + _BLOCK, queries.shape[2])
-    rows = queries[:, :, start:stop].flatten(1, 2) * (1 / math.sqrt(queries.shape[-1]))
+    rows = queries[:, :, start:stop].flatten(1, 2) * scale
     scores = torch.bmm(rows, keys[:, :stop].transpose(1, 2))
     future = torch.full((stop - start, stop - start), -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
     scores.unflatten(1, (queries.shape[1], -1))[..., start:].add_(future)
     return torch.softmax(scores, -1), stop
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-    """query [b, s, n, d], key and value [b, s, g, d] with n a multiple of g -> [b, s, n * d]."""
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """query [b, s, n, d], key and value [b, s, g, d] with n a multiple of g -> [b, s, n * d].
+
+    scale: of the scores, None for 1 / sqrt(d).
+    """
     if query.device.type == "cpu" and dropout == 0 and query.shape[1] <= _SHORT:
-        return _ShortCausal.apply(query, key, value)
+        return _ShortCausal.apply(query, key, value, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     out = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
         dropout_p=dropout,
         is_causal=True,
+        scale=scale,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return out.transpose(1, 2).flatten(2)

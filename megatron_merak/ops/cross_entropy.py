@@ -18,7 +18,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target, classes, sink):
         exponents = F.linear(x, weight)
-        loss, total = torch.empty_like(x[:, 0], dtype=torch.float32), torch.empty_like(x[:, 0], dtype=torch.float32)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        loss, total = torch.empty_like(x[:, 0], dtype=wide), torch.empty_like(x[:, 0], dtype=wide)
         rows = max(1, _CACHED_BYTES // (4 * weight.shape[0])) if x.device.type == "cpu" else len(x)
         for part, at, of_loss, of_total in zip(*(t.split(rows) for t in (exponents, target, loss, total)), strict=True):
             _exponentiate(part, at.unsqueeze(-1), classes, of_loss, of_total)
@@ -41,7 +42,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _exponentiate(logits: Tensor, target: Tensor, classes: int, loss: Tensor, total: Tensor) -> None:
     """Turn logits [t, V] into e in place; fill loss and total [t]. target int64 [t, 1]."""
     logits[:, classes:] = -torch.inf
-    shifted = logits if logits.dtype == torch.float32 else logits.float()
+    shifted = logits.to(loss.dtype)
     shifted.sub_(shifted.amax(-1, keepdim=True))
     chosen = shifted.gather(-1, target).squeeze(-1)
     torch.sum(shifted.exp_(), -1, out=total)
@@ -54,7 +55,7 @@ def _exponentiate(logits: Tensor, target: Tensor, classes: int, loss: Tensor, to
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, target: Tensor, classes: int | None = None, sink: WeightGradientSink | None = None
 ) -> Tensor:
-    """Cross entropy of x [t, h] weight [V, h]^T against target int64 [t]: fp32 [t].
+    """Cross entropy of x [t, h] weight [V, h]^T against target int64 [t]: fp32 (fp64 for fp64 inputs) [t].
 
     Rows of ``weight`` from ``classes`` on are padding and take no part. With a ``sink`` autograd returns no weight
     gradient.

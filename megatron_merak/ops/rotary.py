@@ -32,7 +32,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [b, s, n, d] turned by the angles of cos, sin [s, 1, r/2]; the last d - r features pass. Su et al., 2021."""
+    """x [b, s, n, d] turned by the angles of cos, sin [s, 1, r/2]; the last d - r features pass. Su et al., 2021.
+
+    Any layout of x will do for which cos and sin, [..., r/2], broadcast to it.
+    """
     return _Rotary.apply(x, cos.to(x.dtype), sin.to(x.dtype))
 
 

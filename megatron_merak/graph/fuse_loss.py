@@ -1,0 +1,45 @@
+"""Output layer and cross entropy in one: the row of ``fuse`` that spares a copy of the logits and of their gradient."""
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import ops
+from .fuse_pointwise import put, value
+from .inplace import call as new_node
+from .patterns import Any, Cast, Found, call
+
+aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+
+_ROW_BY_ROW = Cast(call("view|reshape|flatten", Cast(call("linear", Any("x"), Any("weight"), None)), Any("rows")))
+_LOSS = call("cross_entropy_loss", _ROW_BY_ROW, Any("target"), None, Any("reduction"), Any("ignored"), 0.0)
+
+
+def _loss(graph: Graph, root: Node, found: Found) -> Node | None:
+    """Sum, or mean over the rows whose target counts; which ones do is known before any unit runs."""
+    x, weight, target = (found[name] for name in ("x", "weight", "target"))
+    if found["reduction"] not in (_MEAN, _SUM) or target.meta.get("unit") is not None or value(target).dim() != 1:
+        return None
+    if weight.op != "get_attr" or value(x).numel() != value(target).numel() * value(x).shape[-1]:
+        return None
+    with graph.inserting_after(target):
+        ignored = new_node(graph, target, aten.eq.Scalar, target, found["ignored"])
+    with graph.inserting_after(ignored):
+        known = new_node(graph, target, aten.masked_fill.Scalar, target, ignored, 0)
+    rows = new_node(graph, root, aten.reshape.default, x, [-1, value(x).shape[-1]])
+    like = value(x).new_empty(value(target).shape, dtype=torch.promote_types(value(x).dtype, torch.float32))
+    each = put(graph, root, ops.linear_cross_entropy, rows, weight, known, like=like)
+    counted = new_node(graph, root, aten.masked_fill.Scalar, each, ignored, 0.0)
+    made = new_node(graph, root, aten.sum.default, counted)
+    if found["reduction"] == _MEAN:
+        with graph.inserting_after(known):
+            counts = new_node(graph, target, aten.logical_not.default, ignored)
+        with graph.inserting_after(counts):
+            count = new_node(graph, target, aten.sum.default, counts)
+        made = new_node(graph, root, aten.div.Tensor, made, count)
+    if value(made).dtype != value(root).dtype:
+        made = new_node(graph, root, aten.to.dtype, made, value(root).dtype)
+    return made
+
+
+ROWS = (("output layer with loss", _LOSS, _loss),)

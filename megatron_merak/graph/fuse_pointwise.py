@@ -1,0 +1,119 @@
+"""Norms, activations, and what follows a layer: the rows of ``fuse`` that work feature by feature or row by row."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .. import ops
+from .patterns import Any, Call, Cast, Either, Found, add, call, mul
+
+aten = torch.ops.aten
+
+
+def value(node: Node) -> Tensor:
+    return node.meta["val"]
+
+
+def put(graph: Graph, root: Node, target, *args, like: Tensor | None = None, **kwargs) -> Node:
+    """A fused operation in the place of ``root``, with its value's shape and type (or with those of ``like``)."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {key: each for key, each in root.meta.items() if key != "tensor_meta"}
+    node.meta["val"] = root.meta["val"] if like is None else like
+    return node
+
+
+# x / sqrt(mean(x^2) + eps), and then the weight, before or after a conversion back to the type of x.
+_X = Cast(Any("x"))
+_SQUARE = Either((call("pow", _X, 2), mul(_X, _X), call("square", _X)))
+_NORMED = mul(_X, call("rsqrt", add(call("mean", _SQUARE, [-1], True), Any("eps"))))
+_RMS_NORM = mul(Any("weight"), Cast(_NORMED))
+
+
+def _rms_norm(graph: Graph, root: Node, found: Found) -> Node | None:
+    x, weight = found["x"], found["weight"]
+    per_feature = isinstance(weight, Node) and tuple(value(weight).shape) == tuple(value(x).shape[-1:])
+    if not per_feature or value(x).dtype != value(root).dtype or not isinstance(found["eps"], float):
+        return None
+    return put(graph, root, ops.rms_norm, x, weight, found["eps"])
+
+
+def _own_rms_norm(graph: Graph, root: Node, found: Found) -> Node | None:
+    if len(found["shape"]) != 1 or found["weight"] is None:
+        return None
+    eps = torch.finfo(value(root).dtype).eps if found["eps"] is None else found["eps"]
+    return put(graph, root, ops.rms_norm, found["x"], found["weight"], eps)
+
+
+def _layer_norm(graph: Graph, root: Node, found: Found) -> Node | None:
+    if len(found["shape"]) != 1 or found["weight"] is None or found["bias"] is None:
+        return None
+    return put(graph, root, ops.layer_norm, *(found[name] for name in ("x", "weight", "bias", "eps")))
+
+
+# GELU by tanh, written out: with x^3 (GPT-2), or with x (1 + 0.044715 x^2) (BLOOM and others).
+_ROOT = math.sqrt(2 / math.pi)
+_Y = Any("x")
+_CUBIC = mul(add(_Y, mul(call("pow", _Y, 3), 0.044715)), _ROOT)
+_FACTOR = add(Either((mul(mul(_Y, 0.044715), _Y), mul(call("pow", _Y, 2), 0.044715))), 1)
+_INNER = Either((_CUBIC, mul(mul(_Y, _ROOT), _FACTOR)))
+_GELU_TANH = mul(mul(_Y, 0.5), add(call("tanh", _INNER), 1))
+
+
+def _gelu_tanh(graph: Graph, root: Node, found: Found) -> Node:
+    return put(graph, root, ops.gelu_tanh, found["x"])
+
+
+_HALVES = Either((call("chunk", Any("x"), 2, Any("dim")), call("split", Any("x"), Any("size"), Any("dim"))))
+_SWIGLU = mul(call("silu", call("getitem", _HALVES, 0)), call("getitem", _HALVES, 1))
+
+
+def _swiglu(graph: Graph, root: Node, found: Found) -> Node | None:
+    x = value(found["x"])
+    if found["dim"] % x.dim() != x.dim() - 1 or 2 * value(root).shape[-1] != x.shape[-1]:
+        return None
+    return put(graph, root, ops.swiglu, found["x"])
+
+
+def _gated(name: str, activation: Call) -> tuple:
+    def build(graph: Graph, root: Node, found: Found) -> Node | None:
+        gate, up = found["gate"], found["up"]
+        if not isinstance(up, Node) or value(gate).shape != value(up).shape or value(gate).dtype != value(up).dtype:
+            return None
+        return put(graph, root, ops.gated, gate, up, name)
+
+    return f"gated {name}", mul(activation, Any("up")), build
+
+
+_DROPPED = call("dropout", Either((add(Any("x"), Any("bias")), Any("x"))), Any("p"), True)
+
+
+def _bias_dropout_add(graph: Graph, root: Node, found: Found) -> Node | None:
+    x, residual, bias = found["x"], found["residual"], found.values.get("bias")
+    if not isinstance(residual, Node) or value(residual).shape != value(x).shape:
+        return None
+    if bias is not None and (not isinstance(bias, Node) or value(bias).dim() != 1):
+        return None
+    if value(x).dtype != value(root).dtype or value(residual).dtype != value(root).dtype:
+        return None
+    made = put(graph, root, ops.bias_dropout_add, x, bias, residual, found["p"], True)
+    made.meta["random"] = found["p"] > 0
+    return made
+
+
+_NORM_ARGUMENTS = (Any("x"), Any("shape"), Any("weight"))
+
+ROWS = (
+    ("rms norm", call("to|_to_copy|type_as", _RMS_NORM), _rms_norm),
+    ("rms norm", _RMS_NORM, _rms_norm),
+    ("rms norm", call("rms_norm", *_NORM_ARGUMENTS, Any("eps")), _own_rms_norm),
+    ("layer norm", call("layer_norm", *_NORM_ARGUMENTS, Any("bias"), Any("eps")), _layer_norm),
+    ("gelu tanh", _GELU_TANH, _gelu_tanh),
+    ("swiglu", _SWIGLU, _swiglu),
+    _gated("silu", call("silu", Any("gate"))),
+    _gated("gelu_tanh", call("gelu", Any("gate"), "tanh")),
+    _gated("gelu_tanh", Call(("gelu_tanh",), (Any("gate"),))),
+    _gated("gelu", call("gelu", Any("gate"), "none")),
+    ("bias dropout add", add(Any("residual"), _DROPPED), _bias_dropout_add),
+)
