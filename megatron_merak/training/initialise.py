@@ -9,6 +9,7 @@ have no memory and are marked as done.
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from ..errors import ConfigError
 from ..graph.empty import fake_mode, fake_parameter
 from ..tensor_parallel import derive_seed
 
+_SMALL = 1 << 16  # elements of a parameter whose constructed value may be looked at
 _DONE = "_is_hf_initialized"  # transformers' mark on tensors that its initialisers leave alone
 
 
@@ -41,6 +43,7 @@ class Initialiser:
             setattr(buffer, _DONE, True)
         self._order = {id(module): place for place, module in enumerate(_children_first(self._model))}
         self._sources: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
+        self._constructed: tuple[int, dict[str, torch.Tensor]] | None = None
 
     @torch.no_grad()
     def draw(self, name: str, seed: int) -> torch.Tensor:
@@ -48,18 +51,20 @@ class Initialiser:
 
         Full shape, the parameter's dtype, on the CPU; needs the memory of this tensor. The distribution is what the
         module draws when it is built (``reset_parameters``), then what the models around it draw (``_init_weights`` of
-        transformers). Raises `ConfigError` when neither sets every element: the value was an argument of its module.
+        transformers). A small parameter of a HuggingFace model that neither sets is what its constructor made of it.
+        Raises `ConfigError` for others that neither sets.
         """
         held = self._model.get_parameter(name)
         names = self._names[id(held)]
         fresh = nn.Parameter(_unset(held), requires_grad=held.requires_grad)
-        places = [self._place(each) for each in names]
-        around = self._around(names)
+        sources = [each for each in names if each in self._sources.values()] or names
+        places, owners = ([self._place(each) for each in some] for some in (names, sources))
+        around = self._around(sources)
         try:
             for module, key in places:
                 module._parameters[key] = fresh
             with _stream(derive_seed(seed, _as_one(names[0]))), _default_dtype(held.dtype):
-                for module in dict.fromkeys(module for module, _ in places):
+                for module in dict.fromkeys(module for module, _ in owners):
                     if isinstance(module, ParametrizationList):
                         fresh.copy_(self._original(names[0]))
                     elif callable(getattr(module, "reset_parameters", None)):
@@ -69,24 +74,23 @@ class Initialiser:
         finally:
             for module, key in places:
                 module._parameters[key] = held
-        if bool((fresh != fresh).any()):
-            reason = f"neither {type(places[0][0]).__name__} nor a model around it says how it is initialised"
+        if _is_set(fresh):
+            return fresh.detach()
+        built = self._built(seed).get(names[0])
+        if built is None or built.shape != fresh.shape or not _is_set(built):
+            reason = f"neither {type(owners[0][0]).__name__} nor a model around it says how it is initialised"
             remedy = "Build the model outside of init_empty_weights, so that it comes with values"
             raise ConfigError("parameter", name, reason, remedy)
-        return fresh.detach()
+        return built.to(fresh.dtype)
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
         path, _, key = name.rpartition(".")
         return self._model.get_submodule(path), key
 
     def _around(self, names: list[str]) -> list[tuple[nn.Module, nn.Module]]:
-        """(module, model that initialises it) of all that hold the parameter, in transformers' order: inner ones first.
-
-        Of tied names only the source counts: transformers ties after it has initialised.
-        """
-        sources = [name for name in names if name in self._sources.values()] or names
+        """(module, model that initialises it) of all that hold the parameter, in the order of transformers."""
         found: dict[int, tuple[nn.Module, nn.Module]] = {}
-        for name in sources:
+        for name in names:
             module, model = self._model, None
             for step in ["", *name.split(".")[:-1]]:
                 module = module.get_submodule(step) if step else module
@@ -94,6 +98,18 @@ class Initialiser:
                 if model is not None:
                     found[id(module)] = (module, model)
         return [found[key] for key in sorted(found, key=self._order.__getitem__)]
+
+    def _built(self, seed: int) -> dict[str, torch.Tensor]:
+        """The small parameters as the constructors leave them, before any ``_init_weights``; of HuggingFace models."""
+        kind = type(self._model)
+        if not hasattr(kind, "_from_config"):
+            return {}
+        if self._constructed is None or self._constructed[0] != seed:
+            with _only_small_ones(), _stream(derive_seed(seed)), _uninitialised_is_nan():
+                model = kind._from_config(copy.deepcopy(self._model.config))
+            small = {name: p.detach() for name, p in model.named_parameters() if p.numel() <= _SMALL}
+            self._constructed = (seed, small)
+        return self._constructed[1]
 
     def _original(self, name: str) -> torch.Tensor:
         """What a parametrisation (weight norm) keeps of the tensor that its module draws: a function of that tensor."""
@@ -125,6 +141,40 @@ def _unset(held: torch.Tensor) -> torch.Tensor:
     """A tensor like ``held``, of values that no initialiser gives."""
     made = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype)
     return made.fill_(float("nan")) if made.is_floating_point() or made.is_complex() else made.zero_()
+
+
+def _is_set(tensor: torch.Tensor) -> bool:
+    return bool((tensor == tensor).all())
+
+
+@contextmanager
+def _only_small_ones() -> Iterator[None]:
+    """Inside, parameters of more than `_SMALL` elements have no memory, and no ``_init_weights`` runs."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    mode, register = fake_mode(), nn.Module.register_parameter
+
+    def register_small(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and parameter.numel() > _SMALL:
+            module._parameters[name] = fake_parameter(parameter, mode)
+
+    with (
+        mock.patch.object(nn.Module, "register_parameter", register_small),
+        mock.patch.object(PreTrainedModel, "initialize_weights", lambda self: None),
+    ):
+        yield
+
+
+@contextmanager
+def _uninitialised_is_nan() -> Iterator[None]:
+    """``torch.empty`` gives NaN, so that memory which nobody sets is not taken for a value."""
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
 
 
 @contextmanager
