@@ -16,7 +16,8 @@ _SCATTER = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten
 def aliasing(node: Node) -> tuple[bool, bool]:
     """(its value may share memory with its first argument, it writes into its first argument), by its schema."""
     if node.target is operator.getitem:
-        return True, False
+        source = node.args[0]
+        return not isinstance(source.target, torch._ops.OpOverload) or aliasing(source)[0], False
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], Node):
         return False, False
     info = node.target._schema.arguments[0].alias_info

@@ -1,0 +1,72 @@
+"""Models without memory: shapes and dtypes as always, buffers with values, everything restored afterwards."""
+
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_merak.graph.empty import init_empty_weights, is_fake
+from tests.graph.tiny import FAMILIES, tiny
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "t5", "swin", "whisper"])
+def test_parameters_have_shapes_and_buffers_have_values(name):
+    real, empty, _ = tiny(name)
+    full, hollow = real(), empty()
+    assert [(k, p.shape, p.dtype) for k, p in full.named_parameters(remove_duplicate=False)] == [
+        (k, p.shape, p.dtype) for k, p in hollow.named_parameters(remove_duplicate=False)
+    ]
+    assert all(is_fake(p) and isinstance(p, nn.Parameter) for p in hollow.parameters())
+    buffers = dict(hollow.named_buffers())
+    assert buffers.keys() == dict(full.named_buffers()).keys()
+    assert all(torch.equal(b, buffers[k]) for k, b in full.named_buffers())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_its_buffers(name):
+    test_parameters_have_shapes_and_buffers_have_values(name)
+
+
+def test_ties_stay():
+    _, empty, _ = tiny("gpt2")
+    model = empty()
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.none = nn.Parameter(torch.ones(1))
+        self.none = None
+        self.register_buffer("table", torch.arange(5.0))
+
+
+def test_nested_and_restored_after_an_error():
+    register = nn.Module.register_parameter
+    with init_empty_weights(), pytest.raises(ZeroDivisionError):
+        with init_empty_weights():
+            model = Plain()
+            raise ZeroDivisionError
+    assert nn.Module.register_parameter is register
+    assert all(is_fake(p) for p in model.parameters()) and model.none is None
+    assert not model.frozen.requires_grad and model.layer.weight.requires_grad
+    assert torch.equal(model.table, torch.arange(5.0))
+    assert not any(is_fake(p) for p in Plain().parameters())
+
+
+def test_nothing_is_allocated():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with init_empty_weights():
+        model = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(4)))
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) > 4 << 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # kilobytes
+
+
+def test_initialisation_leaves_no_mark():
+    """Drawing the weights later must find them untouched."""
+    _, empty, _ = tiny("llama")
+    assert not any(hasattr(p, "_is_hf_initialized") for p in empty().parameters())
