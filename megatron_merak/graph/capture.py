@@ -15,6 +15,7 @@ from megatron_merak.errors import TraceError
 from megatron_merak.graph import patches, twin
 from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.clean import clean
+from megatron_merak.graph.swift import swift
 from megatron_merak.graph.unlift import unlift
 from megatron_merak.graph.watch import Seen, check_functions, place, watch
 
@@ -107,6 +108,8 @@ def _trace(
     twin.pick_outputs(fake, outputs)
     with ExitStack() as world:
         world.enter_context(patches.quiet())
+        world.enter_context(patches.native_experts())
+        world.enter_context(swift())
         seen = world.enter_context(watch())
         if attempt.is_causal:
             world.enter_context(patches.is_causal())
