@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..checkpoint import store
-from ..checkpoint.hf import ModelSource, fill, save_hf
+from ..checkpoint.hf import ModuleSource, fill, save_hf
 from ..graph.capture import accepts_num_items
 from ..optimizer.adamw import AdamW
 from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
@@ -23,7 +24,7 @@ from ..runtime.parameters import StageParameters
 from ..runtime.stage import Stage
 from .blueprint import DTYPES, Batch, Blueprint, CapturedSettings, Programs
 from .build import tie_groups
-from .initialise import draw_parameter
+from .initialise import Initialiser
 from .trainer import StepReport, forward_only
 
 Decay = Callable[[str, tuple[int, ...]], bool]
@@ -142,15 +143,22 @@ class CapturedTrainer:
     @torch.no_grad()
     def _materialise(self) -> None:
         """Fill the shards: from where the model was loaded, from the model itself, or by its own random rule."""
-        source = getattr(self.model, "merak_source", None) or ModelSource(self.model)
-        available = frozenset(source.names())
+        source = getattr(self.model, "merak_source", None)
+        if source is None:
+            source = ModuleSource(self.model)
+            empty = {name for name, p in self.model.named_parameters() if isinstance(p, FakeTensor)}
+        else:
+            empty = set()
+        available = frozenset(source.names()) - empty
         shards = list(self.shards())
         fill([shard for shard in shards if shard.name in available], source)
-        for shard in shards:
-            if shard.name not in available:
-                full = draw_parameter(self.model, shard.name, self.settings.seed)
-                parts = [full] if shard.dim is None else [full.narrow(shard.dim, a, b - a) for a, b in shard.intervals]
-                shard.tensor.copy_(torch.cat(parts, shard.dim or 0))
+        drawn = [shard for shard in shards if shard.name not in available]
+        initialiser = Initialiser(self.model) if drawn else None
+        for shard in drawn:
+            full = initialiser.draw(shard.name, self.settings.seed)
+            if shard.dim is not None:
+                full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
+            shard.tensor.copy_(full)
 
     def _executor(self, micro_batches: int, training: bool) -> Executor:
         key = (micro_batches, training)
