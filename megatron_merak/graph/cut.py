@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import inf
 from os.path import commonprefix
 
@@ -18,7 +18,7 @@ from .nodes import EMBEDDINGS, classify, is_op, nbytes, op_name
 ALGORITHMS = ("cut", "farthest-dependency")
 ABOUT = 1.5  # bytes that differ by less than this factor do not decide where to cut
 REMEDY = "Train and evaluate with batches for which the model runs the same layers in the same order"
-SMALL = 8  # a value of less than 1/8 of the largest that crosses does not count towards the limit
+SMALL = 8  # a value of at most 1/8 of the largest that crosses does not count towards the limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +62,16 @@ def fewest_crossing(line: Line, max_crossing: int) -> list[int]:
     as far as at most ``max_crossing`` of them are not small."""
     places = [cheapest(line, range(first, last)) for first, last in _gaps(line)]
     counts = [inf if place is None else len(line.main(place)) for place in places]
-    counts = [inf, *counts, inf]
-    cuts = []
-    for place, (before, count, after) in zip(places, zip(counts, counts[1:], counts[2:], strict=False), strict=True):
-        if place is not None and count <= min(before, after) and _large(line, place) <= max_crossing:
-            cuts.append(place)
+    beside = [inf, *counts, inf]
+    cuts, end = [], 0
+    for count, plateau in groupby(counts):
+        begin, end = end, end + len(list(plateau))
+        falls, drops = beside[begin] < count, beside[end + 1] < count
+        for place in places[begin + falls : end - drops]:
+            if place is None or _large(line, place) > max_crossing:
+                continue
+            if not (falls or drops) or _between_layers(line, place):
+                cuts.append(place)
     return cuts
 
 
@@ -90,13 +95,17 @@ def cheapest(line: Line, places: range) -> int | None:
 
 
 def _nature(line: Line, place: int) -> tuple[bool, int]:
-    before, after = line.nodes[place], line.nodes[place + 1]
-    return layer_of(before) == layer_of(after), len(commonprefix([module_path(before), module_path(after)]))
+    together = commonprefix([module_path(line.nodes[place]), module_path(line.nodes[place + 1])])
+    return not _between_layers(line, place), len(together)
+
+
+def _between_layers(line: Line, place: int) -> bool:
+    return layer_of(line.nodes[place]) != layer_of(line.nodes[place + 1])
 
 
 def _large(line: Line, place: int) -> int:
     sizes = [nbytes(node) for node in line.main(place)]
-    return sum(SMALL * size >= max(sizes) for size in sizes)
+    return sum(SMALL * size > max(sizes) for size in sizes)
 
 
 def _chain(line: Line, cuts: Sequence[int]) -> Chain:

@@ -47,6 +47,7 @@ def unit_names(units: Sequence[Sequence[Node]]) -> tuple[str, ...]:
             chosen = "+".join(rooms) if len(rooms) <= 3 else f"{rooms[0]}..{rooms[-1]}"
             name = f"{name}.{chosen}" if name else chosen
         names.append(name or "model")
+    names[-1:] = ["loss" if name == "model" else name for name in names[-1:]]
     return _numbered(names)
 
 
