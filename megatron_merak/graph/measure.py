@@ -1,0 +1,259 @@
+"""What one tensor-parallel rank holds, computes, keeps and sends of each unit: numbers for the planner.
+
+They come from the graph that the rank will run, rewritten and fused. What autograd keeps for the backward is found by
+running a unit once on tensors without memory; units of equal structure are measured once.
+"""
+
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ..plan import TensorSharding, Unit
+from .captured import Captured
+from .cut import Chain
+from .flow import Flow
+from .fuse import fuse
+from .marks import copy_in, reduce_max, reduce_sum
+from .nodes import aliased, flops, nbytes, op_name, values
+from .rewrite import rewrite
+from .shard import Sharding
+
+_MARKS = (copy_in, reduce_sum, reduce_max)
+_ATTENTION = ("scaled_dot_product_attention", "attention")
+_BACKWARD_OPERATIONS = 2  # started by the backward for each one of the forward
+
+
+@dataclass(frozen=True)
+class Work:
+    """The numbers of a unit that follow from its operations; see ``plan.Unit``."""
+
+    flops: int = 0
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+    reduces: tuple[int, int] = (0, 0)
+    reduced_bytes: tuple[int, int] = (0, 0)
+    operations: tuple[int, int] = (0, 0)
+
+
+def measure(captured: Captured, chain: Chain, sharding: Sharding, tp: int, device: str = "cpu") -> tuple[Unit, ...]:
+    """The chain as the planner sees it. ``device``: the planner's name of what runs it; attention with dropout keeps
+    its probabilities on CPUs only."""
+    rewritten = rewrite(captured, chain, sharding, 0, tp)
+    products = _units(rewritten.graph.nodes, len(chain.units))
+    counted = [sum(map(flops, nodes)) for nodes in products]
+    fuse(rewritten.graph)
+    flow = Flow(rewritten)
+    known: dict[Hashable, Work] = {}
+    works = []
+    for total, nodes in zip(counted, _flow_units(flow, len(chain.units)), strict=True):
+        key = (total, signature(nodes, flow))
+        if key not in known:
+            known[key] = replace(work(nodes, flow, fused_attention=device != "cpu"), flops=total)
+        works.append(known[key])
+    return _assembled(captured, chain, sharding, tp, works)
+
+
+def _units(nodes: Iterable[Node], count: int) -> list[list[Node]]:
+    found: list[list[Node]] = [[] for _ in range(count)]
+    for node in nodes:
+        if node.op == "call_function" and node.meta.get("unit") is not None:
+            found[node.meta["unit"]].append(node)
+    return found
+
+
+def _flow_units(flow: Flow, count: int) -> list[list[Node]]:
+    found: list[list[Node]] = [[] for _ in range(count)]
+    for node, unit in flow.unit.items():
+        found[unit].append(node)
+    return found
+
+
+def _assembled(
+    captured: Captured, chain: Chain, sharding: Sharding, tp: int, works: Sequence[Work]
+) -> tuple[Unit, ...]:
+    users: dict[str, int] = {}
+    for names in chain.parameters:
+        for name in names:
+            users[name] = users.get(name, 0) + 1
+    units = []
+    for index, (nodes, name, names) in enumerate(zip(chain.units, chain.names, chain.parameters, strict=True)):
+        last = index == len(chain.units) - 1
+        crossing = _outputs(captured) if last else chain.crossing[index]
+        mine = frozenset(nodes)
+        sizes = {held: stored_values(sharding.tensors[held], tp) for held in names}
+        local = [(node, _local_bytes(node, sharding)) for node in crossing]
+        units.append(
+            Unit(
+                name=name,
+                kind=re.sub(r"\d+", "*", name),
+                parameters=sum(size for held, size in sizes.items() if users[held] == 1),
+                output_bytes=sum(size for _, size in local),
+                tied=tuple((held, size) for held, size in sizes.items() if users[held] > 1),
+                passed_bytes=0 if last else sum(size for node, size in local if node not in mine),
+                **vars(works[index]),
+            )
+        )
+    return tuple(units)
+
+
+def stored_values(tensor: TensorSharding, tp: int) -> int:
+    """Values of a tensor that one rank stores, padding included."""
+    if tensor.dim is None:
+        return prod(tensor.shape)
+    extent = tensor.shape[tensor.dim] if tensor.padded is None else tensor.padded
+    return prod(tensor.shape) // tensor.shape[tensor.dim] * (extent // tp)
+
+
+def _outputs(captured: Captured) -> tuple[Node, ...]:
+    (output,) = captured.module.graph.find_nodes(op="output")
+    return tuple(output.all_input_nodes)
+
+
+def _local_bytes(node: Node, sharding: Sharding) -> int:
+    layout = sharding.layouts.get(node)
+    if layout is None or isinstance(layout, tuple):
+        return nbytes(node)
+    return nbytes(node) // values(node)[0].shape[layout.dim] * layout.extent(sharding.tp)
+
+
+def signature(nodes: Sequence[Node], flow: Flow) -> Hashable:
+    """Equal for units that do the same to inputs of the same kinds: what they call, on what, and literals."""
+    places = {node: index for index, node in enumerate(nodes)}
+    outside: dict[Node, int] = {}
+
+    def told(argument: Node) -> Any:
+        source = flow.behind(argument)
+        if source in places:
+            return ("inner", places[source])
+        shape = [(tuple(value.shape), value.dtype) for value in values(source)]
+        place = outside.setdefault(source, len(outside))
+        return ("outer", place, shape, flow.differentiable.get(source, False), flow.is_parameter(source))
+
+    return tuple((node.target, repr(map_arg((node.args, node.kwargs), told))) for node in nodes)
+
+
+def work(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False) -> Work:
+    """The work of one unit, but for its products."""
+    started = [node for node in nodes if _starts(node)]
+    ahead = [node for node in nodes if node.target in (reduce_sum, reduce_max)]
+    behind = [node for node in nodes if node.target is copy_in]
+    replay = Replay(nodes, flow, fused_attention)
+    return Work(
+        saved_bytes=sum(replay.saved.values()),
+        transient_bytes=replay.transient,
+        reduces=(len(ahead), len(behind)),
+        reduced_bytes=(sum(map(nbytes, ahead)), sum(map(nbytes, behind))),
+        operations=(len(started), _BACKWARD_OPERATIONS * len(started)),
+    )
+
+
+def _starts(node: Node) -> bool:
+    """Whether a node gives the device something to do: marks, views and pieces of tuples do not."""
+    if node.target in _MARKS:
+        return False
+    shared, written = aliased(node)
+    return not shared or bool(written)
+
+
+class Replay:
+    """A unit run once on tensors without memory. ``saved``: bytes of each storage that its backward needs, beside its
+    inputs, parameters and constants. ``transient``: the most that other values take while it runs, or the gradient of
+    its largest value where that is more."""
+
+    def __init__(self, nodes: Sequence[Node], flow: Flow, fused_attention: bool):
+        self.nodes, self.flow, self.fused_attention = nodes, flow, fused_attention
+        self.made: dict[Node, Any] = {}
+        self.outside: dict[Node, Any] = {}
+        self.saved: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # a storage that is gone would give its number to another
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+                for node in nodes:
+                    self.made[node] = self._run(node)
+        known = {_storage(tensor) for value in self.outside.values() for tensor in _tensors(value)}
+        self.saved = {key: size for key, size in self.saved.items() if key not in known}
+        self.transient = self._transient(known)
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        self._kept.append(tensor)
+        self.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _run(self, node: Node) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), self._value)
+        if node.target in _MARKS:
+            return args[0].detach() if node.target is reduce_max else args[0]
+        if self.fused_attention and op_name(node) in _ATTENTION:
+            return self._attend(node, args)
+        return node.target(*args, **kwargs)
+
+    def _attend(self, node: Node, args: Sequence[Any]) -> Tensor:
+        """A kernel that keeps its operands, its result and one fp32 statistic per row, whatever its options."""
+        (like,) = values(node)
+        result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        statistics = torch.empty(prod(like.shape[:-1]), dtype=torch.float32)
+        for tensor in (*args[:3], result, statistics):
+            self._save(tensor)
+        return result.requires_grad_(any(tensor.requires_grad for tensor in args[:3]))
+
+    def _value(self, node: Node) -> Any:
+        node = self.flow.behind(node)
+        if node in self.made:
+            return self.made[node]
+        if node not in self.outside:
+            self.outside[node] = self._entering(node)
+        return self.outside[node]
+
+    def _entering(self, node: Node) -> Any:
+        """Something like what comes from outside: a parameter, a constant, a common value, another unit's value."""
+        if self.flow.is_module(node):
+            return self.flow.attribute(node)
+        value = node.meta["val"]
+        if not isinstance(value, Tensor):
+            return value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        return made.requires_grad_(self.flow.differentiable.get(node, False))
+
+    def _transient(self, known: set[int]) -> int:
+        last = {self.flow.behind(x): place for place, node in enumerate(self.nodes) for x in node.all_input_nodes}
+        ends: dict[int, int] = {}
+        sizes: dict[int, int] = {}
+        starts: dict[int, int] = {}
+        for place, node in enumerate(self.nodes):
+            for tensor in _tensors(self.made[node]):
+                key = _storage(tensor)
+                if key in self.saved or key in known:
+                    continue
+                sizes[key] = tensor.untyped_storage().nbytes()
+                starts.setdefault(key, place)
+                ends[key] = max(ends.get(key, place), last.get(node, place))
+        live = [0] * (len(self.nodes) + 1)
+        for key, size in sizes.items():
+            live[starts[key]] += size
+            live[ends[key] + 1] -= size
+        peak = total = 0
+        for change in live:
+            total += change
+            peak = max(peak, total)
+        largest = max((nbytes(node) for node in self.nodes), default=0)
+        return max(peak, largest)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
