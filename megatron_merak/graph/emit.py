@@ -9,6 +9,7 @@ from torch.fx.node import Argument, map_aggregate
 
 from .. import ops
 from .flow import Flow
+from .local import embedding_part
 
 # Operations that hand the gradient of a weight to a sink, and which of their arguments that weight is.
 _TAKE_SINK = {ops.linear: 1, ops.embedding: 1, ops.linear_cross_entropy: 1}
@@ -57,7 +58,7 @@ class Emitter:
 
     def _value(self, node: Node) -> Node:
         if node not in self._made and self.flow.is_module(node):
-            self._modules[str(node.target)] = self.flow.attribute(node)
+            self._modules[str(node.target)] = self.flow.constants[str(node.target)]
             self._made[node] = self._graph.get_attr(str(node.target))
         return self._made[node]
 
@@ -104,11 +105,17 @@ def _embedding(operands: tuple) -> tuple | None:
     return ops.embedding, (index, weight), {"padding": padding} if padding >= 0 else {}
 
 
-# aten overload -> arguments -> (operation, its arguments with the weight second, options); None: stays as it is.
+def _embedding_part(operands: tuple) -> tuple:
+    weight, index, start, padding = operands
+    return ops.embedding_part, (index, weight, start), {} if padding is None else {"padding": padding}
+
+
+# What is called -> its arguments -> (operation, arguments with the weight second, options), or None: it stays as it is.
 _SINKING = {
     torch.ops.aten.linear.default: _linear,
     torch.ops.aten.mm.default: _product,
     torch.ops.aten.matmul.default: _product,
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.embedding.default: _embedding,
+    embedding_part: _embedding_part,
 }

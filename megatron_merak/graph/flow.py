@@ -1,14 +1,14 @@
 """How values flow through a rewritten graph: where each is made, and whether a gradient comes back for it."""
 
 import operator
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from .marks import copy_in, reduce_max, reduce_sum
 from .nodes import mutation_deps, op_name
+from .rewrite import Rewritten
 
 REDUCTIONS = {reduce_sum: "sum", reduce_max: "max"}
 
@@ -26,8 +26,9 @@ class Flow:
     gradient comes back for its value.
     """
 
-    def __init__(self, graph: Graph, constants: Mapping[str, Tensor]):
-        self.graph, self.constants = graph, constants
+    def __init__(self, rewritten: Rewritten):
+        self.graph, self.constants, self.trainable = rewritten.graph, rewritten.constants, rewritten.trainable
+        graph = self.graph
         self.order = {node: place for place, node in enumerate(graph.nodes)}
         self.unit: dict[Node, int] = {}
         for node in graph.nodes:
@@ -53,16 +54,10 @@ class Flow:
 
     def is_module(self, node: Node) -> bool:
         """Whether it is the body of an opaque operation."""
-        return node.op == "get_attr" and isinstance(self.attribute(node), GraphModule)
+        return node.op == "get_attr" and isinstance(self.constants.get(str(node.target)), GraphModule)
 
     def is_parameter(self, node: Node) -> bool:
-        return node.op == "get_attr" and node.target not in self.constants and not self.is_module(node)
-
-    def attribute(self, node: Node) -> object:
-        found = self.graph.owning_module
-        for name in str(node.target).split("."):
-            found = getattr(found, name, None)
-        return found
+        return node.op == "get_attr" and node.target not in self.constants
 
     def behind(self, node: Node) -> Node:
         """A copy of a parameter, of a constant or of a common value is the thing itself."""
@@ -72,7 +67,7 @@ class Flow:
 
     def _takes_gradient(self, node: Node) -> bool:
         if self.is_parameter(node):
-            return getattr(node.meta["val"], "requires_grad", True)
+            return node.target in self.trainable
         if node not in self.unit or node.target is reduce_max or op_name(node) in _NO_GRADIENT:
             return False
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:

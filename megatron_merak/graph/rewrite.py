@@ -30,7 +30,8 @@ class Rewritten:
     chain; None for what is common to all, parameters and constants) and ``meta["sharded"]``: its value is a part, a
     partial sum, or on its way into such work, so that its randomness and the gradients it gives differ per rank.
     ``constants``: what get_attr nodes that are no parameters read. ``outputs``: replicated values named ``names``.
-    ``partial``: parameters that every rank holds but whose gradient must be summed over the ranks.
+    ``partial``: parameters that every rank holds but whose gradient must be summed over the ranks. ``trainable``:
+    parameters that take a gradient.
     """
 
     graph: Graph
@@ -38,6 +39,7 @@ class Rewritten:
     outputs: tuple[Node, ...]
     names: tuple[str, ...]
     partial: tuple[str, ...]
+    trainable: frozenset[str]
 
 
 def rewrite(captured: Captured, chain: Chain, sharding: Sharding, tp_rank: int, tp: int) -> Rewritten:
@@ -53,7 +55,7 @@ def rewrite(captured: Captured, chain: Chain, sharding: Sharding, tp_rank: int, 
         for node in writer.graph.nodes
         if node.op == "get_attr" and node.target not in captured.shapes
     }
-    return Rewritten(writer.graph, constants, outputs, captured.outputs, partial)
+    return Rewritten(writer.graph, constants, outputs, captured.outputs, partial, captured.trainable)
 
 
 def _attribute(captured: Captured, path: str) -> Any:

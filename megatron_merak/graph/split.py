@@ -19,11 +19,13 @@ from .levels import check_in_place, is_sharded, levels
 from .marks import copy_in
 from .nodes import is_random, op_name
 from .prelude import Prelude
+from .rewrite import Rewritten
 
 LOSS = "loss"
 
 # Operations of which no backward reads the result, so that a reduction may overwrite it.
-_UNREAD = ("linear", "mm", "addmm", "matmul", "bmm", "_grouped_mm", "embedding", "local_max", "local_terms")
+_UNREAD = ("linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "_grouped_mm", "embedding", "embedding_part")
+_UNREAD += ("local_max", "local_terms", "spread", "add", "sum")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +84,12 @@ class Parts:
         return [part.segment(parameters, sink) for part in self.parts]
 
 
-def split(rewritten, units: range, device: torch.device | None = None) -> Parts:
+def split(rewritten: Rewritten, units: range, device: torch.device | None = None) -> Parts:
     """The parts of ``units`` of a rewritten graph. device: where their prelude leaves values; None: the CPU.
 
     Raises TraceError where an operation in place spans two segments.
     """
-    flow = Flow(rewritten.graph, rewritten.constants)
+    flow = Flow(rewritten)
     (output,) = rewritten.graph.find_nodes(op="output")
     return _Splitter(flow, output.args[0], rewritten.names, units, device or torch.device("cpu")).split()
 

@@ -7,7 +7,7 @@ place behind the same signature.
 from .activation import gated, gelu_tanh, swiglu
 from .attention import causal_attention
 from .cross_entropy import linear_cross_entropy
-from .linear import WeightGradientSink, embedding, linear
+from .linear import WeightGradientSink, embedding, embedding_part, linear
 from .norm import layer_norm, rms_norm
 from .residual import bias_dropout_add
 from .rotary import rotary, rotary_angles
@@ -17,6 +17,7 @@ __all__ = [
     "bias_dropout_add",
     "causal_attention",
     "embedding",
+    "embedding_part",
     "gated",
     "gelu_tanh",
     "layer_norm",

@@ -87,3 +87,17 @@ def embedding(
     if sink is None:
         return F.embedding(index, weight, padding)
     return _Embedding.apply(index, weight, padding, sink)
+
+
+def embedding_part(
+    index: Tensor, weight: Tensor, start: int, sink: WeightGradientSink | None = None, padding: int | None = None
+) -> Tensor:
+    """Rows start .. start + n of a table, weight [n, h], gathered by index int64 [...]: [..., h], zero for other rows.
+
+    The row ``padding`` of the whole table takes no gradient.
+    """
+    rows = index - start
+    outside = (rows < 0) | (rows >= weight.shape[0])
+    held = padding is not None and start <= padding < start + weight.shape[0]
+    found = embedding(rows.masked_fill(outside, 0), weight, sink, padding - start if held else None)
+    return found.masked_fill(outside.unsqueeze(-1), 0.0)
