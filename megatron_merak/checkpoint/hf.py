@@ -201,7 +201,8 @@ def from_pretrained(
     allow_extra: Sequence[str] = (),
     **config: object,
 ) -> nn.Module:
-    """The model of a local directory, its parameters without memory; nothing is downloaded, no code of it is run.
+    """The model of a local directory, or of a config file, its parameters without memory; nothing is downloaded, and
+    no code of it is run.
 
     ``auto_class``: a transformers Auto class or a model class; by default what the directory's config names.
     ``config``: fields that override those of config.json, and ``dtype`` and ``attn_implementation``. Buffers are read

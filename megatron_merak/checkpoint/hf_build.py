@@ -19,7 +19,7 @@ _BUILD = ("dtype", "attn_implementation", "experts_implementation")  # given to 
 def build_empty(
     directory: Path, auto_class: type | None, trust_remote_code: bool, overrides: dict[str, Any]
 ) -> nn.Module:
-    """The model of ``directory`` under `init_empty_weights`, with its generation config where there is one.
+    """The model of ``directory`` (or of a config file) under `init_empty_weights`, with its generation config if any.
 
     ``overrides``: fields of the config, and the dtype and implementations to build with. Raises `CheckpointError` for a
     config that cannot be read, is of no known type, is quantised, or names code of its own without
@@ -49,7 +49,8 @@ def build_empty(
 def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any]):
     from transformers import AutoConfig
 
-    text = read_json(directory / CONFIG)
+    file = directory if directory.is_file() else directory / CONFIG
+    text = read_json(file)
     _check_type(directory, text, trust_remote_code)
     if text.get("quantization_config"):
         reason = "its weights are quantised, and training needs them in floating point"
@@ -64,7 +65,7 @@ def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any])
         )
     except Exception as error:
         reason = f"it is no {text.get('model_type')} config ({type(error).__name__}: {error})"
-        raise CheckpointError("config", directory / CONFIG, reason, "Copy the model directory again") from error
+        raise CheckpointError("config", file, reason, "Copy the model directory again") from error
     if unknown:
         near = get_close_matches(sorted(unknown)[0], dir(config), 1)
         remedy = f"Did you mean {near[0]}" if near else "Name a field of config.json"
