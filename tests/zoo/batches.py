@@ -42,6 +42,8 @@ def labels(head: Head, accepted: Any, batch: dict[str, Any], draw: "Draw") -> di
     ids = batch.get("input_ids")
     if head.mapping == "QUESTION_ANSWERING":
         return {"start_positions": draw.classes(LENGTH // 2), "end_positions": draw.classes(LENGTH // 2)}
+    if head.mapping == "TIME_SERIES_CLASSIFICATION":
+        return {"target_values": draw.classes(2)}
     if head.mapping in CLASSES:
         return {"labels": draw.classes(2)}
     if head.mapping == "SEMANTIC_SEGMENTATION":
@@ -97,6 +99,11 @@ class Draw:
     def pixel_values_videos(self) -> Tensor:
         frames = self.setting("num_frames", "frames_per_clip", default=4)
         return self.normal(frames, *self.pixel_values().shape[1:])
+
+    def past_values(self) -> Tensor:
+        return self.normal(
+            self.setting("context_length", default=LENGTH), self.setting("num_input_channels", default=1)
+        )
 
     def input_values(self) -> Tensor:
         return self.normal(400)

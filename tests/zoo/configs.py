@@ -28,32 +28,52 @@ LIMITS = (
     (r"(\w+_)?(head_dim|d_head|d_kv|dim_head|kv_channels|d_state|state_size|head_size)|d_qk", 16),
     (r"(\w+_)?(rank|r_dim)|(\w+_)?lowrank", 16),
     (r"moe_(topk|k)|(\w+_)?(experts_per_tok(en)?|top_k(_experts)?|experts_topk|k_experts)", 2),
+    (r"(\w+_)?tokens_per_image|(\w+_)?image_seq_len(gth)?", 4),
     (r"n_group|topk_group|num_expert_groups?|num_limited_groups", 1),
     (r"(\w+_)?shared_experts", 1),
     (r"(\w+_)?(experts?|experts_\w*num|expert_num)|(\w+_)?num_\w*experts", 4),
     (r"(moe|expert|shared_expert)\w*_(intermediate|hidden|ffn)_size|moe_intermediate_size", 64),
-    (r"(\w+_)?(intermediate|ffn_hidden|feed_forward|ffn)_size(_\w+)?|(\w+_)?(ffn_dim|d_ff|n_inner|dff|d_inner|dim_ff|mlp_dim)", 128),
+    (r"(\w+_)?(intermediate|ffn_hidden|feed_forward|ffn)_size(_\w+)?", 128),
+    (r"(\w+_)?(ffn_dim|d_ff|n_inner|dff|d_inner|dim_ff|mlp_dim)", 128),
     (r"(max|n)_(\w+_)?(position(s|_embeddings)?|ctx|seq_len(gth)?)|(\w+_)?(positions|context_length)|n_ctx", 128),
     (r"(\w+_)?max_position_embeddings|max_(\w+_)?(length|len)", 128),
-    (r"(\w+_)?(sliding_window|window_size|index_topk|attention_window|window_len|chunk_size|chunk_length)(_size|_length)?", 8),
+    (r"(\w+_)?(sliding_window|window_size|index_topk|attention_window|window_len)(_size|_length)?", 8),
+    (r"(\w+_)?(chunk_size|chunk_length)", 8),
     (r"(\w+_)?image_size|img_size|input_size|resolution", IMAGE),
     (r"(\w+_)?patch_size", 8),
     (r"num_mel_bins|(\w+_)?num_mel\w*|feature_size|n_mels", 16),
-    (r"(\w+_)?(hidden_size|hidden_dim|d_model|n_embd|embed_dim|embedding_size|emb_dim|embedding_dim|dim|width|channels|size)(_\w+)?", HIDDEN),
+    (r"(\w+_)?(hidden_size|embedding_size|d_model|n_embd|dim|width|channels|size)(_\w+)?", HIDDEN),
 )  # fmt: skip
-UNSET = {"num_key_value_heads": KV_HEADS, "num_kv_heads": KV_HEADS}  # fields that mean "as many as heads" when None
+# Fields whose default None means "derived" or "not given", and models that cannot do without.
+UNSET = {
+    "num_key_value_heads": KV_HEADS,
+    "num_kv_heads": KV_HEADS,
+    "head_dim": HIDDEN // HEADS,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 KEPT = re.compile(
     r"(\w+_)?(kernel_size|type_vocab_size|merge_size|pooling\w*|num_channels|temporal_patch_size)|chunk_size_\w+"
 )
 TOKEN = re.compile(r"(\w+_)?token_(id|index)")
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
 WIDTHS = re.compile(r"(\w+_)?(hidden_sizes?|embed_dims?|channels|dims?|widths?|sizes|conv_dim|hidden_channels)(_list)?")
-RECIPES = ("kinds", "kinds, own head size", "plain", "plain, own head size")
+Recipe = tuple[str, ...]
+RECIPES = {  # options of the heuristics, in the order in which they are tried
+    "kinds": ("kinds", "unset"),
+    "own head size": ("kinds", "unset", "own head size"),
+    "nothing unset": ("kinds",),
+    "plain": ("unset",),
+    "plain, own head size": ("own head size",),
+}
 
 
-def tiny_config(model_type: str, recipe: str = RECIPES[0]) -> PreTrainedConfig:
+def tiny_config(model_type: str, recipe: str = next(iter(RECIPES))) -> PreTrainedConfig:
     """Raises whatever the configuration class raises when the heuristics do not suit it."""
-    config = build(CONFIG_MAPPING[model_type], recipe, CONFIGS.get(model_type, {}))
+    config = build(CONFIG_MAPPING[model_type], RECIPES[recipe], CONFIGS.get(model_type, {}))
     for each in walk(config):
         _quiet(each)
         if each.is_encoder_decoder:
@@ -64,11 +84,12 @@ def tiny_config(model_type: str, recipe: str = RECIPES[0]) -> PreTrainedConfig:
 
 
 def build(
-    kind: type[PreTrainedConfig], recipe: str, override: Mapping[str, Any], given: Mapping[str, Any] | None = None
+    kind: type[PreTrainedConfig], recipe: Recipe, override: Mapping[str, Any], given: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
     """``given``: what a composite configuration sets in this part of it, instead of the defaults of its class.
 
-    ``override`` wins over every rule; a value that is a mapping overrides a sub-configuration's fields."""
+    ``override`` wins over every rule; a value that is a mapping overrides a sub-configuration's fields.
+    """
     values = {field.name: default(field) for field in dataclasses.fields(kind)}
     own = dict(values)
     values |= {name: value for name, value in (given or {}).items() if not isinstance(value, Mapping)}
@@ -79,13 +100,13 @@ def build(
         if wish is None or sub_kind is None or (spec.optional and key not in override):
             continue
         subs[key] = build(sub_kind, recipe, wish, spec.init_kwargs)
-    small = {name: tiny(name, value) for name, value in values.items() if name not in subs}
+    small = {name: tiny(name, value, "unset" in recipe) for name, value in values.items() if name not in subs}
     small = {name: value for name, value in small.items() if value is not own.get(name) and not frozen(kind, name)}
     if "own head size" in recipe:
         small.pop("head_dim", None)
     if values.get("kv_lora_rank") is not None and "num_key_value_heads" in small:
         small["num_key_value_heads"] = HEADS  # latent attention has a key for every head
-    if recipe.startswith("kinds"):
+    if "kinds" in recipe:
         small |= one_of_each_kind(kind, small, given or {})
     small |= {key: value for key, value in override.items() if key not in subs}
     return kind(**small, **subs)
@@ -108,10 +129,10 @@ def frozen(kind: type, name: str) -> bool:
     return isinstance(found, property) and found.fset is None
 
 
-def tiny(name: str, value: Any) -> Any:
+def tiny(name: str, value: Any, unset: bool) -> Any:
     """A small value for a field, or ``value`` itself."""
     if value is None:
-        return UNSET.get(name)
+        return UNSET.get(name) if unset else None
     if isinstance(value, bool | str | float | dict):
         return value
     if TOKEN.fullmatch(name):

@@ -1,6 +1,6 @@
 """Does the unmodified model train as it is? And its loss and gradients, which every parallel run is measured against.
 
-Run ``python -m tests.zoo.eager [PATTERN]`` for a survey of all types.
+Run ``python -m tests.zoo.eager [PATTERN ...]`` for a survey of all types.
 """
 
 import fnmatch
@@ -64,13 +64,13 @@ def attempt(model_type: str) -> str:
     return f"ok [{specimen.recipe}] {sum(p.numel() for p in specimen.model().parameters()):,} parameters"
 
 
-def survey(pattern: str) -> None:
+def survey(*patterns: str) -> None:
     """One process per type, so that one that asks for all memory or all time ends alone."""
     count: Counter[str] = Counter()
     causal: Counter[str] = Counter()
     context = multiprocessing.get_context("fork")
     for model_type, head in heads().items():
-        if not fnmatch.fnmatch(model_type, pattern):
+        if not any(fnmatch.fnmatch(model_type, pattern) for pattern in patterns):
             continue
         start = time.perf_counter()
         ours, theirs = context.Pipe(duplex=False)

@@ -1,4 +1,4 @@
-"""Which model types there are, and the head that each one is trained under: read off transformers' own auto mappings."""
+"""The model types there are, and the head that trains each: read off transformers' own auto mappings."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,6 @@ ORDER = (
     "MASKED_LM",
     "CAUSAL_LM",
     "SPEECH_SEQ_2_SEQ",
-    "IMAGE_TEXT_TO_TEXT",
-    "MULTIMODAL_LM",
     "IMAGE_CLASSIFICATION",
     "VIDEO_CLASSIFICATION",
     "AUDIO_CLASSIFICATION",

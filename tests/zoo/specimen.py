@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .batches import batch_for
-from .configs import tiny_config
+from .configs import RECIPES, tiny_config, walk
 from .heads import Head, heads
 
 LARGEST = 4_000_000  # parameters: more is no tiny model
@@ -52,7 +52,6 @@ class Specimen:
 
 def tiny(model_type: str, recipe: str | None = None) -> Specimen:
     """The first recipe under which the model can be made and trained. Raises LookupError with the reason otherwise."""
-    from .configs import RECIPES
     from .eager import trains
 
     head = heads().get(model_type)
@@ -61,7 +60,7 @@ def tiny(model_type: str, recipe: str | None = None) -> Specimen:
     reasons: list[str] = []
     for each in (recipe,) if recipe else RECIPES:
         try:
-            specimen = Specimen(head, tiny_config(model_type, each), each)
+            specimen = Specimen(head, config_for(head, each), each)
             reason = too_large(specimen) or trains(specimen)
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -70,6 +69,17 @@ def tiny(model_type: str, recipe: str | None = None) -> Specimen:
         if reason not in reasons:
             reasons.append(reason)
     raise LookupError(reasons[0])
+
+
+def config_for(head: Head, recipe: str) -> PreTrainedConfig:
+    """The part of the type's tiny configuration that the head's class takes: its text half, say."""
+    config = tiny_config(head.model_type, recipe)
+    wanted = getattr(transformers, head.class_name).config_class
+    if wanted is not None and not isinstance(config, wanted):
+        config = next((part for part in walk(config) if isinstance(part, wanted)), config)
+    if head.mapping == "CAUSAL_LM" and getattr(config, "is_decoder", None) is False:
+        config.is_decoder = True
+    return config
 
 
 def too_large(specimen: Specimen) -> str:
@@ -96,7 +106,7 @@ def randomise(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def uninitialised_memory_is_seen() -> Iterator[None]:
-    """``torch.empty`` is filled with NaN, so that a model that forgets to initialise gives the same numbers each time."""
+    """``torch.empty`` gives NaN: a model that forgets to initialise something is the same each time."""
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
