@@ -40,28 +40,15 @@ class Source(Protocol):
 
 
 class HFSource:
-    """The tensors of a HuggingFace directory: under their stored names, or with ``model`` under that model's names.
+    """The tensors of a HuggingFace directory under their stored names; after `bind`, under those of a model.
 
-    With a model, what transformers renames, merges or splits at load time is so here too, tensor by tensor when it is
-    read, and every name of a tied tensor answers. Checked before a value is read, `CheckpointError` otherwise: headers,
-    sizes and index; that no tensor is missing, but for those that transformers lets be missing and those that the globs
-    ``allow_missing`` match, which are left to be initialised; that none is there for which the model has no place, but
-    for ``allow_extra``; shapes; that names tied in the model have equal values where several are stored.
+    Raises `CheckpointError` for headers, sizes or an index that cannot be trusted, before a value is read.
     """
 
-    def __init__(
-        self,
-        directory: Path | str,
-        allow_pickle: bool = False,
-        model: nn.Module | None = None,
-        allow_missing: Sequence[str] = (),
-        allow_extra: Sequence[str] = (),
-    ):
+    def __init__(self, directory: Path | str, allow_pickle: bool = False):
         self.directory = Path(directory)
         self._files = WeightFiles(directory, allow_pickle)
         self._tensors = {name: stored(name, e.shape, e.dtype) for name, e in self._files.entries.items()}
-        if model is not None:
-            self._bind(model, tuple(allow_missing), tuple(allow_extra))
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -87,7 +74,15 @@ class HFSource:
     def __deepcopy__(self, memo: dict) -> "HFSource":
         return self  # a copy of the model reads the same files
 
-    def _bind(self, model: nn.Module, allow_missing: tuple[str, ...], allow_extra: tuple[str, ...]) -> None:
+    def bind(self, model: nn.Module, allow_missing: Sequence[str] = (), allow_extra: Sequence[str] = ()) -> "HFSource":
+        """Answer under the names of ``model`` from now on; returns itself.
+
+        What transformers renames, merges or splits at load time is so here too, tensor by tensor when it is read, and
+        every name of a tied tensor answers. Raises `CheckpointError` when a tensor is missing, but for those that
+        transformers lets be missing and those that the globs ``allow_missing`` match (they are not in `names` then, and
+        are to be initialised); when one has no place in the model, but for ``allow_extra``; when a shape differs; and
+        when names that are tied in the model are stored with different values.
+        """
         found, extra = hf_names.to_model(model, self._tensors)
         wanted, aliases = hf_names.expected(model), hf_names.aliases(model)
         for alias, canonical in aliases.items():
@@ -105,8 +100,9 @@ class HFSource:
                 reason = f"tensor {name} has shape {tuple(tensor.shape)}, and the model {tuple(wanted[name].shape)}"
                 raise CheckpointError("model directory", self.directory, reason, "Give the config of these weights")
         self._tensors = {name: found[name] for name in wanted if name in found}
+        return self
 
-    def _refuse_missing(self, model: nn.Module, names: list[str], allowed: tuple[str, ...]) -> None:
+    def _refuse_missing(self, model: nn.Module, names: list[str], allowed: Sequence[str]) -> None:
         silent = hf_names.ignored(model, "missing")
         names = [n for n in names if not silent.search(n) and not any(fnmatchcase(n, glob) for glob in allowed)]
         if names:
@@ -114,7 +110,7 @@ class HFSource:
             remedy = f"To start them from random values, allow it by name (allow_missing={_globs(names)!r})"
             raise CheckpointError("model directory", self.directory, reason, remedy)
 
-    def _refuse_extra(self, model: nn.Module, names: list[str], allowed: tuple[str, ...]) -> None:
+    def _refuse_extra(self, model: nn.Module, names: list[str], allowed: Sequence[str]) -> None:
         silent = hf_names.ignored(model, "unexpected")
         names = [n for n in names if not silent.search(n) and not any(fnmatchcase(n, glob) for glob in allowed)]
         if names:
@@ -205,23 +201,26 @@ def from_pretrained(
     no code of it is run.
 
     ``auto_class``: a transformers Auto class or a model class; by default what the directory's config names.
-    ``config``: fields that override those of config.json, and ``dtype`` and ``attn_implementation``. Buffers are read
-    at once. ``model.merak_source`` is the `HFSource` from which a trainer streams what it needs, None when there are no
-    weights in the directory (all is then initialised). Raises `CheckpointError`: see `HFSource`; an unknown model type;
-    a config that does not parse; a model that brings its own code, unless ``trust_remote_code``.
+    ``config``: fields that override those of config.json, and ``attn_implementation`` and ``dtype`` (by default that of
+    config.json, else that of the weights). Buffers are read at once. ``model.merak_source`` is the `HFSource` from which
+    a trainer streams what it needs, None when the directory has no weights (all is then initialised). Raises
+    `CheckpointError`: see `HFSource`; an unknown model type; a config that does not parse; a model that brings its own
+    code, unless ``trust_remote_code``.
     """
     directory = Path(directory)
-    model = build_empty(directory, auto_class, trust_remote_code, dict(config))
-    model.merak_source = None
-    if has_weights(directory):
-        source = HFSource(directory, allow_pickle, model, allow_missing, allow_extra)
+    source = HFSource(directory, allow_pickle) if has_weights(directory) else None
+    floating = (source.dtype(name) for name in (source.names() if source else ()))
+    stored_as = next((dtype for dtype in floating if dtype.is_floating_point), None)
+    model = build_empty(directory, auto_class, trust_remote_code, dict(config), stored_as)
+    model.merak_source = source
+    if source is not None:
+        source.bind(model, allow_missing, allow_extra)
         known = {*source.names()}
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name in known:
                     buffer.copy_(source.read(name))
         source.close()
-        model.merak_source = source
     return model
 
 

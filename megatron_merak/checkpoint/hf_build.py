@@ -1,9 +1,11 @@
 """The model that a HuggingFace directory describes, built without memory for its parameters and without the network."""
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_merak.checkpoint.hf_files import read_json
@@ -17,18 +19,25 @@ _BUILD = ("dtype", "attn_implementation", "experts_implementation")  # given to 
 
 
 def build_empty(
-    directory: Path, auto_class: type | None, trust_remote_code: bool, overrides: dict[str, Any]
+    directory: Path,
+    auto_class: type | None,
+    trust_remote_code: bool,
+    overrides: dict[str, Any],
+    stored_as: torch.dtype | None = None,
 ) -> nn.Module:
     """The model of ``directory`` (or of a config file) under `init_empty_weights`, with its generation config if any.
 
-    ``overrides``: fields of the config, and the dtype and implementations to build with. Raises `CheckpointError` for a
-    config that cannot be read, is of no known type, is quantised, or names code of its own without
-    ``trust_remote_code``; `ConfigError` for an override that the config does not know.
+    ``overrides``: fields of the config, and the dtype and implementations to build with; ``stored_as``: the dtype where
+    neither they nor the config name one. Parameters that transformers keeps in fp32 are so here. Raises
+    `CheckpointError` for a config that cannot be read, is of no known type, is quantised, or names code of its own
+    without ``trust_remote_code``; `ConfigError` for an override that the config does not know.
     """
     import transformers
 
     build = {name: overrides.pop(name) for name in _BUILD if overrides.get(name) is not None}
     config = _config(directory, trust_remote_code, overrides)
+    if build.get("dtype", config.dtype) is None:
+        build["dtype"] = stored_as
     kind = auto_class or _class_of(config, directory, trust_remote_code)
     with init_empty_weights():
         try:
@@ -40,10 +49,31 @@ def build_empty(
             reason = f"{kind.__name__} cannot be built from its config ({type(error).__name__}: {error})"
             remedy = "Check config.json, or name another auto_class"
             raise CheckpointError("model directory", directory, reason, remedy) from error
+        _keep_in_fp32(model)
     if (directory / GENERATION).is_file() and model.can_generate():
         text = read_json(directory / GENERATION)
         model.generation_config = transformers.GenerationConfig.from_dict(text)
     return model
+
+
+def _keep_in_fp32(model: nn.Module) -> None:
+    """As ``from_pretrained`` does for modules whose class says so, when the rest is bf16 or fp16."""
+    patterns = list(model._get_dtype_plan(model.dtype))
+    if not patterns:
+        return
+    pattern = re.compile("|".join(f"({each})".replace("*", ".*") for each in patterns))
+    with torch.no_grad():
+        for name, held in list(model.named_parameters()):
+            if pattern.search(name) and held.dtype != torch.float32:
+                _put(model, name, nn.Parameter(held.float(), requires_grad=held.requires_grad))
+        for name, held in list(model.named_buffers()):
+            if pattern.search(name) and held.is_floating_point():
+                _put(model, name, held.float())
+
+
+def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    setattr(model.get_submodule(path), key, value)
 
 
 def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any]):

@@ -66,11 +66,12 @@ def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
-        if name in wanted:
-            fresh = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
-            made.setdefault(name, fresh).add_tensor(name, key, key if pattern is None else pattern, files[key])
-        else:
+        if name not in wanted:
             found[name] = files[key]
+            continue
+        if name not in made:
+            made[name] = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+        made[name].add_tensor(name, key, key if pattern is None else pattern, files[key])
     for name, rule in made.items():
         for target, value in _convert(rule, name, model).items():
             found[target] = value[0] if isinstance(value, list) else value
@@ -80,7 +81,8 @@ def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str
 
 def to_files(model: nn.Module, tensors: Mapping[str, Patchwork]) -> dict[str, Patchwork]:
     """What ``save_pretrained`` would write for a model whose state dict is ``tensors``: names, order and values."""
-    kept = {name: tensor for name, tensor in tensors.items() if name not in _unsaved(model)}
+    unsaved = _unsaved(model)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in unsaved}
     if not is_hf(model):
         return kept
     from transformers.core_model_loading import revert_weight_conversion

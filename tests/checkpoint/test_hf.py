@@ -145,6 +145,18 @@ def test_without_weights_all_is_to_be_initialised(llama, tmp_path):
     assert model.merak_source is None and model.config.num_hidden_layers == 3 and model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "t5"])
+def test_dtypes_are_those_of_from_pretrained(name, tmp_path):
+    model = build(name).to(torch.float16 if name == "t5" else torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    set_config(tmp_path, dtype=None)
+    theirs, ours = model_class(name).from_pretrained(tmp_path), from_pretrained(tmp_path)
+    for tensors in ("named_parameters", "named_buffers"):
+        want = {name: tensor.dtype for name, tensor in getattr(theirs, tensors)()}
+        assert {name: tensor.dtype for name, tensor in getattr(ours, tensors)()} == want
+    assert len({p.dtype for p in ours.parameters()}) == (2 if name == "t5" else 1)
+
+
 # Damage: (what is done to the directory, what the error says).
 
 
@@ -295,6 +307,6 @@ def test_a_plain_module_reads_its_own_names(tmp_path):
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
     with init_empty_weights():
         empty = torch.nn.Linear(4, 3)
-    assert torch.equal(HFSource(tmp_path, model=empty).read("weight", 1, ((2, 4),)), model.weight[:, 2:])
+    assert torch.equal(HFSource(tmp_path).bind(empty).read("weight", 1, ((2, 4),)), model.weight[:, 2:])
     with pytest.raises(CheckpointError, match="are missing: 0.weight, 0.bias"):
-        HFSource(tmp_path, model=torch.nn.Sequential(empty))
+        HFSource(tmp_path).bind(torch.nn.Sequential(empty))
