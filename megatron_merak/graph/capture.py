@@ -108,9 +108,10 @@ def _trace(
     twin.pick_outputs(fake, outputs)
     with ExitStack() as world:
         world.enter_context(patches.quiet())
-        world.enter_context(patches.native_experts())
         world.enter_context(swift())
         seen = world.enter_context(watch())
+        if not attempt.strict:
+            world.enter_context(patches.native())
         if attempt.is_causal:
             world.enter_context(patches.is_causal())
         if attempt.no_layer_drop:

@@ -19,13 +19,14 @@ _TRANSPOSED = ("numpy_T", "t", "transpose", "permute", "adjoint", "mT")
 
 
 def clean(raw: Raw, outputs: Sequence[str], how: str) -> Captured:
-    """Raises TraceError for a region that runs in another mode than training does (autocast, nested grad modes)."""
+    """Raises TraceError for what a graph cannot repeat: a region under autocast, a forward that changes its tables."""
     graph = raw.module.graph
-    _inline_regions(graph, raw.module, within_no_grad=False)
+    _inline_regions(graph, raw.module)
     for node in list(graph.nodes):
         if _name(node).startswith(_CHECKS) and not node.users:
             graph.erase_node(node)
     out_of_place(graph)
+    _refuse_state(graph)
     _drop_dead(graph)
     _drop_identities(graph, raw.trainable)
     _use_linear(graph, raw.parameters)
@@ -58,15 +59,13 @@ def _attribute(module: torch.nn.Module, name: str) -> object:
     return operator.attrgetter(name)(module)
 
 
-def _inline_regions(graph: Graph, owner: torch.nn.Module, within_no_grad: bool) -> None:
+def _inline_regions(graph: Graph, owner: torch.nn.Module, nested: bool = False) -> None:
     """Replace ``with torch.no_grad()`` regions by what they do, a ``detach`` on what leaves them."""
     for node in list(graph.nodes):
         kind = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if kind == "wrap_with_set_grad_enabled":
             enabled, body, *args = node.args
-            if enabled and within_no_grad:
-                reason = "it switches gradients on inside a region that has them off"
-                raise TraceError("model code", _source(node), reason, "Separate the two regions")
+            assert not (enabled and nested), "the exporter lays regions side by side"
         elif kind == "wrap_with_autocast":
             _, _, enabled, _, body, *args = node.args
             if enabled:
@@ -76,11 +75,15 @@ def _inline_regions(graph: Graph, owner: torch.nn.Module, within_no_grad: bool) 
             continue
         inner = _attribute(owner, body.target)
         no_grad = kind == "wrap_with_set_grad_enabled" and not enabled
-        _inline_regions(inner.graph, inner, within_no_grad or no_grad)
+        _inline_regions(inner.graph, inner, nested or no_grad)
         _inline(graph, node, inner.graph, args, no_grad)
 
 
 def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_grad: bool) -> None:
+    for part, shared in written(inner).items() if no_grad else ():
+        if shared[0].op == "placeholder":
+            reason = "it writes into a value from outside of torch.no_grad(), so the gradient would change"
+            raise TraceError("model code", _source(part), reason, "Write into a copy")
     known = dict(zip(inner.find_nodes(op="placeholder"), args, strict=True))
     with graph.inserting_before(node):
         for part in inner.nodes:
@@ -97,6 +100,18 @@ def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_gra
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def _refuse_state(graph: Graph) -> None:
+    """A parameter or buffer that the forward changes; the counter of batch norm, which nothing reads, is dropped."""
+    for node, shared in written(graph).items():
+        if shared[0].op != "get_attr":
+            continue
+        if not shared[0].target.endswith("num_batches_tracked"):
+            reason = f"{_source(node)} changes it in the forward, and a captured graph keeps no state"
+            raise TraceError("buffer", shared[0].target, reason, "Keep it constant, or compute it from the batch")
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
 
 
 def _source(node: Node) -> str:

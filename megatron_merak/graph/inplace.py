@@ -60,7 +60,8 @@ def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwa
 def out_of_place(graph: Graph) -> None:
     """Replace writes into a tensor, or into a slice of one, by a new value that later readers read instead.
 
-    What cannot be replaced stays: a write into a constant, or one that is visible through another live view.
+    What cannot be replaced stays: a write into a constant, or one that is visible through another live view. A batch
+    is not written.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     storage = Storage()
@@ -71,16 +72,18 @@ def out_of_place(graph: Graph) -> None:
 
 def _replace(graph: Graph, node: Node, storage: Storage, order: dict[Node, int]) -> None:
     target, root = node.args[0], storage.root[node]
-    path = _path(target, root)
-    if path is None or root.op != "call_function" or not isinstance(root.meta["val"], Tensor):
+    if root.op == "get_attr" or not isinstance(root.meta["val"], Tensor):
         return
 
     def later(of: Node) -> list[Node]:
         return [user for user in of.users if user is not node and order[user] > order[node]]
 
+    path = _path(target, root) if later(root) else []
+    if path is None:
+        return
     hidden = [x for x in storage.shared[root] if x not in (root, target, node)]
-    rewritten = [user for x in (target, node) for user in later(x) if aliasing(user)[1]]
-    if any(later(x) for x in hidden) or (path and rewritten):
+    rewritten = [user for x in (target, node) for user in later(x) if aliasing(user)[1] and user.args[0] is x]
+    if any(later(x) for x in hidden) or (target is not root and rewritten):
         return
     start = node.prev
     with graph.inserting_before(node):

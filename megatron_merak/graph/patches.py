@@ -28,6 +28,20 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
+def native() -> Iterator[None]:
+    """Let transformers' models take the branch for training where they have another one for export to other runtimes.
+
+    A model that also asks whether it is being compiled means the two together, and is left alone.
+    """
+    asking = [m for name, m in sorted(sys.modules.items()) if name.startswith("transformers.models.")]
+    with ExitStack() as patches:
+        for module in asking:
+            if "is_torchdynamo_exporting" in vars(module) and "is_torchdynamo_compiling" not in vars(module):
+                patches.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))
+        yield
+
+
+@contextmanager
 def is_causal() -> Iterator[None]:
     """Keep ``is_causal`` of attention instead of a materialised [batch, 1, length, length] mask.
 

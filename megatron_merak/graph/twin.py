@@ -45,7 +45,8 @@ def make_twin(model: nn.Module, training: bool, dtype: torch.dtype | None) -> nn
 def fake_batch(twin: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch with fake tensors of the twin's world; other values as they are."""
     mode = next((p.fake_mode for p in twin.parameters()), None) or fake_mode()  # type: ignore[attr-defined]
-    return {k: mode.from_tensor(v.detach().cpu()) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    tensors = {k: v.detach().cpu() for k, v in batch.items() if isinstance(v, Tensor)}
+    return {**batch, **{k: mode.from_tensor(v, static_shapes=True) for k, v in tensors.items()}}
 
 
 def pick_outputs(twin: nn.Module, names: Sequence[str]) -> None:
