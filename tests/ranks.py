@@ -19,7 +19,10 @@ import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
-PRELOAD = ("torch", "torch.distributed", "torch.distributed.nn", "numpy", "pytest", "megatron_merak.errors")
+PRELOAD = (
+    *("torch", "torch.distributed", "torch.distributed.nn", "numpy", "pytest", "megatron_merak.errors"),
+    *("transformers.modeling_utils", "transformers.trainer_callback"),
+)
 SETTLE_SECONDS = 0.3  # after a failure: how long to look for the rank that caused it
 
 

@@ -204,8 +204,9 @@ class CapturedTrainer:
         executor = self._executor(len(batches), False)
         if executor.run(batches, self.iteration, training=False) is None:
             return None
-        losses = [{"loss": loss[0]} for loss in executor.losses]
-        return [loss | found for loss, found in zip(losses, executor.results, strict=True)]
+        names = [name for name in outputs if name != "loss"]  # results have their values' names, in this order
+        found = [dict(zip(names, result.values(), strict=True)) for result in executor.results]
+        return [{"loss": loss[0]} | result for loss, result in zip(executor.losses, found, strict=True)]
 
     def shards(self, flat: Tensor | None = None) -> Iterator[store.Shard]:
         """``flat`` ([buffer.size]: gradients, optimizer state) as shards of HuggingFace tensors; None: all weights."""

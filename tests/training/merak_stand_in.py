@@ -68,7 +68,7 @@ class EagerEngine:
         moments = self.optimizer.state_dict()["state"]
         flat = {f"{name}.{key}": value[key] for name, value in moments.items() for key in value}
         if self.mesh.rank == 0:
-            Path(root).mkdir(parents=True)
+            Path(root).mkdir(parents=True, exist_ok=True)
             save_file({k: v.clone() for k, v in self.model.state_dict().items()}, Path(root) / "model.safetensors")
             save_file(flat, Path(root) / "moments.safetensors")
             (Path(root) / "extra.json").write_text(json.dumps({"iteration": self.iteration, "extra": extra}))

@@ -1,0 +1,101 @@
+"""MerakTrainer with its real engine against the unmodified eager model: ragged batches, every kind of parallelism."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from megatron_merak.graph.empty import init_empty_weights
+from megatron_merak.training.merak_arguments import MerakArguments
+from megatron_merak.training.merak_trainer import MerakTrainer
+from tests.ranks import run_ranks
+from tests.training.merak_reference import accuracy, untimed
+from tests.training.merak_stand_in import EagerTrainer, collate, samples, tiny_llama
+from tests.training.test_merak_resume import Stop, masked
+
+RUN = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.1,
+    "warmup_ratio": 0.2,
+    "logging_steps": 1,
+    "save_steps": 3,
+    "eval_strategy": "epoch",
+    "per_device_eval_batch_size": 2,
+    "length_buckets": "16",
+    "disable_tqdm": True,
+}
+
+
+def trainer(kind, directory, callbacks=(), **changes):
+    args = MerakArguments(str(directory), **{**RUN, **changes})
+    data = samples(11), samples(5, seed=5)
+    return kind(tiny_llama(), args, masked, *data, compute_metrics=accuracy, callbacks=list(callbacks))
+
+
+def logs(found):
+    return [untimed(entry) for entry in found.state.log_history]
+
+
+def run(rank, world_size, directory, layouts):
+    """Per layout: logs, predictions; then a run that is cut and resumed."""
+    results = []
+    for tp, pp in layouts:
+        degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+        accumulation = {"gradient_accumulation_steps": 2 * tp * pp // world_size} if tp * pp < world_size else {}
+        whole = trainer(MerakTrainer, f"{directory}/{tp}{pp}", **degrees, **accumulation)
+        whole.train()
+        predicted = whole.predict(samples(3, seed=9))
+        whole.save_model(f"{directory}/{tp}{pp}/final")
+        results.append((logs(whole), predicted.predictions, untimed(predicted.metrics)))
+    trainer(MerakTrainer, f"{directory}/cut", [Stop(3)], **degrees, **accumulation).train()
+    resumed = trainer(MerakTrainer, f"{directory}/cut", **degrees, **accumulation)
+    resumed.train(resume_from_checkpoint=True)
+    return results, logs(resumed)
+
+
+def check(found, resumed, directory, layouts):
+    eager = trainer(EagerTrainer, directory / "eager")
+    eager.train()
+    wanted, predicted = logs(eager), eager.predict(samples(3, seed=9))
+    for (tp, pp), (told, predictions, metrics) in zip(layouts, found, strict=True):
+        for ours, theirs in zip(told, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4), (tp, pp)
+        np.testing.assert_allclose(predictions, predicted.predictions, rtol=1e-3, atol=1e-4)
+        assert metrics == pytest.approx(untimed(predicted.metrics), rel=1e-4)
+        loaded = LlamaForCausalLM.from_pretrained(directory / f"{tp}{pp}" / "final").eval()
+        batch = collate(samples(3, seed=9))
+        for name, value in eager.model.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[name], value, rtol=1e-3, atol=1e-5)
+        with torch.no_grad():
+            np.testing.assert_allclose(loaded(**batch).logits[:, :9], predictions[:, :9], rtol=1e-4, atol=1e-5)
+    (told, _, _) = found[-1]
+    assert [e for e in resumed if "train_loss" not in e] == [e for e in told if "train_loss" not in e]
+
+
+def test_one_process(tmp_path):
+    layouts = [(1, 1)]
+    check(*run(0, 1, str(tmp_path), layouts), tmp_path, layouts)
+
+
+def test_four_ranks(tmp_path):
+    layouts = [(2, 1), (2, 2)]
+    ranks = run_ranks(run, 4, str(tmp_path), layouts, timeout=110)
+    for found, resumed in ranks:
+        assert [entry[0] for entry in found] == [entry[0] for entry in ranks[0][0]] and resumed == ranks[0][1]
+    check(*ranks[0], tmp_path, layouts)
+
+
+def test_a_model_without_weights_draws_its_own(tmp_path):
+    with init_empty_weights():
+        model = tiny_llama()
+    args = MerakArguments(str(tmp_path), **{**RUN, "max_steps": 1, "eval_strategy": "no"})
+    built = MerakTrainer(model, args, collate, samples(4))
+    built.save_model(str(tmp_path / "drawn"))
+    drawn = LlamaForCausalLM.from_pretrained(tmp_path / "drawn").state_dict()
+    assert drawn["model.norm.weight"].tolist() == [1.0] * 16
+    assert abs(drawn["lm_head.weight"].std().item() - model.config.initializer_range) < 0.003
+    assert built.train().training_loss == pytest.approx(np.log(64), rel=0.01)

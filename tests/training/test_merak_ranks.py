@@ -1,0 +1,135 @@
+"""MerakTrainer on several ranks, around the eager model: who loads what, what all ranks know, and who decides."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from megatron_merak.errors import ConfigError, MerakError
+from megatron_merak.training.exchange import from_rank
+from megatron_merak.training.merak_arguments import MerakArguments
+from tests.ranks import run_ranks
+from tests.training.merak_reference import accuracy, untimed
+from tests.training.merak_stand_in import EagerTrainer, collate, samples, tiny_llama
+
+RUN = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "eval_strategy": "epoch",
+    "per_device_eval_batch_size": 2,
+    "include_num_input_tokens_seen": "all",
+    "disable_tqdm": True,
+}
+
+
+def noisy(rows):
+    batch = collate(rows)
+    return batch | {"input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.2, 7, batch["input_ids"])}
+
+
+def run(rank, world_size, directory, tp, pp, callbacks=(), **changes):
+    degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    args = MerakArguments(directory, **{**RUN, **degrees, **changes})
+    trainer = EagerTrainer(
+        tiny_llama(), args, noisy, samples(16), samples(7, seed=5), compute_metrics=accuracy, callbacks=list(callbacks)
+    )
+    trainer.train()
+    predicted = trainer.predict(samples(5, seed=9))
+    return {
+        "seen": trainer.engine.seen,
+        "logs": [untimed(entry) for entry in trainer.state.log_history],
+        "flos": trainer.state.total_flos,
+        "predictions": predicted.predictions,
+        "labels": predicted.label_ids,
+        "metrics": untimed(predicted.metrics),
+        "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
+        "example": trainer.example["input_ids"].tolist(),
+    }
+
+
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
+
+
+def run_layouts(rank, world_size, directory):
+    return [run(rank, world_size, f"{directory}/{tp}{pp}", tp, pp) for tp, pp in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Per layout the results of four ranks."""
+    return dict(
+        zip(LAYOUTS, zip(*run_ranks(run_layouts, 4, str(tmp_path_factory.mktemp("ranks"))), strict=True), strict=True)
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_one_global_batch_train_alike(ran, layout, tmp_path):
+    (tp, pp), found = layout, ran[layout]
+    replicas = 4 // (tp * pp)
+    alone = run(0, 1, str(tmp_path), 1, 1, gradient_accumulation_steps=replicas)
+    taken = [one["seen"] for one in found[::tp]][:replicas]
+    for rank, one in enumerate(found):
+        assert one["seen"] == taken[rank // tp % replicas]  # tensor and pipeline ranks load the same
+        for known in ("logs", "metrics", "example"):
+            assert one[known] == found[0][known]
+        assert np.array_equal(one["predictions"], found[0]["predictions"])
+        torch.testing.assert_close(one["weights"], alone["weights"], rtol=1e-4, atol=1e-6)
+    steps = [[batch for micro in zip(*step, strict=True) for batch in micro] for step in zip(*taken, strict=True)]
+    assert steps == alone["seen"]
+    for ours, theirs in zip(found[0]["logs"], alone["logs"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert found[0]["example"] == alone["example"] and found[0]["flos"] == alone["flos"]
+    np.testing.assert_allclose(found[0]["predictions"], alone["predictions"], rtol=1e-4, atol=1e-5)
+    assert np.array_equal(found[0]["labels"], alone["labels"]) and len(alone["labels"]) == 5
+
+
+class StopOnRank(TrainerCallback):
+    def __init__(self, mine):
+        self.mine = mine
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= self.mine and state.global_step == 2
+
+
+def differ(rank, world_size, directory):
+    try:
+        run(rank, world_size, directory, 1, 2, learning_rate=float(rank))
+    except ConfigError as error:
+        return str(error)
+
+
+def fail_in_metrics(rank, world_size, directory):
+    def metrics(prediction):
+        raise ValueError("no such metric")
+
+    args = MerakArguments(directory, use_cpu=True, tensor_model_parallel_size=2)
+    trainer = EagerTrainer(tiny_llama(), args, collate, None, samples(3), compute_metrics=metrics)
+    try:
+        trainer.evaluate()
+    except MerakError as error:
+        return str(error)
+
+
+def exchange(rank):
+    value = (torch.arange(3), [None, 2.5, "text"], {"half": torch.ones(2, 1, dtype=torch.bfloat16)}, torch.zeros(0, 4))
+    return from_rank(1, value if rank == 1 else None, torch.distributed.group.WORLD)
+
+
+def in_one_job(rank, world_size, directory):
+    stopped = len(run(rank, world_size, directory, 1, 2, [StopOnRank(rank == 1)])["seen"])
+    return stopped, differ(rank, world_size, directory), fail_in_metrics(rank, world_size, directory), exchange(rank)
+
+
+def test_ranks_decide_fail_and_tell_together(tmp_path):
+    first, second = run_ranks(in_one_job, 2, str(tmp_path))
+    assert first[0] == second[0] == 2  # what one rank's callback wishes all ranks do
+    assert first[1] == second[1] and "learning_rate 1.0: rank 1 has it, rank 0 has 0.0" in first[1]
+    assert first[2] == second[2] and "no such metric" in first[2]
+    for found in (first[3], second[3]):
+        assert found[0].tolist() == [0, 1, 2] and found[1] == [None, 2.5, "text"] and isinstance(found, tuple)
+        assert found[2]["half"].dtype == torch.bfloat16 and found[2]["half"].shape == (2, 1)
+        assert found[3].shape == (0, 4)
