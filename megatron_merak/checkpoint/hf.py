@@ -202,7 +202,7 @@ def from_pretrained(
 
     ``auto_class``: a transformers Auto class or a model class; by default what the directory's config names.
     ``config``: fields that override those of config.json, and ``attn_implementation`` and ``dtype`` (by default that of
-    config.json, else that of the weights). Buffers are read at once. ``model.merak_source`` is the `HFSource` from which
+    config.json, else of the weights). Buffers are read at once. ``model.merak_source`` is the `HFSource` from which
     a trainer streams what it needs, None when the directory has no weights (all is then initialised). Raises
     `CheckpointError`: see `HFSource`; an unknown model type; a config that does not parse; a model that brings its own
     code, unless ``trust_remote_code``.

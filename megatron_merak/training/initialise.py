@@ -7,7 +7,7 @@ have no memory and are marked as done.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
 from ..errors import ConfigError
-from ..graph.empty import fake_mode, fake_parameter
+from ..graph.empty import fake_mode, fake_parameter, init_empty_weights, is_fake
 from ..tensor_parallel import derive_seed
 
 _SMALL = 1 << 16  # elements of a parameter whose constructed value may be looked at
@@ -42,8 +42,8 @@ class Initialiser:
         for buffer in self._model.buffers():
             setattr(buffer, _DONE, True)
         self._order = {id(module): place for place, module in enumerate(_children_first(self._model))}
-        self._sources: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
-        self._constructed: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._sources = {*(getattr(self._model, "all_tied_weights_keys", None) or {}).values()}
+        self._small: tuple[int, dict[str, torch.Tensor], dict[str, int]] | None = None
 
     @torch.no_grad()
     def draw(self, name: str, seed: int) -> torch.Tensor:
@@ -51,22 +51,22 @@ class Initialiser:
 
         Full shape, the parameter's dtype, on the CPU; needs the memory of this tensor. The distribution is what the
         module draws when it is built (``reset_parameters``), then what the models around it draw (``_init_weights`` of
-        transformers). A small parameter of a HuggingFace model that neither sets is what its constructor made of it.
-        Raises `ConfigError` for others that neither sets.
+        transformers). Where neither sets it, the constructor of a HuggingFace model is run again for it. Raises
+        `ConfigError` when that does not help, or the model is another one.
         """
         held = self._model.get_parameter(name)
         names = self._names[id(held)]
+        # Of tied names only the source counts: transformers ties once all are initialised.
+        owners = [each for each in names if each in self._sources] or names
         fresh = nn.Parameter(_unset(held), requires_grad=held.requires_grad)
-        sources = [each for each in names if each in self._sources.values()] or names
-        places, owners = ([self._place(each) for each in some] for some in (names, sources))
-        around = self._around(sources)
+        places, around = [self._place(each) for each in owners], self._around(owners)
         try:
             for module, key in places:
                 module._parameters[key] = fresh
             with _stream(derive_seed(seed, _as_one(names[0]))), _default_dtype(held.dtype):
-                for module in dict.fromkeys(module for module, _ in owners):
+                for module in dict.fromkeys(module for module, _ in places):
                     if isinstance(module, ParametrizationList):
-                        fresh.copy_(self._original(names[0]))
+                        fresh.copy_(self._original(owners[0]))
                     elif callable(getattr(module, "reset_parameters", None)):
                         module.reset_parameters()
                 for module, model in around:
@@ -74,14 +74,12 @@ class Initialiser:
         finally:
             for module, key in places:
                 module._parameters[key] = held
-        if _is_set(fresh):
-            return fresh.detach()
-        built = self._built(seed).get(names[0])
-        if built is None or built.shape != fresh.shape or not _is_set(built):
-            reason = f"neither {type(owners[0][0]).__name__} nor a model around it says how it is initialised"
+        values = fresh if _is_set(fresh) else self._constructed(names[0], seed)
+        if values is None or values.shape != held.shape or not _is_set(values):
+            reason = f"neither {type(places[0][0]).__name__} nor a model around it says how it is initialised"
             remedy = "Build the model outside of init_empty_weights, so that it comes with values"
             raise ConfigError("parameter", name, reason, remedy)
-        return built.to(fresh.dtype)
+        return values.detach().to(held.dtype)
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
         path, _, key = name.rpartition(".")
@@ -94,22 +92,31 @@ class Initialiser:
             module, model = self._model, None
             for step in ["", *name.split(".")[:-1]]:
                 module = module.get_submodule(step) if step else module
-                model = module if hasattr(module, "_init_weights") else model
+                model = module if hasattr(module, "_initialize_weights") else model
                 if model is not None:
                     found[id(module)] = (module, model)
         return [found[key] for key in sorted(found, key=self._order.__getitem__)]
 
-    def _built(self, seed: int) -> dict[str, torch.Tensor]:
-        """The small parameters as the constructors leave them, before any ``_init_weights``; of HuggingFace models."""
-        kind = type(self._model)
-        if not hasattr(kind, "_from_config"):
-            return {}
-        if self._constructed is None or self._constructed[0] != seed:
-            with _only_small_ones(), _stream(derive_seed(seed)), _uninitialised_is_nan():
-                model = kind._from_config(copy.deepcopy(self._model.config))
-            small = {name: p.detach() for name, p in model.named_parameters() if p.numel() <= _SMALL}
-            self._constructed = (seed, small)
-        return self._constructed[1]
+    def _constructed(self, name: str, seed: int) -> torch.Tensor | None:
+        """The parameter as the constructors of a HuggingFace model leave it, before any ``_init_weights``."""
+        if not hasattr(type(self._model), "_from_config"):
+            return None
+        if self._small is None or self._small[0] != seed:
+            with _stream(derive_seed(seed)):
+                self._small = (seed, *self._construct())
+        _, values, numbers = self._small
+        if name in values or name not in numbers:
+            return values.get(name)
+        with _stream(derive_seed(seed, name)):
+            return self._construct(numbers[name])[0].get(name)
+
+    def _construct(self, wanted: int | None = None) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """Build the model again. Returns its small parameters, with number ``wanted``; and the number of every one."""
+        with _almost_empty(wanted) as registered, _uninitialised_is_nan():
+            model = type(self._model)._from_config(copy.deepcopy(self._model.config))
+        named = dict(model.named_parameters())
+        real = {name: held.detach() for name, held in named.items() if not is_fake(held)}
+        return real, {name: registered[id(held)][0] for name, held in named.items() if id(held) in registered}
 
     def _original(self, name: str) -> torch.Tensor:
         """What a parametrisation (weight norm) keeps of the tensor that its module draws: a function of that tensor."""
@@ -148,22 +155,27 @@ def _is_set(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _only_small_ones() -> Iterator[None]:
-    """Inside, parameters of more than `_SMALL` elements have no memory, and no ``_init_weights`` runs."""
-    from transformers.modeling_utils import PreTrainedModel
+def _almost_empty(wanted: int | None) -> Iterator[dict[int, tuple[int, nn.Parameter]]]:
+    """`init_empty_weights`, but for parameters of up to `_SMALL` elements and the one registered as number ``wanted``.
 
-    mode, register = fake_mode(), nn.Module.register_parameter
+    Yields what is registered: id of a parameter -> (its number, the parameter, so that the id stays its own).
+    """
+    registered: dict[int, tuple[int, nn.Parameter]] = {}
+    register_real = nn.Module.register_parameter
+    with init_empty_weights():
+        register_fake = nn.Module.register_parameter
 
-    def register_small(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and parameter.numel() > _SMALL:
-            module._parameters[name] = fake_parameter(parameter, mode)
+        def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is None:
+                return register_real(module, name, None)
+            number, _ = registered.get(id(parameter), (len(registered), None))
+            keep = number == wanted or parameter.numel() <= _SMALL
+            (register_real if keep else register_fake)(module, name, parameter)
+            held = module._parameters[name]
+            registered.setdefault(id(held), (number, held))
 
-    with (
-        mock.patch.object(nn.Module, "register_parameter", register_small),
-        mock.patch.object(PreTrainedModel, "initialize_weights", lambda self: None),
-    ):
-        yield
+        with mock.patch.object(nn.Module, "register_parameter", register):
+            yield registered
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from torch import nn
 
 from megatron_merak.errors import ConfigError
 from megatron_merak.graph.empty import init_empty_weights
+from megatron_merak.training import initialise
 from megatron_merak.training.initialise import Initialiser, draw_parameter
 
 DRAWS = 4
@@ -39,6 +40,11 @@ CONFIGS = {
             "num_conv_pos_embedding_groups": 4,
         },
     ),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        {**SIZES, "global_attn_every_n_layers": 2},
+    ),  # a tie that would be drawn twice
+    "imagegpt": ("ImageGPTForCausalImageModeling", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}),
     "gpt_oss": ("GptOssForCausalLM", {**SIZES, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8}),
 }
 
@@ -110,6 +116,17 @@ def test_a_model_with_values_keeps_them():
     assert torch.equal(drawn, draw_parameter(empty("bert"), "bert.encoder.layer.0.output.dense.weight", 0))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any(hasattr(held, "_is_hf_initialized") for held in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("small", [0, 1 << 16])
+def test_values_that_only_a_constructor_gives(small, monkeypatch):
+    monkeypatch.setattr(initialise, "_SMALL", small)
+    name = "model.layers.1.mlp.act_fn.alpha_p"
+    assert torch.equal(draw_parameter(empty("apertus"), name, 0), build("apertus").get_parameter(name).detach())
+    ours, names = Initialiser(empty("imagegpt")), [f"transformer.h.{layer}.attn.c_attn.weight" for layer in (0, 1)]
+    one, two = (ours.draw(name, 1) for name in names)
+    assert torch.equal(draw_parameter(empty("imagegpt"), names[1], 1), two) and not torch.equal(one, two)
+    assert abs(float(one.std()) - 0.02) < 0.002 and not torch.equal(one, ours.draw(names[0], 2))
 
 
 class Scale(nn.Module):
