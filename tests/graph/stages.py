@@ -45,6 +45,15 @@ class Family:
         return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
 
 
+class Sums(WeightGradients):
+    """Takes rows in the type of the sum, so that fp64 stays fp64."""
+
+    def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
+        if weight in self.grads:
+            with torch.no_grad():
+                self.grads[weight].index_add_(0, index, grad_output.to(self.grads[weight].dtype))
+
+
 def _floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -59,7 +68,7 @@ class Stages:
             for name, t in family.sharding.tensors.items()
         }
         trained = [p for p in self.parameters.values() if p.requires_grad]
-        self.sink = WeightGradients({p: torch.zeros_like(p, requires_grad=False) for p in trained})
+        self.sink = Sums({p: torch.zeros_like(p, requires_grad=False) for p in trained})
         self.family, self.group = family, group
         self.parts = [split(family.rewritten, units) for units in family.ranges(count)]
         self.engines = []
