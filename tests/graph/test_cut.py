@@ -160,6 +160,36 @@ def test_decoders_of_encoders_send_two_values(name):
     assert sides == ([0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0] if name == "t5" else [0] * len(sides))
 
 
+def imbalance(chain, count):
+    """The costliest of ``count`` stages over their mean."""
+    flops, bounds = [3 * load.flops + 1 for load in unit_loads(chain)], stages(chain, count)
+    return max(sum(flops[a:b]) for a, b in pairwise(bounds)) * count / sum(flops)
+
+
+@pytest.mark.parametrize(("name", "cuts"), [("llama", (5, 5)), ("mixtral", (5, 2)), ("t5", (11, 4))])
+def test_both_algorithms(name, cuts):
+    """The paper's never cuts more often; with fewer cuts the balance is no better."""
+    chains = [cut(captured_family(name), algorithm) for algorithm in ALGORITHMS]
+    assert tuple(len(chain.crossing) for chain in chains) == cuts
+    assert all(imbalance(chains[0], count) <= imbalance(chains[1], count) for count in (2, 3))
+
+
+def test_farthest_dependency_merges_what_reaches_back():
+    """Pieces of llama end behind the first node after which nothing else is read: the residual sums."""
+    chain = cut(captured_family("llama"), "farthest-dependency")
+    assert [op_name(crossing[0]) for crossing in chain.crossing] == ["add"] * 4 + ["linear"]
+    assert crossings(chain) == [1] * 5 and chain.names[-1] == "loss"
+
+
+def test_values_with_many_users_are_handed_on():
+    """Of an encoder's output that two decoder layers read the paper's rule makes one piece; four layers make it
+    common, so that it crosses from piece to piece."""
+    captures = captured_family("bart"), captured_family("bart", decoder_layers=4)
+    few, many = (cut(captured, "farthest-dependency") for captured in captures)
+    assert max(crossings(few)) == 1 and max(crossings(many)) == 2
+    assert len(many.units) - len(few.units) > 2
+
+
 def test_the_limit_of_crossing_values():
     captured = captured_family("t5")
     assert max(crossings(cut(captured, max_crossing=1))) == 1
@@ -185,6 +215,20 @@ def test_dropout_moves_no_border():
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     training, evaluation = (cut(captured_family("bert", mode, **dropout)) for mode in (True, False))
     assert align(evaluation, training).parameters == training.parameters == evaluation.parameters
+
+
+def test_a_loop_over_the_batch_moves_no_border():
+    class Model(Loss):
+        def body(self, x):
+            x = self.parts[0](x).relu()
+            x = torch.cat([self.parts[2](self.parts[1](row).relu()) for row in x.split(1)]).relu()
+            return self.parts[3](x)
+
+    model = Model(*(nn.Linear(8, 8) for _ in range(4)))
+    one, other = (capture(model, {"x": torch.randn(n, 8), "y": torch.randn(n, 8)}) for n in (6, 4))
+    chain, aligned = cut(one), align(cut(other), cut(one))
+    check_chain(other, aligned)
+    assert len(chain.units) == 3 and chain.names == aligned.names and chain.parameters == aligned.parameters
 
 
 def test_another_model_does_not_align():
@@ -274,12 +318,17 @@ def test_a_mask_that_changes_after_its_use(algorithm):
 
 
 def test_pieces_of_one_result_are_not_parted():
-    class Model(Loss):
-        def body(self, x):
-            left, right = torch.split(self.parts[0](x), 4, dim=1)
-            return torch.cat([self.parts[1](left), self.parts[2](right)], dim=1)
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.rand(n, n)) for n in (8, 4, 4))
 
-    chain = check_plain(Model(nn.Linear(8, 8), nn.Linear(4, 4), nn.Linear(4, 4)))
+        def forward(self, x, y):
+            left, right = torch.split(nn.functional.linear(x, self.a), 4, dim=1)
+            made = [nn.functional.linear(left, self.b), nn.functional.linear(right, self.c)]
+            return ((torch.cat(made, dim=1) - y) ** 2).mean()
+
+    chain = check_plain(Model())
     assert [[op_name(node) for node in crossing] for crossing in chain.crossing] == [["linear"]]
 
 
