@@ -1,0 +1,167 @@
+"""Captured models on any layout: loss and every gradient are those of the unmodified model in one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_merak.config import OptimizerConfig, ParallelConfig
+from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.plan import Grid
+from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
+from tests.graph.tiny import gradients, randomise, tiny
+from tests.ranks import run_ranks
+
+RATE, DECAY, STEPS = 1e-2, 0.1, 3
+OPTIMIZER = OptimizerConfig(clip_grad=1.0)
+
+
+def trainer_of(model, batch, grid, rank, micro_batches, recompute=False, seed=1234):
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        recompute_granularity="full" if recompute else None,
+    )
+    settings = CapturedSettings(parallel, OPTIMIZER, micro_batches // grid.dp, seed)
+    return CapturedTrainer(model, batch, settings, build_mesh(grid, rank, torch.device("cpu")))
+
+
+def parts_of(trainer, flat=None):
+    return [replace(shard, tensor=shard.tensor.detach().clone()) for shard in trainer.shards(flat)]
+
+
+def micro_batches(name, count=4):
+    """Different values, one shape."""
+    _, _, batch = tiny(name)
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for _ in range(count):
+        order = torch.randperm(2, generator=generator)
+        shift = int(torch.randint(0, 7, (), generator=generator))
+        made.append({k: _moved(k, v, order, shift) for k, v in batch.items()})
+    return made
+
+
+def _moved(key, value, order, shift):
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value[order]
+    return value.roll(shift, 1) if value.dim() == 2 and not value.is_floating_point() else value
+
+
+def _train(rank, world_size, name, grid, recompute, options):
+    torch.set_num_threads(1)
+    real, _, batch = tiny(name, **options)
+    model = randomise(real())
+    batches = micro_batches(name)
+    trainer = trainer_of(model, batch, grid, rank, len(batches), recompute)
+    mine = batches[trainer.mesh.dp_rank :: grid.dp]
+    loss = trainer.gradients(mine)
+    grads = parts_of(trainer, trainer.buffer.main_grad)
+    curve = [trainer.step(mine, RATE, DECAY).loss for _ in range(STEPS)]
+    return loss, grads, curve, parts_of(trainer)
+
+
+def part(full, shard):
+    if shard.dim is None:
+        return full
+    return torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
+
+
+def eager(name):
+    """Mean loss, gradients, and the curve of torch's AdamW, of the model as HuggingFace made it."""
+    real, _, _ = tiny(name)
+    model, batches = randomise(real()), micro_batches(name)
+    losses, every = zip(*(gradients(model, batch) for batch in batches), strict=True)
+    grads = {key: sum(found[key] for found in every) / len(batches) for key in every[0]}
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    curve = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = sum(model(**batch)["loss"] for batch in batches) / len(batches)
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
+        optimizer.step()
+        curve.append(total.item())
+    return sum(loss.item() for loss in losses) / len(batches), grads, curve
+
+
+CASES = [
+    ("llama", Grid(), False),
+    ("llama", Grid(tp=2, pp=2), True),
+    ("t5", Grid(tp=2, pp=2), False),
+    ("mixtral", Grid(tp=2, pp=2), False),
+    ("bert", Grid(pp=3), False),
+    ("gpt2", Grid(tp=2, pp=1, dp=2), False),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "grid", "recompute"), CASES, ids=lambda v: v if isinstance(v, str) else None)
+def test_a_layout_computes_what_the_model_computes(name, grid, recompute):
+    loss, grads, curve = eager(name)
+    ranks = run_ranks(_train, grid.size, name, grid, recompute, {}, timeout=200)
+    seen = set()
+    for found, shards, steps, _ in ranks:
+        assert found == pytest.approx(loss, abs=1e-5)
+        assert steps == pytest.approx(curve, abs=1e-5)
+        for shard in shards:
+            expected = part(grads.get(shard.name, torch.zeros(shard.shape)), shard)
+            scale = max(grads[shard.name].abs().max().item(), 1e-6) if shard.name in grads else 1.0
+            assert (shard.tensor - expected).abs().max() <= 1e-4 * scale, shard.name
+            seen.add(shard.name)
+    assert seen >= set(grads)
+
+
+def test_dropout_draws_the_same_masks_on_every_pipeline_layout_and_again_in_recomputation():
+    options = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    ((loss, grads, curve, _),) = run_ranks(_train, 1, "gpt2", Grid(), False, options)
+    whole = {shard.name: shard.tensor for shard in grads}
+    plain = run_ranks(_train, 1, "gpt2", Grid(), False, {})[0]
+    assert plain[0] != loss and len(set(curve)) == STEPS
+    for grid, recompute in ((Grid(), True), (Grid(pp=2), False), (Grid(pp=2), True), (Grid(dp=2), True)):
+        for found, shards, _, _ in run_ranks(_train, grid.size, "gpt2", grid, recompute, options):
+            assert found == pytest.approx(loss, abs=1e-6)
+            for shard in shards:
+                torch.testing.assert_close(shard.tensor, whole[shard.name], rtol=1e-4, atol=1e-6)
+
+
+def _resume(rank, world_size, grid, directory):
+    torch.set_num_threads(1)
+    real, empty, batch = tiny("llama")
+    batches = micro_batches("llama")
+    if directory[0] is not None:
+        first = trainer_of(randomise(real()), batch, grid, rank, len(batches))
+        mine = batches[first.mesh.dp_rank :: grid.dp]
+        first.step(mine, RATE, DECAY)
+        first.save(directory[0], {"epoch": 0.5})
+        return [first.step(mine, RATE, DECAY).loss for _ in range(2)]
+    second = trainer_of(empty(), batch, grid, rank, len(batches))
+    extra = second.load(directory[1])
+    assert extra == {"epoch": 0.5} and second.iteration == 1
+    mine = batches[second.mesh.dp_rank :: grid.dp]
+    return [second.step(mine, RATE, DECAY).loss for _ in range(2)]
+
+
+def test_training_goes_on_in_another_layout(tmp_path):
+    """The second run starts from an empty model: all of its weights are the checkpoint's."""
+    (curve,) = run_ranks(_resume, 1, Grid(), (str(tmp_path), None))
+    for found in run_ranks(_resume, 4, Grid(tp=2, pp=2), (None, str(tmp_path))):
+        assert found == pytest.approx(curve, abs=1e-5)
+
+
+def _initial(rank, world_size, grid):
+    _, empty, batch = tiny("llama")
+    return parts_of(trainer_of(empty(), batch, grid, rank, 4, seed=7))
+
+
+def test_initial_weights_do_not_depend_on_the_layout():
+    (one,) = run_ranks(_initial, 1, Grid())
+    whole = {shard.name: shard.tensor for shard in one}
+    assert whole["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.02, rel=0.1)
+    for shards in run_ranks(_initial, 4, Grid(tp=2, pp=2)):
+        for shard in shards:
+            assert torch.equal(shard.tensor, part(whole[shard.name], shard)), shard.name
