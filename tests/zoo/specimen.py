@@ -31,6 +31,10 @@ class Specimen:
     def model_class(self) -> type[nn.Module]:
         return getattr(transformers, self.head.class_name)
 
+    def config_value(self, name: str) -> Any:
+        """A field of the configuration, or of its part about text."""
+        return getattr(self.config, name, getattr(self.config.get_text_config(), name, None))
+
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The unmodified model in training mode, weights drawn in float32."""
         return randomise(self.empty()).to(dtype)

@@ -1,0 +1,103 @@
+"""One type's captured graph through the real engine: a chain of stages, and tensor parallelism over ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_merak.graph.captured import Captured
+from megatron_merak.graph.cut import Chain
+from megatron_merak.graph.fuse import fuse
+from megatron_merak.graph.rewrite import Rewritten, rewrite
+from megatron_merak.graph.shard import Sharding
+from megatron_merak.plan import TensorSharding
+from tests.graph.lockstep import part
+from tests.graph.stages import Stages
+
+from .compare import Cell, gradient_difference, judge, loss_difference
+from .fork import fork_ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model with its weights, a batch, what one process makes of it, and its capture."""
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+    captured: Captured
+    chain: Chain
+    dtype: torch.dtype
+
+    def wanted(self) -> dict[str, Tensor]:
+        """The reference's gradients under the names of the capture."""
+        aliases = self.captured.aliases
+        return {aliases.get(name, name): grad for name, grad in self.gradients.items()}
+
+
+class RankProgram:
+    """What ``Stages`` needs to know of one rank: the rewritten and fused graph, cut into ranges of units."""
+
+    def __init__(self, subject: Subject, sharding: Sharding, rank: int):
+        self.model, self.sharding, self.rank, self.tp = subject.model, sharding, rank, sharding.tp
+        self.rewritten: Rewritten = rewrite(subject.captured, subject.chain, sharding, rank, sharding.tp)
+        fuse(self.rewritten.graph)
+        self.units = len(subject.chain.units)
+
+    def ranges(self, count: int) -> list[range]:
+        borders = [round(i * self.units / count) for i in range(count + 1)]
+        return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+
+
+def check_chain(subject: Subject, whole: Sharding, stages: int) -> Cell:
+    """The chain cut into ``stages``, which share nothing but the values that cross; no tensor parallelism."""
+    program = RankProgram(subject, whole, 0)
+    torch.manual_seed(0)
+    loss, found = Stages(program, min(stages, program.units)).step(subject.batch)
+    worst, where = gradient_difference(nonzero(found, subject.wanted()), subject.wanted())
+    return judge(loss_difference(loss, subject.loss), worst, where, subject.dtype)
+
+
+def check_tensor_parallel(subject: Subject, sharding: Sharding) -> Cell:
+    """Loss and every gradient of ``sharding.tp`` ranks, gradients put together from the ranks' parts."""
+
+    def step(rank: int, world_size: int):
+        program = RankProgram(subject, sharding, rank)
+        loss, found = Stages(program, group=dist.group.WORLD).step(subject.batch)
+        return float(loss), {name: grad.numpy() for name, grad in found.items()}
+
+    answers = fork_ranks(step, sharding.tp)
+    ranks = [{name: torch.from_numpy(grad) for name, grad in found.items()} for _, found in answers]
+    loss = max(loss_difference(value, subject.loss) for value, _ in answers)
+    wanted, worst, where = subject.wanted(), 0.0, ""
+    for rank, found in enumerate(ranks):
+        merged = {name: merge(sharding.tensors[name], [r[name] for r in ranks], rank) for name in found}
+        error, name = gradient_difference(nonzero(merged, wanted), wanted)
+        if not error <= worst:
+            worst, where = error, name
+        for name, full in merged.items():
+            if not torch.equal(part(full, sharding.tensors[name], rank, sharding.tp), found[name]):
+                worst, where = float("inf"), f"the padding of {name}"
+    return judge(loss, worst, where, subject.dtype)
+
+
+def merge(tensor: TensorSharding, parts: list[Tensor], rank: int) -> Tensor:
+    """The full tensor from all ranks' parts; of a replicated one this rank's copy."""
+    if tensor.dim is None:
+        return parts[rank]
+    full = torch.zeros(tensor.shape, dtype=parts[0].dtype)
+    for other, values in enumerate(parts):
+        at = 0
+        for start, stop in tensor.intervals(other, len(parts)):
+            full.narrow(tensor.dim, start, stop - start).copy_(values.narrow(tensor.dim, at, stop - start))
+            at += stop - start
+    return full
+
+
+def nonzero(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without gradients that are zero where the reference has none at all."""
+    return {name: grad for name, grad in found.items() if name in wanted or grad.any()}

@@ -1,0 +1,102 @@
+"""One row of the parity table: everything that is measured of one model type, in this process and its children."""
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_merak.errors import MerakError
+from megatron_merak.graph.capture import capture
+from megatron_merak.graph.cut import cut
+from megatron_merak.graph.empty import init_empty_weights
+from megatron_merak.graph.shard import shard
+
+from .chain import Subject, check_chain, check_tensor_parallel
+from .compare import BROKEN, DOUBLE, REFUSED, WRONG, Cell
+from .configs import KV_HEADS
+from .curve import check_curve
+from .doubled import doubled
+from .eager import reference
+from .heads import heads
+from .specimen import Specimen, tiny
+
+CELLS = ("pp2", "pp3", "tp2", "tp4", "curve")
+FULL = 0.55  # of the parameters per rank at TP=2: at most this much is a full plan
+
+
+def subject_of(specimen: Specimen, dtype: torch.dtype = torch.float32) -> Subject:
+    """Raises TraceError. The capture is of a model without memory, the reference of one with weights."""
+    model, batch = specimen.model(dtype), specimen.batch(dtype=dtype)
+    torch.manual_seed(0)
+    loss, gradients = reference(model, batch)
+    with init_empty_weights():
+        empty = specimen.empty()
+    captured = capture(empty, batch, dtype=dtype)
+    return Subject(model, batch, loss, gradients, captured, cut(captured), dtype)
+
+
+def row(model_type: str) -> dict[str, Any]:
+    """JSON-safe. ``left_out`` is why the unmodified model does not train; ``refused`` why it is not captured."""
+    start = time.perf_counter()
+    head = heads()[model_type]
+    found: dict[str, Any] = {"type": model_type, "mapping": head.mapping, "class": head.class_name}
+    found["causal"] = head.causal
+    try:
+        specimen = tiny(model_type)
+    except LookupError as error:
+        return found | {"left_out": str(error)}
+    found |= {"recipe": specimen.recipe}
+    subject, failure = attempt(lambda: subject_of(specimen))
+    if subject is None:
+        return found | {failure.state: failure.text, "seconds": time.perf_counter() - start}
+    found |= {"how": subject.captured.how, "notes": list(subject.captured.notes)}
+    return found | cells(specimen, subject) | {"seconds": time.perf_counter() - start}
+
+
+def cells(specimen: Specimen, subject: Subject) -> dict[str, Any]:
+    twins: list[Subject] = []
+
+    def twin() -> Subject:
+        if not twins:
+            twins.append(subject_of(specimen, torch.float64))
+        return twins[0]
+
+    found: dict[str, Any] = {}
+    degrees = (2, 4) if specimen.config_value("num_key_value_heads") == KV_HEADS else (2,)
+    for stages in (2, 3):
+        found[f"pp{stages}"] = twice(lambda s, k=stages: check_chain(s, shard(s.captured, 1), k), subject, twin)
+    for tp in degrees:
+        found[f"tp{tp}"] = twice(lambda s, n=tp: check_tensor_parallel(s, shard(s.captured, n)), subject, twin)
+    share, failure = attempt(lambda: shard(subject.captured, 2).share())
+    found["share"] = share
+    cell, failure = attempt(lambda: check_curve(specimen, subject))
+    found["curve"] = (cell or failure).to_dict()
+    return found
+
+
+def twice(check: Callable[[Subject], Cell], subject: Subject, twin: Callable[[], Subject]) -> dict[str, Any]:
+    """In fp32, and again in fp64 where that misses: rounding gets better there, a mistake does not."""
+    cell, failure = attempt(lambda: check(subject))
+    if cell is not None and cell.state == WRONG:
+        with doubled():
+            again, _ = attempt(lambda: check(twin()))
+        if again is not None:
+            text = f"fp32: loss {cell.loss:.1e}, gradient {cell.gradient:.1e} of {cell.where}"
+            cell = Cell(again.state, again.loss, again.gradient, again.where, text)
+    return (cell or failure).to_dict()
+
+
+def attempt(work: Callable[[], Any]) -> tuple[Any, Cell]:
+    """(result, ...) or (None, why not)."""
+    try:
+        return work(), Cell(BROKEN)
+    except MerakError as error:
+        return None, Cell(REFUSED, text=f"{type(error).__name__}: {error}")
+    except Exception as error:
+        last = traceback.format_exception(error)[-6:]
+        return None, Cell(BROKEN, text=f"{type(error).__name__}: {error}"[:300] + "\n" + "".join(last)[-1500:])
+
+
+__all__ = ["CELLS", "DOUBLE", "FULL", "row"]

@@ -1,0 +1,150 @@
+"""docs/parity.md from the rows of a sweep."""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from .compare import BROKEN, DOUBLE, EXACT, REFUSED, WRONG
+from .curve import GRID, MICRO_BATCHES, STEPS
+from .measure import CELLS, FULL
+
+Row = Mapping[str, Any]
+
+TEXT = """# Parity: any model, unmodified
+
+Every model type in transformers' own auto mappings ({versions}) that trains from a tiny configuration, each once, under
+its most natural training head, against **one process that runs the unmodified eager model** with the same random
+weights. Nothing here is registered by hand: types, configurations and batches are found in transformers by
+`tests/zoo`, so a new release adds its rows by itself. The layouts of our own GPT are in
+[parity_native.md](parity_native.md).
+
+| | all types | causal language models |
+|---|---:|---:|
+{summary}
+
+- **pp2, pp3**: the captured graph cut into 2 and 3 stages that share nothing but the values that cross, each behind an
+  engine of its own. **tp2, tp4**: the graph divided over 2 ranks, and over 4 where there are fewer key-value heads
+  than ranks. Loss and every gradient are compared.
+- **curve**: the loss of {steps} AdamW steps, clipping included, on {ranks} ranks: tensor {tp} x pipeline {pp} x data {dp},
+  {micro} micro-batches each.
+- A number is the largest difference of a gradient relative to that gradient's largest entry (curve: of the loss). A
+  plain one is **exact** in fp32: loss within 1e-5, every gradient within 1e-4. Where fp32 misses that, the run is
+  repeated with everything in fp64, and **fp64** means loss and gradients within 1e-10: the difference was rounding. A
+  gradient below 1e-7 of the largest one is zero in exact arithmetic (key biases) and is compared with the largest.
+- **share**: of all parameters that one rank holds at TP=2.
+- Tiny models: hidden size 64, 4 heads, 2 key-value heads, a layer of each kind and two at least, 256 tokens of
+  vocabulary, sequences of 32, fp32, no dropout; noise on every initial weight, since zero biases and equal norms hide
+  mistakes. CPU and gloo.
+
+| type | class | capture | pp2 | pp3 | tp2 | tp4 | curve | share |
+|---|---|---|---:|---:|---:|---:|---:|---:|
+{rows}
+{failures}
+## Refused by name
+
+Types that train, but that we do not run: the error says which line of the model stands in the way.
+
+{refused}
+
+## Left out
+
+Types whose unmodified model does not train from a tiny configuration and a generic batch, with the reason.
+
+{left_out}
+
+Regenerate: `make parity` (resumes where it stopped; `tools/parity.py --help`).
+"""
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    rows = sorted(rows, key=lambda r: r["type"])
+    trained = [r for r in rows if "left_out" not in r]
+    captured = [r for r in trained if "how" in r]
+    return TEXT.format(
+        versions=f"transformers {version('transformers')}, torch {version('torch').split('+')[0]}",
+        summary=summary(rows),
+        steps=STEPS,
+        ranks=GRID.size,
+        tp=GRID.tp,
+        pp=GRID.pp,
+        dp=GRID.dp,
+        micro=MICRO_BATCHES,
+        rows="\n".join(line(r) for r in captured),
+        failures=failures(captured),
+        refused="\n".join(f"- `{r['type']}`: {plain(uncaptured(r))}" for r in trained if "how" not in r) or "None.",
+        left_out="\n".join(f"- `{r['type']}` ({r['class']}): {plain(r['left_out'])}" for r in rows if "left_out" in r),
+    )
+
+
+def summary(rows: Sequence[Row]) -> str:
+    columns = [facts(rows), facts([r for r in rows if r["causal"]])]
+    return "\n".join(f"| {name} | {' | '.join(column[name] for column in columns)} |" for name in columns[0])
+
+
+def facts(rows: Sequence[Row]) -> dict[str, str]:
+    trained = [r for r in rows if "left_out" not in r]
+    captured = [r for r in trained if "how" in r]
+
+    def exact(*names: str) -> str:
+        asked = [r for r in captured if all(name in r for name in names)]
+        return share(sum(all(r[name]["state"] in (EXACT, DOUBLE) for name in names) for r in asked), len(asked))
+
+    wrong = [r["type"] for r in captured if any(r[name]["state"] == WRONG for name in CELLS if name in r)]
+    return {
+        "types": str(len(rows)),
+        "train eagerly": share(len(trained), len(rows)),
+        "captured, of those": share(len(captured), len(trained)),
+        "exact in 2 and 3 stages": exact("pp2", "pp3"),
+        "exact at TP=2": exact("tp2"),
+        "exact at TP=4, with 2 key-value heads": exact("tp4"),
+        f"{STEPS} steps at TP={GRID.tp} x PP={GRID.pp} x DP={GRID.dp}": exact("curve"),
+        "silently wrong": f"{len(wrong)} {', '.join(wrong)}".strip(),
+        f"at most {FULL} of the parameters per rank at TP=2": str(
+            sum((r.get("share") or 1.0) <= FULL for r in captured if r.get("tp2", {}).get("state") in (EXACT, DOUBLE))
+        ),
+    }
+
+
+def share(count: int, of: int) -> str:
+    return f"{count} of {of} ({count / of:.1%})" if of else "-"
+
+
+def line(r: Row) -> str:
+    cells = [r["type"], r["class"], r["how"] + "".join(f"; {plain(note)}" for note in r["notes"])]
+    cells += [cell(r.get(name), name) for name in CELLS]
+    return "| " + " | ".join([*cells, f"{r['share']:.2f}" if r.get("share") else "-"]) + " |"
+
+
+def cell(found: Row | None, name: str) -> str:
+    if found is None:
+        return ""
+    number = f"{found['loss'] if name == 'curve' else found['gradient']:.0e}"
+    number = "0" if number == "0e+00" else number
+    return {EXACT: number, DOUBLE: f"fp64 {number}", WRONG: f"**wrong** {number}"}.get(found["state"], found["state"])
+
+
+def failures(captured: Sequence[Row]) -> str:
+    """What stands behind the cells that are not numbers."""
+    lines = []
+    for r in captured:
+        for name in CELLS:
+            found = r.get(name)
+            if found and found["state"] in (REFUSED, BROKEN, WRONG):
+                text = found["text"].splitlines()[0] if found["text"] else found["where"]
+                lines.append(f"- `{r['type']}` {name}: {found['state']}. {plain(text)}")
+    return "\n## Cells without a number\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def uncaptured(r: Row) -> str:
+    return r.get(REFUSED) or r.get(BROKEN) or "?"
+
+
+def plain(text: str) -> str:
+    """On one line, without this machine's paths, safe inside a table."""
+    words = " ".join(text.split())[:400]
+    for folder in ("site-packages/", "dist-packages/"):
+        while folder in words:
+            at = words.index(folder)
+            start = words.rfind(" ", 0, at) + 1
+            words = words[:start] + words[at + len(folder) :]
+    return words.replace("|", "\\|")
