@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from time import process_time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron_merak.errors import PlanError
 from megatron_merak.graph.capture import capture
 from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.cut import ALGORITHMS, align, cut
+from megatron_merak.graph.empty import init_empty_weights
 from megatron_merak.graph.loads import unit_loads
 from megatron_merak.graph.nodes import aliased, is_op, mutation_deps, op_name, storages
 from megatron_merak.planner.partition import partition
@@ -407,3 +409,21 @@ def test_random_numbers_are_drawn_once():
     chain = cut(captured)
     check_chain(captured, chain)
     assert crossings(chain) == [2, 2] and is_op(chain.units[0][0], "rand")
+
+
+@pytest.mark.slow
+def test_405_billion_parameters_are_cut_in_a_second():
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128256}
+    config = LlamaConfig(**sizes, num_attention_heads=128, num_key_value_heads=8, max_position_embeddings=4096)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    ids = torch.zeros(1, 4096, dtype=torch.long)
+    captured = capture(model, {"input_ids": ids, "labels": ids})
+    for algorithm, cuts in zip(ALGORITHMS, (2 * 126 + 1, 128), strict=True):
+        begin = process_time()
+        chain = cut(captured, algorithm)
+        assert process_time() - begin < 1
+        assert len(chain.crossing) == cuts and crossings(chain) == [1] * cuts
+    assert imbalance(cut(captured), 16) < 1.02
