@@ -104,8 +104,6 @@ class TrainingLoop:
         if self.args.eval_on_start:
             self._evaluate(moves_rate=False)
         for epoch in range(self.first_epoch, self.extent.epochs):
-            if self.state.global_step >= self.extent.steps:
-                break
             self._tell("on_epoch_begin")
             self._epoch(epoch)
             if trainer.control.should_training_stop:
@@ -120,12 +118,12 @@ class TrainingLoop:
         skip = self.skipped_batches if epoch == self.first_epoch else 0
         batches = self.loading.epoch(epoch, skip)
         done, total = skip, self.extent.batches
-        while done < total:
+        while done < total and self.state.global_step < self.extent.steps:
             group = list(islice(batches, min(self.args.gradient_accumulation_steps, total - done)))
             if not group:  # a stream that ended early
                 break
             done += len(group)
-            self.position = (epoch, done * self.samples_per_batch) if done < total else (epoch + 1, 0)
+            self.position = (epoch, done * self.samples_per_batch)
             self._step(group, epoch + done / total)
             if self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop:
                 break
