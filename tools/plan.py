@@ -1,6 +1,8 @@
-"""Shows how a training command would run: rank grid, stages, schedule, predicted time and memory. Needs no GPU.
+"""Shows how a training command would run: rank grid, stages, memory, schedule, predicted time. Needs no GPU.
 
 Takes every flag of pretrain_gpt.py, so a command line can be copied as it is; data and learning rate may be missing.
+With --model, a HuggingFace directory or config.json, it takes those of pretrain_hf.py, and shows which weights tensor
+parallelism divides, and why. A plan that was stored is shown again without being made again.
 
 examples:
   # a small GPT on 8 CPU ranks
@@ -12,32 +14,46 @@ examples:
   python tools/plan.py show --world-size 1024 --device H100 --num-layers 96 --hidden-size 12288 \\
       --num-attention-heads 96 --seq-length 2048 --vocab-size 50257 --micro-batch-size 1 --bf16 \\
       --global-batch-size 1536 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 \\
-      --json plan.json --timeline plan.png
+      --save plan.json --timeline plan.png
+
+  # an unmodified HuggingFace model of that size; then what a smaller tensor-parallel degree changes
+  python tools/plan.py show --model examples/shapes/bloom-176b.json --world-size 384 --device A100 --seq-length 2048 \\
+      --micro-batch-size 2 --global-batch-size 2048 --bf16 --tensor-model-parallel-size 4 \\
+      --pipeline-model-parallel-size 12 --recompute-granularity full --save bloom.json
+  python tools/plan.py show bloom.json
+  python tools/plan.py diff bloom.json other.json
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.cluster import DEVICES, find_cluster
-from megatron_merak.errors import ConfigError, MerakError
+from megatron_merak.config import Config, HFConfig, RunConfig
+from megatron_merak.errors import ConfigError, MerakError, PlanError
 from megatron_merak.pipeline_parallel.draw import draw
 from megatron_merak.plan import Plan
 from megatron_merak.planner import plan
 from megatron_merak.planner.memory import overflowing_stages
 from megatron_merak.planner.predict import timeline
+from megatron_merak.planner.tables import difference, memory_table, tensor_table
+
+USAGE = """python tools/plan.py show --world-size N [--device NAME] [--save FILE.json] TRAINING FLAGS
+       python tools/plan.py show PLAN.json
+       python tools/plan.py diff PLAN.json OTHER.json"""
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = build_parser(__doc__)
-    flags.usage = "python tools/plan.py show --world-size N [--device NAME] [--json FILE] TRAINING FLAGS"
-    flags.add_argument("command", choices=("show",), help="print the plan")
+def parser(config: type[RunConfig]) -> argparse.ArgumentParser:
+    flags = build_parser(__doc__, config)
+    flags.usage = USAGE
+    flags.add_argument("command", choices=("show", "diff"), help="print a plan, or what differs between two")
     own = flags.add_argument_group("plan")
     own.add_argument("--world-size", metavar="N", default=None, help="number of ranks [required]")
     own.add_argument("--device", metavar="NAME", default="cpu", help=f"one of {', '.join(DEVICES)} [cpu]")
-    own.add_argument("--json", metavar="FILE", type=Path, default=None, help="also store the plan [unset]")
+    own.add_argument("--json", metavar="FILE", default=None, help="store the plan; so does --save FILE.json [unset]")
     return flags
 
 
@@ -47,22 +63,60 @@ def world_size(text: str | None) -> int:
     return int(text)
 
 
-def verdict(made: Plan) -> str:
-    """A warning for each stage that does not fit into its device."""
-    device = find_cluster(made.device).device
+def stored(path: str) -> Plan:
+    try:
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            "plan", path, f"it cannot be read ({error})", "Name a file that --save PLAN.json wrote"
+        ) from error
+
+
+def made(config: RunConfig, ranks: int, device: str) -> tuple[Plan, tuple[str, ...]]:
+    """The plan, and what its making brought to light."""
+    if isinstance(config, Config):
+        return plan(config, ranks, device), ()
+    from megatron_merak.training.hf_model import blueprint_of  # here, since it takes seconds
+
+    gc.disable()  # a tenth of the time goes into looking for garbage among millions of objects that all stay
+    blueprint = blueprint_of(config, ranks, device)
+    return blueprint.plan, (f"captured {blueprint.captured.how}", *blueprint.captured.notes)
+
+
+def shown(found: Plan, notes: Sequence[str] = ()) -> str:
+    parts = [str(found), "\n".join(notes), memory_table(found)]
+    parts += [tensor_table(found)] if found.reasons else []
+    device = find_cluster(found.device).device
     full = f"{device.memory / 2**30:.0f} GiB of {device.name}"
-    return "".join(f"\nstage {stage} does not fit into the {full}" for stage in overflowing_stages(made, device))
+    parts += [f"stage {stage} does not fit into the {full}" for stage in overflowing_stages(found, device)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def show(arguments: Sequence[str]) -> None:
+    """Print the plan that flags describe."""
+    captured = any(argument.split("=")[0] == "--model" for argument in arguments)
+    kind: type[RunConfig] = HFConfig if captured else Config
+    config, own = read(parser(kind), arguments, kind)
+    found, notes = made(config, world_size(own.world_size), own.device)
+    print(shown(found, notes))
+    for path in (own.json, config.checkpoint.save):
+        if path is not None and (path is own.json or path.endswith(".json")):  # else a run's checkpoint directory
+            Path(path).write_text(found.to_json(), encoding="utf-8")
+    if config.logging.timeline:
+        draw(timeline(found, find_cluster(found.device)), config.logging.timeline)
 
 
 def main(arguments: Sequence[str]) -> None:
+    files = [argument for argument in arguments[1:3] if not argument.startswith("-")]
     try:
-        config, own = read(parser(), arguments)
-        made = plan(config, world_size(own.world_size), own.device)
-        print(f"{made}{verdict(made)}")
-        if own.json:
-            own.json.write_text(made.to_json())
-        if config.logging.timeline:
-            draw(timeline(made, find_cluster(made.device)), config.logging.timeline)
+        if arguments[:1] == ["diff"]:
+            if len(files) != 2 or len(arguments) != 3:
+                raise ConfigError("diff", " ".join(arguments[1:]), "it compares two stored plans", "Name two files")
+            print(difference(*map(stored, files)) or "the plans are equal")
+        elif arguments[:1] == ["show"] and len(arguments) == 2 and files:
+            print(shown(stored(files[0])))
+        else:
+            show(arguments)
     except (MerakError, OSError) as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         raise SystemExit(f"plan.py: {error}{notes}") from None

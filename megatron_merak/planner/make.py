@@ -1,6 +1,6 @@
 """From a chain of units, or a configuration of the native model, to a Plan."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from megatron_merak.cluster import Cluster, find_cluster
@@ -14,6 +14,7 @@ from megatron_merak.planner.cost import gpt_units, optimizer_bytes, unit_costs
 from megatron_merak.planner.memory import memory_of, reaches, stage_memory
 from megatron_merak.planner.partition import partition
 from megatron_merak.planner.predict import step_time, timeline
+from megatron_merak.planner.tables import by_family
 
 GIB = 2**30
 
@@ -62,12 +63,13 @@ def plan_chain(
     overlap: bool = True,
     memory_gb: float | None = None,
     shardings: tuple[TensorSharding, ...] = (),
-    reasons: tuple[tuple[str, str], ...] = (),
+    reasons: Iterable[tuple[str, str]] = (),
 ) -> Plan:
     """The plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
 
     ``microbatches`` per step and replica; ``overlap``: gradients are reduced during the backward. ``memory_gb`` is the
-    memory of a rank in GiB; without it the device's own is respected where some cut does. Raises PlanError for more
+    memory of a rank in GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor,
+    why it is divided as it is. Raises PlanError for more
     stages than units, an unknown device or schedule, or where ``memory_gb`` does not suffice.
     """
     cluster, units = find_cluster(device), tuple(units)
@@ -80,7 +82,9 @@ def plan_chain(
         StagePlan(first, last, tuple(unit for unit in again if first <= unit < last))
         for first, last in zip(bounds, bounds[1:], strict=False)
     )
-    made = Plan(grid, units, stages, built, micro_batch_size, sequence_length, dtype, shardings, reasons=reasons)
+    made = Plan(
+        grid, units, stages, built, micro_batch_size, sequence_length, dtype, shardings, reasons=by_family(reasons)
+    )
     pipeline = timeline(made, cluster)
     return replace(
         made,

@@ -1,9 +1,6 @@
 """Whole plans: from a configuration, from a command line, and what they predict."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +12,6 @@ from megatron_merak.plan import Grid, Plan, StagePlan, Unit
 from megatron_merak.planner import plan
 from megatron_merak.planner.memory import overflowing_stages, stage_memory
 from megatron_merak.planner.predict import stage_costs, step_time, timeline
-
-ROOT = Path(__file__).parents[2]
-FLAGS = """show --world-size 8 --num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500
-    --micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2
-    --pipeline-model-parallel-size 2""".split()
 
 
 def config(tp=1, pp=1, layers=6, gbs=16, vocabulary=500, schedule="1f1b", recompute=None) -> Config:
@@ -132,36 +124,6 @@ def test_the_step_time_adds_up():
 def test_impossible_requests_are_told(mistake, error):
     with pytest.raises(error):
         mistake()
-
-
-def run_tool(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / "plan.py"), *arguments]
-    return subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=check)
-
-
-def test_planning_imports_no_torch_and_no_numpy():
-    program = (
-        "import runpy, sys; sys.argv = ['plan.py', *sys.argv[1:]]\n"
-        "runpy.run_path('tools/plan.py', run_name='__main__')\n"
-        "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
-    )
-    command = [sys.executable, "-c", program, *FLAGS]
-    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_the_tool_prints_and_stores_the_plan(tmp_path):
-    stored = tmp_path / "plan.json"
-    done = run_tool(*FLAGS, "--json", str(stored))
-    again = Plan.from_json(stored.read_text())
-    assert again == plan(config(tp=2, pp=2), 8)
-    assert done.stdout == f"{again}\n"
-
-
-def test_the_tool_tells_mistakes_in_one_line():
-    done = run_tool("show", *FLAGS[3:], check=False)
-    assert done.returncode == 1 and done.stderr.startswith("plan.py: --world-size (missing)")
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_sixteen_thousand_ranks():

@@ -1,0 +1,53 @@
+"""From samples of GPT data sets to batches of a HuggingFace causal language model.
+
+Data sets shift labels (label t is token t + 1), and HuggingFace models shift them again. Where the loss takes labels
+that are shifted already, both see s tokens and s targets:
+
+    input_ids     t0 t1 .. ts-1          shift_labels  t1 t2 .. ts
+
+Elsewhere the model gets one token more, of which its own shift makes the same targets (no target sees that token):
+
+    input_ids     t0 t1 .. ts-1 ts       labels        -100 t1 t2 .. ts
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a label that is left out of the loss
+
+
+def targets(batch: Mapping[str, Tensor]) -> Tensor:
+    """The token that follows each position, int64[b, s]; ``IGNORED`` where the loss mask is 0."""
+    return batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
+
+
+def token_count(batch: Mapping[str, Tensor]) -> int:
+    """Targets of a batch that count."""
+    return int((batch["loss_mask"] != 0).sum())
+
+
+@dataclass(frozen=True)
+class TokenBatches:
+    """Makes a model's batches. ``shifted``: its loss takes labels that are shifted already."""
+
+    shifted: bool = True
+
+    def __call__(self, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> dict[str, Tensor]:
+        """``num_items`` (float, 0-dim): what the sum of the targets' losses is divided by, instead of their number."""
+        tokens, labels = batch["tokens"], targets(batch)
+        if self.shifted:
+            made = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
+        else:
+            unknown = torch.full_like(labels[:, :1], IGNORED)
+            following = torch.cat([tokens, batch["labels"][:, -1:]], dim=1)
+            made = {"input_ids": following, "labels": torch.cat([unknown, labels], dim=1)}
+        return made if num_items is None else made | {"num_items_in_batch": num_items}
+
+    def example(self, samples: int, length: int, num_items: bool = False) -> dict[str, Tensor]:
+        """A batch of ``samples`` sequences of ``length`` tokens, for what depends on shapes alone."""
+        tokens = torch.zeros(samples, length, dtype=torch.long)
+        batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(samples, length)}
+        return self(batch, torch.tensor(1.0) if num_items else None)

@@ -1,0 +1,131 @@
+"""From the flags of pretrain_hf.py to the model, and to how it is captured and planned."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from ..checkpoint.hf import from_pretrained
+from ..config import HFConfig, HFModelConfig
+from ..errors import ConfigError, TraceError
+from ..graph.capture import accepts_num_items
+from ..plan import Grid
+from .blueprint import Batch, Blueprint, CapturedSettings
+from .hf_batches import TokenBatches
+
+Made = TypeVar("Made")
+
+
+def build_model(config: HFModelConfig) -> nn.Module:
+    """The causal language model of ``--model``, without memory; ``merak_source`` is where its weights are read from,
+    None where they are drawn. Raises CheckpointError, and ConfigError for what the model cannot do."""
+    path = Path(config.model)
+    model = from_pretrained(
+        path,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+        attn_implementation=config.attn_implementation,
+    )
+    _check_causal(model, path)
+    if config.init_weights == "random":
+        model.merak_source = None
+    elif config.init_weights == "directory" and model.merak_source is None:
+        remedy = "Use --init-weights random, or name a directory with weights"
+        raise ConfigError("--init-weights", "directory", f"{path} holds no weights", remedy)
+    _check_length(model, config.seq_length, 0)
+    return model
+
+
+def _check_length(model: nn.Module, length: int, more: int) -> None:
+    """``more``: positions that the model needs beside those of the sample."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr]
+    if isinstance(longest, int) and length + more > longest:
+        needs = f" (the shift of its labels needs {more} more)" if more else ""
+        reason = f"exceeds the model's max_position_embeddings {longest}{needs}"
+        raise ConfigError("--seq-length", length, reason, f"Use at most {longest - more}")
+
+
+def _check_causal(model: nn.Module, path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    config, name = model.config, type(model).__name__
+    known = AutoModelForCausalLM._model_mapping
+    classes = known[type(config)] if type(config) in known else ()
+    causal = type(model) in (classes if isinstance(classes, tuple) else (classes,)) or "CausalLM" in name
+    seen = type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
+    if not causal or seen or getattr(config, "is_encoder_decoder", False):
+        reason = f"it is a {name}, and GPT data trains causal language models"
+        raise ConfigError("--model", path, reason, "Train it with MerakTrainer on data of its own")
+
+
+def known_tokens(model: nn.Module) -> int:
+    """The number of token ids that a model has rows for."""
+    return model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+
+
+def rules_text(given: str | None) -> str:
+    """The rules that ``--tensor-parallel-rules`` gives or that the file it names holds, # starting a comment."""
+    if given is None or "=" in given and not Path(given).is_file():
+        return given or ""
+    try:
+        lines = Path(given).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"it is neither a rule like '*.o_proj.weight=row' nor a file that can be read ({error})"
+        raise ConfigError("--tensor-parallel-rules", given, reason, "Give rules, or a file of them") from error
+    return "\n".join(line.partition("#")[0].strip() for line in lines)
+
+
+def grid_of(config: HFConfig, world_size: int) -> Grid:
+    parallel = config.parallel
+    return Grid(
+        tp=parallel.tensor_model_parallel_size,
+        dp=config.data_parallel_size(world_size),
+        pp=parallel.pipeline_model_parallel_size,
+    )
+
+
+def settings_of(config: HFConfig, world_size: int, device: str) -> CapturedSettings:
+    """``device``: the planner's name of what a rank computes with."""
+    return CapturedSettings(
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        micro_batches=config.num_microbatches(world_size),
+        seed=config.train.seed,
+        dtype=config.train.dtype,
+        device=device,
+        graph_sharding=config.model.graph_sharding,
+        tensor_parallel_rules=rules_text(config.model.tensor_parallel_rules),
+        vocabulary_multiple=config.model.make_vocab_size_divisible_by,
+    )
+
+
+def with_example(model: nn.Module, config: HFConfig, make: Callable[[Batch], Made]) -> tuple[Made, TokenBatches]:
+    """What ``make`` makes of the first micro-batch, and how batches are made for the model.
+
+    Whether the model's loss takes shifted labels shows when it is captured: a capture refuses what the forward does not
+    read.
+    """
+    per_token = config.train.calculate_per_token_loss
+    if per_token and not accepts_num_items(model):
+        reason = f"the loss of {type(model).__name__} takes no num_items_in_batch"
+        raise ConfigError("--calculate-per-token-loss", "on", reason, "Leave it out")
+    size = config.train.micro_batch_size, config.model.seq_length, per_token
+    batches = TokenBatches(shifted=True)
+    try:
+        return make(batches.example(*size)), batches
+    except TraceError as error:
+        if (error.what, error.value) != ("batch entry", "shift_labels"):
+            raise
+    _check_length(model, config.model.seq_length, 1)
+    batches = TokenBatches(shifted=False)
+    return make(batches.example(*size)), batches
+
+
+def blueprint_of(config: HFConfig, world_size: int, device: str) -> Blueprint:
+    """The whole plan of a run, made without running anything. Raises MerakError."""
+    config.validate(world_size, training=False)
+    model = build_model(config.model)
+    settings, grid = settings_of(config, world_size, device), grid_of(config, world_size)
+    made, _ = with_example(model, config, lambda example: Blueprint(model, example, settings, grid))
+    return made

@@ -1,0 +1,168 @@
+"""tools/plan.py as its users run it: native and captured models, stored plans, differences, mistakes."""
+
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+from megatron_merak.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+FLAGS = """show --world-size 8 --num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500
+    --micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2""".split()
+CAPTURED = "show --world-size 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 8".split()
+TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+LLAMA = LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=128, use_cache=False
+)
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("plan_tool", ROOT / "tools" / "plan.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(tool, capsys):
+    """The tool in this process, which has imported torch already: its arguments -> what it prints."""
+
+    def printed(*arguments: object) -> str:
+        try:
+            tool.main([str(argument) for argument in arguments])
+        finally:
+            gc.enable()
+        return capsys.readouterr().out
+
+    return printed
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("shapes") / "llama.json"
+    path.write_text(json.dumps(LLAMA.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+    return path
+
+
+def test_planning_a_native_model_imports_no_torch_and_no_numpy(tmp_path):
+    program = (
+        "import runpy, sys; sys.argv = ['plan.py', *sys.argv[1:]]\n"
+        "runpy.run_path('tools/plan.py', run_name='__main__')\n"
+        "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
+    )
+    plan = tmp_path / "plan.json"
+    for arguments in ([*FLAGS, "--save", plan], ["show", plan], ["diff", plan, plan]):
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        told = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert told.stdout.splitlines()[-1] == "[]", told.stderr
+
+
+def test_a_plan_is_printed_stored_and_shown_again(run, tmp_path):
+    path = tmp_path / "plan.json"
+    printed = run(*FLAGS, "--save", path)
+    again = Plan.from_json(path.read_text())
+    assert printed.startswith(f"{again}\n") and again.grid.size == 8
+    assert "stage    weights  gradients  optimizer  activations" in printed
+    assert run("show", path) == printed
+    assert run(*FLAGS, "--json", tmp_path / "same.json") == printed
+    assert (tmp_path / "same.json").read_text() == path.read_text()
+
+
+def test_a_copied_command_line_may_name_its_checkpoints(run, tmp_path):
+    run(*FLAGS, "--save", tmp_path / "checkpoints", "--lr", "1e-3", "--mock-data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_differs_between_two_plans(run, tmp_path):
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    run(*FLAGS, "--save", one)
+    run(*FLAGS[:-1], "4", "--recompute-granularity", "full", "--save", other)
+    told = run("diff", one, other).splitlines()
+    assert told[0] == "grid: Grid(tp=2, cp=1, dp=2, pp=2) -> Grid(tp=2, cp=1, dp=1, pp=4)"
+    assert "stage 2: none -> layer.3 .. layer.4 (2), 2 recomputed" in told
+    assert "schedule: 1f1b of 4 micro-batches -> 1f1b of 8 micro-batches" in told
+    assert any(line.startswith("largest peak of a rank: ") for line in told)
+    assert run("diff", one, one) == "the plans are equal\n"
+
+
+def test_a_captured_model_is_planned_and_every_weight_is_explained(run, tmp_path, llama):
+    path = tmp_path / "plan.json"
+    printed = run(*CAPTURED, *TP2_PP2, "--model", llama, "--save", path)
+    plan = Plan.from_json(path.read_text())
+    assert plan.grid.size == 4 and len(plan.stages) == 2 and plan.micro_batch_size == 2
+    held = sum(plan.stage_parameters(stage) for stage in range(2))
+    total = 2 * 128 * 32 + 3 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert held == total // 2 + 7 * 32
+    rows = {line.split()[0]: " ".join(line.split()) for line in printed.splitlines() if line.startswith("model.")}
+    row = "model.layers.*.mlp.up_proj.weight 3 64 x 32 32 x 32 column parallel: its output features are divided"
+    assert rows["model.layers.*.mlp.up_proj.weight"] == row
+    assert "row parallel" in rows["model.layers.*.mlp.down_proj.weight"]
+    assert "whole" in rows["model.layers.*.input_layernorm.weight"]
+    # What capturing brought to light is not part of the plan.
+    assert run("show", path).splitlines()[-12:] == printed.splitlines()[-12:]
+
+
+def test_rules_of_the_user_show_in_the_difference(run, tmp_path, llama):
+    one, other, rules = tmp_path / "one.json", tmp_path / "other.json", tmp_path / "rules.txt"
+    rules.write_text("# attention stays whole\nlm_head.weight=replicate  # and the head\n*.q_proj.weight=replicate\n")
+    run(*CAPTURED, *TP2_PP2, "--model", llama, "--save", one)
+    printed = run(*CAPTURED, *TP2_PP2, "--model", llama, "--save", other, "--tensor-parallel-rules", rules)
+    assert "the rule lm_head.weight=replicate asks for it" in printed
+    told = run("diff", one, other)
+    assert "tensor lm_head.weight (1): 128 x 32 divided along 0 -> 128 x 32 whole" in told
+    assert "tensor model.layers.*.self_attn.q_proj.weight (3): 32 x 32 divided along 0 -> 32 x 32 whole" in told
+
+
+def test_a_tied_weight_is_held_where_it_is_used(run, tmp_path):
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=100, n_positions=16)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict() | {"architectures": ["GPT2LMHeadModel"]}))
+    run(*CAPTURED, "--model", tmp_path, "--pipeline-model-parallel-size", "2", "--save", tmp_path / "plan.json")
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert plan.units[0].tied == plan.units[-1].tied == (("transformer.wte.weight", 3200),)
+    once = 3200 + 16 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    assert sum(plan.stage_parameters(stage) for stage in range(2)) == once + 3200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([*FLAGS[:1], *FLAGS[3:]], "--world-size (missing)"),
+        (["show", "nowhere.json"], "plan nowhere.json: it cannot be read"),
+        (["diff", "nowhere.json"], "diff nowhere.json: it compares two stored plans"),
+        ([*CAPTURED, "--model", "nowhere"], "nowhere"),
+        ([*CAPTURED, "--model", "LLAMA", "--num-layers", "3"], "flag --num-layers: is a flag of pretrain_gpt.py only"),
+        ([*CAPTURED, "--model", "LLAMA", "--tensor-model-parallel-size", "3"], "the number of ranks 4"),
+        ([*CAPTURED, "--model", "LLAMA", "--pipeline-model-parallel-size", "2", "--device-memory-gb", "1e-5"],
+         "--device-memory-gb 1e-05: no cut into 2 stages fits"),
+        ([*CAPTURED, "--model", "LLAMA", "--seq-length", "4096"], "--seq-length 4096: exceeds the model's"),
+        ([*CAPTURED, "--model", "LLAMA", "--init-weights", "directory"], "--init-weights directory: "),
+        ([*CAPTURED, "--model", "LLAMA", "--tensor-parallel-rules", "none"], "--tensor-parallel-rules none: "),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_line(run, llama, arguments, told):
+    with pytest.raises(SystemExit) as caught:
+        run(*(llama if argument == "LLAMA" else argument for argument in arguments))
+    text = str(caught.value.code)
+    assert text.startswith("plan.py: ") and told in text and "\n" not in text
+
+
+def test_a_mistake_ends_the_tool_with_status_1():
+    command = [sys.executable, str(ROOT / "tools" / "plan.py"), "show", "nowhere.json"]
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.startswith("plan.py: plan nowhere.json: ")
+
+
+def test_a_model_that_is_no_causal_language_model_is_refused(run, tmp_path):
+    for kind, name in (("t5", "T5ForConditionalGeneration"), ("bert", "BertForMaskedLM")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [name]}))
+        with pytest.raises(SystemExit, match=f"it is a {name}, and GPT data trains causal"):
+            run(*CAPTURED, "--model", tmp_path)
