@@ -6,12 +6,13 @@ from torch.fx import Graph, Node
 from .. import ops
 from .fuse_pointwise import put, value
 from .inplace import call as new_node
-from .patterns import Any, Cast, Found, call
+from .patterns import Any, Found, call, widened
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 
-_ROW_BY_ROW = Cast(call("view|reshape|flatten", Cast(call("linear", Any("x"), Any("weight"), None)), Any("rows")))
+_LOGITS = widened(call("linear", Any("x"), Any("weight"), None))
+_ROW_BY_ROW = widened(call("view|reshape|flatten", _LOGITS, Any("rows")))
 _LOSS = call("cross_entropy_loss", _ROW_BY_ROW, Any("target"), None, Any("reduction"), Any("ignored"), 0.0)
 
 

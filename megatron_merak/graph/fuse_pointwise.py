@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .. import ops
-from .patterns import Any, Call, Cast, Either, Found, add, call, mul
+from .patterns import Any, Call, Either, Found, add, call, mul, narrowed, widened
 
 aten = torch.ops.aten
 
@@ -25,10 +25,10 @@ def put(graph: Graph, root: Node, target, *args, like: Tensor | None = None, **k
 
 
 # x / sqrt(mean(x^2) + eps), and then the weight, before or after a conversion back to the type of x.
-_X = Cast(Any("x"))
+_X = widened(Any("x"))
 _SQUARE = Either((call("pow", _X, 2), mul(_X, _X), call("square", _X)))
 _NORMED = mul(_X, call("rsqrt", add(call("mean", _SQUARE, [-1], True), Any("eps"))))
-_RMS_NORM = mul(Any("weight"), Cast(_NORMED))
+_RMS_NORM = mul(Any("weight"), narrowed(_NORMED))
 
 
 def _rms_norm(graph: Graph, root: Node, found: Found) -> Node | None:
@@ -55,17 +55,22 @@ def _layer_norm(graph: Graph, root: Node, found: Found) -> Node | None:
 # GELU by tanh, written out: with x^3 (GPT-2), or with x (1 + 0.044715 x^2) (BLOOM and others).
 _ROOT = math.sqrt(2 / math.pi)
 _Y = Any("x")
-_CUBIC = mul(add(_Y, mul(call("pow", _Y, 3), 0.044715)), _ROOT)
+_CUBIC = mul(add(_Y, mul(call("pow", _Y, 3), 0.044715)), Any("root"))
 _FACTOR = add(Either((mul(mul(_Y, 0.044715), _Y), mul(call("pow", _Y, 2), 0.044715))), 1)
-_INNER = Either((_CUBIC, mul(mul(_Y, _ROOT), _FACTOR)))
+_INNER = Either((_CUBIC, mul(mul(_Y, Any("root")), _FACTOR)))
 _GELU_TANH = mul(mul(_Y, 0.5), add(call("tanh", _INNER), 1))
 
 
-def _gelu_tanh(graph: Graph, root: Node, found: Found) -> Node:
+def _gelu_tanh(graph: Graph, root: Node, found: Found) -> Node | None:
+    """Models round the constant to the precision that they were written for."""
+    written, precision = found["root"], torch.finfo(value(root).dtype).eps
+    if not isinstance(written, float) or not math.isclose(written, _ROOT, rel_tol=precision):
+        return None
     return put(graph, root, ops.gelu_tanh, found["x"])
 
 
-_HALVES = Either((call("chunk", Any("x"), 2, Any("dim")), call("split", Any("x"), Any("size"), Any("dim"))))
+_SPLIT = call("split|split_with_sizes", Any("x"), Any("size"), Any("dim"))
+_HALVES = Either((call("chunk", Any("x"), 2, Any("dim")), _SPLIT))
 _SWIGLU = mul(call("silu", call("getitem", _HALVES, 0)), call("getitem", _HALVES, 1))
 
 

@@ -3,12 +3,10 @@
 A pattern is a ``Call``, an ``Any``, an ``Either``, a list of patterns, or a number.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any as Value
 
-import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
@@ -45,9 +43,13 @@ class Either:
 
 @dataclass(frozen=True)
 class Cast:
-    """``pattern``, behind any number of conversions to another type."""
+    """``pattern``, behind any number of conversions of floating-point type: to wider ones, or to narrower ones.
+
+    A model that narrows what we would keep, as one written for fp32 does when it runs in fp64, is left as it is.
+    """
 
     pattern: Value
+    widens: bool
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ class Found:
 
     def __getitem__(self, name: str) -> Value:
         return self.values[name]
+
+
+def widened(pattern: Value) -> Cast:
+    return Cast(pattern, True)
+
+
+def narrowed(pattern: Value) -> Cast:
+    return Cast(pattern, False)
 
 
 def call(name: str, *args: Value, commutes: bool = False) -> Call:
@@ -84,7 +94,7 @@ def match(pattern: Value, value: Value, found: Found = Found()) -> Iterator[Foun
         for each in pattern.patterns:
             yield from match(each, value, found)
     elif isinstance(pattern, Cast):
-        if is_op(value, *_CASTS):
+        if is_op(value, *_CASTS) and _converts(value, pattern.widens):
             yield from match(pattern, value.args[0], Found(found.values, (*found.nodes, value)))
         yield from match(pattern.pattern, value, found)
     elif isinstance(pattern, Call):
@@ -95,6 +105,13 @@ def match(pattern: Value, value: Value, found: Found = Found()) -> Iterator[Foun
             yield from _match_all(pattern, value, found)
     elif _same(pattern, value):
         yield found
+
+
+def _converts(cast: Node, widens: bool) -> bool:
+    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
+    if not (before.is_floating_point and after.is_floating_point):
+        return False
+    return after.itemsize >= before.itemsize if widens else after.itemsize <= before.itemsize
 
 
 def _match_call(pattern: Call, node: Node, found: Found) -> Iterator[Found]:
@@ -128,8 +145,4 @@ def arguments(node: Node) -> tuple:
 def _same(a: Value, b: Value) -> bool:
     if isinstance(a, Node) or isinstance(b, Node):
         return a is b
-    if isinstance(a, bool | torch.dtype | str | None) or isinstance(b, bool | torch.dtype | str | None):
-        return a == b
-    if isinstance(a, int | float) and isinstance(b, int | float):
-        return math.isclose(a, b, rel_tol=1e-6)
-    return a == b
+    return isinstance(a, bool) == isinstance(b, bool) and a == b

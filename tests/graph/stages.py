@@ -26,13 +26,10 @@ CPU = torch.device("cpu")
 class Family:
     """A tiny model with random weights, its capture, and one rank's program."""
 
-    def __init__(self, name: str, rank: int = 0, tp: int = 1, training: bool = True, double: bool = False, **overrides):
+    def __init__(self, name: str, rank: int = 0, tp: int = 1, training: bool = True, dtype=torch.float32, **overrides):
         real, empty, self.batch = tiny(name, **overrides)
-        self.model: nn.Module = randomise(real())
-        dtype = torch.float64 if double else None
-        if double:
-            self.model.double()
-            self.batch = {k: v.double() if _floating(v) else v for k, v in self.batch.items()}
+        self.model: nn.Module = randomise(real()).to(dtype)
+        self.batch = {k: v.to(dtype) if _floating(v) else v for k, v in self.batch.items()}
         self.model.train(training)
         self.captured: Captured = capture(empty(), self.batch, training=training, dtype=dtype)
         chain = cut(self.captured)
@@ -68,7 +65,8 @@ class Stages:
             for name, t in family.sharding.tensors.items()
         }
         trained = [p for p in self.parameters.values() if p.requires_grad]
-        self.sink = Sums({p: torch.zeros_like(p, requires_grad=False) for p in trained})
+        wide = {p: torch.promote_types(p.dtype, torch.float32) for p in trained}
+        self.sink = Sums({p: torch.zeros_like(p, dtype=wide[p], requires_grad=False) for p in trained})
         self.family, self.group = family, group
         self.parts = [split(family.rewritten, units) for units in family.ranges(count)]
         self.engines = []

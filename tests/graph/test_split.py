@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.fx import Graph
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.marks import copy_in, reduce_max, reduce_sum
-from megatron_merak.graph.rewrite import Rewritten
 from megatron_merak.graph.split import split
 from megatron_merak.segment import In, Out
 from tests.graph.lockstep import NO_GRADIENT, part
+from tests.graph.sketch import Sketch
 from tests.graph.stages import Family, Stages, unequal, worst
 from tests.graph.tiny import gradients
 from tests.ranks import run_ranks
@@ -47,7 +46,7 @@ def test_every_bit_of_the_eager_model(name):
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper", "bloom"])
 def test_values_with_many_readers_have_their_gradients_in_another_order_only(name):
-    family = Family(name, double=True)
+    family = Family(name, dtype=torch.float64)
     loss, grads = gradients(family.model, family.batch)
     for count, recompute in WAYS:
         found_loss, found = Stages(family, count, recompute).step(family.batch)
@@ -119,38 +118,6 @@ def test_two_ranks_of_six_families():
 
 
 # ---- small graphs ---------------------------------------------------------------------------------------------------
-class Sketch:
-    """A rewritten graph drawn by hand: values [2, 4] unless said, one parameter or batch entry per name."""
-
-    def __init__(self):
-        self.graph, self.parameters, self.constants = Graph(), [], {}
-
-    def weight(self, name, *shape):
-        return self._leaf(self.graph.get_attr(name), torch.ones(*shape or (4,)), self.parameters.append(name))
-
-    def constant(self, name, value):
-        self.constants[name] = value
-        return self._leaf(self.graph.get_attr(name), value)
-
-    def input(self, name, dtype=torch.float32):
-        return self._leaf(self.graph.placeholder(name), torch.ones(2, 4).to(dtype))
-
-    def _leaf(self, node, value, _=None):
-        node.meta.update(val=value, unit=None, sharded=False)
-        return node
-
-    def call(self, target, *args, unit=None, sharded=False, name=None):
-        node = self.graph.create_node("call_function", target, args, name=name)
-        values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
-        mark = target in (copy_in, reduce_sum, reduce_max)
-        node.meta.update(val=values[0] if mark else target(*values), unit=unit, sharded=sharded)
-        return node
-
-    def done(self, *outputs, names=("loss",)):
-        self.graph.output(tuple(outputs))
-        return Rewritten(self.graph, self.constants, outputs, names, (), frozenset(self.parameters))
-
-
 def shape_of(part):
     return part.unit, part.sharded, part.ins, part.outs
 

@@ -1,13 +1,14 @@
 """Activations against their formulas in float64 and HuggingFace's."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from megatron_merak.ops import gelu_tanh, swiglu
+from megatron_merak.ops import gated, gelu_tanh, swiglu
 
 
 def formula(gate_up):
@@ -50,6 +51,23 @@ def test_swiglu_keeps_its_input_only():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
         swiglu(x)
     assert set(saved) == {x.data_ptr()}
+
+
+PLAIN = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_equals_two_autograd_ops(name, dtype):
+    """Bitwise, and with the gate's gradient only where it is asked for."""
+    gate, up, upstream = ((3 * torch.randn(4, 5, 8)).to(dtype) for _ in range(3))
+    for wanted in ((True, True), (True, False), (False, True)):
+        inputs = [x.clone().requires_grad_(want) for x, want in zip((gate, up), wanted, strict=True)]
+        asked = [x for x in inputs if x.requires_grad]
+        ours, theirs = gated(*inputs, name), PLAIN[name](inputs[0]) * inputs[1]
+        assert torch.equal(ours, theirs)
+        for a, b in zip(*(torch.autograd.grad(out, asked, upstream) for out in (ours, theirs)), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_gelu_is_gpt2s():

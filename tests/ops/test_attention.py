@@ -8,11 +8,11 @@ from megatron_merak.ops import causal_attention
 TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)]
 
 
-def formula(query, key, value):
+def formula(query, key, value, scale=None):
     """Softmax of the scaled scores below the diagonal; query head n reads group n // (heads / groups)."""
     s, ratio = query.shape[1], query.shape[2] // key.shape[2]
     keys, values = (t.repeat_interleave(ratio, 2) for t in (key, value))
-    scores = torch.einsum("bqnd,bknd->bnqk", query, keys) / query.shape[-1] ** 0.5
+    scores = torch.einsum("bqnd,bknd->bnqk", query, keys) * (scale or query.shape[-1] ** -0.5)
     weights = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf).softmax(-1)
     return torch.einsum("bnqk,bknd->bqnd", weights, values).flatten(2)
 
@@ -38,6 +38,14 @@ def test_it_is_the_formula(length, groups, dtype, tolerance):
     for ours, truth in zip(gradients(causal_attention, inputs, upstream), exact, strict=True):
         assert ours.dtype == dtype and ours.shape == truth.shape
         assert (ours.double() - truth).abs().max() <= tolerance * truth.abs().max()
+
+
+@pytest.mark.parametrize("length", [6, 200, 513])
+def test_another_scale(length):
+    inputs, upstream = problem(length, 2, torch.float64)
+    exact = gradients(lambda *x: formula(*x, scale=0.7), inputs, upstream)
+    for ours, truth in zip(gradients(lambda *x: causal_attention(*x, scale=0.7), inputs, upstream), exact, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("length", [6, 200, 513])

@@ -26,7 +26,10 @@ def expected(x, weight, target, upstream, classes):
 
 
 # bfloat16: the logits are rounded to 2**-9 of their size, of about 5 here, and so are their exponentials.
-@pytest.mark.parametrize(("dtype", "of_loss", "of_grads"), [(torch.float32, 2e-6, 2e-6), (torch.bfloat16, 2e-2, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "of_loss", "of_grads"),
+    [(torch.float64, 1e-13, 1e-13), (torch.float32, 2e-6, 2e-6), (torch.bfloat16, 2e-2, 2e-2)],
+)
 @pytest.mark.parametrize("classes", [None, CLASSES, 11, 9])
 def test_loss_and_gradients(dtype, of_loss, of_grads, classes):
     real = classes or CLASSES
@@ -34,9 +37,9 @@ def test_loss_and_gradients(dtype, of_loss, of_grads, classes):
     truth = expected(x, weight, target, upstream, real)
     x, weight = x.requires_grad_(), weight.requires_grad_()
     loss = linear_cross_entropy(x, weight, target, classes)
-    assert loss.dtype == torch.float32 and loss.shape == (TOKENS,)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32) and loss.shape == (TOKENS,)
     torch.testing.assert_close(loss.double().detach(), truth[0], rtol=of_loss, atol=of_loss)
-    grads = torch.autograd.grad(loss, (x, weight), upstream)
+    grads = torch.autograd.grad(loss, (x, weight), upstream.to(loss.dtype))
     for grad, exact in zip(grads, truth[1:], strict=True):
         assert grad.dtype == dtype
         assert (grad.double() - exact).abs().max() <= of_grads * exact.abs().max()

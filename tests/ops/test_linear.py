@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_merak.ops import bias_dropout_add, embedding, linear
+from megatron_merak.ops import bias_dropout_add, embedding, embedding_part, linear
 
 
 class Sink:
@@ -41,6 +41,25 @@ def test_linear_through_a_sink(shape, bias):
         torch.testing.assert_close(ours, other)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6)])
+def test_a_transposed_weight(shape, bias):
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    extra = torch.randn(4, requires_grad=True) if bias else None
+    inputs, upstream = [t for t in (x, weight, extra) if t is not None], torch.randn(*shape[:-1], 4)
+    flat = x.reshape(-1, 6)
+    plain = (flat @ weight if extra is None else torch.addmm(extra, flat, weight)).view(*shape[:-1], 4)
+    expected = torch.autograd.grad(plain, inputs, upstream)
+    assert torch.equal(linear(x, weight, extra, transposed=True), plain)
+    sink = Sink()
+    out = linear(x, weight, extra, sink, transposed=True)
+    assert torch.equal(out, plain)
+    found = torch.autograd.grad(out, inputs, upstream, allow_unused=True)
+    assert found[1] is None
+    for ours, other in zip((found[0], sink.grads[weight], *found[2:]), expected, strict=True):
+        torch.testing.assert_close(ours, other)
+
+
 def test_linear_of_an_input_without_gradient():
     sink, weight = Sink(), torch.randn(4, 6, requires_grad=True)
     linear(torch.randn(5, 6), weight, None, sink).sum().backward()
@@ -57,6 +76,34 @@ def test_embedding_through_a_sink_adds_repeated_rows():
     assert torch.equal(out, F.embedding(index, weight)) and out.requires_grad
     assert torch.autograd.grad(out, weight, upstream, allow_unused=True) == (None,)
     assert torch.equal(sink.grads[weight], expected)
+
+
+@pytest.mark.parametrize("sink", [None, Sink()])
+def test_the_padding_row_takes_no_gradient(sink):
+    weight, index = torch.randn(5, 3, requires_grad=True), torch.tensor([[4, 0, 4], [4, 1, 0]])
+    out = embedding(index, weight, sink, padding=4)
+    assert torch.equal(out, F.embedding(index, weight))
+    (grad,) = torch.autograd.grad(out.sum(), weight, allow_unused=True)
+    grad = sink.grads[weight] if grad is None else grad
+    assert grad.sum(1).tolist() == [6.0, 3.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("padding", [None, 1, 4])
+def test_parts_of_a_table_add_up_to_it(padding, with_sink):
+    whole = torch.randn(6, 3, requires_grad=True)
+    index, upstream = torch.tensor([[4, 0, 4], [5, 1, 2]]), torch.randn(2, 3, 3)
+    plain = F.embedding(index, whole, padding)
+    (expected,) = torch.autograd.grad(plain, whole, upstream)
+    parts = [part.detach().clone().requires_grad_() for part in whole.split(2)]
+    outs, grads = [], []
+    for start, part in zip((0, 2, 4), parts, strict=True):
+        sink = Sink() if with_sink else None
+        outs.append(embedding_part(index, part, start, sink, padding))
+        (grad,) = torch.autograd.grad(outs[-1], part, upstream, allow_unused=True)
+        grads.append(grad if sink is None else sink.grads[part])
+    assert torch.equal(sum(outs), plain)
+    torch.testing.assert_close(torch.cat(grads), expected)
 
 
 def test_without_a_sink_they_are_pytorchs():

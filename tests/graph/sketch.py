@@ -1,0 +1,39 @@
+"""Rewritten graphs drawn by hand."""
+
+import torch
+from torch.fx import Graph
+
+from megatron_merak.graph.marks import copy_in, reduce_max, reduce_sum
+from megatron_merak.graph.rewrite import Rewritten
+
+
+class Sketch:
+    """A rewritten graph drawn by hand: values [2, 4] unless said, one parameter or batch entry per name."""
+
+    def __init__(self):
+        self.graph, self.parameters, self.constants = Graph(), [], {}
+
+    def weight(self, name, *shape):
+        return self._leaf(self.graph.get_attr(name), torch.ones(*shape or (4,)), self.parameters.append(name))
+
+    def constant(self, name, value):
+        self.constants[name] = value
+        return self._leaf(self.graph.get_attr(name), value)
+
+    def input(self, name, dtype=torch.float32):
+        return self._leaf(self.graph.placeholder(name), torch.ones(2, 4).to(dtype))
+
+    def _leaf(self, node, value, _=None):
+        node.meta.update(val=value, unit=None, sharded=False)
+        return node
+
+    def call(self, target, *args, unit=None, sharded=False, name=None):
+        node = self.graph.create_node("call_function", target, args, name=name)
+        values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
+        mark = target in (copy_in, reduce_sum, reduce_max)
+        node.meta.update(val=values[0] if mark else target(*values), unit=unit, sharded=sharded)
+        return node
+
+    def done(self, *outputs, names=("loss",)):
+        self.graph.output(tuple(outputs))
+        return Rewritten(self.graph, self.constants, outputs, names, (), frozenset(self.parameters))

@@ -1,0 +1,348 @@
+"""Fusion: which pieces are found in which model, that nothing else changes, and what must be left alone."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_merak import ops
+from megatron_merak.graph.capture import capture
+from megatron_merak.graph.cut import cut
+from megatron_merak.graph.fuse import fuse
+from megatron_merak.graph.rewrite import rewrite
+from megatron_merak.graph.shard import shard
+from tests.graph.lockstep import part
+from tests.graph.sketch import Sketch
+from tests.graph.stages import Family, Stages, unequal, worst
+from tests.graph.tiny import gradients
+from tests.ranks import run_ranks
+
+aten = torch.ops.aten
+LOSS, ATTENTION, NORM, LAYER_NORM = "output layer with loss", "causal attention", "rms norm", "layer norm"
+
+# Two layers each. mistral, gemma2 and t5 have masks that are not causal alone; gemma2 caps its logits, bert has a bias.
+COUNTS = {
+    "llama": {NORM: 5, "rotary": 4, ATTENTION: 2, "gated silu": 2, LOSS: 1},
+    "qwen3": {NORM: 9, "rotary": 4, ATTENTION: 2, "gated silu": 2, LOSS: 1},
+    "gemma2": {NORM: 9, "rotary": 4, "gated gelu_tanh": 2},
+    "gpt2": {LAYER_NORM: 5, ATTENTION: 2, "gelu tanh": 2, LOSS: 1},
+    "mistral": {NORM: 5, "rotary": 4, "gated silu": 2, LOSS: 1},
+    "phi3": {NORM: 5, "rotary": 4, "swiglu": 2, LOSS: 1},
+    "gpt_neox": {LAYER_NORM: 5, "partial rotary": 4, ATTENTION: 2, LOSS: 1},
+    "bloom": {LAYER_NORM: 6, "gelu tanh": 2, LOSS: 1},
+    "t5": {NORM: 12, LOSS: 1},
+    "bert": {LAYER_NORM: 6},
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_found_and_that_the_model_stays_the_same(name):
+    """Against fp64, the fused fp32 model errs like the eager fp32 model does."""
+    family, exact = Family(name), Family(name, dtype=torch.float64)
+    counts = fuse(family.rewritten.graph)
+    assert counts == COUNTS[name], dict(counts)
+    loss, grads = gradients(family.model, family.batch)
+    _, truth = gradients(exact.model, exact.batch)
+    found_loss, found = Stages(family, 2, True).step(family.batch)
+    assert abs(found_loss - loss) <= 2e-7 * abs(loss)
+    assert_errs_alike(found, grads, truth, 1e-6)
+
+
+def assert_errs_alike(found, eager, truth, precision):
+    for name, grad in truth.items():
+        scale, error = grad.abs().max(), (found[name] - grad).abs().max()
+        assert error <= max(3 * (eager[name] - grad).abs().max(), precision * scale, 1e-9), (name, error / scale)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "phi3", "gpt_neox"])
+def test_what_does_not_narrow_is_exact_in_double_precision(name):
+    family = Family(name, dtype=torch.float64)
+    counts = fuse(family.rewritten.graph)
+    assert counts and NORM not in counts and LOSS not in counts, "they would be more precise than the model"
+    loss, grads = gradients(family.model, family.batch)
+    found_loss, found = Stages(family, 2).step(family.batch)
+    differ = unequal(found, grads)
+    assert abs(found_loss - loss) < 1e-12 and worst(differ) < 1e-10, differ
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_half_precision(name):
+    """The same pieces behind the conversions that half precision brings; no less precise than the eager model."""
+    family, exact = Family(name, dtype=torch.bfloat16), Family(name, dtype=torch.float64)
+    counts = fuse(family.rewritten.graph)
+    assert counts == COUNTS[name], dict(counts)
+    _, grads = gradients(family.model, family.batch)
+    loss, truth = gradients(exact.model, exact.batch)
+    found_loss, found = Stages(family).step(family.batch)
+    assert abs(found_loss - loss) < 5e-3 * loss
+    assert_errs_alike(found, grads, truth, 2e-2)
+
+
+def two_ranks(rank, world_size):
+    found = {}
+    for name in ("llama", "phi3", "gpt2"):
+        dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1} if name == "gpt2" else {}
+        family = Family(name, rank, world_size, **dropout)
+        loss, grads = gradients(family.model, family.batch)
+        counts = fuse(family.rewritten.graph)
+        found_loss, shards = Stages(family, 2, True, dist.group.WORLD).step(family.batch)
+        found[name] = float(found_loss), dict(counts)
+        if dropout:
+            continue
+        wanted = {name: part(g, family.sharding.tensors[name], rank, world_size) for name, g in grads.items()}
+        assert abs(found_loss - loss) < 1e-5 and worst(unequal(shards, wanted)) < 1e-4
+    return found
+
+
+def test_pieces_of_sharded_work():
+    first, second = run_ranks(two_ranks, 2, timeout=110)
+    assert first == second
+    for name in ("llama", "phi3"):
+        assert first[name][1] == {kind: n for kind, n in COUNTS[name].items() if kind != LOSS}
+    assert first["gpt2"][1] == {LAYER_NORM: 5, ATTENTION: 2, "gelu tanh": 2, "bias dropout add": 4}
+
+
+# ---- pieces on their own ------------------------------------------------------------------------------------------
+class Scored(nn.Module):
+    """``body`` between an embedding of width 8 and a loss."""
+
+    def __init__(self, body, classes=6):
+        super().__init__()
+        self.table, self.head = nn.Embedding(classes, 8), nn.Linear(8, classes, bias=False)
+        self.weight, self.body = nn.Parameter(torch.rand(8) + 0.5), body
+
+    def forward(self, ids, labels):
+        return {"loss": self.body(self, self.table(ids), labels)}
+
+
+def pieces(body, ids=None, labels=None):
+    """How often each kind is found in ``body(module, x [2, 4, 8], labels)``, which must keep its loss and gradients."""
+    torch.manual_seed(0)
+    model = Scored(body)
+    ids = torch.tensor([[0, 1, 2, 3], [5, 4, 0, 0]]) if ids is None else ids
+    batch = {"ids": ids, "labels": ids if labels is None else labels}
+    captured = capture(model, batch)
+    chain = cut(captured)
+    rewritten = rewrite(captured, chain, shard(captured, 1), 0, 1)
+    counts = fuse(rewritten.graph)
+    loss, grads = gradients(model, batch)
+    family = Family.__new__(Family)
+    family.model, family.batch, family.captured, family.rewritten = model, batch, captured, rewritten
+    family.units, family.rank, family.tp, family.sharding = len(chain.units), 0, 1, shard(captured, 1)
+    found_loss, found = Stages(family).step(batch)
+    torch.testing.assert_close(found_loss, loss, equal_nan=True)
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return dict(counts)
+
+
+def cross_entropy(module, x, labels, **options):
+    return F.cross_entropy(module.head(x).view(-1, 6), labels.view(-1), **options)
+
+
+def mean(module, x, labels):
+    return module.head(x).square().mean()
+
+
+def rms(x, eps=1e-5):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+IGNORED = torch.tensor([[-100, 1, 2, -100], [5, 4, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("labels", "options"),
+    [
+        (None, {}),
+        (IGNORED, {}),
+        (IGNORED, {"reduction": "sum"}),
+        (torch.full((2, 4), -100), {}),
+        (torch.full((2, 4), -100), {"reduction": "sum"}),
+        (torch.tensor([[3, 1, 2, 3], [5, 4, 0, 0]]), {"ignore_index": 3}),
+    ],
+)
+def test_loss_of_rows_that_count(labels, options):
+    assert pieces(lambda m, x, y: cross_entropy(m, x, y, **options), labels=labels) == {LOSS: 1}
+
+
+def test_loss_over_the_items_of_a_whole_batch():
+    assert pieces(lambda m, x, y: cross_entropy(m, x, y, reduction="sum") / 17.0, labels=IGNORED) == {LOSS: 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x, y: cross_entropy(m, x, y, label_smoothing=0.1),
+        lambda m, x, y: cross_entropy(m, x, y, weight=torch.arange(6.0)),
+        lambda m, x, y: F.cross_entropy(torch.tanh(m.head(x)).view(-1, 6), y.view(-1)),
+        lambda m, x, y: (lambda z: F.cross_entropy(z.view(-1, 6), y.view(-1)) + z.mean())(m.head(x)),
+        lambda m, x, y: cross_entropy(m, x, (x.sum(-1) > 0).long()),
+        lambda m, x, y: F.cross_entropy((x @ (2 * m.head.weight).T).view(-1, 6), y.view(-1)),
+    ],
+    ids=["smoothing", "weights of classes", "capped logits", "logits read twice", "labels computed", "weight computed"],
+)
+def test_other_losses_are_left_alone(body):
+    assert pieces(body) == {}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x, y: mean(m, m.weight * rms(x), y),
+        lambda m, x, y: mean(m, rms(x) * (1.0 + m.weight), y),
+        lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt((x * x).mean(-1, True) + 0.1)), y),
+        lambda m, x, y: mean(m, F.rms_norm(x, (8,), m.weight, 1e-3), y),
+        lambda m, x, y: mean(m, F.rms_norm(x, (8,), m.weight), y),
+    ],
+)
+def test_rms_norms(body):
+    assert pieces(body) == {NORM: 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x, y: mean(m, x * rms(x), y),
+        lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)), y),
+        lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True).abs() + 1e-5)), y),
+        lambda m, x, y: (lambda z: mean(m, m.weight * z, y) + z.mean())(rms(x)),
+        lambda m, x, y: mean(m, m.weight * (m.table.weight[:1] * torch.rsqrt(x.pow(2).mean(-1, True) + 1.0)), y),
+        lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, True) + x[..., :1].abs() + 1)), y),
+    ],
+    ids=["no weight", "another dimension", "another power", "read in between", "of another value", "eps computed"],
+)
+def test_what_only_looks_like_a_norm(body):
+    assert pieces(body) == {}
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_is_written_in_place_is_left_alone(writes):
+    """The fused operation would read its input later than the first of those that it replaces."""
+    s = Sketch()
+    x, w = s.input("x"), s.weight("w")
+    y = s.call(aten.mul.Tensor, x, w, unit=0)
+    mean = s.call(aten.mean.dim, s.call(aten.pow.Tensor_Scalar, y, 2, unit=0), [-1], True, unit=0)
+    scale = s.call(aten.rsqrt.default, s.call(aten.add.Tensor, mean, 1e-5, unit=0), unit=0)
+    normed = s.call(aten.mul.Tensor, y, scale, unit=0)
+    if writes:
+        s.call(aten.zero_.default, y, unit=0)
+    program = s.done(s.call(aten.mul.Tensor, normed, w, unit=0))
+    assert fuse(program.graph) == ({} if writes else {NORM: 1})
+
+
+def rotate(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def angles(width, repeat=True):
+    angle = torch.outer(torch.arange(4.0), 0.3 ** torch.arange(width // 2 if repeat else width))
+    angle = torch.cat((angle, angle), -1) if repeat else angle
+    return angle.cos()[None], angle.sin()[None]
+
+
+def test_rotary_needs_tables_that_repeat():
+    assert pieces(lambda m, x, y: mean(m, rotate(x, *angles(8)), y)) == {"rotary": 1}
+    assert pieces(lambda m, x, y: mean(m, rotate(x, *angles(8, repeat=False)), y)) == {}
+
+    def partial(m, x, y):
+        return mean(m, torch.cat((rotate(x[..., :4], *angles(4)), x[..., 4:]), -1), y)
+
+    assert pieces(partial) == {"partial rotary": 1}
+
+    def swapped(m, x, y):
+        return mean(m, torch.cat((x[..., 4:], rotate(x[..., :4], *angles(4))), -1), y)
+
+    assert pieces(swapped) == {"rotary": 1}
+
+
+def heads(x, count=2):
+    return x.view(2, 4, count, -1).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"is_causal": True}, 1),
+        ({"is_causal": True, "scale": 0.7}, 1),
+        ({}, 0),
+        ({"attn_mask": torch.ones(4, 4).tril().bool()}, 0),
+    ],
+)
+def test_attention_is_causal_or_left_alone(options, count):
+    def body(m, x, y):
+        out = F.scaled_dot_product_attention(heads(x), heads(x * m.weight), heads(x.tanh()), **options)
+        return mean(m, out.transpose(1, 2).reshape(2, 4, 8), y)
+
+    assert pieces(body) == ({ATTENTION: 1} if count else {})
+
+
+def test_attention_that_is_read_head_by_head():
+    def body(m, x, y):
+        out = F.scaled_dot_product_attention(heads(x), heads(x * m.weight), heads(x.tanh()), is_causal=True)
+        return mean(m, out.flip(1).transpose(1, 2).reshape(2, 4, 8), y)
+
+    assert pieces(body) == {ATTENTION: 1}
+
+
+def test_key_heads_of_a_group_are_not_repeated():
+    def body(m, x, y):
+        key, value = (
+            heads(t, 1)[:, :, None].expand(2, 1, 2, 4, 4).reshape(2, 2, 4, 4) for t in (x[..., :4], x[..., 4:])
+        )
+        out = F.scaled_dot_product_attention(heads(x), key, value, is_causal=True)
+        return mean(m, out.transpose(1, 2).reshape(2, 4, 8), y)
+
+    assert pieces(body) == {ATTENTION: 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "counts"),
+    [
+        (lambda m, x, y: mean(m, F.silu(x) * m.weight * 1.0, y), {}),
+        (lambda m, x, y: mean(m, F.silu(x) * x.tanh(), y), {"gated silu": 1}),
+        (lambda m, x, y: mean(m, x.tanh() * F.gelu(x), y), {"gated gelu": 1}),
+        (lambda m, x, y: mean(m, x.tanh() * F.gelu(x, approximate="tanh"), y), {"gated gelu_tanh": 1}),
+        (
+            lambda m, x, y: mean(m, (lambda g, u: F.silu(g) * u)(*torch.cat((x, x.tanh()), -1).chunk(2, -1)), y),
+            {"swiglu": 1},
+        ),
+        (
+            lambda m, x, y: mean(m, (lambda g, u: g * F.silu(u))(*torch.cat((x, x.tanh()), -1).chunk(2, -1)), y),
+            {"gated silu": 1},
+        ),
+        (
+            lambda m, x, y: mean(m, 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))), y),
+            {"gelu tanh": 1},
+        ),
+        (
+            lambda m, x, y: mean(m, 0.5 * x * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))), y),
+            {"gelu tanh": 1},
+        ),
+        (lambda m, x, y: mean(m, 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))), y), {}),
+    ],
+)
+def test_activations(body, counts):
+    assert pieces(body) == counts
+
+
+def test_nothing_is_fused_across_units():
+    family = Family("llama")
+    for node in family.rewritten.graph.nodes:
+        if node.name.startswith("rsqrt"):
+            node.meta["unit"] = -1
+    assert fuse(family.rewritten.graph) == {k: n for k, n in COUNTS["llama"].items() if k != NORM}
+
+
+def test_tables_are_halved_before_any_unit_runs():
+    family = Family("llama")
+    fuse(family.rewritten.graph)
+    turned = [node for node in family.rewritten.graph.nodes if node.target is ops.rotary]
+    assert len({node.args[1:] for node in turned}) == 2 and len(turned) == 4, "query and key of a layer share them"
+    assert all(table.meta["unit"] is None for table in turned[0].args[1:])
+    assert isinstance(fuse(family.rewritten.graph), Counter) and not fuse(family.rewritten.graph)
