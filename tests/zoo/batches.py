@@ -1,6 +1,7 @@
 """A batch for a model, from its head, its configuration and the signature of its forward."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,46 +12,88 @@ from .configs import LENGTH
 from .heads import Head
 from .overrides import BATCHES
 
-TEXT = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 CLASSES = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
 TARGET = 16  # tokens of a label sequence that is not the input itself
 HIDDEN_LABELS = 4  # the first labels of each sample do not count
+FRAMES = 64  # of a spectrogram
+# Beside text: the argument of the forward that holds it, and the name of its placeholder token in the configuration.
+MODALITIES = {"image": ("pixel_values", "image_pixel_values"), "audio": ("input_features", "input_values")}
 
 
 def batch_for(
-    head: Head, config: PreTrainedConfig, model_class: type[nn.Module], size: int, seed: int = 0
+    head: Head,
+    config: PreTrainedConfig,
+    model_class: type[nn.Module],
+    size: int,
+    seed: int = 0,
+    places: tuple[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Tensors by name of the forward's argument, ``size`` samples along the first dimension of each."""
+    """Tensors by name of the forward's argument, ``size`` samples along the first dimension of each.
+
+    ``places``: a modality beside the text, and how many tokens of each sample stand for it.
+    """
     draw = Draw(config, size, torch.Generator().manual_seed(seed))
     accepted = inspect.signature(model_class.forward).parameters
     main = getattr(model_class, "main_input_name", "input_ids")
     batch: dict[str, Any] = {}
     for name in dict.fromkeys((main, *accepted)):
-        if name in accepted and (name == main or accepted[name].default is inspect.Parameter.empty):
-            if name not in ("self", "kwargs", "args", "labels") and hasattr(draw, name):
-                batch[name] = getattr(draw, name)()
+        demanded = name in accepted and (name == main or accepted[name].default is inspect.Parameter.empty)
+        if demanded and name not in ("self", "kwargs", "args", "labels"):
+            made = draw.named(name)
+            batch |= {} if made is None else {name: made}
+    if places:
+        batch |= beside_text(places, accepted, batch["input_ids"], draw)
     if head.mapping == "ZERO_SHOT_IMAGE_CLASSIFICATION":
         batch |= {"pixel_values": draw.pixel_values(), "return_loss": True}
     else:
-        batch |= labels(head, accepted, batch, draw)
+        batch |= labels(head, batch, draw)
     for name, value in BATCHES.get(head.model_type, {}).items():
-        batch[name] = getattr(draw, value)() if isinstance(value, str) else value
+        batch[name] = draw.named(value) if isinstance(value, str) else value
+        if value == "attention_mask":
+            batch[name] = torch.ones_like(batch["input_ids"])
     return {name: value for name, value in batch.items() if value is not None}
 
 
-def labels(head: Head, accepted: Any, batch: dict[str, Any], draw: "Draw") -> dict[str, Any]:
+def modality_of(config: PreTrainedConfig, model_class: type[nn.Module], name: str) -> str | None:
+    """The argument that takes images or audio beside text, if this model has one."""
+    accepted = inspect.signature(model_class.forward).parameters
+    if "input_ids" not in accepted or placeholder(config, name) is None:
+        return None
+    return next((argument for argument in MODALITIES[name] if argument in accepted), None)
+
+
+def placeholder(config: PreTrainedConfig, name: str) -> int | None:
+    found = (getattr(config, f"{name}_token_{kind}", None) for kind in ("id", "index"))
+    return next((token for token in found if isinstance(token, int)), None)
+
+
+def beside_text(places: tuple[str, int], accepted: Mapping[str, Any], ids: Tensor, draw: "Draw") -> dict[str, Any]:
+    """Images or audio, their masks, and the text with its placeholder tokens."""
+    name, count = places
+    argument = next(argument for argument in MODALITIES[name] if argument in accepted)
+    ids = torch.cat([ids[:, :HIDDEN_LABELS], ids.new_full((len(ids), count), placeholder(draw.config, name)), ids], 1)
+    made = {argument: draw.named(argument), "input_ids": ids}
+    for mask in ("input_features_mask", "feature_attention_mask", "audio_attention_mask"):
+        if name == "audio" and mask in accepted:
+            made[mask] = torch.ones(draw.size, made[argument].shape[-1], dtype=torch.long)
+    if "token_type_ids" in accepted:
+        made["token_type_ids"] = (ids == placeholder(draw.config, name)).long()
+    return made
+
+
+def labels(head: Head, batch: Mapping[str, Any], draw: "Draw") -> dict[str, Any]:
     ids = batch.get("input_ids")
     if head.mapping == "QUESTION_ANSWERING":
         return {"start_positions": draw.classes(LENGTH // 2), "end_positions": draw.classes(LENGTH // 2)}
     if head.mapping == "TIME_SERIES_CLASSIFICATION":
-        return {"target_values": draw.classes(2)}
+        return {"target_values": draw.classes(draw.setting("num_targets", default=2))}
     if head.mapping in CLASSES:
         return {"labels": draw.classes(2)}
     if head.mapping == "SEMANTIC_SEGMENTATION":
         return {"labels": draw.integers((draw.size, *batch["pixel_values"].shape[-2:]), 0, 2)}
     if head.mapping == "TOKEN_CLASSIFICATION":
         return {"labels": draw.integers((draw.size, LENGTH), 0, 2)}
-    if draw.config.is_encoder_decoder or head.mapping in ("SPEECH_SEQ_2_SEQ", "CTC") or ids is None:
+    if draw.config.is_encoder_decoder or ids is None:
         return {"labels": draw.tokens(TARGET)}
     target = ids.clone()
     target[:, :HIDDEN_LABELS] = -100
@@ -62,7 +105,11 @@ class Draw:
 
     def __init__(self, config: PreTrainedConfig, size: int, generator: torch.Generator):
         self.config, self.size, self.generator = config, size, generator
-        self.text = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def named(self, argument: str) -> Tensor | None:
+        """The input that an argument of this name takes, None if there is no telling."""
+        name = {"image_pixel_values": "pixel_values", "inputs": "input_ids"}.get(argument, argument)
+        return getattr(self, name)() if hasattr(self, name) else None
 
     def setting(self, *names: str, default: Any = None) -> Any:
         """The first of these fields in the configuration or in one of its parts."""
@@ -88,13 +135,16 @@ class Draw:
     def decoder_input_ids(self) -> Tensor:
         return self.tokens(TARGET)
 
-    def attention_mask(self) -> Tensor:
-        return torch.ones(self.size, LENGTH, dtype=torch.long)
-
     def pixel_values(self) -> Tensor:
         side = self.setting("image_size", "img_size", "input_size", default=32)
         height, width = side if isinstance(side, tuple | list) else (side, side)
         return self.normal(self.setting("num_channels", "in_channels", "in_chans", default=3), height, width)
+
+    def images(self) -> Tensor:
+        return self.pixel_values().unsqueeze(1)
+
+    def codes(self) -> Tensor:
+        return self.integers((self.size, TARGET, self.setting("num_codebooks")), 8, 240)
 
     def pixel_values_videos(self) -> Tensor:
         frames = self.setting("num_frames", "frames_per_clip", default=4)
@@ -108,8 +158,11 @@ class Draw:
     def input_values(self) -> Tensor:
         return self.normal(400)
 
+    def spectrogram(self) -> Tensor:
+        return self.normal(self.setting("max_length", default=FRAMES), self.setting("num_mel_bins", default=16))
+
     def input_features(self) -> Tensor:
-        return self.normal(self.setting("num_mel_bins", "feature_size", default=16), 64)
+        return self.normal(self.setting("num_mel_bins", "feature_size", default=16), FRAMES)
 
     def bbox(self) -> Tensor:
         corner = self.integers((self.size, LENGTH, 2), 0, 50)

@@ -1,9 +1,10 @@
 """``tiny(model_type)``: a small model of that type with weights worth testing, and a batch that trains it."""
 
 import contextlib
+import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .batches import batch_for
+from .batches import MODALITIES, batch_for, modality_of
 from .configs import RECIPES, tiny_config, walk
 from .heads import Head, heads
 
 LARGEST = 4_000_000  # parameters: more is no tiny model
+BATCH = 2  # samples
 SPREAD = 0.08  # of the noise on every weight: default initialisation hides defects (zero biases, equal norms)
 
 
@@ -26,6 +28,7 @@ class Specimen:
     head: Head
     config: PreTrainedConfig
     recipe: str
+    places: tuple[str, int] | None = None
 
     @property
     def model_class(self) -> type[nn.Module]:
@@ -45,34 +48,61 @@ class Specimen:
             torch.manual_seed(0)
             return self.model_class._from_config(self.config).train()
 
-    def batch(self, size: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    def batch(self, size: int = BATCH, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """``size`` samples; floating-point inputs of ``dtype``."""
-        made = batch_for(self.head, self.config, self.model_class, size, seed)
+        made = batch_for(self.head, self.config, self.model_class, size, seed, self.places)
         return {
             name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in made.items()
         }
 
 
-def tiny(model_type: str, recipe: str | None = None) -> Specimen:
+def tiny(model_type: str) -> Specimen:
     """The first recipe under which the model can be made and trained. Raises LookupError with the reason otherwise."""
-    from .eager import trains
-
     head = heads().get(model_type)
     if head is None:
         raise LookupError(f"{model_type} is under no head that trains")
     reasons: list[str] = []
-    for each in (recipe,) if recipe else RECIPES:
+    for recipe in RECIPES:
         try:
-            specimen = Specimen(head, config_for(head, each), each)
-            reason = too_large(specimen) or trains(specimen)
+            plain = Specimen(head, config_for(head, recipe), recipe)
         except Exception as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if not reason:
-            return specimen
-        if reason not in reasons:
+            reasons.append(describe(error))
+            continue
+        reason = too_large(plain)
+        if reason:
+            reasons.append(reason)
+            continue
+        for specimen in (plain, *with_modalities(plain)):
+            reason = fault(specimen)
+            if not reason:
+                return specimen
             reasons.append(reason)
     raise LookupError(reasons[0])
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def fault(specimen: Specimen) -> str:
+    """Why it does not train; empty when it does."""
+    from .eager import trains
+
+    try:
+        return trains(specimen)
+    except Exception as error:
+        return describe(error)
+
+
+def with_modalities(plain: Specimen) -> Iterator[Specimen]:
+    """With images or audio beside the text. How many placeholder tokens they need, the model's own error tells."""
+    for name in MODALITIES:
+        if modality_of(plain.config, plain.model_class, name) is None:
+            continue
+        once = replace(plain, places=(name, 1))
+        told = re.search(r"features:? (\d+)", fault(once))
+        yield replace(plain, places=(name, int(told[1]) // BATCH)) if told else once
 
 
 def config_for(head: Head, recipe: str) -> PreTrainedConfig:

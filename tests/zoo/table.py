@@ -25,8 +25,8 @@ weights. Nothing here is registered by hand: types, configurations and batches a
 - **pp2, pp3**: the captured graph cut into 2 and 3 stages that share nothing but the values that cross, each behind an
   engine of its own. **tp2, tp4**: the graph divided over 2 ranks, and over 4 where there are fewer key-value heads
   than ranks. Loss and every gradient are compared.
-- **curve**: the loss of {steps} AdamW steps, clipping included, on {ranks} ranks: tensor {tp} x pipeline {pp} x data {dp},
-  {micro} micro-batches each.
+- **curve**: the loss of {steps} AdamW steps, clipping included, on {ranks} ranks: tensor {tp} x pipeline {pp} x data
+  {dp}, {micro} micro-batches each.
 - A number is the largest difference of a gradient relative to that gradient's largest entry (curve: of the loss). A
   plain one is **exact** in fp32: loss within 1e-5, every gradient within 1e-4. Where fp32 misses that, the run is
   repeated with everything in fp64, and **fp64** means loss and gradients within 1e-10: the difference was rounding. A
