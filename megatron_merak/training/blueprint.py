@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import OptimizerConfig, ParallelConfig
+from ..errors import TraceError
 from ..graph.capture import capture
 from ..graph.captured import Captured
 from ..graph.cut import Chain, align, cut
@@ -69,6 +70,7 @@ class Blueprint:
         self.model, self.settings, self.grid = model, settings, grid
         self.example = shapes_of(example)
         self.captured = self._capture(example, training=True, outputs=("loss",))
+        self._check_dtypes()
         self.chain = cut(self.captured, settings.graph_sharding)
         self.sharding = shard(
             self.captured, grid.tp, TensorRules.parse(settings.tensor_parallel_rules),
@@ -79,6 +81,13 @@ class Blueprint:
 
     def _capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
         return capture(self.model, batch, training=training, dtype=DTYPES[self.settings.dtype], outputs=outputs)
+
+    def _check_dtypes(self) -> None:
+        wanted, captured = DTYPES[self.settings.dtype], self.captured
+        for name, dtype in captured.dtypes.items():
+            if name in captured.trainable and dtype != wanted:
+                reason = f"the model keeps it in {dtype} even where the rest is {wanted}, and here all are of one dtype"
+                raise TraceError("parameter", name, reason, f"Train in {str(dtype).removeprefix('torch.')}, or freeze it")
 
     def _plan(self, example: Batch) -> Plan:
         samples, length = batch_size(example)
