@@ -87,7 +87,7 @@ class Blueprint:
         for name, dtype in captured.dtypes.items():
             if name in captured.trainable and dtype != wanted:
                 reason = f"the model keeps it in {dtype} even where the rest is {wanted}, and here all are of one dtype"
-                raise TraceError("parameter", name, reason, f"Train in {str(dtype).removeprefix('torch.')}, or freeze it")
+                raise TraceError("parameter", name, reason, f"Train all in {str(dtype).removeprefix('torch.')}")
 
     def _plan(self, example: Batch) -> Plan:
         samples, length = batch_size(example)
