@@ -83,7 +83,7 @@ class CapturedTrainer:
         self._materialise()
         self.optimizer = AdamW(self.buffer, settings.optimizer, mesh.model)
         self._executors: dict[tuple, Executor] = {}
-        self._executor(settings.micro_batches, True)
+        self.executor(settings.micro_batches, True)
         self.iteration = 0
 
     def _hold(self, decay: Decay) -> None:
@@ -160,7 +160,8 @@ class CapturedTrainer:
                 full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
             shard.tensor.copy_(full)
 
-    def _executor(self, micro_batches: int, training: bool) -> Executor:
+    def executor(self, micro_batches: int, training: bool = True) -> Executor:
+        """What runs steps of so many micro-batches."""
         key = (micro_batches, training)
         if key not in self._executors:
             schedule = self.plan.schedule
@@ -179,7 +180,7 @@ class CapturedTrainer:
         the step's loss and add up; else the step's loss is their mean.
         """
         self.parameters.start_step()
-        executor = self._executor(len(batches), True)
+        executor = self.executor(len(batches), True)
         executor.per_token = "num_items_in_batch" in batches[0]
         loss = executor.run(batches, self.iteration)
         self.parameters.finish_step()
@@ -201,7 +202,7 @@ class CapturedTrainer:
     def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
         """Forward without dropout: per micro-batch the named outputs, on ranks of the last stage, else None."""
         self.programs.wanted = tuple(outputs)
-        executor = self._executor(len(batches), False)
+        executor = self.executor(len(batches), False)
         if executor.run(batches, self.iteration, training=False) is None:
             return None
         names = [name for name in outputs if name != "loss"]  # results have their values' names, in this order

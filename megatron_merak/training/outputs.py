@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from ..config import Config
+from ..config import HFCheckpointConfig, RunConfig
 from ..errors import ConfigError
 
 
@@ -25,10 +25,12 @@ def check_file(flag: str, value: str) -> None:
     check_directory(flag, value, Path(value).parent)
 
 
-def check_outputs(config: Config, reports: bool) -> None:
+def check_outputs(config: RunConfig, reports: bool) -> None:
     """Check what this rank writes: checkpoints, and logs and pictures where it ``reports``. Raises ConfigError."""
     if config.checkpoint.save is not None:
         check_directory("--save", config.checkpoint.save, Path(config.checkpoint.save))
+    if isinstance(config.checkpoint, HFCheckpointConfig) and config.checkpoint.save_hf is not None:
+        check_directory("--save-hf", config.checkpoint.save_hf, Path(config.checkpoint.save_hf))
     if not reports:
         return
     logging = config.logging

@@ -1,32 +1,19 @@
-"""A pretraining job from its configuration: plan, build, resume, train, evaluate, save, report."""
+"""A pretraining job of the native model from its configuration: plan, build, run."""
 
 import dataclasses
 import datetime
-import math
-import time
 
-import torch
-
-from ..arguments import deviation_report
-from ..checkpoint import store
-from ..cluster import find_device
 from ..config import Config
-from ..data.build import Datasets, build_datasets, build_tokenizer, vocabulary
-from ..data.loader import BatchLoader
-from ..errors import CheckpointError, ConfigError, DataError, PlanError
-from ..parallel.agree import gather_json, together
+from ..data.build import build_datasets, build_tokenizer, vocabulary
+from ..parallel.agree import together
 from ..parallel.launch import World
-from ..parallel.memory import keep_freed_memory
-from ..parallel.mesh import Mesh, build_mesh
-from ..parallel.precision import choose_fp32_matmul
-from ..pipeline_parallel.draw import draw
-from ..plan import Plan
+from ..parallel.mesh import build_mesh
 from ..planner import plan as make_plan
 from ..planner.cost import model_flops
 from .build import tensors
+from .job import Job, agree, device_name, known, opening, prepare, throughput
 from .outputs import check_outputs
-from .pictures import draw_curve, measured_timeline
-from .report import Report, Throughput
+from .report import Report
 from .trainer import Trainer
 
 
@@ -37,176 +24,20 @@ def pretrain(config: Config, world: World) -> None:
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
     )
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    plan = make_plan(config, world.size, _known(name), tensors(config))
+    name = device_name(world)
+    plan = make_plan(config, world.size, known(name), tensors(config))
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     mesh = build_mesh(plan.grid, world.rank, world.device, timeout)
-    _agree(config, mesh)
-    precision = choose_fp32_matmul(world.device)
-    if world.device.type == "cpu":
-        keep_freed_memory()
+    agree(config, mesh)
+    precision = prepare(world)
     if world.rank == 0:
-        print(_opening(config, plan, world, precision, name), flush=True)
+        print(opening(config, plan, world, precision, name), flush=True)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)
     report = None
     with together(mesh.control, "cpu"):
         if world.is_last:
-            report = Report(config.logging, _throughput(config, plan, world, name), config.train.train_iters or 0)
-    Job(config, plan, mesh, datasets, report).run()
-
-
-def _known(device: str, otherwise: str | None = "H100") -> str | None:
-    """The planner's name for a device, ``otherwise`` for one that it does not know: the ratios are what matters."""
-    try:
-        return find_device(device).name
-    except PlanError:
-        return otherwise
-
-
-def _agree(config: Config, mesh: Mesh) -> None:
-    """Raise ConfigError on every rank when their flags differ."""
-    configs = gather_json(config.to_dict(), mesh.control, "cpu")
-    for rank, other in enumerate(configs):
-        for section, values in other.items():
-            for key, value in values.items():
-                if value != (first := configs[0][section][key]):
-                    flag = "--" + key.replace("_", "-")
-                    raise ConfigError(flag, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
-
-
-def _opening(config: Config, plan: Plan, world: World, precision: str, device: str) -> str:
-    precision = f"fp32 matrix products at torch's '{precision}' precision" if config.train.dtype == "float32" else ""
-    parts = [
-        f"megatron_merak on {world.size} {world.device.type} rank(s) {precision}".rstrip(),
-        deviation_report(config),
-        ""
-        if plan.device == _known(device, None)
-        else f"{device} is not in the table of devices: planned as {plan.device}",
-        str(plan),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _throughput(config: Config, plan: Plan, world: World, device: str) -> Throughput:
-    samples = plan.global_batch_size
-    try:
-        peak = find_device(device).flops(config.train.dtype) if world.device.type == "cuda" else None
-    except PlanError:
-        peak = None
-    return Throughput(samples, samples * config.model.seq_length, model_flops(config.model, samples), world.size, peak)
-
-
-class Job:
-    """The training loop around a Trainer. ``report`` is None but on the rank that prints."""
-
-    def __init__(self, config: Config, plan: Plan, mesh: Mesh, datasets: Datasets, report: Report | None):
-        self.config, self.plan, self.mesh, self.datasets, self.report = config, plan, mesh, datasets, report
-        self.trainer = Trainer(config, plan, mesh)
-
-    def run(self) -> None:
-        self._resume()
-        if not self.config.train.skip_train:
-            self._train()
-        for kind, dataset in (("valid", self.datasets.valid), ("test", self.datasets.test)):
-            self._evaluate(kind, dataset)
-        if self.report is not None:
-            if self.config.logging.curve is not None:
-                draw_curve(self.report.records, self.config.logging.curve)
-                self.report.print(f"loss curve: {self.config.logging.curve}")
-            self.report.close()
-
-    def _resume(self) -> None:
-        options = self.config.checkpoint
-        if options.load is None:
-            return
-        if options.ckpt_step is None and store.latest(options.load, self.mesh.control) is None:
-            if options.exit_on_missing_checkpoint:
-                remedy = "Name a directory that holds one, or leave out --exit-on-missing-checkpoint"
-                raise CheckpointError("--load", options.load, "it holds no complete checkpoint", remedy)
-            self._say(f"no checkpoint in {options.load}: starting at iteration 0")
-            return
-        self.trainer.load(options.load, options.ckpt_step)
-        self._say(f"loaded the checkpoint of iteration {self.trainer.iteration} from {options.load}")
-
-    def _say(self, text: str) -> None:
-        if self.report is not None:
-            self.report.print(text)
-
-    def _loader(self, dataset, consumed_samples: int) -> BatchLoader:
-        plan = self.plan
-        shape = (plan.micro_batch_size, self.mesh.dp_rank, plan.grid.dp, plan.num_microbatches)
-        return BatchLoader(dataset, *shape, consumed_samples, self.config.data.num_workers)
-
-    def _train(self) -> None:
-        train, checkpoint, trainer = self.config.train, self.config.checkpoint, self.trainer
-        if self.datasets.train is None:
-            raise DataError(
-                "--split", self.config.data.split, "it leaves nothing to train on", "Give the first part a weight"
-            )
-        loader = self._loader(self.datasets.train, trainer.consumed_samples)
-        saved = trainer.iteration
-        try:
-            while trainer.iteration < train.train_iters:
-                if len(loader) == 0:
-                    reason = f"the training data ends at {loader.consumed_samples} samples"
-                    raise DataError("--train-iters", train.train_iters, reason, "Lower it, or give more data")
-                self._step(next(loader))
-                if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
-                    saved = self._save()
-                if (
-                    train.eval_interval
-                    and trainer.iteration % train.eval_interval == 0
-                    and trainer.iteration < train.train_iters
-                ):
-                    self._evaluate("valid", self.datasets.valid)
-                if train.exit_interval and trainer.iteration % train.exit_interval == 0:
-                    break
-        finally:
-            loader.close()
-        if checkpoint.save is not None and saved != trainer.iteration:
-            self._save()
-
-    def _step(self, batches: list[dict[str, torch.Tensor]]) -> None:
-        trainer, executor = self.trainer, self.trainer.executor
-        drawn = self.config.logging.timeline is not None and trainer.iteration + 1 == self.config.train.train_iters
-        executor.trace = [] if drawn else None
-        began = time.perf_counter()
-        result = trainer.step(batches)
-        seconds = time.perf_counter() - began
-        zeros = trainer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
-        if self.report is not None:
-            self.report.step(trainer.iteration, trainer.consumed_samples, seconds, result, zeros)
-        if drawn:
-            self._draw_timeline(executor.trace)
-
-    def _draw_timeline(self, trace: list) -> None:
-        timeline, path = measured_timeline(self.plan.schedule, trace, self.mesh), self.config.logging.timeline
-        if self.report is not None:
-            draw(timeline, path, f"{self.plan.schedule.name}, one measured step")
-            self.report.print(f"pipeline timeline: {path}")
-
-    def _save(self) -> int:
-        options = self.config.checkpoint
-        began = time.perf_counter()
-        path = self.trainer.save(options.save)
-        self._say(f"saved {path} in {time.perf_counter() - began:.1f} s")
-        if options.save_retain_interval:
-            store.prune(options.save, options.save_retain_interval, self.mesh.control)
-        return self.trainer.iteration
-
-    def _evaluate(self, kind: str, dataset) -> None:
-        iterations, trainer = self.config.train.eval_iters, self.trainer
-        if dataset is None or iterations == 0:
-            return
-        loader = self._loader(dataset, 0)
-        losses = [trainer.evaluate(batches) for _, batches in zip(range(iterations), loader, strict=False)]
-        loader.close()
-        if self.report is not None and losses:
-            loss = sum(losses) / len(losses)
-            perplexity = math.exp(min(loss, 700))
-            self.report.note(kind, trainer.iteration, loss=loss, perplexity=perplexity)
-            name = {"valid": "validation", "test": "test"}[kind]
-            values = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E}"
-            self.report.print(f" {name} loss at iteration {trainer.iteration} | {values} |")
+            work = throughput(config, plan, world, name, model_flops(config.model, plan.global_batch_size))
+            report = Report(config.logging, work, config.train.train_iters or 0)
+    Job(Trainer(config, plan, mesh), datasets, report).run()

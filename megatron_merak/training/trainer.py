@@ -1,16 +1,14 @@
-"""One training run on this rank: steps, evaluation, saving and resuming."""
+"""One training run of the native model on this rank: steps and evaluation."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint import store
+from ..checkpoint.store import Shard
 from ..config import Config
-from ..errors import CheckpointError
 from ..optimizer.adamw import AdamW
 from ..optimizer.schedules import learning_rate, weight_decay
 from ..parallel.mesh import Mesh
@@ -19,16 +17,7 @@ from ..pipeline_parallel.passes import add_communication
 from ..plan import Plan
 from ..runtime.executor import Executor, StepLoss
 from .build import build_model
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known to all."""
-
-    loss: float | None
-    grad_norm: float
-    learning_rate: float
-    skipped: bool
+from .state import RunState, StepReport
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -38,21 +27,18 @@ def forward_only(schedule: Schedule) -> Schedule:
     )
 
 
-class Trainer:
-    """The model, its optimizer and the executors of a plan.
-
-    ``iteration``: optimizer steps done. ``consumed_samples``: training samples used, over all replicas.
-    """
+class Trainer(RunState):
+    """The native model, its optimizer and the executors of a plan."""
 
     def __init__(self, config: Config, plan: Plan, mesh: Mesh):
-        self.config, self.plan, self.mesh = config, plan, mesh
+        super().__init__(config, plan, mesh)
         self.model = build_model(config, plan, mesh)
         stages, per_token = {self.model.stage.index: self.model.stage}, config.train.calculate_per_token_loss
         self.executor = Executor(stages, add_communication(plan.schedule), mesh, per_token)
         forwards = add_communication(forward_only(plan.schedule))
         self.evaluator = Executor(stages, forwards, mesh, per_token, self.executor.pipes)
         self.optimizer = AdamW(self.model.buffer, config.optimizer, mesh.model)
-        self.iteration = self.consumed_samples = 0
+        self.buffer = self.model.buffer
 
     def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
@@ -66,7 +52,6 @@ class Trainer:
         return self._mean(loss, len(batches))
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
-        """Train on one global batch: ``batches`` holds this replica's micro-batches, on every rank of the replica."""
         loss = self.gradients(batches)
         config = self.config.optimizer
         rate = learning_rate(config, self.iteration, self.config.train.train_iters)
@@ -77,20 +62,8 @@ class Trainer:
         return StepReport(loss, result.grad_norm, rate, result.skipped)
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
-        """Mean token loss of one global batch without dropout, on ranks of the last stage, else None."""
         loss = self.evaluator.run(batches, self.iteration, training=False)
         return self._mean(loss, len(batches))
-
-    def count_zeros(self) -> int:
-        """Elements of the whole model's last gradient that are exactly zero. Collective over a replica's ranks."""
-        buffer = self.model.buffer
-        zeros = sum(
-            ((buffer.grad(name) == 0).sum() for name, slot in buffer.slots.items() if slot.counted), torch.tensor(0)
-        )
-        zeros = zeros.to(self.mesh.device)
-        if self.mesh.model is not None:
-            dist.all_reduce(zeros, group=self.mesh.model)
-        return int(zeros)
 
     def _over_replicas(self, value: Tensor) -> Tensor:
         if self.mesh.dp is not None:
@@ -105,34 +78,6 @@ class Trainer:
             return total / max(tokens, 1.0)
         return mean / (microbatches * self.mesh.grid.dp)
 
-    def _shards(self, optimizer: bool) -> dict[str, list[store.Shard]]:
+    def shards(self, optimizer: bool) -> dict[str, list[Shard]]:
         kinds = {"model": self.model.buffer.data} | (self.optimizer.state() if optimizer else {})
         return {kind: list(self.model.shards(flat)) for kind, flat in kinds.items()}
-
-    def save(self, root: str | Path) -> Path:
-        """Write a checkpoint of this iteration under ``root``. Raises CheckpointError on every rank."""
-        meta = {
-            "consumed_samples": self.consumed_samples,
-            "optimizer_steps": self.optimizer.steps,
-            "config": self.config.to_dict(),
-            "plan": self.plan.to_dict(),
-        }
-        shards = self._shards(not self.config.checkpoint.no_save_optim)
-        return store.save(root, self.iteration, shards, meta, self.mesh.control, "cpu")
-
-    def load(self, root: str | Path, iteration: int | None = None) -> None:
-        """Resume from ``root``, whatever layout it was written under. Raises CheckpointError on every rank."""
-        options = self.config.checkpoint
-        optimizer = not (options.finetune or options.no_load_optim)
-        meta = store.load(root, self._shards(optimizer), self.mesh.control, "cpu", iteration)
-        if not optimizer:
-            self.optimizer.refresh_master()
-        if options.finetune:
-            return
-        if optimizer:
-            self.optimizer.steps = meta["optimizer_steps"]
-        self.iteration, self.consumed_samples = meta["iteration"], meta["consumed_samples"]
-        seed, saved = self.config.train.seed, meta["config"]["train"]["seed"]
-        if seed != saved:
-            remedy = f"Give --seed {saved}, or --finetune to start a new run from these weights"
-            raise CheckpointError("--seed", seed, f"the checkpoint's run has seed {saved}", remedy)

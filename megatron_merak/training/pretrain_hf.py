@@ -1,0 +1,168 @@
+"""A pretraining job of any HuggingFace causal language model: capture, plan, build, run, and save it as HuggingFace."""
+
+import dataclasses
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..checkpoint.store import Shard
+from ..config import DataConfig, HFConfig
+from ..data.build import build_datasets, build_tokenizer
+from ..data.tokenizer import Tokenizer
+from ..errors import DataError
+from ..graph.nodes import flops
+from ..optimizer.schedules import learning_rate, weight_decay
+from ..parallel.agree import together
+from ..parallel.launch import World
+from ..parallel.mesh import Mesh, build_mesh
+from .captured import CapturedTrainer
+from .hf_batches import token_count
+from .hf_model import build_model, grid_of, known_tokens, settings_of, with_example
+from .job import Job, agree, device_name, known, opening, prepare, throughput
+from .outputs import check_outputs
+from .report import Report
+from .state import RunState, StepReport
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+UNREAD_LABELS = "The model does not read labels."  # it reads those that are shifted
+
+
+def pretrain_hf(config: HFConfig, world: World) -> None:
+    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that can be known."""
+    config.validate(world.size)
+    model = build_model(config.model)
+    config, tokenizer = with_tokenizer(config, model)
+    name = device_name(world)
+    timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    mesh = build_mesh(grid_of(config, world.size), world.rank, world.device, timeout)
+    agree(config, mesh)
+    precision = prepare(world)
+    with together(mesh.control, "cpu"):
+        check_outputs(config, world.is_last)
+        datasets = build_datasets(config, tokenizer, world.size)
+    trainer = TokenTrainer(model, config, mesh, known(name))
+    if world.rank == 0:
+        print(opening(config, trainer.plan, world, precision, name, trainer.notes()), flush=True)
+    report = None
+    with together(mesh.control, "cpu"):
+        if world.is_last:
+            work = throughput(config, trainer.plan, world, name, trainer.flops())
+            report = Report(config.logging, work, config.train.train_iters or 0)
+    HFJob(trainer, datasets, report).run()
+
+
+def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokenizer]:
+    """The run's tokenizer, and the configuration with what ``--model`` says about it. Raises DataError."""
+    data, known_ids = config.data, known_tokens(model)
+    ids = config.model.vocab_size
+    if data.tokenizer_type == "NullTokenizer" or (data.tokenizer_type is None and data.mock_data):
+        extra = data.tokenizer_type is not None  # a NullTokenizer adds the end of a document
+        ids = known_ids - extra if ids is None else ids
+        if ids + extra > known_ids:
+            reason = f"the model has rows for {known_ids} token ids" + " and a NullTokenizer adds one" * extra
+            raise DataError("--vocab-size", ids, reason, f"Use at most {known_ids - extra}")
+    else:
+        data, ids = _own_tokenizer(data, Path(config.model.model)), None
+    config = dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, vocab_size=ids))
+    tokenizer = build_tokenizer(config)
+    if tokenizer.vocab_size > known_ids:
+        reason = f"it has ids up to {tokenizer.vocab_size - 1}, and the model has rows for {known_ids}"
+        raise DataError("--tokenizer-model", data.tokenizer_model, reason, "Use the model's own tokenizer")
+    return config, tokenizer
+
+
+def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
+    """The tokenizer in the model's directory, where none is named."""
+    if data.tokenizer_model is not None:
+        return data
+    if not any((model / name).is_file() for name in TOKENIZER_FILES):
+        remedy = "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer"
+        raise DataError("--tokenizer-type", data.tokenizer_type or "(missing)", f"{model} has no tokenizer", remedy)
+    return dataclasses.replace(data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(model))
+
+
+class TokenTrainer(RunState):
+    """A captured model that trains on samples of GPT data sets."""
+
+    def __init__(self, model: nn.Module, config: HFConfig, mesh: Mesh, device: str):
+        """``device``: the planner's name of it. Collective over all ranks."""
+        settings = settings_of(config, mesh.grid.size, device)
+        self.captured, self.batches = with_example(
+            model, config, lambda example: CapturedTrainer(model, example, settings, mesh)
+        )
+        super().__init__(config, self.captured.plan, mesh)
+        # Of the last sample's token none is predicted, so where the model gets one more the plan's length is too long.
+        self.plan = dataclasses.replace(self.plan, sequence_length=config.model.seq_length)
+        self.buffer, self.optimizer = self.captured.buffer, self.captured.optimizer
+        self.executor = self.captured.executor(self.plan.num_microbatches)
+
+    def notes(self) -> tuple[str, ...]:
+        """What the capture brought to light."""
+        captured = self.captured.blueprint.captured
+        return f"captured {captured.how}", *(note for note in captured.notes if note != UNREAD_LABELS)
+
+    def flops(self) -> int:
+        """Of one step's forward and backward, over all ranks; work that ranks repeat counts once."""
+        forward = sum(map(flops, self.captured.blueprint.captured.module.graph.nodes))
+        return 3 * forward * self.plan.num_microbatches * self.plan.grid.dp
+
+    def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
+        config, iterations = self.config.optimizer, self.config.train.train_iters
+        rate = learning_rate(config, self.iteration, iterations)
+        result = self.captured.step(self._made(batches), rate, weight_decay(config, self.iteration, iterations))
+        self.iteration = self.captured.iteration
+        self.consumed_samples += self.plan.global_batch_size
+        return result
+
+    def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
+        found = self.captured.evaluate([self.batches(batch) for batch in batches])
+        if found is None:
+            return None
+        losses = torch.stack([result["loss"].double() for result in found])
+        counts = torch.ones_like(losses)
+        if self.config.train.calculate_per_token_loss:
+            counts = losses.new_tensor([token_count(batch) for batch in batches])
+        sums = torch.stack([(losses * counts).sum(), counts.sum()])
+        if self.mesh.dp is not None:
+            dist.all_reduce(sums, group=self.mesh.dp)
+        return (sums[0] / sums[1]).item()
+
+    def _made(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The model's batches; with --calculate-per-token-loss each target counts alike, whatever its micro-batch."""
+        if not self.config.train.calculate_per_token_loss:
+            return [self.batches(batch) for batch in batches]
+        count = torch.tensor(float(sum(map(token_count, batches))), device=self.mesh.device)
+        if self.mesh.dp is not None:
+            dist.all_reduce(count, group=self.mesh.dp)
+        return [self.batches(batch, count.clamp(min=1).cpu()) for batch in batches]
+
+    def shards(self, optimizer: bool) -> dict[str, list[Shard]]:
+        flats = {"model": None} | (self.optimizer.state() if optimizer else {})
+        return {kind: list(self.captured.shards(flat)) for kind, flat in flats.items()}
+
+    def load(self, root: str | Path, iteration: int | None = None) -> None:
+        super().load(root, iteration)
+        self.captured.iteration = self.iteration
+
+
+class HFJob(Job):
+    """The job's loop, and at its end the model as a HuggingFace directory."""
+
+    def finish(self) -> None:
+        directory = self.config.checkpoint.save_hf
+        if directory is not None:
+            self.trainer.captured.save_hf(directory, self._tokenizer())
+            self.say(f"saved {directory} for HuggingFace")
+
+    def _tokenizer(self):
+        """The tokenizer that belongs to the model, to be saved with it."""
+        given = self.config.data.tokenizer_model or self.config.model.model
+        if self.mesh.rank > 0 or not any((Path(given) / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(given, local_files_only=True, trust_remote_code=False)
