@@ -93,13 +93,26 @@ def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_gra
                 assert part.op == "call_function", f"a region of {part.op} nodes"
                 known[part] = graph.node_copy(part, known.__getitem__)
         for i, value in enumerate(results if no_grad else ()):
-            if isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor):
+            if isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor) and _itself(value) not in args:
                 results[i] = call(graph, value, aten.detach.default, value)
     for user in list(node.users):
         assert user.target is operator.getitem, "the results of a region are read one by one"
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def _itself(node: Node) -> Node:
+    """Through operations that return the very tensor that they are given, which so keeps its gradient."""
+    while isinstance(node, Node) and node.args and isinstance(node.args[0], Node):
+        value, source = node.meta["val"], node.args[0].meta.get("val")
+        name = _name(node)
+        whole = name == "contiguous" and len(node.args) == 1 and not node.kwargs and source.is_contiguous()
+        kept = name in ("to", "type_as", "dropout") and _changes_nothing(name, node, copy_matters=True)
+        if not (whole or kept) or value.shape != source.shape:
+            break
+        node = node.args[0]
+    return node
 
 
 def _refuse_state(graph: Graph) -> None:

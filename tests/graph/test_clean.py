@@ -98,6 +98,27 @@ def test_gradients_switched_on_within_a_region_that_has_them_off():
     assert names(check(function)).count("detach") == 2
 
 
+@pytest.mark.parametrize(
+    ("inside", "detached"),
+    [
+        (lambda y: y.to(torch.float32).float().contiguous(), 0),
+        (lambda y: nn.functional.dropout(y.type_as(y), 0.0), 0),
+        (lambda y: y.view(4, 6), 1),
+        (lambda y: y.t().contiguous().t(), 1),
+        (lambda y: y.to(torch.float64).to(torch.float32), 1),
+    ],
+)
+def test_a_tensor_that_a_region_returns_as_it_is_keeps_its_gradient(inside, detached):
+    def function(m, x):
+        y = m.layer(x)
+        with torch.no_grad():
+            z = inside(y)
+            best = z.argmax(-1)
+        return (z * y + best[:, None]).sum() + y.cos().sum()
+
+    assert names(check(function)).count("detach") == detached
+
+
 def test_autocast_is_refused_where_it_is_on_and_dropped_where_it_is_off():
     def function(on):
         def forward(m, x):
