@@ -59,7 +59,11 @@ def cut(captured: Captured, algorithm: str = "cut", max_crossing: int = 2) -> Ch
 
 def fewest_crossing(line: Line, max_crossing: int) -> list[int]:
     """Between two matrix products the cheapest place; of these places the local minima of the number of main values,
-    as far as at most ``max_crossing`` of them are not small."""
+    as far as at most ``max_crossing`` of them are not small.
+
+    A plateau is a minimum if it rises on both sides. One beside lower ground (a branch beside a residual) is cut only
+    inside, and only where a layer begins or ends.
+    """
     places = [cheapest(line, range(first, last)) for first, last in _gaps(line)]
     counts = [inf if place is None else len(line.main(place)) for place in places]
     beside = [inf, *counts, inf]

@@ -27,6 +27,7 @@ def farthest_dependency(
     count = count or 2 * _layers(nodes) + 4
     embeddings = {name for i, node in enumerate(nodes) if is_op(node, *EMBEDDINGS) for name in line.parameters(i)}
     share = sum(prod(shape) for name, shape in shapes.items() if name not in embeddings) / count
+    end = max((i for i, flops in enumerate(line.flops) if flops), default=0)
     starts, sizes = [0], [0]
     seen: set[str] = set()
     for i, node in enumerate(nodes):
@@ -36,7 +37,7 @@ def farthest_dependency(
         for name in line.parameters(i):
             sizes[-1] += prod(shapes[name]) if name not in seen else 0
             seen.add(name)
-        if sizes[-1] > share and not is_op(node, *EMBEDDINGS) and i + 1 < len(nodes):
+        if sizes[-1] > share and not is_op(node, *EMBEDDINGS) and i < end:
             starts.append(i + 1)
             sizes.append(0)
     return [start - 1 for start in starts[1:]]
