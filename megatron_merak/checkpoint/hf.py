@@ -20,6 +20,7 @@ from megatron_merak.checkpoint.hf_patchwork import Patchwork, part, read, source
 from megatron_merak.checkpoint.hf_save import save_hf
 from megatron_merak.checkpoint.shard import Intervals, Shard
 from megatron_merak.errors import CheckpointError
+from megatron_merak.graph.empty import is_fake
 
 __all__ = ["HFSource", "ModuleSource", "Source", "fill", "from_pretrained", "save_hf"]
 
@@ -131,10 +132,10 @@ class HFSource:
 
 
 class ModuleSource:
-    """The values that a real module holds, by the same names and methods as those of a directory."""
+    """The values that a module holds, by the same names and methods as those of a directory; it has the memory."""
 
     def __init__(self, model: nn.Module):
-        self._tensors = hf_names.expected(model)
+        self._tensors = {name: held for name, held in hf_names.expected(model).items() if not is_fake(held)}
 
     def names(self) -> list[str]:
         return list(self._tensors)

@@ -38,6 +38,19 @@ def expected(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensors[name] for name in model.state_dict() if name in tensors}
 
 
+def saved(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`expected`, without what a model wants left out, and of tied tensors under the name that transformers keeps."""
+    groups: dict[str, list[str]] = {}
+    for alias, canonical in aliases(model).items():
+        groups.setdefault(canonical, [canonical]).append(alias)
+    patterns = [re.compile(pattern) for pattern in _tied_patterns(model)]
+    dropped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for names in groups.values():
+        tied = [name for name in sorted(names) if any(pattern.search(name) for pattern in patterns)]
+        dropped |= set(tied[: len(names) - 1]) if is_hf(model) else set(names[1:])
+    return {name: tensor for name, tensor in expected(model).items() if name not in dropped}
+
+
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -80,15 +93,13 @@ def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str
 
 
 def to_files(model: nn.Module, tensors: Mapping[str, Patchwork]) -> dict[str, Patchwork]:
-    """What ``save_pretrained`` would write for a model whose state dict is ``tensors``: names, order and values."""
-    unsaved = _unsaved(model)
-    kept = {name: tensor for name, tensor in tensors.items() if name not in unsaved}
+    """What transformers would write where ``tensors`` are those of `saved`: names, order and values."""
     if not is_hf(model):
-        return kept
+        return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
-        return revert_weight_conversion(model, kept)
+        return revert_weight_conversion(model, dict(tensors))
     except Exception as error:
         reason = f"transformers cannot undo what it did to its weights when it loaded them ({error})"
         raise CheckpointError("model", type(model).__name__, reason, "Report this with the model's config") from error
@@ -111,19 +122,6 @@ def _convert(rule, name: str, model: nn.Module) -> dict:
         reason = f"the tensors that it is made of do not fit each other ({error})"
         remedy = "Copy the model directory again; the config may also belong to another model"
         raise CheckpointError("tensor", name, reason, remedy) from error
-
-
-def _unsaved(model: nn.Module) -> set[str]:
-    """Aliases of tied tensors, all but the name that transformers keeps, and names that a model wants left out."""
-    groups: dict[str, list[str]] = {}
-    for alias, canonical in aliases(model).items():
-        groups.setdefault(canonical, [canonical]).append(alias)
-    patterns = [re.compile(pattern) for pattern in _tied_patterns(model)]
-    dropped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    for names in groups.values():
-        tied = [name for name in sorted(names) if any(pattern.search(name) for pattern in patterns)]
-        dropped |= set(tied[: len(names) - 1]) if is_hf(model) else set(names[1:])
-    return dropped
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:

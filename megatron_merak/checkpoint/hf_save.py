@@ -79,7 +79,7 @@ def _tensors(model: nn.Module, gather: Gather) -> dict[str, Patchwork]:
     names: dict[str, list[str]] = {}
     for alias, canonical in aliases.items():
         names.setdefault(canonical, [canonical]).append(alias)
-    for name, tensor in hf_names.expected(model).items():
+    for name, tensor in hf_names.saved(model).items():
         canonical = aliases.get(name, name)
         held = next((other for other in names.get(canonical, [name]) if other in gather.dtypes), None)
         if held is None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_merak.checkpoint import hf_files
-from megatron_merak.checkpoint.hf import HFSource, ModuleSource, fill, from_pretrained
+from megatron_merak.checkpoint.hf import HFSource, ModuleSource, fill, from_pretrained, save_hf
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.graph.empty import init_empty_weights
@@ -137,6 +137,9 @@ def test_a_real_module_is_a_source():
         source.read("lm_head.weight", 1, ((30, 32), (0, 2))), torch.cat([weight[:, 30:], weight[:, :2]], 1)
     )
     assert source.shape("lm_head.weight") == (96, 32) and source.dtype("lm_head.weight") == torch.float32
+    with init_empty_weights():
+        model.lm_head = torch.nn.Linear(32, 96, bias=False)
+    assert sorted(set(source.names()) - set(ModuleSource(model).names())) == ["lm_head.weight"]
 
 
 def test_without_weights_all_is_to_be_initialised(llama, tmp_path):
@@ -276,6 +279,34 @@ def test_a_directory_that_is_none():
 def test_an_override_that_the_config_does_not_know(damaged):
     with pytest.raises(ConfigError, match="Did you mean num_hidden_layers"):
         from_pretrained(damaged, num_hidden_layer=3)
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_its_own_code(damaged, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(damaged / "modules"))
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    set_config(damaged, model_type="own", auto_map=names, architectures=["OwnModel"])
+    (damaged / "own.py").write_text(OWN_CODE)
+    with pytest.raises(CheckpointError, match="brings its own code"):
+        from_pretrained(damaged)
+    model = from_pretrained(damaged, trust_remote_code=True)
+    assert type(model).__name__ == "OwnModel"
+    held = [Shard(n, tuple(p.shape), None, (), torch.empty(p.shape)) for n, p in model.named_parameters()]
+    fill(held, model.merak_source)
+    save_hf(damaged / "out", model, held)
+    again = from_pretrained(damaged / "out", trust_remote_code=True)
+    assert type(again).__name__ == "OwnModel" and (damaged / "out" / "own.py").is_file()
+    check_equal(content(damaged / "out"), content(damaged))
 
 
 class Evil:

@@ -12,6 +12,7 @@ from megatron_merak.checkpoint import hf_save
 from megatron_merak.checkpoint.hf import from_pretrained, save_hf
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.errors import CheckpointError
+from megatron_merak.training.initialise import draw_parameter
 
 from ..ranks import run_ranks
 from .hf_models import CONFIGS, build, check_equal, content, model_class, shards
@@ -130,6 +131,20 @@ def test_dtype_of_the_config_is_that_of_the_shards(tmp_path):
     assert (
         model.config.dtype != torch.bfloat16 and model_class("llama").from_pretrained(tmp_path).dtype == torch.bfloat16
     )
+
+
+def test_tables_that_a_model_never_saves(tmp_path):
+    from transformers import MarianConfig, MarianMTModel
+
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 96, "max_position_embeddings": 32}
+    model = MarianMTModel(MarianConfig(**sizes, pad_token_id=0, decoder_start_token_id=0))
+    model.save_pretrained(tmp_path / "theirs")
+    save_hf(tmp_path / "ours", model, [part for part in shards(model) if "embed_positions" not in part.name])
+    check_equal(content(tmp_path / "ours"), content(tmp_path / "theirs"))
+    empty = from_pretrained(tmp_path / "ours")
+    table = "model.encoder.embed_positions.weight"
+    assert table not in empty.merak_source.names()
+    assert torch.equal(draw_parameter(empty, table, 0), model.get_parameter(table).detach())
 
 
 def test_tokenizer_files_come_along(tmp_path):
