@@ -1,5 +1,8 @@
 """Marks moved to where they cost least: fewer bytes, fewer collectives. Nothing else about the graph changes."""
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
 
@@ -8,28 +11,26 @@ from .nodes import aliased, is_random, nbytes, op_name
 
 aten = torch.ops.aten
 
-# Linear in the first operand, which is the only one that a gradient passes through or is a factor.
+# Linear in the first operand, the only one.
 LINEAR = (
     "view reshape flatten unflatten unsqueeze squeeze transpose permute clone contiguous alias to expand index "
-    "index_select sum mul div slice select"
+    "index_select sum slice select"
 ).split()
 MARKS = (copy_in, reduce_sum, reduce_max)
 
 
-def move(graph: Graph, trainable: frozenset[str]) -> None:
+def move(graph: Graph, trainable: frozenset[str], tp: int) -> None:
     """Lower sums, lift copies, merge sums that are added. ``trainable``: parameters that take a gradient."""
     for node in list(graph.nodes):
         if node.target is reduce_sum:
-            _lower(graph, node, trainable)
-    for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and node.target not in MARKS:
-            _lift(graph, node, trainable)
+            _lower(graph, node, trainable, tp)
+    _lift(graph, trainable)
     for node in list(graph.nodes):
         if op_name(node) == "add":
             _merge(graph, node)
 
 
-def _lower(graph: Graph, mark: Node, trainable: frozenset[str]) -> None:
+def _lower(graph: Graph, mark: Node, trainable: frozenset[str], tp: int) -> None:
     """A sum over the ranks behind the linear ops that make it smaller: the experts' outputs after their top-k sum."""
     chain: list[Node] = []
     end = mark
@@ -38,71 +39,107 @@ def _lower(graph: Graph, mark: Node, trainable: frozenset[str]) -> None:
         end = user
     if not chain or nbytes(best := min(chain, key=nbytes)) >= nbytes(mark):
         return
+    chain = chain[: chain.index(best) + 1]
+    others = [(node, x) for k, node in enumerate(chain) for x in node.all_input_nodes if x is not [mark, *chain][k]]
     mark.replace_all_uses_with(mark.args[0])
-    for node in chain[: chain.index(best) + 1]:
+    for node in chain:
         node.meta["sharded"] = True
-        for factor in node.all_input_nodes:
-            if op_name(node) in ("mul", "div") and factor is not node.args[0] and _carries(factor, trainable):
-                with graph.inserting_before(node):
-                    copied = graph.call_function(copy_in, (factor,))
-                copied.meta = dict(factor.meta) | {"sharded": True, "unit": node.meta["unit"]}
-                node.replace_input_with(factor, copied)
+    for node, x in others:
+        with graph.inserting_before(node):
+            taken = _enter_as(graph, copy_in, (x,), x, node) if _carries(x, trainable) and x.op != "get_attr" else x
+            if op_name(node) == "add":  # every rank adds its share
+                taken = _enter_as(graph, aten.mul.Tensor, (taken, 1 / tp), x, node)
+        node.replace_input_with(x, taken)
     best.replace_all_uses_with(mark)
     mark.args = (best,)
     mark.meta = dict(mark.meta) | {"val": best.meta["val"]}
     best.append(mark)
 
 
+def _enter_as(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], like: Node, user: Node) -> Node:
+    made = graph.call_function(target, args)
+    made.meta = {"val": like.meta["val"], "unit": user.meta["unit"], "sharded": True}
+    return made
+
+
 def _linear_in(user: Node, x: Node) -> bool:
+    """Whether a node, in the same unit, is linear in ``x`` and draws, writes and converts nothing."""
     name = op_name(user)
-    if user.args[:1] != (x,) or user.meta.get("unit") != x.meta.get("unit") or user.meta.get("sharded"):
+    if user.meta.get("unit") != x.meta.get("unit") or user.meta.get("sharded") or aliased(user)[1]:
         return False
-    if sum(operand is x for operand in user.args) != 1 or aliased(user)[1]:
+    if user.op != "call_function" or user.args.count(x) != 1 or user.meta["val"].dtype != x.meta["val"].dtype:
         return False
-    return name in LINEAR or name == "masked_fill" and user.args[2] == 0
+    if name == "add":
+        others = [other for other in user.args if other is not x]
+        shape = user.meta["val"].shape
+        return not user.kwargs and all(isinstance(y, Node) for y in others) and x.meta["val"].shape == shape
+    first = user.args[0] is x
+    return name == "mul" or first and (name in LINEAR or name == "div" or name == "masked_fill" and user.args[2] == 0)
 
 
-def _lift(graph: Graph, source: Node, trainable: frozenset[str]) -> None:
-    """One copy into sharded work before the ops that only such work reads, instead of one behind each of them, where
-    that is less to sum: before the experts' gather, before a scan's steps, or at a parameter, where it is free.
+def _lift(graph: Graph, trainable: frozenset[str]) -> None:
+    """One copy into sharded work before ops that only such work reads, instead of one behind each of them, where that
+    is less to sum: before the experts' gather, before the steps of a scan, or at a parameter, where it is free.
 
     A copy is the identity and its backward is linear, so any op with one differentiable operand may follow it.
     """
-    parameter = source.op == "get_attr"
-    lifted = [user for user in source.users if _only_source(user, trainable) is source]
-    if not lifted or not isinstance(source.meta["val"], torch.Tensor) or not _carries(source, trainable):
-        return
-    copies = sum(nbytes(node) for node in lifted)
-    if not parameter and copies <= nbytes(source) and not _from_parameter(source, trainable):
-        return
-    marks = [user for user in source.users if user.target is copy_in]
-    copied = source
-    if not parameter:
-        with graph.inserting_after(source):
-            copied = graph.call_function(copy_in, (source,))
-        copied.meta = dict(source.meta) | {"sharded": True}
-    for mark in marks:
-        mark.replace_all_uses_with(copied)
-        graph.erase_node(mark)
-    for node in lifted:
-        node.meta["sharded"] = True
-        node.replace_input_with(source, copied)
-        for mark in list(node.users):
-            mark.replace_all_uses_with(node)
+    below = _copied_below(graph, trainable)
+    for source in list(graph.nodes):
+        lifted = [user for user in source.users if below.get(user, (None,))[0] is source]
+        marks = [user for user in source.users if user.target is copy_in]
+        parameter = source.op == "get_attr"
+        if not lifted or source.meta["sharded"] or not isinstance(source.meta["val"], torch.Tensor):
+            continue
+        if not parameter and not marks and _sum(below[user][1] for user in lifted) <= (nbytes(source), 1):
+            continue
+        copied = source
+        if not parameter:
+            with graph.inserting_after(source):
+                copied = graph.call_function(copy_in, (source,))
+            copied.meta = dict(source.meta) | {"sharded": True}
+        for mark in marks:
+            mark.replace_all_uses_with(copied)
             graph.erase_node(mark)
+        for node in lifted:
+            node.replace_input_with(source, copied)
+            _enter(graph, node)
 
 
-def _only_source(node: Node, trainable: frozenset[str]) -> Node | None:
-    """The one operand that a gradient flows to, of a replicated node without effects that only copies read."""
-    if node.op != "call_function" or node.meta["sharded"] or node.target in MARKS or not node.users:
-        return None
-    unit = node.meta["unit"]
-    if any(user.target is not copy_in or user.meta["unit"] != unit for user in node.users):
-        return None
-    sources = [x for x in node.all_input_nodes if _carries(x, trainable)]
-    if len(sources) != 1 or is_random(node) or aliased(node)[1]:
-        return None
-    return sources[0] if sources[0].op == "get_attr" or sources[0].meta["unit"] == unit else None
+def _copied_below(graph: Graph, trainable: frozenset[str]) -> dict[Node, tuple[Node, tuple[int, int]]]:
+    """Of every node that a copy can be lifted over: the operand it would be lifted to, and (bytes, copies) behind it at
+    best."""
+    below: dict[Node, tuple[Node, tuple[int, int]]] = {}
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node.meta["sharded"] or node.target in MARKS or not node.users:
+            continue
+        unit = node.meta["unit"]
+        inside = [user for user in node.users if below.get(user, (None,))[0] is node]
+        marks = [user for user in node.users if user.target is copy_in]
+        if len(inside) + len(marks) < len(node.users) or any(user.meta["unit"] != unit for user in marks):
+            continue
+        sources = [x for x in node.all_input_nodes if _carries(x, trainable)]
+        if len(sources) != 1 or is_random(node) or aliased(node)[1]:
+            continue
+        if sources[0].op == "get_attr" or sources[0].meta["unit"] == unit:
+            here = (nbytes(node), 1)
+            below[node] = (sources[0], here if marks else min(here, _sum(below[user][1] for user in inside)))
+    return below
+
+
+def _sum(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    first, second = zip(*pairs, strict=True)
+    return sum(first), sum(second)
+
+
+def _enter(graph: Graph, node: Node) -> None:
+    """``node`` and all behind it becomes sharded work, without the copies in between."""
+    node.meta["sharded"] = True
+    for mark in [user for user in node.users if user.target is copy_in]:
+        mark.replace_all_uses_with(node)
+        graph.erase_node(mark)
+    for user in node.users:
+        if not user.meta["sharded"]:
+            _enter(graph, user)
 
 
 def _carries(node: Node, trainable: frozenset[str]) -> bool:
@@ -115,16 +152,6 @@ def _carries(node: Node, trainable: frozenset[str]) -> bool:
 
 def _inexact(value: torch.Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
-
-
-def _from_parameter(node: Node, trainable: frozenset[str]) -> bool:
-    """Whether a parameter and nothing else lies behind a value, by ops that nothing else reads."""
-    while node.op == "call_function" and len([u for u in node.users if u.target is not copy_in]) <= 1:
-        sources = [x for x in node.all_input_nodes if _carries(x, trainable)]
-        if len(sources) != 1 or is_random(node) or aliased(node)[1]:
-            return False
-        node = sources[0]
-    return node.op == "get_attr"
 
 
 def _merge(graph: Graph, node: Node) -> None:

@@ -42,7 +42,7 @@ def take_heads(x: Tensor, dim: int, heads: int, repeats: int, rank: int, tp: int
 
 
 def spread(part: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int) -> Tensor:
-    """The inverse of ``take``, to be summed over the ranks: the part in its places, zero elsewhere; padding is left out.
+    """The inverse of ``take``, to be summed over the ranks: the part in its places, zero elsewhere, without padding.
 
     ``blocks`` are the true extents: one that does not divide was padded.
     """

@@ -1,7 +1,7 @@
 """The vocabulary of sharding decisions: where the parts of a value are, and what one rank does for a node."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
@@ -13,8 +13,9 @@ class Split:
 
     ``dim`` is a concatenation of ``blocks`` (full extents), each divided evenly over the ranks. ``origins`` are the
     weights that the division started from. ``padded`` (0: no padding) is the extent that is divided when the one block
-    does not divide by itself: the excess, at the end of the last rank's part, means nothing. ``summed``: on its way the
-    value was scaled by a statistic that needed a sum over the ranks.
+    does not divide by itself: the excess, at the end of the last rank's part, means nothing. ``summed``: on its way
+    the value was scaled by a statistic that needed a sum over the ranks. ``rows``: (first, per entry) of the output
+    features of its origins that the entries of ``dim`` stand for, where that is known.
     """
 
     dim: int
@@ -22,6 +23,7 @@ class Split:
     origins: tuple[str, ...] = ()
     padded: int = 0
     summed: bool = False
+    rows: tuple[int, int] | None = None
 
     def extent(self, tp: int) -> int:
         """The extent of ``dim`` on one rank."""
@@ -30,6 +32,11 @@ class Split:
     def same(self, other: "Split") -> bool:
         """Whether the parts are the same, wherever they came from."""
         return (self.dim, self.blocks, self.padded) == (other.dim, other.blocks, other.padded)
+
+    def piece(self, start: int, blocks: tuple[int, ...]) -> "Split":
+        """The part of the dimension from ``start`` on that consists of ``blocks``."""
+        rows = self.rows and (self.rows[0] + start * self.rows[1], self.rows[1])
+        return replace(self, blocks=blocks, rows=rows)
 
     def cut(self) -> "Cut":
         return Cut(self.dim, self.blocks, self.padded)
@@ -72,11 +79,11 @@ class Decision:
 
 
 class Unfit(Exception):
-    """An op cannot work on the parts that it is given; ``why`` continues the sentence '<op> in <module> ...'."""
+    """An op cannot work on the parts of ``operands``; ``why`` continues the sentence '<op> in <module> ...'."""
 
-    def __init__(self, node: Node, layouts: tuple[Split, ...], why: str):
+    def __init__(self, node: Node, operands: tuple[Node, ...], why: str):
         super().__init__(why)
-        self.node, self.layouts, self.why = node, layouts, why
+        self.node, self.operands, self.why = node, operands, why
 
 
 class Again(Exception):

@@ -1,21 +1,24 @@
 """Propagation: one walk over the graph decides, from rules per op, which weights are divided and where.
 
-A linear layer with a whole input divides its output features; what follows works on the parts as long as a rule allows
-it; a linear layer whose input features are divided divides its weight alike and ends in a sum over the ranks. An op that
-cannot take a divided value bans the weights it was divided by, and one that cuts it into pieces asks for blocks: in both
-cases the walk starts again. Bans and blocks hold for all layers (numbers in names are wildcards), so a few walks do.
+A linear layer with a whole input divides its output features; what follows works on the parts as long as a rule
+allows it; a linear layer whose input features are divided divides its weight alike and ends in a sum over the ranks. An
+op that cannot take a divided value bans the weights it was divided by, and one that cuts it into pieces asks for
+blocks: in both cases the walk starts again. Bans and blocks hold for all layers (numbers in names are wildcards), so a
+few walks do.
 """
 
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from torch.fx import Node
 
 from megatron_merak.plan import TensorSharding
 
 from .captured import Captured
+from .names import module_path
 from .nodes import op_name, values
 from .placement import Again, Cut, Decision, Layout, Split, Unfit
 
@@ -65,6 +68,8 @@ class Propagation:
         self.held: dict[str, Split] = {}
         self.why: dict[str, str] = {}
         self.extents: dict[str, int] = {}  # weight divided by its output features -> their number
+        self.sizes: dict[str, int] = {}  # and the size of what it makes
+        self.common: dict[Node, None] = {}  # values without a parameter behind them
         self.gathered: dict[Node, None] = {}  # operands that the current node reads whole
 
     def run(self) -> "Propagation":
@@ -73,6 +78,8 @@ class Propagation:
         for node in graph.nodes:
             if node.op == "get_attr" and node.target in self.captured.shapes:
                 self.params[node] = str(node.target)
+            elif all(x in self.common for x in node.all_input_nodes):
+                self.common[node] = None
             if node.op == "output":
                 self._output(node)
             elif node.op == "call_function":
@@ -101,14 +108,20 @@ class Propagation:
         assert not isinstance(layout, tuple), f"{node} makes several tensors"
         return layout
 
+    def subject(self, node: Node) -> Split:
+        """How the first operand of a node is divided, which must be the divided one."""
+        split = self.layout(node.args[0])
+        if split is None:
+            raise self.unfit(node, "takes a divided operand besides its first")
+        return split
+
     def divided(self, nodes: Sequence[Node]) -> list[Node]:
         return [x for x in nodes if self.layout(x) is not None]
 
-    def unfit(self, node: Node, why: str) -> Unfit:
-        """The error to raise when a node cannot work on parts."""
-        operands = dict.fromkeys(x for x in node.all_input_nodes if x not in self.gathered)
-        layouts = [self.layouts[x] for x in operands]
-        return Unfit(node, tuple(s for x in layouts for s in (x if isinstance(x, tuple) else (x,)) if s), why)
+    def unfit(self, node: Node, why: str, culprits: Sequence[Node] = ()) -> Unfit:
+        """The error to raise when a node cannot work on parts: those of ``culprits``, or of all its operands."""
+        operands = dict.fromkeys(x for x in culprits or node.all_input_nodes if x not in self.gathered)
+        return Unfit(node, tuple(x for x in operands if self.layouts[x] is not None), why)
 
     def origins(self, nodes: Sequence[Node]) -> tuple[str, ...]:
         """The weights that the operands were divided by, each once, in order."""
@@ -135,6 +148,10 @@ class Propagation:
         """The parameter that a value is, or is computed from and nothing else."""
         chain = self._chain(node)
         return self.params[chain[-1]] if chain else None
+
+    def column(self, name: str, extent: int, node: Node) -> None:
+        """Remember that a node divides a weight by its ``extent`` output features."""
+        self.extents[name], self.sizes[name] = extent, prod(self.shape(node))
 
     def chosen_row(self, node: Node) -> bool:
         """Whether the user asked to divide the input features of this weight."""
@@ -178,10 +195,10 @@ class Propagation:
         """``node`` back to the parameter that it is computed from and nothing else; [] if there is none."""
         chain = [node]
         while chain[-1] not in self.params:
-            inputs = chain[-1].all_input_nodes
-            if chain[-1].op != "call_function" or len(inputs) != 1 or isinstance(self.layouts[chain[-1]], tuple):
+            source = _source(chain[-1])
+            if source is None or isinstance(self.layouts[chain[-1]], tuple):
                 return []
-            chain.append(inputs[0])
+            chain.append(source)
         return chain
 
     def _pending(self, parameter: Node) -> list[Node] | None:
@@ -190,10 +207,11 @@ class Propagation:
         found: list[Node] = []
         todo = [parameter]
         while todo:
-            for user in todo.pop().users:
+            node = todo.pop()
+            for user in node.users:
                 if user not in self.layouts or user in found:
                     continue
-                if len(user.all_input_nodes) != 1 or user.op != "call_function":
+                if _source(user) is not node:
                     return None
                 found.append(user)
                 todo.append(user)
@@ -209,19 +227,22 @@ class Propagation:
             return False
         return True
 
-    def reblock(self, node: Node, split: Split, blocks: Sequence[int]) -> Exception:
-        """The error to raise when a node shows that the divided dimension consists of other blocks."""
-        total, wanted = sum(blocks), {}
+    def reblock(self, node: Node, split: Split, edges: Sequence[int]) -> Exception:
+        """The error to raise when a node cuts the divided dimension at ``edges``: its weights get blocks that end there
+        too, unless they have them already or a rank's share would not be whole."""
+        wanted = {}
         for origin in split.origins:
             extent = self.extents.get(origin, 0)
-            scale = extent // total
             key = (family(origin), extent)
-            new = tuple(scale * block for block in blocks)
-            if not extent or extent % total or key in self.choices.blocks or any(block % self.tp for block in new):
-                return self.unfit(node, f"takes pieces {tuple(blocks)[:4]} of the divided dimension")
+            known = self.choices.blocks.get(key, (extent,))
+            first, per = split.rows or (0, 0)
+            ends = sorted({sum(known[:k]) for k in range(len(known) + 1)} | {first + per * edge for edge in edges})
+            new = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+            if not extent or not split.rows or new == known or any(block % self.tp for block in new):
+                return self.unfit(node, "takes pieces of the divided dimension that the ranks do not share evenly")
             wanted[key] = new
         if not wanted:
-            return self.unfit(node, f"takes pieces {tuple(blocks)[:4]} of the divided dimension")
+            return self.unfit(node, "takes pieces of the divided dimension")
         self.choices.blocks.update(wanted)
         return Again()
 
@@ -231,7 +252,7 @@ class Propagation:
         try:
             self._decide(node)
         except Unfit as error:
-            if not self._gather(node):
+            if not self._gather(error):
                 self._ban(error)
                 raise Again() from error
 
@@ -262,18 +283,37 @@ class Propagation:
         self.layouts[node] = decision.layout
         self.decisions[node] = replace(decision, gathered=tuple(self.gathered)) if self.gathered else decision
 
-    def _gather(self, node: Node) -> bool:
-        """Try again with the operands made whole, when they are small beside what their weights make."""
-        operands = [x for x in node.all_input_nodes if self.layouts[x] is not None]
-        for x in operands:
-            split = self.layouts[x]
-            if isinstance(split, tuple) or split.padded or x in self.params or not _floating(x):
-                return False
-            if sum(split.blocks) * GATHER_SHARE > min((self.extents.get(o, 0) for o in split.origins), default=0):
-                return False
-        self.gathered = dict.fromkeys(operands)
+    def small(self, node: Node) -> bool:
+        """Whether a divided value is small beside what its weights make."""
+        split = self.layouts[node]
+        if isinstance(split, tuple) or split.padded or node in self.params or not values(node)[0].is_floating_point():
+            return False
+        made = min((self.sizes.get(origin, 0) for origin in split.origins), default=0)
+        return prod(self.shape(node)) * GATHER_SHARE <= made
+
+    def _gather(self, error: Unfit) -> bool:
+        """Try again with the operands made whole, where they, or what they are views of, are small beside what their
+        weights make."""
+        steps: list[tuple[Node, Node]] = []  # (a node to decide again, the operand that it reads whole)
+        for x in error.operands:
+            chain = [error.node]
+            while not self.small(x):
+                divided = [y for y in x.all_input_nodes if self.layouts[y] is not None]
+                if len(divided) != 1 or len(x.users) != 1 or x.op != "call_function":
+                    return False
+                chain.append(x)
+                x = divided[0]
+            steps += [(node, x) for node in reversed(chain)]
+        return bool(steps) and self._decide_again(error.node, steps)
+
+    def _decide_again(self, last: Node, steps: list[tuple[Node, Node]]) -> bool:
         try:
-            self._decide(node)
+            for node, _ in (step for step in steps if step[0] is not last):
+                self.gathered = dict.fromkeys(x for other, x in steps if other is node and x in node.all_input_nodes)
+                self.decisions.pop(node, None)
+                self._decide(node)
+            self.gathered = dict.fromkeys(x for _, x in steps if x in last.all_input_nodes)
+            self._decide(last)
         except Unfit:
             return False
         finally:
@@ -281,8 +321,11 @@ class Propagation:
         return True
 
     def _ban(self, error: Unfit) -> None:
-        origins = dict.fromkeys(o for split in error.layouts for o in split.origins)
-        new = [family(o) for o in origins if not self.choices.ban(o)]
+        layouts = [self.layouts[x] for x in error.operands]
+        splits = [s for x in layouts for s in (x if isinstance(x, tuple) else (x,)) if s]
+        new = [
+            family(o) for o in dict.fromkeys(o for split in splits for o in split.origins) if not self.choices.ban(o)
+        ]
         assert new, f"{error.node} {error.node.target} has no way out: {error.why}"
         for name in new:
             self.choices.banned[name] = f"{op_name(error.node)} in {place(error.node)} {error.why}"
@@ -294,12 +337,14 @@ class Propagation:
         self.decisions[node] = Decision(None, gathered=tuple(divided))
 
 
-def _floating(node: Node) -> bool:
-    return values(node)[0].is_floating_point()
+def _source(node: Node) -> Node | None:
+    """The one value that a node is computed from, but for whole numbers that pick entries of it."""
+    inputs = node.all_input_nodes
+    if node.op != "call_function" or not inputs or len(inputs) > 1 and op_name(node) not in ("index", "index_select"):
+        return None
+    return inputs[0]
 
 
 def place(node: Node) -> str:
     """The module that a node belongs to: "model.layers.0.self_attn"."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
-    return re.sub(r"^L\['self'\]\.?|_modules\.", "", path).strip(".") or "the model"
+    return ".".join(module_path(node)) or "the model"

@@ -47,7 +47,7 @@ def rewrite(captured: Captured, chain: Chain, sharding: Sharding, tp_rank: int, 
     assert sharding.tp == tp and 0 <= tp_rank < tp
     writer = Writer(captured, chain, sharding, tp_rank)
     outputs = writer.run()
-    move(writer.graph, frozenset(captured.trainable))
+    move(writer.graph, frozenset(captured.trainable), tp)
     partial = _settle_parameters(writer.graph, captured, sharding, tp_rank) if tp > 1 else ()
     writer.graph.eliminate_dead_code()
     constants = {
@@ -106,7 +106,9 @@ class Writer:
         if decision.write is not None:
             return decision.write(self, node)
         if decision.layout is None and not decision.reduce:
-            return self._copy(node, lambda x: self._gather(x) if x in decision.gathered else self.new[x], None)
+            return self._copy(
+                node, lambda x: self._gather(x) if x in decision.gathered else self.new[x], None, decision
+            )
         made = self._copy(node, self.operand, decision.layout, decision)
         if not decision.reduce:
             return made

@@ -2,6 +2,7 @@
 values."""
 
 from .propagate import Rule
+from .rules_einsum import einsum
 from .rules_product import addmm, attention, depthwise, grouped, linear, matmul
 from .rules_shape import (
     expand,
@@ -9,6 +10,7 @@ from .rules_shape import (
     index,
     index_select,
     join,
+    like,
     movedim,
     permute,
     repeat,
@@ -36,6 +38,7 @@ STARTERS: dict[str, Rule] = {  # these divide weights though their operands are 
     **_rows("addmm baddbmm", addmm),
     **_rows("mm bmm matmul", matmul),
     **_rows("_grouped_mm transformers.grouped_mm_fallback", grouped),
+    "einsum": einsum,
     "embedding": embedding,
 }
 
@@ -48,7 +51,8 @@ RULES: dict[str, Rule] = {
     "movedim.intlist": movedim,
     "unsqueeze": unsqueeze,
     "squeeze": squeeze,
-    **_rows("expand expand_as", expand),
+    "expand": expand,
+    **_rows("expand_as view_as reshape_as", like),
     "repeat": repeat,
     "repeat_interleave": repeat_interleave,
     **_rows("split chunk split_with_sizes tensor_split", split),

@@ -53,7 +53,7 @@ def addmm(p: Propagation, node: Node) -> Decision | None:
 
 
 def grouped(p: Propagation, node: Node) -> Decision | None:
-    """Rows of a [tokens, i] times the weight of their expert, b [experts, i, o]; experts are not divided, weights are."""
+    """Rows of a [tokens, i] times their expert's weight, b [experts, i, o]; experts are not divided, weights are."""
     a, b = node.args[:2]
     split, weight = p.layout(a), p.layout(b)
     if split and split.dim != 1 or weight and weight.dim == 0 or len(p.shape(a)) != 2:
@@ -67,6 +67,9 @@ def product(p: Propagation, m: Product) -> Decision | None:
         return None
     if a is None and b is None:
         return _row(p, m) if p.chosen_row(m.b) else _column(p, m)
+    inner = [x for x, s in ((m.a, a), (m.b, b)) if s and s.dim >= len(p.shape(x)) - 2]
+    if a and b and len(inner) == 1:
+        raise p.unfit(m.node, "multiplies values that are divided differently", inner)
     if a and a.dim == len(p.shape(m.a)) - 1 or b and b.dim == m.contracted:
         return _row(p, m)
     rank = len(p.shape(m.node))
@@ -83,20 +86,22 @@ def product(p: Propagation, m: Product) -> Decision | None:
 
 def _column(p: Propagation, m: Product) -> Decision | None:
     """Divide the weight's output features: the input enters whole, the output is divided."""
-    name = p.weight(m.b)
-    if name is None:
+    left = p.weight(m.b) is None and len(p.shape(m.a)) == 2  # weight @ x: its rows are the output features
+    weight, dim = (m.a, 0) if left else (m.b, m.out)
+    name = p.weight(weight)
+    if name is None or left and m.added is not None:
         return None
-    extent = p.shape(m.b)[m.out]
+    extent = p.shape(weight)[dim]
     padded = p.padding(extent)
     if padded is None:
         p.note(name, f"its {extent} output features do not divide by {p.tp}")
         return None
     blocks = p.choices.blocks.get((family(name), extent), (extent,))
     padded = padded if len(blocks) == 1 else 0
-    if not p.demand(m.b, Cut(m.out, blocks, padded), "column parallel: its output features are divided"):
+    if not p.demand(weight, Cut(dim, blocks, padded), "column parallel: its output features are divided"):
         return None
-    p.extents[name] = extent
-    return _divided(p, m, Split(len(p.shape(m.node)) - 1, blocks, (name,), padded))
+    p.column(name, extent, m.node)
+    return _divided(p, m, Split(len(p.shape(m.node)) - 1 - left, blocks, (name,), padded, rows=(0, 1)))
 
 
 def _divided(p: Propagation, m: Product, split: Split) -> Decision:
@@ -138,7 +143,7 @@ def _row(p: Propagation, m: Product) -> Decision | None:
             return None
         cuts[m.a] = Cut(last, (extent,))
     elif a is None:
-        cuts[m.a] = Cut(last, b.blocks, b.padded)
+        p.bring_as(cuts, m.a, Cut(last, b.blocks, b.padded), "row parallel: its input is divided")
     elif b is None:
         source = ", ".join(family(origin) for origin in a.origins[:3])
         p.bring_as(cuts, m.b, Cut(m.contracted, a.blocks, a.padded), f"row parallel: its input is divided by {source}")
@@ -163,10 +168,9 @@ def attention(p: Propagation, node: Node) -> Decision:
     divided = p.divided([query, key, value])
     if not divided:
         raise p.unfit(node, "takes a divided mask")
-    dims = dict.fromkeys(p.layout(x).dim for x in divided)
-    dim = next(iter(dims))
-    if len(dims) > 1 or dim >= rank - 2:
-        raise p.unfit(node, "needs whole positions and features of its heads")
+    dim = min(p.layout(x).dim for x in divided)
+    if inner := [x for x in divided if p.layout(x).dim != dim or dim >= rank - 2]:
+        raise p.unfit(node, "needs whole positions and features of its heads", inner)
     heads = {x: p.shape(x)[dim] for x in (query, key, value)}
     blocks = {x: p.layout(x).blocks for x in divided}
     uniform = len(dict.fromkeys(heads.values())) == 1

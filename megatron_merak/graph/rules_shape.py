@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from .nodes import values
+from .nodes import op_name, values
 from .placement import Cut, Decision, Split
 from .propagate import Propagation
 from .rules_value import argument
@@ -18,13 +18,15 @@ aten = torch.ops.aten
 def view(p: Propagation, node: Node) -> Decision:
     """Find the smallest group of dimensions, in and out, that holds the divided one, and where its parts land."""
     x = node.args[0]
-    split, before, after = p.layout(x), p.shape(x), p.shape(node)
+    split, before, after = p.subject(node), p.shape(x), p.shape(node)
     if prod(before) != prod(after) or values(x)[0].dtype != values(node)[0].dtype:
         raise p.unfit(node, "reads a divided value as another type")
     (first, last), (start, stop) = _group(before, after, split.dim)
     inside = [dim for dim in range(start, stop) if after[dim] != 1]
     if prod(before[first:last]) == before[split.dim] and len(inside) == 1:
         made = replace(split, dim=inside[0])
+        if p.small(x) and after[made.dim - 1] == 1 != before[split.dim - 1]:
+            raise p.unfit(node, "makes one head of the divided features")
         return _viewed(p, node, made)
     if split.padded or len(dict.fromkeys(split.blocks)) > 1:
         raise p.unfit(node, f"views {before} as {after}")
@@ -35,13 +37,20 @@ def view(p: Propagation, node: Node) -> Decision:
         if seen * extent > outer or seen == outer and extent > 1:
             pieces, rest = divmod(outer, seen)
             if rest == 0 and extent % (pieces * p.tp) == 0:
-                return _viewed(p, node, replace(split, dim=dim, blocks=(extent // pieces,) * pieces))
+                rows = _rows(split, before, first) if seen == 1 else None
+                per = before[split.dim] * rows[1] // extent if rows else 0
+                rows = (rows[0], per) if rows and per * extent == before[split.dim] * rows[1] else None
+                return _viewed(p, node, replace(split, dim=dim, blocks=(extent // pieces,) * pieces, rows=rows))
             whole = len(split.blocks) == 1 and split.dim == first and before[first] % extent == 0
             if rest == 0 and pieces == 1 and whole:
-                raise p.reblock(node, split, (before[first] // extent,) * extent)
+                raise p.reblock(node, split, range(0, before[first] + 1, before[first] // extent))
             break
         seen *= extent
     raise p.unfit(node, f"views {before} as {after}")
+
+
+def _rows(split: Split, before: Sequence[int], first: int) -> tuple[int, int] | None:
+    return split.rows if prod(before[first : split.dim]) == 1 else None
 
 
 def _viewed(p: Propagation, node: Node, split: Split) -> Decision:
@@ -85,7 +94,7 @@ def permute(p: Propagation, node: Node) -> Decision:
         order = [dim % len(order) for dim in node.args[1]]
     else:
         order.reverse()
-    split = p.layout(x)
+    split = p.subject(node)
     return Decision(replace(split, dim=order.index(split.dim)))
 
 
@@ -96,19 +105,19 @@ def movedim(p: Propagation, node: Node) -> Decision:
     order = [dim for dim in range(rank) if dim not in [s % rank for s in source]]
     for place, dim in sorted(zip((t % rank for t in target), (s % rank for s in source), strict=True)):
         order.insert(place, dim)
-    split = p.layout(x)
+    split = p.subject(node)
     return Decision(replace(split, dim=order.index(split.dim)))
 
 
 def unsqueeze(p: Propagation, node: Node) -> Decision:
-    split = p.layout(node.args[0])
+    split = p.subject(node)
     dim = node.args[1] % len(p.shape(node))
     return Decision(replace(split, dim=split.dim + (dim <= split.dim)))
 
 
 def squeeze(p: Propagation, node: Node) -> Decision:
     x = node.args[0]
-    split, shape = p.layout(x), p.shape(x)
+    split, shape = p.subject(node), p.shape(x)
     dims = node.args[1] if len(node.args) > 1 else range(len(shape))
     dims = [dim % len(shape) for dim in ([dims] if isinstance(dims, int) else dims)]
     gone = [dim for dim in dims if shape[dim] == 1]
@@ -118,74 +127,83 @@ def squeeze(p: Propagation, node: Node) -> Decision:
 
 def expand(p: Propagation, node: Node) -> Decision:
     x = node.args[0]
-    split = p.layout(x)
+    split = p.subject(node)
     shape = p.shape(node)
     made = replace(split, dim=split.dim + len(shape) - len(p.shape(x)))
     return Decision(made, args=(x, local(p, shape, made)), target=aten.expand.default)
 
 
+def like(p: Propagation, node: Node) -> Decision:
+    """expand_as, view_as: a whole value stays whole, whatever becomes of the other."""
+    x = node.args[0]
+    target = aten.expand.default if op_name(node) == "expand_as" else aten.reshape.default
+    if p.layout(x) is None:
+        p.common.update({node: None} if x in p.common else {})
+        return Decision(None, args=(x, list(p.shape(node))), target=target)
+    return expand(p, node) if target is aten.expand.default else view(p, node)
+
+
 def repeat(p: Propagation, node: Node) -> Decision:
     x = node.args[0]
-    split = p.layout(x)
+    split = p.subject(node)
     made = replace(split, dim=split.dim + len(node.args[1]) - len(p.shape(x)))
     times = node.args[1][made.dim]
     if times != 1 and split.padded:
         raise p.unfit(node, "repeats a padded dimension")
-    return Decision(replace(made, blocks=split.blocks * times))
+    return Decision(replace(made, blocks=split.blocks * times, rows=split.rows if times == 1 else None))
 
 
 def repeat_interleave(p: Propagation, node: Node) -> Decision:
     x, times = node.args[:2]
-    split, rank, dim = p.layout(x), len(p.shape(x)), argument(node, "dim")
-    if not isinstance(times, int) or dim is None or split is None:
+    split, rank, dim = p.subject(node), len(p.shape(x)), argument(node, "dim")
+    if not isinstance(times, int) or dim is None:
         raise p.unfit(node, "repeats by a tensor")
     if dim % rank != split.dim:
         return Decision(split)
     if split.padded:
         raise p.unfit(node, "repeats a padded dimension")
-    return Decision(replace(split, blocks=tuple(times * block for block in split.blocks)))
+    made = replace(split, blocks=tuple(times * block for block in split.blocks), rows=None)
+    return Decision(made, args=(x, times, dim), target=aten.repeat_interleave.self_int)
 
 
-def _pieces(p: Propagation, node: Node, split: Split, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """The blocks of each piece when the divided dimension is cut at ``bounds``."""
+def _pieces(p: Propagation, node: Node, split: Split, bounds: Sequence[tuple[int, int]]) -> list[Split]:
+    """Each piece when the divided dimension is cut at ``bounds``."""
     edges = [0]
     for block in split.blocks:
         edges.append(edges[-1] + block)
     if split.padded and any(bound != (0, edges[-1]) for bound in bounds):
         raise p.unfit(node, "takes pieces of a padded dimension")
     if all(a in edges and b in edges for a, b in bounds):
-        return [split.blocks[edges.index(a) : edges.index(b)] for a, b in bounds]
-    every = sorted({*edges, *(edge for bound in bounds for edge in bound)})
-    raise p.reblock(node, split, [b - a for a, b in zip(every, every[1:], strict=False)])
+        return [split.piece(a, split.blocks[edges.index(a) : edges.index(b)]) for a, b in bounds]
+    raise p.reblock(node, split, sorted({edge for bound in bounds for edge in bound}))
 
 
 def split(p: Propagation, node: Node) -> Decision:
     """split, chunk, split_with_sizes, tensor_split."""
     x = node.args[0]
-    layout, dim = p.layout(x), argument(node, "dim") % len(p.shape(x))
+    layout, dim = p.subject(node), argument(node, "dim") % len(p.shape(x))
     sizes = [tuple(value.shape)[dim] for value in values(node)]
     if dim != layout.dim:
         return Decision((layout,) * len(sizes))
     edges = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-    pieces = _pieces(p, node, layout, list(zip(edges, edges[1:], strict=False)))
-    made = tuple(replace(layout, blocks=blocks) for blocks in pieces)
+    made = tuple(_pieces(p, node, layout, list(zip(edges, edges[1:], strict=False))))
     args = (x, [piece.extent(p.tp) for piece in made], dim)
     return Decision(made, args=args, target=aten.split_with_sizes.default)
 
 
 def unbind(p: Propagation, node: Node) -> Decision:
     x = node.args[0]
-    layout, dim = p.layout(x), argument(node, "dim") % len(p.shape(x))
+    layout, dim = p.subject(node), argument(node, "dim") % len(p.shape(x))
     if dim == layout.dim:
-        raise p.reblock(node, layout, (1,) * p.shape(x)[dim])
+        raise p.reblock(node, layout, range(p.shape(x)[dim] + 1))
     return Decision((replace(layout, dim=layout.dim - (dim < layout.dim)),) * len(values(node)))
 
 
 def select(p: Propagation, node: Node) -> Decision:
     x = node.args[0]
-    layout, dim = p.layout(x), node.args[1] % len(p.shape(x))
+    layout, dim = p.subject(node), node.args[1] % len(p.shape(x))
     if dim == layout.dim:
-        raise p.reblock(node, layout, (1,) * p.shape(x)[dim])
+        raise p.reblock(node, layout, range(p.shape(x)[dim] + 1))
     return Decision(replace(layout, dim=layout.dim - (dim < layout.dim)))
 
 
@@ -199,7 +217,7 @@ def _bounds(node: Node, extent: int) -> tuple[int, int, int]:
 
 def slice_(p: Propagation, node: Node) -> Decision:
     x = node.args[0]
-    layout, rank = p.layout(x), len(p.shape(x))
+    layout, rank = p.subject(node), len(p.shape(x))
     dim = argument(node, "dim") % rank
     extent = p.shape(x)[dim]
     start, stop, step = _bounds(node, extent)
@@ -208,11 +226,11 @@ def slice_(p: Propagation, node: Node) -> Decision:
     if step > 1:
         if len(layout.blocks) > 1 or (extent // p.tp) % step or start >= step or stop != extent or layout.padded:
             raise p.unfit(node, "takes every so many entries of the divided dimension")
-        made = replace(layout, blocks=(extent // step,))
+        made = replace(layout, blocks=(extent // step,), rows=None)
         return Decision(made, args=(x, dim, start, extent // p.tp, step))
     siblings = [u for u in x.users if u.target is node.target and argument(u, "dim") % rank == dim]
     others = [bound[:2] for u in siblings if (bound := _bounds(u, extent))[2] == 1 and bound[0] < bound[1]]
-    made = replace(layout, blocks=_pieces(p, node, layout, [(start, stop), *others])[0])
+    made = _pieces(p, node, layout, [(start, stop), *others])[0]
     return Decision(made, args=(x, dim, start // p.tp, stop // p.tp))
 
 
@@ -243,10 +261,10 @@ def join(p: Propagation, node: Node) -> Decision:
 def index(p: Propagation, node: Node) -> Decision:
     """x[i, j]: the divided dimension must not be indexed, and the indices be whole."""
     x, indices = node.args[:2]
-    layout = p.layout(x)
+    layout = p.subject(node)
     used = [dim for dim, i in enumerate(indices) if i is not None]
     whole = all(p.layout(i) is None for i in indices if i is not None)
-    if layout is None or not whole or layout.dim in used:
+    if not whole or layout.dim in used:
         raise p.unfit(node, "indexes the divided dimension")
     if any(values(indices[dim])[0].dtype in (torch.bool, torch.uint8) for dim in used):
         raise p.unfit(node, "selects by a mask")
@@ -273,16 +291,16 @@ def gather(p: Propagation, node: Node) -> Decision:
 
 def index_select(p: Propagation, node: Node) -> Decision:
     x, dim = node.args[:2]
-    layout = p.layout(x)
-    if layout is None or layout.dim == dim % len(p.shape(x)):
+    layout = p.subject(node)
+    if layout.dim == dim % len(p.shape(x)):
         raise p.unfit(node, "selects along the divided dimension")
     return Decision(layout)
 
 
 def same(p: Propagation, node: Node) -> Decision:
     """Ops along other dimensions that keep the divided one as it is (roll, flip, tril, pad at the end)."""
-    layout = p.layout(node.args[0])
-    if layout is None or layout.dim in _touched(p, node):
+    layout = p.subject(node)
+    if layout.dim in _touched(p, node):
         raise p.unfit(node, "works along the divided dimension")
     return Decision(layout)
 
@@ -301,7 +319,7 @@ def _touched(p: Propagation, node: Node) -> list[int]:
 
 def view_as_complex(p: Propagation, node: Node) -> Decision:
     """A last dimension of 2 appears or disappears; it must not be the divided one."""
-    layout = p.layout(node.args[0])
+    layout = p.subject(node)
     if layout.dim >= min(len(p.shape(node.args[0])), len(p.shape(node))):
         raise p.unfit(node, "takes apart the divided dimension")
     return Decision(layout)

@@ -1,5 +1,7 @@
 """Rules of ops that keep positions: elementwise ones, and those that reduce or scan along dimensions."""
 
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch._ops import OpOverload
@@ -53,16 +55,19 @@ def pointwise(p: Propagation, node: Node) -> Decision:
         dim = first.dim - (rank - len(shape))
         if dim >= 0 and shape[dim] != 1:
             p.bring(cuts, x, Cut(dim, first.blocks, first.padded))
+            if x in cuts and x not in p.common and first.dim == rank - 1 > 0 and prod(shape) == prod(p.shape(node)):
+                raise p.unfit(node, "combines the parts with a whole value of the same size")
         elif not summed:
             summed = _statistic(p, x)
-    return Decision(Split(first.dim, first.blocks, p.origins(divided), first.padded, summed), cuts)
+    rows = first.rows if all(p.layout(x).rows == first.rows for x in divided) else None
+    return Decision(replace(first, origins=p.origins(divided), summed=summed, rows=rows), cuts)
 
 
 def aligned(p: Propagation, node: Node, rank: int) -> Split:
     """How an operand is divided, its dimension counted in a result of ``rank`` dimensions (they align at the end)."""
     split = p.layout(node)
     assert split is not None
-    return Split(split.dim + rank - len(p.shape(node)), split.blocks, split.origins, split.padded, split.summed)
+    return replace(split, dim=split.dim + rank - len(p.shape(node)))
 
 
 def _statistic(p: Propagation, node: Node, depth: int = 8) -> bool:
@@ -89,14 +94,12 @@ def _dims(p: Propagation, node: Node, name: str) -> tuple[int, ...]:
 def reduction(p: Propagation, node: Node) -> Decision:
     """Reducing other dimensions keeps the parts; a sum or mean along the divided one is a partial sum."""
     x = node.args[0]
-    split = p.layout(x)
-    if split is None:
-        raise p.unfit(node, "takes a divided operand besides its first")
+    split = p.subject(node)
     dims = _dims(p, node, "dim")
     if split.dim not in dims:
         kept = argument(node, "keepdim") or 0
         dim = split.dim if kept else split.dim - sum(other < split.dim for other in dims)
-        made = Split(dim, split.blocks, split.origins, split.padded, split.summed)
+        made = replace(split, dim=dim)
         several = not isinstance(node.meta["val"], type(values(node)[0])) and len(values(node)) > 1
         return Decision(tuple(made for _ in values(node)) if several else made)
     name = op_name(node)
@@ -107,24 +110,24 @@ def reduction(p: Propagation, node: Node) -> Decision:
 
 def along(p: Propagation, node: Node) -> Decision:
     """Ops along one dimension that keep the shape (softmax, cumsum): it must not be the divided one."""
-    split = p.layout(node.args[0])
-    if split is None or split.dim in _dims(p, node, "dim"):
+    split = p.subject(node)
+    if split.dim in _dims(p, node, "dim"):
         raise p.unfit(node, "works along the divided dimension")
     return Decision(split)
 
 
 def norm(p: Propagation, node: Node) -> Decision:
     """layer_norm, rms_norm: the normalised dimensions, the last ones, must be whole."""
-    split = p.layout(node.args[0])
+    split = p.subject(node)
     count = len(argument(node, "normalized_shape"))
-    if split is None or split.dim >= len(p.shape(node.args[0])) - count:
+    if split.dim >= len(p.shape(node.args[0])) - count:
         raise p.unfit(node, "normalises over the divided dimension")
     return Decision(split)
 
 
 def selection(p: Propagation, node: Node) -> Decision:
     """topk, sort: several results along a dimension that is not the divided one."""
-    split = p.layout(node.args[0])
-    if split is None or split.dim == argument(node, "dim") % len(p.shape(node.args[0])):
+    split = p.subject(node)
+    if split.dim == argument(node, "dim") % len(p.shape(node.args[0])):
         raise p.unfit(node, "selects along the divided dimension")
     return Decision((split,) * len(values(node)))

@@ -1,4 +1,4 @@
-"""All tensor-parallel ranks of a rewritten model in one process: node by node together, collectives among themselves."""
+"""All tensor-parallel ranks of a rewritten model in one process, node by node together."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

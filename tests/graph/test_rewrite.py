@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.graph.lockstep import compare
-from tests.graph.tiny import gradients, randomise, tiny
 
 from megatron_merak.graph.capture import capture
 from megatron_merak.graph.shard import shard
+from tests.graph.lockstep import compare
+from tests.graph.tiny import gradients, randomise, tiny
 
 
 def check(name, tp, double=False, **overrides):
