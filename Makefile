@@ -16,12 +16,13 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity-full bench clean
+.PHONY: help install train test lint parity parity-full bench clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
 	@echo "make test         style check, then every test but the exhaustive ones; ARGS='tests/data -k blend'"
-	@echo "make parity-full  every layout against one process (long)"
+	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
+	@echo "make parity-full  every layout of the native models against one process (long)"
 	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
 	@echo "make install      only the set-up that all of these share; idempotent"
 	@echo "make clean        remove build products and caches; .venv and runs/ stay"
@@ -38,6 +39,9 @@ test: lint
 lint: install
 	@$(PY) -m ruff check --output-format concise .
 	@$(PY) -m ruff format --check -q .
+
+parity: install
+	@$(PY) tools/parity.py --write $(ARGS)
 
 parity-full: install
 	@$(PY) -m pytest -q -m slow --timeout 3600 tests/parity $(ARGS)

@@ -25,7 +25,7 @@ class Distance:
 
 
 # fp32: sums are taken in another order, nothing else. bf16: two correct bf16 models differ by as much as each differs
-# from fp32; docs/parity.md shows that distance beside ours.
+# from fp32; docs/parity_native.md shows that distance beside ours.
 TOLERANCE = {"fp32": Distance(1e-5, 1e-5, 1e-5, 1e-5), "bf16": Distance(1e-2, 3e-2, 4e-2, 2e-1)}
 
 

@@ -1,4 +1,4 @@
-"""docs/parity.md from a full sweep."""
+"""docs/parity_native.md from a full sweep."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from .compare import TOLERANCE, Distance, distance
 from .families import FAMILIES, HEADS, HIDDEN, LAYERS, SEQUENCE
 from .reference import reference
 
-TEXT = """# Parity: every layout computes what one process computes
+TEXT = """# Parity of the native models: every layout computes what one process computes
 
 Each cell is the largest difference over both schedules (gpipe, 1f1b), with and without recomputation of every
 layer: {cases} runs in all, each against **one process that runs HuggingFace's own model** (`GPT2LMHeadModel`,
@@ -38,7 +38,7 @@ What is equal to the bit is in `tests/parity/test_bitwise.py`, with the reason w
 |---|---:|---:|---:|
 {own}
 
-Regenerate: `make parity-full ARGS="--parity-table docs/parity.md"`
+Regenerate: `make parity-full ARGS="--parity-table docs/parity_native.md"`
 """
 
 

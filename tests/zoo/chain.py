@@ -77,7 +77,7 @@ def check_tensor_parallel(subject: Subject, sharding: Sharding) -> Cell:
     for rank, found in enumerate(ranks):
         merged = {name: merge(sharding.tensors[name], [r[name] for r in ranks], rank) for name in found}
         error, name = gradient_difference(nonzero(merged, wanted), wanted)
-        if not error <= worst:
+        if error > worst:
             worst, where = error, name
         for name, full in merged.items():
             if not torch.equal(part(full, sharding.tensors[name], rank, sharding.tp), found[name]):

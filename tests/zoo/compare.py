@@ -1,5 +1,6 @@
 """When two runs are the same: the limits of the parity table, and what is written into its cells."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -48,16 +49,18 @@ def gradient_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor
     worst, where = 0.0, ""
     for name in sorted(wanted.keys() | found.keys()):
         if name not in wanted:
-            error = float("inf") if found[name].any() else 0.0
+            error = math.inf if found[name].any() else 0.0
         elif name not in found or found[name].shape != wanted[name].shape:
-            error = float("inf")
+            error = math.inf
         else:
             scale = float(wanted[name].abs().max())
             difference = float((found[name] - wanted[name]).abs().max())
             floor = NO_GRADIENT * largest
             limit = LIMITS[wanted[name].dtype][1]
             error = difference / scale if scale > floor else limit * difference / max(floor, 1e-300)
-        if not error <= worst:
+        if math.isnan(error):
+            error = math.inf
+        if error > worst:
             worst, where = error, name
     return worst, where
 

@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megatron_merak.graph.empty import init_empty_weights
 from megatron_merak.graph.shard import shard
 
 from .chain import Subject, check_chain, check_tensor_parallel
-from .compare import BROKEN, DOUBLE, REFUSED, WRONG, Cell
+from .compare import BROKEN, REFUSED, WRONG, Cell
 from .configs import KV_HEADS
 from .curve import check_curve
 from .doubled import doubled
@@ -37,8 +37,11 @@ def subject_of(specimen: Specimen, dtype: torch.dtype = torch.float32) -> Subjec
     return Subject(model, batch, loss, gradients, captured, cut(captured), dtype)
 
 
-def row(model_type: str) -> dict[str, Any]:
-    """JSON-safe. ``left_out`` is why the unmodified model does not train; ``refused`` why it is not captured."""
+def row(model_type: str, asked: Sequence[str] = CELLS) -> dict[str, Any]:
+    """JSON-safe; ``asked`` are the cells to measure.
+
+    ``left_out`` is why the unmodified model does not train, ``refused`` why it is not captured.
+    """
     start = time.perf_counter()
     head = heads()[model_type]
     found: dict[str, Any] = {"type": model_type, "mapping": head.mapping, "class": head.class_name}
@@ -52,10 +55,10 @@ def row(model_type: str) -> dict[str, Any]:
     if subject is None:
         return found | {failure.state: failure.text, "seconds": time.perf_counter() - start}
     found |= {"how": subject.captured.how, "notes": list(subject.captured.notes)}
-    return found | cells(specimen, subject) | {"seconds": time.perf_counter() - start}
+    return found | cells(specimen, subject, asked) | {"seconds": time.perf_counter() - start}
 
 
-def cells(specimen: Specimen, subject: Subject) -> dict[str, Any]:
+def cells(specimen: Specimen, subject: Subject, asked: Sequence[str]) -> dict[str, Any]:
     twins: list[Subject] = []
 
     def twin() -> Subject:
@@ -63,16 +66,18 @@ def cells(specimen: Specimen, subject: Subject) -> dict[str, Any]:
             twins.append(subject_of(specimen, torch.float64))
         return twins[0]
 
-    found: dict[str, Any] = {}
-    degrees = (2, 4) if specimen.config_value("num_key_value_heads") == KV_HEADS else (2,)
-    for stages in (2, 3):
-        found[f"pp{stages}"] = twice(lambda s, k=stages: check_chain(s, shard(s.captured, 1), k), subject, twin)
-    for tp in degrees:
-        found[f"tp{tp}"] = twice(lambda s, n=tp: check_tensor_parallel(s, shard(s.captured, n)), subject, twin)
-    share, failure = attempt(lambda: shard(subject.captured, 2).share())
-    found["share"] = share
-    cell, failure = attempt(lambda: check_curve(specimen, subject))
-    found["curve"] = (cell or failure).to_dict()
+    checks: dict[str, Callable[[Subject], Cell]] = {
+        "pp2": lambda s: check_chain(s, shard(s.captured, 1), 2),
+        "pp3": lambda s: check_chain(s, shard(s.captured, 1), 3),
+        "tp2": lambda s: check_tensor_parallel(s, shard(s.captured, 2)),
+    }
+    if specimen.config_value("num_key_value_heads") == KV_HEADS:
+        checks["tp4"] = lambda s: check_tensor_parallel(s, shard(s.captured, 4))
+    found: dict[str, Any] = {name: twice(check, subject, twin) for name, check in checks.items() if name in asked}
+    found["share"], _ = attempt(lambda: shard(subject.captured, 2).share())
+    if "curve" in asked:
+        cell, failure = attempt(lambda: check_curve(specimen, subject))
+        found["curve"] = (cell or failure).to_dict()
     return found
 
 
@@ -97,6 +102,3 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Cell]:
     except Exception as error:
         last = traceback.format_exception(error)[-6:]
         return None, Cell(BROKEN, text=f"{type(error).__name__}: {error}"[:300] + "\n" + "".join(last)[-1500:])
-
-
-__all__ = ["CELLS", "DOUBLE", "FULL", "row"]

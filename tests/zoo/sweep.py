@@ -10,7 +10,7 @@ import resource
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .heads import heads
-from .measure import row
+from .measure import CELLS, row
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("megatron_merak", "tests/zoo", "tests/graph")
@@ -76,15 +76,21 @@ def sweep(
             job.kill()
 
 
+def measure_apart(model_type: str, asked: Sequence[str] = CELLS, timeout: float = 100.0) -> Row:
+    """One row, from a process of its own."""
+    job = _Job(model_type, timeout, asked)
+    return job.finish(job.pipe.poll(timeout))
+
+
 class _Job:
     """The process of one type; it leads a process group of its own, so that its ranks go with it."""
 
-    def __init__(self, model_type: str, timeout: float):
+    def __init__(self, model_type: str, timeout: float, asked: Sequence[str] = CELLS):
         context = multiprocessing.get_context("fork")
         self.model_type, self.timeout = model_type, timeout
         self.deadline = time.monotonic() + timeout
         self.pipe, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_measure, args=(model_type, theirs))
+        self.process = context.Process(target=_measure, args=(model_type, asked, theirs))
         self.process.start()
         theirs.close()
 
@@ -106,11 +112,11 @@ class _Job:
         self.pipe.close()
 
 
-def _measure(model_type: str, pipe: Connection) -> None:
+def _measure(model_type: str, asked: Sequence[str], pipe: Connection) -> None:
     os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     with quiet():
-        pipe.send(row(model_type))
+        pipe.send(row(model_type, asked))
 
 
 @contextlib.contextmanager
