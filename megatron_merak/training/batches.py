@@ -175,6 +175,12 @@ class Loading:
             raise DataError("a dataset of length", len(self.dataset), reason, remedy)
         return division
 
+    def __len__(self) -> int:
+        """Batches of one replica and epoch, as a ``DataLoader`` tells callbacks."""
+        if self.streamed:
+            raise TypeError("a stream has no length")
+        return self.division.batches
+
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
         """This replica's batches of an epoch, without its first ``skip``."""
         if hasattr(self.dataset, "set_epoch"):

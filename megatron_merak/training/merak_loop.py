@@ -25,7 +25,8 @@ DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should
 class TrainingLoop:
     """``trainer``: a MerakTrainer, whose state, control and engine this loop drives. Collective over all ranks."""
 
-    def __init__(self, trainer, resume: Path | None):
+    def __init__(self, trainer, resume: Path | None, ignored_outputs: list[str] | None = None):
+        self.ignored_outputs = ignored_outputs
         self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
         self.handler, self.loading = trainer.callback_handler, trainer.callback_handler.train_dataloader
         division = self.loading.division
@@ -187,7 +188,7 @@ class TrainingLoop:
             self._tell("on_save")
 
     def _evaluate(self, moves_rate: bool = True) -> dict[str, float]:
-        metrics = self.trainer.evaluate()
+        metrics = self.trainer.evaluate(ignore_keys=self.ignored_outputs)
         if self.rate.follows_metric and moves_rate:
             self.rate.follow(self._metric(metrics))
         return metrics

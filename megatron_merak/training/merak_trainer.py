@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import functools
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,7 +101,7 @@ class MerakTrainer:
         self.model_init, self.model = model_init, model_init() if model is None else model
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = self._default_collator() if data_collator is None else data_collator
-        self.compute_metrics, self.preprocess_logits = compute_metrics, preprocess_logits_for_metrics
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self._check()
         self._describe()
         self.callback_handler = self._callback_handler(callbacks or [])
@@ -206,8 +207,17 @@ class MerakTrainer:
 
     def create_engine(self, example: Batch) -> CapturedTrainer:
         """Capture the model, cut and divide it, take its weights or draw them. Collective."""
+        began, name = time.time(), type(self.model).__name__
         decayed = frozenset(decayed_parameters(self.model))
-        return CapturedTrainer(self.model, example, self.settings(), self.mesh, lambda name, shape: name in decayed)
+        engine = CapturedTrainer(self.model, example, self.settings(), self.mesh, lambda name, shape: name in decayed)
+        self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
+        for note in engine.blueprint.captured.notes:
+            self._say(f"{name}: {note}")
+        return engine
+
+    def _say(self, text: str) -> None:
+        if self.is_world_process_zero() and not self.args.disable_tqdm:
+            print(text, file=sys.stderr, flush=True)
 
     def settings(self) -> CapturedSettings:
         args = self.args
@@ -239,8 +249,15 @@ class MerakTrainer:
 
     # Training
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Train; from the newest checkpoint in ``output_dir`` (True), from a directory, or from the beginning."""
+        if trial is not None:
+            raise ConfigError("trial", trial, "there is no search of hyperparameters", "Start one run per trial")
         resume = None
         if resume_from_checkpoint:
             resume = run_directory.find(self.args.output_dir, resume_from_checkpoint, self.control_group)
@@ -255,7 +272,7 @@ class MerakTrainer:
         self.callback_handler.train_dataloader = self.feed.training(self.train_dataset)
         self.is_in_train = True
         try:
-            return TrainingLoop(self, resume).run()
+            return TrainingLoop(self, resume, ignore_keys_for_eval).run()
         finally:
             self.is_in_train = False
 
@@ -348,7 +365,7 @@ class MerakTrainer:
             everyone,
             self._predicted,
             self.engine.accepts_num_items,
-            self.preprocess_logits,
+            self.preprocess_logits_for_metrics,
         )
         output = evaluation.run(self.compute_metrics, prefix)
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
