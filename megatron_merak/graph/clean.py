@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.inplace import aliasing, call, out_of_place, written
-from megatron_merak.graph.unlift import Raw
+from megatron_merak.graph.unlift import Raw, source
 
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain_range", "_functional_assert", "_functional_sym_constrain_range")
@@ -21,6 +22,7 @@ _TRANSPOSED = ("numpy_T", "t", "transpose", "permute", "adjoint", "mT")
 def clean(raw: Raw, outputs: Sequence[str], how: str) -> Captured:
     """Raises TraceError for what a graph cannot repeat: a region under autocast, a forward that changes its tables."""
     graph = raw.module.graph
+    _refuse_dynamic(graph)
     _inline_regions(graph, raw.module)
     for node in list(graph.nodes):
         if _name(node).startswith(_CHECKS) and not node.users:
@@ -59,6 +61,18 @@ def _attribute(module: torch.nn.Module, name: str) -> object:
     return operator.attrgetter(name)(module)
 
 
+def _refuse_dynamic(graph: Graph) -> None:
+    """A tensor whose shape depends on values, and what vmap leaves behind when it is traced."""
+    for node in graph.nodes:
+        values = tree_leaves(node.meta.get("val"))
+        if any(isinstance(n, torch.SymInt) for v in values for n in (v.shape if isinstance(v, Tensor) else (v,))):
+            reason = f"{source(node)} makes a tensor whose shape depends on values, and shapes in a graph are fixed"
+            raise TraceError("model code", node.name, reason, "Mask what is not wanted instead of selecting the rest")
+        if "_batch_dim" in node.name:
+            reason = f"{source(node)} uses torch.vmap, which a captured graph cannot hold"
+            raise TraceError("model code", node.name, reason, "Write it with broadcasting")
+
+
 def _inline_regions(graph: Graph, owner: torch.nn.Module, nested: bool = False) -> None:
     """Replace ``with torch.no_grad()`` regions by what they do, a ``detach`` on what leaves them."""
     for node in list(graph.nodes):
@@ -70,7 +84,7 @@ def _inline_regions(graph: Graph, owner: torch.nn.Module, nested: bool = False) 
             _, _, enabled, _, body, *args = node.args
             if enabled:
                 reason = "it runs part of the forward under autocast"
-                raise TraceError("model code", _source(node), reason, "Cast where it matters, or use dtype=")
+                raise TraceError("model code", source(node), reason, "Cast where it matters, or use dtype=")
         else:
             continue
         inner = _attribute(owner, body.target)
@@ -83,7 +97,7 @@ def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_gra
     for part, shared in written(inner).items() if no_grad else ():
         if shared[0].op == "placeholder":
             reason = "it writes into a value from outside of torch.no_grad(), so the gradient would change"
-            raise TraceError("model code", _source(part), reason, "Write into a copy")
+            raise TraceError("model code", source(part), reason, "Write into a copy")
     known = dict(zip(inner.find_nodes(op="placeholder"), args, strict=True))
     with graph.inserting_before(node):
         for part in inner.nodes:
@@ -121,15 +135,10 @@ def _refuse_state(graph: Graph) -> None:
         if shared[0].op != "get_attr":
             continue
         if not shared[0].target.endswith("num_batches_tracked"):
-            reason = f"{_source(node)} changes it in the forward, and a captured graph keeps no state"
+            reason = f"{source(node)} changes it in the forward, and a captured graph keeps no state"
             raise TraceError("buffer", shared[0].target, reason, "Keep it constant, or compute it from the batch")
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
-
-
-def _source(node: Node) -> str:
-    readers = [n for n in (node, *node.users) if n.meta.get("stack_trace")]
-    return readers[0].meta["stack_trace"].strip().splitlines()[-1].strip() if readers else node.name
 
 
 def _drop_dead(graph: Graph) -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 import numpy
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.fx import Graph, Node
 
 aten = torch.ops.aten
@@ -29,12 +30,27 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def native() -> Iterator[None]:
-    """Let transformers' models take the branch for training where they have another one for export to other runtimes.
+    """Let transformers compute as in training where it knows that it is traced, and torch check no distributions.
 
-    A model that also asks whether it is being compiled means the two together, and is left alone.
+    A model that takes another branch for export to other runtimes takes that for training; one that also asks whether
+    it is being compiled means the two together, and is left alone. Masks made by functions of positions are made by
+    broadcasting, as most are anyway, since a graph cannot hold ``vmap``.
     """
+    from transformers import masking_utils
+
+    def broadcast(mask_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*positions: Tensor) -> Tensor:
+            axes = [[None] * i + [slice(None)] + [None] * (len(positions) - 1 - i) for i in range(len(positions))]
+            mask = mask_function(*(p[tuple(axis)] for p, axis in zip(positions, axes, strict=True)))
+            return mask.expand([p.numel() for p in positions])
+
+        return made
+
     asking = [m for name, m in sorted(sys.modules.items()) if name.startswith("transformers.models.")]
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Distribution, "_validate_args", False))
+        if hasattr(masking_utils, "_vmap_expansion_sdpa"):
+            patches.enter_context(mock.patch.object(masking_utils, "_vmap_expansion_sdpa", broadcast))
         for module in asking:
             if "is_torchdynamo_exporting" in vars(module) and "is_torchdynamo_compiling" not in vars(module):
                 patches.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))

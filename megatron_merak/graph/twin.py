@@ -30,8 +30,10 @@ def make_twin(model: nn.Module, training: bool, dtype: torch.dtype | None) -> nn
         memo[id(parameter)] = fake_parameter(parameter, mode, cast if parameter.is_floating_point() else None)
     for name, buffer in model.named_buffers():
         if is_fake(buffer):
-            reason = "it has no values, and values of buffers are part of the model"
-            raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), not on device 'meta'")
+            reason = (
+                "it has no values (it was made on device 'meta' or from a parameter), and they are part of the model"
+            )
+            raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), or with its weights")
         memo[id(buffer)] = buffer.cpu()
     twin = copy.deepcopy(model, memo).train(training)
     for module in twin.modules():

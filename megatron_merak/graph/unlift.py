@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -45,7 +44,7 @@ def unlift(program: ExportedProgram, model: nn.Module) -> Raw:
         if name not in kept:
             with graph.inserting_before(node):
                 kept[name] = graph.create_node("get_attr", name)
-            value = node.meta["val"] if spec.kind == InputKind.PARAMETER else _constant(program, model, name)
+            value = node.meta["val"] if spec.kind == InputKind.PARAMETER else _constant(program, model, name, node)
             kept[name].meta["val"] = values[name] = value
             if spec.kind == InputKind.BUFFER and spec.persistent:
                 buffers[name] = None
@@ -65,10 +64,19 @@ def unlift(program: ExportedProgram, model: nn.Module) -> Raw:
     )
 
 
-def _constant(program: ExportedProgram, model: nn.Module, name: str) -> Tensor:
+def source(node: Node) -> str:
+    """The model's line of code that a node, or what reads it, comes from."""
+    traces = [n.meta["stack_trace"] for n in (node, *node.users) if n.meta.get("stack_trace")]
+    if not traces:
+        return node.name
+    *_, place, code = traces[0].strip().splitlines()
+    return f"{place.strip()}: {code.strip()}"
+
+
+def _constant(program: ExportedProgram, model: nn.Module, name: str, node: Node) -> Tensor:
     value = dict(model.named_buffers(remove_duplicate=False)).get(name)
     value = program.constants[name] if value is None else value
     if is_fake(value):
-        reason = "it has no values, since it was computed from parameters that have none"
-        raise TraceError("constant", name, reason, "Register it as a buffer that does not depend on parameters")
-    return value.detach().cpu() if isinstance(value, Tensor) else torch.as_tensor(value)
+        reason = f"{source(node)} uses the values of a parameter apart from its gradient (.data, or a copy of it)"
+        raise TraceError("model", type(model).__name__, reason, "Use the parameter itself, or a buffer")
+    return value.detach().cpu()

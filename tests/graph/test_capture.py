@@ -353,6 +353,22 @@ def test_gradient_hooks_are_refused():
         capture(model, {"x": torch.randn(3, 4)})
 
 
+def test_shapes_that_depend_on_values_are_refused():
+    with pytest.raises(TraceError, match=r"test_capture.py.* shape depends on values"):
+        capture(Net(lambda m, y: y[y > 0].sum()), {"x": torch.randn(3, 4)})
+    with pytest.raises(TraceError, match=r"test_capture.py.* torch.vmap"):
+        capture(Net(lambda m, y: torch.vmap(lambda row: row.exp().sum())(y).sum()), {"x": torch.randn(3, 4)})
+
+
+def test_values_of_parameters_apart_from_their_gradient_are_refused():
+    def clipping(module, y):
+        module.layer.weight.data.clamp_(-1, 1)
+        return y.sum()
+
+    with pytest.raises(TraceError, match=r"test_capture.py.* uses the values of a parameter apart from its gradient"):
+        capture(Net(clipping), {"x": torch.randn(3, 4)})
+
+
 def test_constants_without_values_are_refused():
     with torch.device("meta"):
         model = nn.BatchNorm1d(4)
