@@ -124,7 +124,8 @@ def _chain(line: Line, cuts: Sequence[int]) -> Chain:
 
 def align(chain: Chain, reference: Chain) -> Chain:
     """``chain``, of another capture of the same model (another shape, evaluation), cut as ``reference`` is: unit k of
-    both reads the same parameters and has the same name. Raises PlanError where that is impossible."""
+    both has the same name and reads the same parameters, or fewer of them where this capture does without (what only
+    training uses). Raises PlanError where that is impossible."""
     line = Line(_graph(chain), chain.kinds)
     marks, expected = _landmarks(line), _landmarks(Line(_graph(reference), reference.kinds))
     where = {node: k for k, unit in enumerate(reference.units) for node in unit}
@@ -146,9 +147,10 @@ def align(chain: Chain, reference: Chain) -> Chain:
         cuts.append(place)
     made = replace(_chain(line, cuts), names=reference.names)
     for name, mine, theirs in zip(made.names, made.parameters, reference.parameters, strict=True):
-        if set(mine) != set(theirs):
-            different = ", ".join(sorted(set(mine) ^ set(theirs))[:3])
-            raise _misfit(name, f"only one of the two captures uses {different} in it")
+        if extra := [key for key in mine if key not in theirs]:
+            raise _misfit(name, f"it reads {', '.join(extra[:3])} there, which the first capture does not")
+        if theirs and not mine:
+            raise _misfit(name, "it reads no parameters there")
     return made
 
 

@@ -242,6 +242,32 @@ def test_evaluation_hands_out_logits():
         assert all(node in aligned.units[-1] for node in captured.module.graph.output_node().all_input_nodes)
 
 
+def test_repeated_layers_are_told_apart_by_their_order():
+    class Model(Loss):
+        def body(self, x):
+            for _ in range(4):
+                x = self.parts[0](x).relu()
+            return self.parts[1](x)
+
+    model = Model(nn.Linear(8, 8), nn.Linear(8, 8))
+    one, other = (cut(capture(model, {"x": torch.randn(n, 8), "y": torch.randn(n, 8)})) for n in (6, 4))
+    assert align(other, one).names == ("parts.0#1", "parts.0#2", "parts.0#3", "parts.0#4", "parts.1")
+    assert [op_name(unit[0]) for unit in align(other, one).units] == ["linear"] * 5
+
+
+def test_evaluation_may_do_without_a_parameter_but_not_add_one():
+    class Model(Loss):
+        def body(self, x):
+            x = self.parts[1](self.parts[0](x).relu())
+            return self.parts[2](x + self.parts[3].bias if self.training else x)
+
+    model, batch = Model(*(nn.Linear(8, 8) for _ in range(4))), {"x": torch.randn(6, 8), "y": torch.randn(6, 8)}
+    training, evaluation = (cut(capture(model, batch, training=mode)) for mode in (True, False))
+    assert align(evaluation, training).names == training.names == ("parts.0", "parts.1", "parts.2")
+    with pytest.raises(PlanError, match="parts.3.bias"):
+        align(training, evaluation)
+
+
 def test_another_model_does_not_align():
     chains = [cut(captured_family("gpt2", **sizes)) for sizes in ({}, {"num_hidden_layers": 3})]
     for one, other in (chains, chains[::-1]):
