@@ -1,0 +1,136 @@
+"""What one rank holds of a captured model: its parts of the parameters that its stage uses, filled."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..checkpoint.hf import ModuleSource, fill
+from ..checkpoint.store import Shard
+from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
+from ..parallel.mesh import Mesh
+from ..plan import TensorSharding
+from .blueprint import DTYPES, Blueprint
+from .initialise import Initialiser
+
+Decay = Callable[[str, tuple[int, ...]], bool]
+
+
+def decay_matrices(name: str, shape: tuple[int, ...]) -> bool:
+    """Megatron-LM's rule: vectors (norms, biases) have no weight decay."""
+    return len(shape) > 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter: how it is divided, its storage (padding included), whether of all stages this one counts it."""
+
+    sharding: TensorSharding
+    storage: Tensor
+    counted: bool
+
+    def shard(self, mesh: Mesh, storage: Tensor) -> Shard:
+        tensor, tp = self.sharding, mesh.grid.tp
+        shape = tensor.local_shape(mesh.tp_rank, tp)
+        view = storage if tensor.dim is None else storage.narrow(tensor.dim, 0, shape[tensor.dim])
+        owner = self.counted and mesh.dp_rank == 0
+        return Shard(tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), view, owner)
+
+
+def stored_shape(tensor: TensorSharding, tp: int) -> tuple[int, ...]:
+    """The shape of a rank's part with its padding."""
+    if tensor.dim is None:
+        return tensor.shape
+    extent = tensor.shape[tensor.dim] if tensor.padded is None else tensor.padded
+    return tensor.shape[: tensor.dim] + (extent // tp,) + tensor.shape[tensor.dim + 1 :]
+
+
+class Holdings:
+    """Of one stage on one rank: trainable parameters as views of ``buffer``, frozen ones beside it.
+
+    Parameters that the loss does not use stay with the first stage, so that nothing is lost on the way to disk.
+    parameters: what segments read, by name. stages_of: the stages that use each parameter of the model.
+    """
+
+    def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, decay: Decay):
+        self.blueprint, self.stage, self.mesh = blueprint, stage, mesh
+        self.stages_of = blueprint.stages_of()
+        used = [blueprint.chain.parameters[unit] for unit in blueprint.plan.stages[stage].units]
+        owner = {name: min(k for k, names in enumerate(used) if name in names) for names in used for name in names}
+        self.buffer = self._make_buffer([[n for n in names if owner[n] == k] for k, names in enumerate(used)], decay)
+        self.held = {name: self._hold(name) for name in owner}
+        trainable = blueprint.captured.trainable
+        self.parameters = {name: nn.Parameter(held.storage, name in trainable) for name, held in self.held.items()}
+        if stage == 0:
+            self.held |= {name: self._spare(name, parameter) for name, parameter in self._unused()}
+
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """The trainable parameters."""
+        return {parameter: name for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @property
+    def replicated(self) -> frozenset[str]:
+        """Parameters of which every tensor-parallel rank holds all."""
+        return frozenset(name for name in self.parameters if self.held[name].sharding.dim is None)
+
+    def _make_buffer(self, units: list[list[str]], decay: Decay) -> ParameterBuffer:
+        blueprint, tp = self.blueprint, self.mesh.grid.tp
+        tensors, settings = blueprint.sharding.tensors, blueprint.settings
+
+        def entry(name: str) -> BufferEntry:
+            tensor = tensors[name]
+            return BufferEntry(name, stored_shape(tensor, tp), decay(name, tensor.shape), self._counted(name))
+
+        entries = [[entry(name) for name in names if name in blueprint.captured.trainable] for names in units]
+        bucket = settings.parallel.ddp_bucket_size or default_bucket_elements(self.mesh.grid.dp)
+        return ParameterBuffer(entries, DTYPES[settings.dtype], self.mesh.device, bucket)
+
+    def _counted(self, name: str) -> bool:
+        """Whether of all ranks of a replica that hold the same values this one counts and writes them."""
+        whole = self.blueprint.sharding.tensors[name].dim is None
+        return self.stages_of[name][0] == self.stage and (not whole or self.mesh.tp_rank == 0)
+
+    def _hold(self, name: str) -> Held:
+        captured, tensor = self.blueprint.captured, self.blueprint.sharding.tensors[name]
+        if name in captured.trainable:
+            return Held(tensor, self.buffer.parameter(name), self._counted(name))
+        shape = stored_shape(tensor, self.mesh.grid.tp)
+        storage = torch.zeros(shape, dtype=captured.dtypes[name], device=self.mesh.device)
+        return Held(tensor, storage, self._counted(name))
+
+    def _unused(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.blueprint.model.named_parameters():
+            if name not in self.stages_of and name not in self.blueprint.captured.aliases:
+                yield name, parameter
+
+    def _spare(self, name: str, parameter: nn.Parameter) -> Held:
+        storage = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.mesh.device)
+        return Held(TensorSharding(name, tuple(parameter.shape)), storage, self.mesh.tp_rank == 0)
+
+    def shards(self, flat: Tensor | None = None) -> Iterator[Shard]:
+        """``flat`` ([buffer.size]: gradients, optimizer state) as shards of HuggingFace tensors; None: all weights."""
+        for name, held in self.held.items():
+            if flat is None:
+                yield held.shard(self.mesh, held.storage)
+            elif name in self.buffer.slots:
+                yield held.shard(self.mesh, self.buffer.view(flat, name))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Take the values from where the model was loaded, from the model itself, or from its own random rule."""
+        model, seed = self.blueprint.model, self.blueprint.settings.seed
+        source = getattr(model, "merak_source", None) or ModuleSource(model)
+        empty = {name for name, parameter in model.named_parameters() if isinstance(parameter, FakeTensor)}
+        available = {*source.names()} - (empty if isinstance(source, ModuleSource) else set())
+        shards = list(self.shards())
+        fill([shard for shard in shards if shard.name in available], source)
+        drawn = [shard for shard in shards if shard.name not in available]
+        initialiser = Initialiser(model) if drawn else None
+        for shard in drawn:
+            full = initialiser.draw(shard.name, seed)
+            if shard.dim is not None:
+                full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
+            shard.tensor.copy_(full)
