@@ -57,16 +57,17 @@ def save_hf(
         files, index = _split(model, tensors, max_shard_size)
         needed = sum(tensor.nbytes for tensor in tensors.values())
     fresh = directory / _FRESH
-    with together(group, device), disk_errors(directory, _REMEDY):
-        if gather.first:
-            _prepare(directory, needed)
-            _write_config(fresh, model, gather.dtypes, processing_class)
     try:
+        with together(group, device), disk_errors(directory, _REMEDY):
+            if gather.first:
+                _prepare(directory, needed)
+                _write_config(fresh, model, gather.dtypes, processing_class)
         for file, names in files.items():
             _write_weights(fresh / file, {name: tensors[name] for name in names}, gather, group, device)
         with together(group, device), disk_errors(directory, _REMEDY):
             if gather.first:
-                _write_json(fresh / (WEIGHTS + INDEX), index) if index else None
+                if index is not None:
+                    _write_json(fresh / (WEIGHTS + INDEX), index)
                 _publish(directory, fresh)
     finally:
         if gather.first:

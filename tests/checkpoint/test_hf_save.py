@@ -143,6 +143,13 @@ def test_a_failed_write_leaves_the_earlier_save(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_tokenizer_that_cannot_be_saved_leaves_nothing(tmp_path):
+    model = build("llama")
+    with pytest.raises(AttributeError, match="save_pretrained"):
+        save_hf(tmp_path / "out", model, shards(model), processing_class=object())
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_a_second_save_replaces_all_of_the_first(tmp_path):
     model, other = build("llama"), build("gpt2")
     save_hf(tmp_path, model, shards(model), max_shard_size=LIMIT)
