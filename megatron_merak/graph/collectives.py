@@ -67,7 +67,9 @@ def _linear_in(user: Node, x: Node) -> bool:
     name = op_name(user)
     if user.meta.get("unit") != x.meta.get("unit") or user.meta.get("sharded") or aliased(user)[1]:
         return False
-    if user.op != "call_function" or user.args.count(x) != 1 or user.meta["val"].dtype != x.meta["val"].dtype:
+    if user.op != "call_function" or user.args.count(x) != 1 or not isinstance(user.meta["val"], torch.Tensor):
+        return False
+    if user.meta["val"].dtype != x.meta["val"].dtype:
         return False
     if name == "add":
         others = [other for other in user.args if other is not x]
