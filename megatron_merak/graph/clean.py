@@ -22,8 +22,8 @@ _TRANSPOSED = ("numpy_T", "t", "transpose", "permute", "adjoint", "mT")
 def clean(raw: Raw, outputs: Sequence[str], how: str) -> Captured:
     """Raises TraceError for what a graph cannot repeat: a region under autocast, a forward that changes its tables."""
     graph = raw.module.graph
-    _refuse_dynamic(graph)
-    _inline_regions(graph, raw.module)
+    _refuse_dynamic(graph, raw.model)
+    _inline_regions(graph, raw.module, raw.model)
     for node in list(graph.nodes):
         if _name(node).startswith(_CHECKS) and not node.users:
             graph.erase_node(node)
@@ -61,19 +61,19 @@ def _attribute(module: torch.nn.Module, name: str) -> object:
     return operator.attrgetter(name)(module)
 
 
-def _refuse_dynamic(graph: Graph) -> None:
+def _refuse_dynamic(graph: Graph, model: str) -> None:
     """A tensor whose shape depends on values, and what vmap leaves behind when it is traced."""
     for node in graph.nodes:
         values = tree_leaves(node.meta.get("val"))
         if any(isinstance(n, torch.SymInt) for v in values for n in (v.shape if isinstance(v, Tensor) else (v,))):
             reason = f"{source(node)} makes a tensor whose shape depends on values, and shapes in a graph are fixed"
-            raise TraceError("model code", node.name, reason, "Mask what is not wanted instead of selecting the rest")
+            raise TraceError("model", model, reason, "Mask what is not wanted instead of selecting the rest")
         if "_batch_dim" in node.name:
             reason = f"{source(node)} uses torch.vmap, which a captured graph cannot hold"
-            raise TraceError("model code", node.name, reason, "Write it with broadcasting")
+            raise TraceError("model", model, reason, "Write it with broadcasting")
 
 
-def _inline_regions(graph: Graph, owner: torch.nn.Module, nested: bool = False) -> None:
+def _inline_regions(graph: Graph, owner: torch.nn.Module, model: str, nested: bool = False) -> None:
     """Replace ``with torch.no_grad()`` regions by what they do, a ``detach`` on what leaves them."""
     for node in list(graph.nodes):
         kind = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -83,21 +83,21 @@ def _inline_regions(graph: Graph, owner: torch.nn.Module, nested: bool = False) 
         elif kind == "wrap_with_autocast":
             _, _, enabled, _, body, *args = node.args
             if enabled:
-                reason = "it runs part of the forward under autocast"
-                raise TraceError("model code", source(node), reason, "Cast where it matters, or use dtype=")
+                reason = f"{source(node)} runs under autocast, which later passes would not see"
+                raise TraceError("model", model, reason, "Cast where it matters, or use dtype=")
         else:
             continue
         inner = _attribute(owner, body.target)
         no_grad = kind == "wrap_with_set_grad_enabled" and not enabled
-        _inline_regions(inner.graph, inner, nested or no_grad)
-        _inline(graph, node, inner.graph, args, no_grad)
+        _inline_regions(inner.graph, inner, model, nested or no_grad)
+        _inline(graph, node, inner.graph, args, no_grad, model)
 
 
-def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_grad: bool) -> None:
+def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_grad: bool, model: str) -> None:
     for part, shared in written(inner).items() if no_grad else ():
         if shared[0].op == "placeholder":
-            reason = "it writes into a value from outside of torch.no_grad(), so the gradient would change"
-            raise TraceError("model code", source(part), reason, "Write into a copy")
+            reason = f"{source(part)} writes into a value from outside of torch.no_grad(), so the gradient would change"
+            raise TraceError("model", model, reason, "Write into a copy")
     known = dict(zip(inner.find_nodes(op="placeholder"), args, strict=True))
     with graph.inserting_before(node):
         for part in inner.nodes:

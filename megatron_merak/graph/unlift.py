@@ -13,8 +13,12 @@ from megatron_merak.graph.empty import is_fake
 
 @dataclass(frozen=True, eq=False)
 class Raw:
-    """An uncleaned graph. aliases: every further name of a tied parameter -> its first; buffers: persistent ones."""
+    """An uncleaned graph of a ``model`` of that class. aliases: every further name of a tied parameter -> its first.
 
+    buffers: those in the state dict.
+    """
+
+    model: str
     module: GraphModule
     parameters: tuple[str, ...]
     trainable: frozenset[str]
@@ -56,6 +60,7 @@ def unlift(program: ExportedProgram, model: nn.Module) -> Raw:
     module = GraphModule(values, graph)
     parameters = tuple(name for name in kept if name in first.values())
     return Raw(
+        type(model).__name__,
         module,
         parameters,
         frozenset(name for name, p in model.named_parameters() if p.requires_grad),

@@ -130,7 +130,8 @@ def _difference(cls: type[Function], args: tuple[Any, ...]) -> str:
                     compared += error is not None
                     worst = max(worst, error or 0.0)
         except Exception as error:  # whatever the user's code raises for values that it was not made for
-            why = f"the two could not be compared ({type(error).__name__}: {error})"
+            text = " ".join(str(error).split())[:200]
+            why = f"the two could not be compared ({type(error).__name__}: {text})"
             continue
         if not compared:
             return "no random values gave finite results"
