@@ -1,13 +1,14 @@
 """Rotary embedding and causal attention: the rows of ``fuse`` that work on heads."""
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from .. import ops
 from .fuse_pointwise import put, value
 from .inplace import call as new_node
 from .nodes import is_op
-from .patterns import Any, Either, Found, add, call, mul
+from .patterns import Any, Either, Found, add, call, mul, narrowed
 
 aten = torch.ops.aten
 
@@ -16,6 +17,12 @@ _FIRST = call("slice", Any("x"), Any("dim"), Either((0, None)), Any("half"), 1)
 _SECOND = call("slice", Any("x"), Any("dim"), Any("half"), Any("end"), 1)
 _TURNED = call("cat", [call("neg", _SECOND), _FIRST], Any("last"))
 _ROTARY = add(mul(Any("x"), Any("cos")), mul(_TURNED, Any("sin")))
+
+# The same from tables of half the width: (a cos - b sin, b cos + a sin) of the halves a and b.
+_PAIR = call("chunk", Any("x"), 2, Any("dim"))
+_A, _B = call("getitem", _PAIR, 0), call("getitem", _PAIR, 1)
+_UPPER = call("sub", mul(_A, Any("cos")), mul(_B, Any("sin")))
+_BY_HALVES = call("cat", [_UPPER, add(mul(_B, Any("cos")), mul(_A, Any("sin")))], Any("last"))
 
 # Only the first features of each head are turned; the others are put back behind them.
 _WHOLE = Any("whole")
@@ -58,6 +65,18 @@ def _partial_rotary(graph: Graph, root: Node, found: Found) -> Node | None:
     if found["end"] < rotated or found["end of rest"] < value(x).shape[-1]:
         return None
     return _turn(graph, root, found, x, rotated)
+
+
+def _rotary_by_halves(graph: Graph, root: Node, found: Found) -> Node | None:
+    x, tables = found["x"], (found["cos"], found["sin"])
+    last = value(x).dim() - 1
+    if any(dim % (last + 1) != last for dim in (found["dim"], found["last"])) or value(x).dtype != value(root).dtype:
+        return None
+    for table in tables:
+        common = isinstance(table, Node) and table.meta.get("unit") is None and value(table).dim() == last + 1
+        if not common or 2 * value(table).shape[-1] != value(x).shape[-1]:
+            return None
+    return put(graph, root, ops.rotary, x, *tables)
 
 
 def _turn(graph: Graph, root: Node, found: Found, x: Node, rotated: int) -> Node | None:
@@ -154,9 +173,67 @@ def _by_position(graph: Graph, root: Node, heads: Node) -> Node:
     return new_node(graph, root, aten.transpose.int, heads, 1, 2)
 
 
+# Attention of any other kind: of PyTorch, or written out.
+_GENERAL = call(
+    "scaled_dot_product_attention",
+    *(Any("query"), _repeated("key"), _repeated("value")),
+    *(Any("mask"), Any("dropout"), False, Any("scale")),
+)
+_SCORES = call("matmul", Any("query"), call("transpose", _repeated("key"), Any("dim"), Any("other dim")))
+_SCALED = Either((mul(_SCORES, Any("factor")), call("div", _SCORES, Any("divisor")), _SCORES))
+_SOFTMAX = call("softmax", Either((add(_SCALED, Any("mask")), _SCALED)), -1, Any("type"))
+_WEIGHTS = Either((call("dropout", narrowed(_SOFTMAX), Any("dropout"), True), narrowed(_SOFTMAX)))
+_WRITTEN_OUT = call("matmul", _WEIGHTS, _repeated("value"))
+
+
+def _general_attention(graph: Graph, root: Node, found: Found) -> Node | None:
+    query, key, values = (value(found[name]) for name in ("query", "key", "value"))
+    mask = found.values.get("mask")
+    if any(x.dim() != 4 or x.dtype != value(root).dtype for x in (query, key, values)):
+        return None
+    if key.shape[:3] != values.shape[:3] or query.shape[0] != key.shape[0] or query.shape[1] % key.shape[1]:
+        return None
+    if query.shape[3] != key.shape[3] or value(root).shape != (*query.shape[:3], values.shape[3]):
+        return None
+    if mask is not None and not _is_mask(mask, query, key):
+        return None
+    dropout = found.values.get("dropout", 0.0)
+    operands = (found[name] for name in ("query", "key", "value"))
+    made = put(graph, root, ops.attention, *operands, mask, dropout, found.values["scale"])
+    made.meta["random"] = dropout > 0
+    return made
+
+
+def _is_mask(mask: Node, query: Tensor, key: Tensor) -> bool:
+    """Common to all units, so without gradient, and of a shape and type that go with the scores."""
+    if not isinstance(mask, Node) or mask.meta.get("unit") is not None or value(mask).dim() != 4:
+        return False
+    scores = (*query.shape[:3], key.shape[2])
+    fits = all(extent in (1, n) for extent, n in zip(value(mask).shape, scores, strict=True))
+    return fits and value(mask).shape[3] == scores[3] and value(mask).dtype in (torch.bool, query.dtype)
+
+
+def _written_out_attention(graph: Graph, root: Node, found: Found) -> Node | None:
+    if sorted(dim % 4 for dim in (found["dim"], found["other dim"])) != [2, 3]:
+        return None
+    if found["type"] is not None and found["type"].itemsize < value(root).dtype.itemsize:
+        return None
+    mask = found.values.get("mask")
+    if isinstance(mask, Node) and value(mask).dtype == torch.bool:
+        return None
+    factor = found.values.get("factor", 1.0)
+    divisor = found.values.get("divisor", 1.0)
+    if not isinstance(factor, int | float) or not isinstance(divisor, int | float):
+        return None
+    return _general_attention(graph, root, Found({**found.values, "scale": factor / divisor}, found.nodes))
+
+
 ROWS = (
     ("partial rotary", _PARTIAL, _partial_rotary),
     ("rotary", _ROTARY, _rotary),
+    ("rotary", _BY_HALVES, _rotary_by_halves),
     ("causal attention", _JOINED, _joined_attention),
     ("causal attention", _ATTENTION, _attention),
+    ("attention", _GENERAL, _general_attention),
+    ("attention", _WRITTEN_OUT, _written_out_attention),
 )

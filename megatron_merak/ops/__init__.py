@@ -5,7 +5,7 @@ place behind the same signature.
 """
 
 from .activation import gated, gelu_tanh, swiglu
-from .attention import causal_attention
+from .attention import attention, causal_attention
 from .cross_entropy import linear_cross_entropy
 from .linear import WeightGradientSink, embedding, embedding_part, linear
 from .norm import layer_norm, rms_norm
@@ -14,6 +14,7 @@ from .rotary import rotary, rotary_angles
 
 __all__ = [
     "WeightGradientSink",
+    "attention",
     "bias_dropout_add",
     "causal_attention",
     "embedding",

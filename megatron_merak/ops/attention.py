@@ -1,4 +1,4 @@
-"""Causal self-attention on heads."""
+"""Attention on heads: causal, and with a mask."""
 
 import math
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 # Up to this length a CPU is faster with whole rows of scores than with torch's tiled kernel; measured on AVX-512 cores.
 _SHORT = 512
+_SHORT_MASKED = 256
 _BLOCK = 128
 
 
@@ -89,3 +90,38 @@ def causal_attention(
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return out.transpose(1, 2).flatten(2)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e] with n a multiple of g -> [b, n, s, e].
+
+    mask [1 or b, 1 or n, 1 or s, t], without gradient: False hides a key, numbers are added to the scores. scale: of
+    the scores, None for 1 / sqrt(d).
+    """
+    if query.device.type == "cpu" and query.shape[2] <= _SHORT_MASKED:
+        return _whole_rows(query, key, value, mask, dropout, query.shape[-1] ** -0.5 if scale is None else scale)
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and mask is not None and query.device.type != "cpu":
+        # Beside a mask no fused kernel of an accelerator shares heads.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        grouped = False
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, False, scale=scale, enable_gqa=grouped)
+
+
+def _whole_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float) -> Tensor:
+    batch, heads, length, dim = query.shape
+    rows = query.reshape(batch, key.shape[1], -1, dim) * scale
+    scores = (rows @ key.transpose(2, 3)).view(batch, heads, length, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    wide = torch.promote_types(query.dtype, torch.float32)
+    part = torch.ops.aten._safe_softmax(scores, -1, wide).to(query.dtype)
+    part = F.dropout(part, dropout) if dropout > 0 else part
+    return (part.view(*rows.shape[:3], -1) @ value).view(batch, heads, length, -1)

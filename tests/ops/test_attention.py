@@ -1,9 +1,9 @@
-"""Causal attention against its formula in float64, on lengths of one block, of several, and past the short ones."""
+"""Attention against its formula in float64, on lengths of one block, of several, and past the short ones."""
 
 import pytest
 import torch
 
-from megatron_merak.ops import causal_attention
+from megatron_merak.ops import attention, causal_attention
 
 TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)]
 
@@ -77,3 +77,52 @@ def test_dropout_is_drawn_from_the_default_stream_and_keeps_the_mean(length):
         drawn.append(causal_attention(query, key, torch.ones_like(value), 0.3))
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     assert drawn[0].mean().item() == pytest.approx(1.0, abs=0.05)
+
+
+def general_formula(query, key, value, mask, scale):
+    keys, values = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
+    scores = query @ keys.mT * (scale or query.shape[-1] ** -0.5)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ values
+
+
+MASKS = {
+    "none": lambda s, t: None,
+    "window": lambda s, t: torch.ones(s, t).tril(t - s).triu(t - s - 3).bool().view(1, 1, s, t),
+    "keys": lambda s, t: (torch.arange(t) < t - 2).view(1, 1, 1, t).repeat(2, 1, 1, 1),
+    "per head": lambda s, t: torch.randn(1, 4, s, t, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize(("length", "keys"), [(6, 6), (6, 9), (300, 300)])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_attention_with_any_mask(length, keys, groups, name, dtype, tolerance):
+    generator = torch.Generator().manual_seed(length + groups)
+    shapes = [(2, 4, length, 8), (2, groups, keys, 8), (2, groups, keys, 8)]
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    upstream, mask = torch.randn(2, 4, length, 8, generator=generator).to(dtype), MASKS[name](length, keys)
+    given = mask.to(dtype) if mask is not None and mask.dtype != torch.bool else mask
+    wide = given.double() if given is not None and given.dtype != torch.bool else given
+    exact = gradients(lambda *x: general_formula(*x, wide, 0.7), [t.double() for t in inputs], upstream.double())
+    found = gradients(lambda *x: attention(*x, given, scale=0.7), inputs, upstream)
+    for ours, truth in zip(found, exact, strict=True):
+        assert ours.dtype == dtype and (ours.double() - truth).abs().max() <= tolerance * truth.abs().max()
+
+
+@pytest.mark.parametrize("length", [6, 300])
+def test_a_query_without_any_key_gives_zero(length):
+    inputs = [torch.randn(1, 2, length, 8) for _ in range(3)]
+    mask = torch.ones(length, length).tril(-1).bool().view(1, 1, length, length)
+    out, *grads = gradients(lambda *x: attention(*x, mask), inputs, torch.ones(1, 2, length, 8))
+    assert not out[:, :, 0].any() and all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("length", [64, 300])
+def test_dropout_of_masked_attention(length):
+    query, key = torch.randn(2, 4, length, 8), torch.randn(2, 2, length, 8)
+    torch.manual_seed(3)
+    out = attention(query, key, torch.ones_like(key), dropout=0.3)
+    assert out.mean().item() == pytest.approx(1.0, abs=0.05) and out.std() > 0.01
