@@ -16,13 +16,14 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full bench clean
+.PHONY: help install train test lint parity parity-full test-slow bench clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
 	@echo "make test         style check, then every test but the exhaustive ones; ARGS='tests/data -k blend'"
 	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"
+	@echo "make test-slow    the other long sweeps: every model type's weights, the largest shapes"
 	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
 	@echo "make install      only the set-up that all of these share; idempotent"
 	@echo "make clean        remove build products and caches; .venv and runs/ stay"
@@ -45,6 +46,9 @@ parity: install
 
 parity-full: install
 	@$(PY) -m pytest -q -m slow --timeout 3600 tests/parity $(ARGS)
+
+test-slow: install
+	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity $(ARGS)
 
 bench: install
 	@$(PY) benchmarks/step.py $(ARGS)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..checkpoint.hf import ModuleSource, fill
 from ..checkpoint.store import Shard
+from ..parallel.agree import together
 from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
 from ..parallel.mesh import Mesh
 from ..plan import TensorSharding
@@ -120,17 +120,19 @@ class Holdings:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Take the values from where the model was loaded, from the model itself, or from its own random rule."""
+        """Take the values from where the model was loaded, from the model itself, or from its own random rule.
+
+        Collective over all ranks: what fails on one raises its MerakError on every rank.
+        """
         model, seed = self.blueprint.model, self.blueprint.settings.seed
-        source = getattr(model, "merak_source", None) or ModuleSource(model)
-        empty = {name for name, parameter in model.named_parameters() if isinstance(parameter, FakeTensor)}
-        available = {*source.names()} - (empty if isinstance(source, ModuleSource) else set())
-        shards = list(self.shards())
-        fill([shard for shard in shards if shard.name in available], source)
-        drawn = [shard for shard in shards if shard.name not in available]
-        initialiser = Initialiser(model) if drawn else None
-        for shard in drawn:
-            full = initialiser.draw(shard.name, seed)
-            if shard.dim is not None:
-                full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
-            shard.tensor.copy_(full)
+        with together(self.mesh.control, "cpu"):
+            source = getattr(model, "merak_source", None) or ModuleSource(model)
+            available, shards = {*source.names()}, list(self.shards())
+            fill([shard for shard in shards if shard.name in available], source)
+            drawn = [shard for shard in shards if shard.name not in available]
+            initialiser = Initialiser(model) if drawn else None
+            for shard in drawn:
+                full = initialiser.draw(shard.name, seed)
+                if shard.dim is not None:
+                    full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
+                shard.tensor.copy_(full)
