@@ -1,13 +1,14 @@
-"""From samples of GPT data sets to batches of a HuggingFace causal language model.
+"""From samples of GPT data sets to batches of a HuggingFace causal language model, whose targets they keep.
 
-Data sets shift labels (label t is token t + 1), and HuggingFace models shift them again. Where the loss takes labels
-that are shifted already, both see s tokens and s targets:
+Data sets shift labels: label t is token t + 1. Models take that in one of three ways:
 
-    input_ids     t0 t1 .. ts-1          shift_labels  t1 t2 .. ts
+- "shifted": the loss takes labels that are shifted already, as an argument of its own;
+- "longer": the loss shifts labels itself, so the model gets one token more, to which no target belongs;
+- "plain": the loss compares position t with label t (decoders of encoder-decoder models).
 
-Elsewhere the model gets one token more, of which its own shift makes the same targets (no target sees that token):
-
-    input_ids     t0 t1 .. ts-1 ts       labels        -100 t1 t2 .. ts
+    shifted   input_ids  t0 t1 .. ts-1       shift_labels   t1 t2 .. ts
+    longer    input_ids  t0 t1 .. ts-1 ts    labels         -100 t1 t2 .. ts
+    plain     input_ids  t0 t1 .. ts-1       labels         t1 t2 .. ts
 """
 
 from collections.abc import Mapping
@@ -31,19 +32,27 @@ def token_count(batch: Mapping[str, Tensor]) -> int:
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """Makes a model's batches. ``shifted``: its loss takes labels that are shifted already."""
+    """Makes a model's batches; ``way``: "shifted", "longer" or "plain"."""
 
-    shifted: bool = True
+    way: str = "shifted"
+
+    @property
+    def more(self) -> int:
+        """Tokens that the model gets beside those of a sample."""
+        return int(self.way == "longer")
 
     def __call__(self, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> dict[str, Tensor]:
         """``num_items`` (float, 0-dim): what the sum of the targets' losses is divided by, instead of their number."""
         tokens, labels = batch["tokens"], targets(batch)
-        if self.shifted:
-            made = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
-        else:
-            unknown = torch.full_like(labels[:, :1], IGNORED)
-            following = torch.cat([tokens, batch["labels"][:, -1:]], dim=1)
-            made = {"input_ids": following, "labels": torch.cat([unknown, labels], dim=1)}
+        made = {"input_ids": tokens, "labels": labels}
+        if self.way == "shifted":
+            made["shift_labels"] = labels
+        elif self.way == "longer":
+            first = torch.full_like(labels[:, :1], IGNORED)
+            made = {
+                "input_ids": torch.cat([tokens, batch["labels"][:, -1:]], 1),
+                "labels": torch.cat([first, labels], 1),
+            }
         return made if num_items is None else made | {"num_items_in_batch": num_items}
 
     def example(self, samples: int, length: int, num_items: bool = False) -> dict[str, Tensor]:

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.fx.node import map_arg
 
 from ..checkpoint.hf import from_pretrained
 from ..config import HFConfig, HFModelConfig
 from ..errors import ConfigError, TraceError
-from ..graph.capture import accepts_num_items
+from ..graph.capture import accepts_num_items, capture
+from ..graph.captured import Captured
 from ..plan import Grid
 from .blueprint import Batch, Blueprint, CapturedSettings
 from .hf_batches import TokenBatches
@@ -111,15 +115,36 @@ def with_example(model: nn.Module, config: HFConfig, make: Callable[[Batch], Mad
         reason = f"the loss of {type(model).__name__} takes no num_items_in_batch"
         raise ConfigError("--calculate-per-token-loss", "on", reason, "Leave it out")
     size = config.train.micro_batch_size, config.model.seq_length, per_token
-    batches = TokenBatches(shifted=True)
+    batches = TokenBatches("shifted")
     try:
         return make(batches.example(*size)), batches
     except TraceError as error:
         if (error.what, error.value) != ("batch entry", "shift_labels"):
             raise
-    _check_length(model, config.model.seq_length, 1)
-    batches = TokenBatches(shifted=False)
+    batches = TokenBatches("plain")
+    if shifts_labels(capture(model, batches.example(*size))):
+        batches = TokenBatches("longer")
+        _check_length(model, config.model.seq_length, batches.more)
     return make(batches.example(*size)), batches
+
+
+def shifts_labels(captured: Captured) -> bool:
+    """Whether the loss compares position t with label t + 1, not with label t: the first label is then never read.
+
+    Everything that depends on labels alone is computed, with numbered labels.
+    """
+    graph = captured.module.graph
+    labels = next(node for node in graph.find_nodes(op="placeholder") if node.target == "labels")
+    shape = labels.meta["val"].shape
+    known: dict[Node, Any] = {labels: torch.arange(1, shape.numel() + 1).view(shape)}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and all(source in known for source in inputs):
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = node.target(*args, **kwargs)
+    read = [value for node, value in known.items() if any(user not in known for user in node.users)]
+    numbers = [value for value in read if isinstance(value, Tensor) and value.dtype == torch.long]
+    return not any((value == 1).any() for value in numbers)
 
 
 def blueprint_of(config: HFConfig, world_size: int, device: str) -> Blueprint:

@@ -95,7 +95,7 @@ class TokenTrainer(RunState):
             model, config, lambda example: CapturedTrainer(model, example, settings, mesh)
         )
         super().__init__(config, self.captured.plan, mesh)
-        # Of the last sample's token none is predicted, so where the model gets one more the plan's length is too long.
+        # Without the token more that some models get.
         self.plan = dataclasses.replace(self.plan, sequence_length=config.model.seq_length)
         self.buffer, self.optimizer = self.captured.buffer, self.captured.optimizer
         self.executor = self.captured.executor(self.plan.num_microbatches)

@@ -1,0 +1,103 @@
+"""pretrain_hf.py as its users run it: beside pretrain_gpt.py, on four ranks, into a HuggingFace directory and back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from megatron_merak.data.mock import MockIndexedDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = """--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --log-interval 1
+    --eval-iters 1 --train-iters 4"""
+NATIVE = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
+    --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+    --vocab-size 130 --make-vocab-size-divisible-by 1"""
+LLAMA = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=130,
+    rms_norm_eps=1e-6,
+)
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("shape") / "llama.json"
+    path.write_text(json.dumps(LLAMA.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+    return path
+
+
+def pretrain(script: str, flags: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *torchrun, str(ROOT / script), *COMMON.split(), *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def losses(path: Path, kind: str = "train") -> dict[int, float]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["iteration"]: row["loss"] for row in rows if row["kind"] == kind}
+
+
+def test_a_checkpoint_of_the_native_model_goes_on_as_the_captured_one(tmp_path, shape):
+    """Data, loss, schedules, optimizer and evaluation are the same, so nothing tells the two models apart."""
+    native, captured = tmp_path / "native.jsonl", tmp_path / "captured.jsonl"
+    pretrain("pretrain_gpt.py", f"{NATIVE} --save {tmp_path}/c --save-interval 2 --metrics {native}")
+    told = pretrain("pretrain_hf.py", f"--model {shape} --load {tmp_path}/c --ckpt-step 2 --metrics {captured}").stdout
+    assert "loaded the checkpoint of iteration 2" in told
+    assert losses(captured) == pytest.approx({k: v for k, v in losses(native).items() if k > 2}, abs=2e-6)
+    for kind in ("valid", "test"):
+        assert losses(captured, kind) == pytest.approx(losses(native, kind), abs=2e-6)
+
+
+def test_four_ranks_write_a_directory_that_transformers_opens(tmp_path, shape):
+    alone, together, again = (tmp_path / f"{name}.jsonl" for name in ("alone", "together", "again"))
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    pretrain("pretrain_hf.py", f"--model {shape} --metrics {alone}")
+    told = pretrain(
+        "pretrain_hf.py",
+        f"--model {shape} --metrics {together} {layout} --save-hf {tmp_path}/out --save {tmp_path}/c "
+        f"--timeline {tmp_path}/t.png --make-vocab-size-divisible-by 8",
+        ranks=4,
+    ).stdout
+    assert losses(together) == pytest.approx(losses(alone), abs=1e-5) and len(losses(alone)) == 4
+    assert losses(together, "valid") == pytest.approx(losses(alone, "valid"), abs=1e-5)
+    assert "captured as it is, is_causal kept" in told and f"saved {tmp_path}/out for HuggingFace" in told
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    # From the directory, and from the checkpoint with another layout, evaluation finds the trained weights.
+    pretrain("pretrain_hf.py", f"--model {tmp_path}/out --skip-train --metrics {again}")
+    assert losses(again, "valid")[0] == pytest.approx(losses(together, "valid")[4], abs=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert model.model.embed_tokens.weight.shape == (130, 32)
+    document = torch.from_numpy(MockIndexedDataset(130, 129).get(3, 0, 17))[None]
+    with torch.no_grad():
+        assert model(input_ids=document, labels=document).loss < 5.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--model nowhere", "nowhere"),
+        ("--model SHAPE --init-weights directory", "--init-weights directory: "),
+        ("--model SHAPE --save-hf /dev/null/x", "--save-hf /dev/null/x: it cannot be written"),
+        ("--model SHAPE --vocab-size 131", "--vocab-size 131: the model has rows for 130 token ids"),
+        ("--model SHAPE --tensor-parallel-rules *.norm=sideways", "tensor-parallel rule"),
+        ("--model SHAPE --num-layers 3", "flag --num-layers: is a flag of pretrain_gpt.py only"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(shape, flags, told):
+    done = pretrain("pretrain_hf.py", flags.replace("SHAPE", str(shape)), check=False)
+    assert done.returncode != 0 and "consumed samples" not in done.stdout
+    assert told in [line for line in done.stderr.splitlines() if line][-1]
