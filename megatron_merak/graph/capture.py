@@ -158,6 +158,9 @@ def _notes(model: nn.Module, batch: Mapping[str, Any], captured: Captured, attem
             reason = f"the forward of {type(model).__name__} takes any keyword but does not read this one"
             raise TraceError("batch entry", node.target, reason, f"Did you mean {near[0]}" if near else "Leave it out")
         notes.append(f"The model does not read {node.target}.")
+    norms = captured.module.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+    if any(node.args[5] for node in norms):
+        notes.append("Running statistics of batch norm follow the micro-batches of each rank by itself.")
     config = getattr(model, "config", None)
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", {}))]
     drops = [

@@ -169,6 +169,7 @@ def test_batch_norm_counts_nothing():
     assert names(captured) == ["batch_norm", "mul", "sum"]
     assert "norm.num_batches_tracked" not in captured.buffers and model.norm.num_batches_tracked == 0
     assert torch.equal(model.norm.running_mean, torch.zeros(6))
+    assert len(captured.notes) == 1 and not capture(model, {"x": torch.randn(4, 6)}, training=False).notes
 
 
 def test_the_batch_is_not_written():
