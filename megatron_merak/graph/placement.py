@@ -65,7 +65,8 @@ class Decision:
     ``layout`` of the result. Operands that are divided are used as they are; of those in ``cuts`` the rank takes its
     part; those in ``gathered`` are first made whole; any other operand enters whole. ``args`` and ``target`` replace
     the node's where extents are written out. ``reduce``: the result is a partial sum, to be added up over the ranks;
-    ``scale`` multiplies it before. ``write``, if set, does all of this itself, given the writer and the node.
+    ``scale`` multiplies it before. ``common``: nothing that the node still reads depends on parameters. ``write``, if
+    set, does all of this itself, given the writer and the node.
     """
 
     layout: Layout
@@ -75,6 +76,7 @@ class Decision:
     target: Callable[..., Any] | None = None
     reduce: bool = False
     scale: float = 1.0
+    common: bool = False
     write: Callable[[Any, Node], Node] | None = None
 
 

@@ -280,6 +280,8 @@ class Propagation:
             self.layouts[node] = None
             return
         decision = decision or Decision(None)
+        if decision.common:
+            self.common[node] = None
         self.layouts[node] = decision.layout
         self.decisions[node] = replace(decision, gathered=tuple(self.gathered)) if self.gathered else decision
 

@@ -85,6 +85,8 @@ class Writer:
         for node in self.captured.module.graph.nodes:
             self.unit = self.units.get(node)
             self.decision = self.sharding.decisions.get(node)
+            if self.decision is not None and self.decision.common:
+                self.unit = None
             if node.op == "output":
                 outputs = map_arg(node.args[0], self._output)
                 outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
@@ -145,11 +147,18 @@ class Writer:
             return self.new[node]
         whole = self._gather(node) if node in self.decision.gathered else self.new[node]
         cut = self.decision.cuts.get(node)
-        return self._enter(whole, node) if cut is None else self._take(whole, node, cut)
+        return self._enter(whole) if cut is None else self._take(whole, cut)
 
-    def call(self, target: Any, args: tuple[Any, ...], like: Node | None = None, sharded: bool = True) -> Node:
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        like: Node | None = None,
+        sharded: bool = True,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Node:
         """A new node; its value is like that of a captured node, or found by calling ``target`` on fake values."""
-        made = self.graph.call_function(target, args)
+        made = self.graph.call_function(target, args, kwargs)
         if like is None:
             with torch.no_grad(), self.mode:
                 fakes = map_arg(args, lambda x: x.meta["val"])
@@ -174,29 +183,28 @@ class Writer:
         made.meta.update(val=node.meta["val"], unit=self.unit, sharded=sharded)
         return made
 
-    def _enter(self, whole: Node, source: Node) -> Node:
+    def _enter(self, whole: Node) -> Node:
         """A whole value enters sharded work. A parameter does so without a mark: see ``Rewritten.partial``."""
-        if self.chain.kinds.get(source) not in ("main", "side") or not _differentiable(source):
+        if whole.op != "call_function" or whole.meta["unit"] is None or not _inexact(whole.meta["val"]):
             return whole
         key = ("enter", whole)
         if key not in self.made:
             self.made[key] = self._mark(copy_in, whole, True)
         return self.made[key]
 
-    def _take(self, whole: Node, source: Node, cut: Cut) -> Node:
+    def _take(self, whole: Node, cut: Cut) -> Node:
         key = ("take", whole, cut)
         if key in self.made:
             return self.made[key]
-        x = self._enter(whole, source)
+        x = self._enter(whole)
         if cut.repeats > 1:
             target, args = local.take_heads, (x, cut.dim, sum(cut.blocks), cut.repeats, self.rank, self.tp)
         else:
             target, args = local.take, (x, cut.dim, cut.blocks, self.rank, self.tp, cut.padded)
-        made = self.call(target, args, like=None)
-        if self.chain.kinds.get(source) in ("common", "leaf"):
-            made.meta["unit"] = None
-        self.made[key] = made
-        return made
+        self.made[key] = self.call(target, args)
+        if whole.meta["unit"] is None and str(whole.target) not in self.captured.shapes:
+            self.made[key].meta["unit"] = None
+        return self.made[key]
 
     def _gather(self, node: Node) -> Node:
         """All of a divided value, on every rank."""
@@ -224,8 +232,7 @@ def _fake(value: Tensor) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def _differentiable(node: Node) -> bool:
-    value = values(node)[0]
+def _inexact(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 

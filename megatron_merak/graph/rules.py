@@ -27,6 +27,7 @@ from .rules_shape import (
 )
 from .rules_value import POINTWISE, along, norm, pointwise, reduction, selection
 from .rules_vocabulary import cross_entropy, embedding
+from .rules_write import batched, created, index_add, index_put, scatter_piece, unfold
 
 
 def _rows(names: str, rule: Rule) -> dict[str, Rule]:
@@ -46,7 +47,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE, pointwise),
     # positions
     **_rows("view reshape _unsafe_view flatten unflatten", view),
-    **_rows("transpose transpose_ permute t numpy_T swapaxes mT adjoint", permute),
+    **_rows("transpose transpose_ permute t numpy_T swapaxes mT mH adjoint", permute),
     "movedim.int": movedim,
     "movedim.intlist": movedim,
     "unsqueeze": unsqueeze,
@@ -59,12 +60,19 @@ RULES: dict[str, Rule] = {
     "unbind": unbind,
     "select": select,
     "slice": slice_,
-    **_rows("cat concat stack", join),
+    **_rows("cat concat concatenate stack", join),
     "index.Tensor": index,
     "index_select": index_select,
     "gather": gather,
     **_rows("roll flip tril triu pad constant_pad_nd", same),
     **_rows("view_as_complex view_as_real", view_as_complex),
+    # pieces written
+    **_rows("new_zeros new_ones new_full new_empty", created),
+    **_rows("slice_scatter select_scatter", scatter_piece),
+    "index_put": index_put,
+    **_rows("index_add index_copy scatter scatter_add", index_add),
+    "unfold": unfold,
+    **_rows("linalg_solve_triangular linalg_inv triangular_solve", batched),
     # values along dimensions
     **_rows(
         "mean sum prod var std amax amin logsumexp linalg_vector_norm argmax argmin any all count_nonzero", reduction

@@ -92,6 +92,8 @@ def permute(p: Propagation, node: Node) -> Decision:
         order[a], order[b] = order[b], order[a]
     elif len(node.args) == 2:
         order = [dim % len(order) for dim in node.args[1]]
+    elif op_name(node) in ("mT", "mH", "adjoint"):
+        order[-2:] = order[:-3:-1]
     else:
         order.reverse()
     split = p.subject(node)
@@ -138,8 +140,7 @@ def like(p: Propagation, node: Node) -> Decision:
     x = node.args[0]
     target = aten.expand.default if op_name(node) == "expand_as" else aten.reshape.default
     if p.layout(x) is None:
-        p.common.update({node: None} if x in p.common else {})
-        return Decision(None, args=(x, list(p.shape(node))), target=target)
+        return Decision(None, args=(x, list(p.shape(node))), target=target, common=x in p.common)
     return expand(p, node) if target is aten.expand.default else view(p, node)
 
 

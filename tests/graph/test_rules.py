@@ -9,6 +9,7 @@ from megatron_merak.graph.capture import capture
 from megatron_merak.graph.shard import shard
 from tests.graph.lockstep import compare
 
+TRIANGLE = (torch.eye(4) + torch.ones(4, 4).tril(-1) / 4).double().expand(2, 4, 4, 4)
 FEATURES = 24  # 4 heads of 6, 3 blocks of 8, or a gate and a value of 12
 
 
@@ -91,6 +92,13 @@ def gates(h):
     return F.silu(gate) * value
 
 
+def pieces(h):
+    made = heads(h).new_empty(2, 4, 4, 8)
+    made[..., :6] = heads(h)
+    made[..., 6:] = heads(h)[..., :2].tanh()
+    return made
+
+
 def every_other(h):
     return h[..., ::2] * h[..., 1::2].sigmoid()
 
@@ -104,6 +112,7 @@ DIVIDED = {
     "flatten": lambda h: heads(h).transpose(1, 2).flatten(2),
     "unflatten": lambda h: h.unflatten(-1, (4, 6)),
     "movedim": lambda h: heads(h).movedim(1, -1),
+    "transposed": lambda h: heads(h).mT @ h[0].t().view(4, 6, 4).mT,
     "squeeze": lambda h: h.unsqueeze(1).unsqueeze(-1).squeeze(1),
     "expand_as": lambda h: h * (torch.arange(24.0) / 24).expand_as(h),
     "view_as": lambda h: h[0] * (torch.arange(96.0) / 96).view_as(h[0]),
@@ -120,6 +129,14 @@ DIVIDED = {
     "cat": lambda h: torch.cat([h, h.tanh()], -1),
     "cat_rows": lambda h: torch.cat([h, h.tanh()], 1),
     "stack": lambda h: torch.stack([h, h.tanh()], 1),
+    "new_zeros": lambda h: torch.cat([heads(h), heads(h).new_zeros(2, 4, 4, 2)], -1),
+    "slice_scatter": lambda h: heads(h).slice_scatter(heads(h)[..., :2].tanh(), 3, 2, 4),
+    "select_scatter": lambda h: heads(h).select_scatter(h.view(2, 4, 4, 6)[:, 0, :, :].tanh(), 2, 3),
+    "written piece by piece": pieces,
+    "index_put": lambda h: h.transpose(0, 1).index_put((torch.tensor([2, 0]),), h.transpose(0, 1)[:2].tanh()),
+    "index_add": lambda h: h.index_add(1, torch.tensor([2, 0]), h[:, :2].tanh()),
+    "solve": lambda h: torch.linalg.solve_triangular(TRIANGLE, heads(h)[..., :4].mT, upper=False),
+    "windows": lambda h: heads(h).unfold(2, 2, 1),
     "roll": lambda h: h.roll(1, 1),
     "pad": lambda h: F.pad(h, (0, 0, 1, 0)),
     "index": lambda h: h[:, torch.tensor([2, 0, 1])],
