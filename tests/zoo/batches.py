@@ -135,6 +135,9 @@ class Draw:
     def decoder_input_ids(self) -> Tensor:
         return self.tokens(TARGET)
 
+    def decoder_attention_mask(self) -> Tensor:
+        return torch.ones(self.size, TARGET, dtype=torch.long)
+
     def pixel_values(self) -> Tensor:
         side = self.setting("image_size", "img_size", "input_size", default=32)
         height, width = side if isinstance(side, tuple | list) else (side, side)

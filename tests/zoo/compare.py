@@ -45,6 +45,7 @@ def gradient_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor
     gradients, scaled so that the limit of fp32 lies at ``NO_GRADIENT``. Parameters that ``wanted`` does not have must
     have no gradient, or zero; missing ones are infinitely wrong.
     """
+    wanted = {name: grad for name, grad in wanted.items() if grad.numel()}
     largest = max((float(grad.abs().max()) for grad in wanted.values()), default=0.0)
     worst, where = 0.0, ""
     for name in sorted(wanted.keys() | found.keys()):

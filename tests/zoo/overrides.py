@@ -36,5 +36,5 @@ BATCHES = {
     "musicgen": dict(input_ids=None, labels="codes"),
     "musicgen_melody": dict(input_ids=None, labels="codes"),
     "git": dict(pixel_values="pixel_values"),
-    "fsmt": dict(decoder_input_ids="decoder_input_ids"),
+    "fsmt": dict(decoder_input_ids="decoder_input_ids", decoder_attention_mask="decoder_attention_mask"),
 }
