@@ -7,6 +7,7 @@ running a unit once on tensors without memory; units of equal structure are meas
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan import TensorSharding, Unit
 from .captured import Captured
@@ -22,13 +24,14 @@ from .cut import Chain
 from .flow import Flow
 from .fuse import fuse
 from .marks import copy_in, reduce_max, reduce_sum
-from .nodes import aliased, flops, nbytes, op_name, values
+from .nodes import flops, nbytes, op_name, values
 from .rewrite import rewrite
 from .shard import Sharding
 
 _MARKS = (copy_in, reduce_sum, reduce_max)
-_ATTENTION = ("scaled_dot_product_attention", "attention")
-_BACKWARD_OPERATIONS = 2  # started by the backward for each one of the forward
+_ATTENTION = ("scaled_dot_product_attention", "causal_attention", "attention")
+_BACKWARD_OPERATIONS = 2.3  # started by the backward for each one of the forward
+_FREE = ("prim", "promote_types", "empty_strided")  # dispatched, but starting nothing
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,6 @@ def signature(nodes: Sequence[Node], flow: Flow) -> Hashable:
 
 def work(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False) -> Work:
     """The work of one unit, but for its products."""
-    started = [node for node in nodes if _starts(node)]
     ahead = [node for node in nodes if node.target in (reduce_sum, reduce_max)]
     behind = [node for node in nodes if node.target is copy_in]
     replay = Replay(nodes, flow, fused_attention)
@@ -151,22 +153,26 @@ def work(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False) -> Wo
         transient_bytes=replay.transient,
         reduces=(len(ahead), len(behind)),
         reduced_bytes=(sum(map(nbytes, ahead)), sum(map(nbytes, behind))),
-        operations=(len(started), _BACKWARD_OPERATIONS * len(started)),
+        operations=(replay.started, round(_BACKWARD_OPERATIONS * replay.started)),
     )
 
 
-def _starts(node: Node) -> bool:
-    """Whether a node gives the device something to do: marks, views and pieces of tuples do not."""
-    if node.target in _MARKS:
-        return False
-    shared, written = aliased(node)
-    return not shared or bool(written)
+class _Counter(TorchDispatchMode):
+    """Counts the operations that the host starts, views included: what they cost is its time."""
+
+    def __init__(self):
+        super().__init__()
+        self.started = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.started += not any(name in str(func) for name in _FREE)
+        return func(*args, **(kwargs or {}))
 
 
 class Replay:
     """A unit run once on tensors without memory. ``saved``: bytes of each storage that its backward needs, beside its
-    inputs, parameters and constants. ``transient``: the most that other values take while it runs, or the gradient of
-    its largest value where that is more."""
+    inputs, parameters and constants. ``transient``: the most that other values but its outputs take while it runs, or
+    the gradient of the largest where that is more. ``started``: operations."""
 
     def __init__(self, nodes: Sequence[Node], flow: Flow, fused_attention: bool):
         self.nodes, self.flow, self.fused_attention = nodes, flow, fused_attention
@@ -174,10 +180,11 @@ class Replay:
         self.outside: dict[Node, Any] = {}
         self.saved: dict[int, int] = {}
         self._kept: list[Tensor] = []  # a storage that is gone would give its number to another
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _Counter() as counter:
             with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
                 for node in nodes:
                     self.made[node] = self._run(node)
+        self.started = counter.started
         known = {_storage(tensor) for value in self.outside.values() for tensor in _tensors(value)}
         self.saved = {key: size for key, size in self.saved.items() if key not in known}
         self.transient = self._transient(known)
@@ -196,10 +203,11 @@ class Replay:
         return node.target(*args, **kwargs)
 
     def _attend(self, node: Node, args: Sequence[Any]) -> Tensor:
-        """A kernel that keeps its operands, its result and one fp32 statistic per row, whatever its options."""
+        """A kernel that keeps its operands, its result and one fp32 statistic per query, whatever its options."""
         (like,) = values(node)
         result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        statistics = torch.empty(prod(like.shape[:-1]), dtype=torch.float32)
+        query = args[0]
+        statistics = torch.empty(query.numel() // query.shape[-1], dtype=torch.float32)
         for tensor in (*args[:3], result, statistics):
             self._save(tensor)
         return result.requires_grad_(any(tensor.requires_grad for tensor in args[:3]))
@@ -223,28 +231,21 @@ class Replay:
         return made.requires_grad_(self.flow.differentiable.get(node, False))
 
     def _transient(self, known: set[int]) -> int:
+        inner = [node for node in self.nodes if all(user in self.made for user in node.users)]
+        handed_on = {_storage(x) for node in self.nodes if node not in inner for x in _tensors(self.made[node])}
         last = {self.flow.behind(x): place for place, node in enumerate(self.nodes) for x in node.all_input_nodes}
-        ends: dict[int, int] = {}
-        sizes: dict[int, int] = {}
-        starts: dict[int, int] = {}
+        spans: dict[int, tuple[int, int, int]] = {}  # storage -> bytes, first place, last place
         for place, node in enumerate(self.nodes):
             for tensor in _tensors(self.made[node]):
                 key = _storage(tensor)
-                if key in self.saved or key in known:
-                    continue
-                sizes[key] = tensor.untyped_storage().nbytes()
-                starts.setdefault(key, place)
-                ends[key] = max(ends.get(key, place), last.get(node, place))
-        live = [0] * (len(self.nodes) + 1)
-        for key, size in sizes.items():
-            live[starts[key]] += size
-            live[ends[key] + 1] -= size
-        peak = total = 0
-        for change in live:
-            total += change
-            peak = max(peak, total)
-        largest = max((nbytes(node) for node in self.nodes), default=0)
-        return max(peak, largest)
+                if key not in self.saved and key not in known and key not in handed_on:
+                    _, first, end = spans.get(key, (0, place, place))
+                    spans[key] = tensor.untyped_storage().nbytes(), first, max(end, last.get(node, place))
+        changes = [0] * (len(self.nodes) + 1)
+        for size, first, end in spans.values():
+            changes[first] += size
+            changes[end + 1] -= size
+        return max(max(accumulate(changes)), max(map(nbytes, inner), default=0))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -76,7 +76,7 @@ class Blueprint:
             self.captured, grid.tp, TensorRules.parse(settings.tensor_parallel_rules),
             vocabulary_multiple=settings.vocabulary_multiple,
         )  # fmt: skip
-        self.units = measure(self.captured, self.chain, self.sharding, grid.tp)
+        self.units = measure(self.captured, self.chain, self.sharding, grid.tp, settings.device)
         self.plan = self._plan(example)
 
     def _capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
