@@ -95,7 +95,7 @@ CASES = {
     "fraction of an epoch": (
         LANGUAGE,
         {
-            "num_train_epochs": 1.5,
+            "num_train_epochs": 1.3,
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 3,
             "logging_strategy": "epoch",
