@@ -66,7 +66,6 @@ class Feed:
         if workers:
             options["prefetch_factor"] = args.dataloader_prefetch_factor
             options["multiprocessing_context"] = args.dataloader_multiprocessing_context
-            options["in_order"] = True  # every rank of a replica takes the same batches
         return options
 
     def _order(self, dataset: Dataset, seed: int) -> Callable[[int], Sequence[int] | None]:

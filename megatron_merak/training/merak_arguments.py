@@ -29,8 +29,8 @@ HONOURED = frozenset(
     eval_do_concat_batches eval_accumulation_steps include_for_metrics save_only_model save_strategy save_steps
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
     restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu dataloader_drop_last
-    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
+    dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
+    dataloader_multiprocessing_context remove_unused_columns label_names
     train_sampling_strategy length_column_name ddp_backend ddp_timeout do_train do_eval do_predict
     resume_from_checkpoint local_rank""".split()
 )
@@ -71,6 +71,8 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "hub_revision": ("nothing is uploaded", "Leave it unset"),
         "accelerator_config": ("accelerate is not used", "Leave it unset"),
         "parallelism_config": ("accelerate is not used", DEGREES),
+        "dataloader_persistent_workers": ("workers live for one epoch", "Leave it False"),
+        "dataloader_in_order": ("all ranks of a replica take the same batches", "Leave it True"),
         "ddp_find_unused_parameters": ("gradients are reduced by this library", "Leave it unset"),
         "ddp_bucket_cap_mb": ("gradients are reduced by this library", "Leave it unset"),
         "ddp_broadcast_buffers": ("gradients are reduced by this library", "Leave it unset"),

@@ -38,6 +38,7 @@ from transformers.trainer_utils import (
     align_special_tokens,
     speed_metrics,
 )
+from transformers.utils import logging
 
 from ..config import OptimizerConfig, ParallelConfig
 from ..errors import ConfigError
@@ -97,6 +98,7 @@ class MerakTrainer:
         given = {"compute_loss_func": compute_loss_func, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         self._refuse(model, model_init, given, optimizers)
         self.mesh = self._build_mesh()
+        logging.set_verbosity(args.get_process_log_level())
         set_seed(args.seed)
         self.model_init, self.model = model_init, model_init() if model is None else model
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
