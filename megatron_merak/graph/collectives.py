@@ -19,18 +19,18 @@ LINEAR = (
 MARKS = (copy_in, reduce_sum, reduce_max)
 
 
-def move(graph: Graph, trainable: frozenset[str], tp: int) -> None:
-    """Lower sums, lift copies, merge sums that are added. ``trainable``: parameters that take a gradient."""
+def move(graph: Graph, tp: int) -> None:
+    """Lower sums, lift copies, merge sums that are added."""
     for node in list(graph.nodes):
         if node.target is reduce_sum:
-            _lower(graph, node, trainable, tp)
-    _lift(graph, trainable)
+            _lower(graph, node, tp)
+    _lift(graph)
     for node in list(graph.nodes):
         if op_name(node) == "add":
             _merge(graph, node)
 
 
-def _lower(graph: Graph, mark: Node, trainable: frozenset[str], tp: int) -> None:
+def _lower(graph: Graph, mark: Node, tp: int) -> None:
     """A sum over the ranks behind the linear ops that make it smaller: the experts' outputs after their top-k sum."""
     chain: list[Node] = []
     end = mark
@@ -46,7 +46,7 @@ def _lower(graph: Graph, mark: Node, trainable: frozenset[str], tp: int) -> None
         node.meta["sharded"] = True
     for node, x in others:
         with graph.inserting_before(node):
-            taken = _enter_as(graph, copy_in, (x,), x, node) if _carries(x, trainable) and x.op != "get_attr" else x
+            taken = _enter_as(graph, copy_in, (x,), x, node) if x.meta["grad"] and x.op != "get_attr" else x
             if op_name(node) == "add":  # every rank adds its share
                 taken = _enter_as(graph, aten.mul.Tensor, (taken, 1 / tp), x, node)
         node.replace_input_with(x, taken)
@@ -58,7 +58,7 @@ def _lower(graph: Graph, mark: Node, trainable: frozenset[str], tp: int) -> None
 
 def _enter_as(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], like: Node, user: Node) -> Node:
     made = graph.call_function(target, args)
-    made.meta = {"val": like.meta["val"], "unit": user.meta["unit"], "sharded": True}
+    made.meta = {"val": like.meta["val"], "unit": user.meta["unit"], "sharded": True, "grad": like.meta["grad"]}
     return made
 
 
@@ -79,13 +79,13 @@ def _linear_in(user: Node, x: Node) -> bool:
     return name == "mul" or first and (name in LINEAR or name == "div" or name == "masked_fill" and user.args[2] == 0)
 
 
-def _lift(graph: Graph, trainable: frozenset[str]) -> None:
+def _lift(graph: Graph) -> None:
     """One copy into sharded work before ops that only such work reads, instead of one behind each of them, where that
     is less to sum: before the experts' gather, before the steps of a scan, or at a parameter, where it is free.
 
     A copy is the identity and its backward is linear, so any op with one differentiable operand may follow it.
     """
-    below = _copied_below(graph, trainable)
+    below = _copied_below(graph)
     for source in list(graph.nodes):
         lifted = [user for user in source.users if below.get(user, (None,))[0] is source]
         marks = [user for user in source.users if user.target is copy_in]
@@ -107,7 +107,7 @@ def _lift(graph: Graph, trainable: frozenset[str]) -> None:
             _enter(graph, node)
 
 
-def _copied_below(graph: Graph, trainable: frozenset[str]) -> dict[Node, tuple[Node, tuple[int, int]]]:
+def _copied_below(graph: Graph) -> dict[Node, tuple[Node, tuple[int, int]]]:
     """Of every node that a copy can be lifted over: the operand it would be lifted to, and (bytes, copies) behind it at
     best."""
     below: dict[Node, tuple[Node, tuple[int, int]]] = {}
@@ -119,7 +119,7 @@ def _copied_below(graph: Graph, trainable: frozenset[str]) -> dict[Node, tuple[N
         marks = [user for user in node.users if user.target is copy_in]
         if len(inside) + len(marks) < len(node.users) or any(user.meta["unit"] != unit for user in marks):
             continue
-        sources = [x for x in node.all_input_nodes if _carries(x, trainable)]
+        sources = [x for x in node.all_input_nodes if x.meta["grad"]]
         if len(sources) != 1 or is_random(node) or aliased(node)[1]:
             continue
         if sources[0].op == "get_attr" or sources[0].meta["unit"] == unit:
@@ -142,18 +142,6 @@ def _enter(graph: Graph, node: Node) -> None:
     for user in node.users:
         if not user.meta["sharded"]:
             _enter(graph, user)
-
-
-def _carries(node: Node, trainable: frozenset[str]) -> bool:
-    """Whether a gradient may flow to a value."""
-    if node.op != "call_function":
-        return node.op == "get_attr" and node.target in trainable
-    value = node.meta["val"]
-    return node.meta["unit"] is not None and (not isinstance(value, torch.Tensor) or _inexact(value))
-
-
-def _inexact(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
 
 
 def _merge(graph: Graph, node: Node) -> None:

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from megatron_merak.tensor_parallel.cross_entropy import local_max
+
 from . import local
 from .captured import Captured
 from .collectives import move
@@ -20,6 +22,7 @@ from .placement import Cut, Decision, Split
 from .shard import Sharding
 
 aten = torch.ops.aten
+STOPS = (aten.detach.default, local_max, reduce_max)  # no gradient flows through these
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +30,9 @@ class Rewritten:
     """One rank's graph.
 
     Every node but the output has ``meta["val"]`` (fake or real, of the local shape), ``meta["unit"]`` (its index in the
-    chain; None for what is common to all, parameters and constants) and ``meta["sharded"]``: its value is a part, a
-    partial sum, or on its way into such work, so that its randomness and the gradients it gives differ per rank.
+    chain; None for what is common to all, parameters and constants), ``meta["sharded"]`` (its value is a part, a
+    partial sum, or on its way into such work: its randomness, and the gradients that it gives, differ per rank) and
+    ``meta["grad"]`` (a gradient may flow to it).
     ``constants``: what get_attr nodes that are no parameters read. ``outputs``: replicated values named ``names``.
     ``partial``: parameters that every rank holds but whose gradient must be summed over the ranks. ``trainable``:
     parameters that take a gradient.
@@ -47,7 +51,7 @@ def rewrite(captured: Captured, chain: Chain, sharding: Sharding, tp_rank: int, 
     assert sharding.tp == tp and 0 <= tp_rank < tp
     writer = Writer(captured, chain, sharding, tp_rank)
     outputs = writer.run()
-    move(writer.graph, frozenset(captured.trainable), tp)
+    move(writer.graph, tp)
     partial = _settle_parameters(writer.graph, captured, sharding, tp_rank) if tp > 1 else ()
     writer.graph.eliminate_dead_code()
     constants = {
@@ -130,7 +134,7 @@ class Writer:
         )
         made.meta = dict(node.meta)
         sharded = layout is not None and (not isinstance(layout, tuple) or any(layout))
-        made.meta.update(unit=self.unit, sharded=sharded or bool(decision and decision.reduce))
+        self._note(made, sharded or bool(decision and decision.reduce))
         if sharded:
             made.meta["val"] = self._part(node.meta["val"], layout)
         return made
@@ -168,8 +172,18 @@ class Writer:
             made.meta = {
                 k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace", "source_fn_stack")
             }
-        made.meta.update(val=val, unit=self.unit, sharded=sharded)
+        made.meta["val"] = val
+        self._note(made, sharded)
         return made
+
+    def _note(self, made: Node, sharded: bool) -> None:
+        """What a node is, in its meta."""
+        if made.op == "get_attr":
+            grad = made.target in self.captured.trainable
+        else:
+            grad = made.target not in STOPS and any(x.meta["grad"] for x in made.all_input_nodes)
+            grad = grad and _inexact(made.meta.get("val"))
+        made.meta.update(unit=self.unit, sharded=sharded, grad=grad)
 
     def sum(self, node: Node) -> Node:
         """A partial sum, added up over the ranks."""
@@ -180,12 +194,13 @@ class Writer:
 
     def _mark(self, mark: Callable[[Tensor], Tensor], node: Node, sharded: bool) -> Node:
         made = self.graph.call_function(mark, (node,))
-        made.meta.update(val=node.meta["val"], unit=self.unit, sharded=sharded)
+        made.meta["val"] = node.meta["val"]
+        self._note(made, sharded)
         return made
 
     def _enter(self, whole: Node) -> Node:
         """A whole value enters sharded work. A parameter does so without a mark: see ``Rewritten.partial``."""
-        if whole.op != "call_function" or whole.meta["unit"] is None or not _inexact(whole.meta["val"]):
+        if whole.op != "call_function" or not whole.meta["grad"]:
             return whole
         key = ("enter", whole)
         if key not in self.made:
@@ -232,8 +247,8 @@ def _fake(value: Tensor) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def _inexact(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+def _inexact(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _settle_parameters(graph: Graph, captured: Captured, sharding: Sharding, rank: int) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ def compare(
     difference = max(abs(float(x.detach() - loss)) for x in losses)
     worst, where = 0.0, ""
     for name, tensor in sharding.tensors.items():
-        if name not in grads:
+        if name not in grads or not grads[name].numel():
             continue
         got = [h[name].grad if h[name].grad is not None else torch.zeros_like(h[name]) for h in held]
         if name in programs[0].partial:
