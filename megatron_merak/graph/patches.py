@@ -2,6 +2,7 @@
 
 import io
 import linecache
+import logging
 import random
 import sys
 import warnings
@@ -23,7 +24,8 @@ _SHAPE_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros"
 @contextmanager
 def quiet() -> Iterator[None]:
     """A failing export prints its partial graph, a succeeding one its doubts; neither is news to the user."""
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+    exporter = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()), mock.patch.object(exporter, "disabled", True):
         warnings.simplefilter("ignore")
         yield
 

@@ -35,7 +35,7 @@ class WeightGradients:
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         if weight in self.grads:
             with torch.no_grad():
-                self.grads[weight].index_add_(0, index, grad_output.float())
+                self.grads[weight].index_add_(0, index, grad_output.to(self.grads[weight].dtype))
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         """A gradient that autograd returned (norms, biases), in the parameter's shape."""

@@ -1,5 +1,6 @@
 """How a captured model is cut, divided and planned, and the programs that one rank runs of it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,17 +60,33 @@ def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], torch.dtype], .
     return tuple((name, tuple(value.shape), value.dtype) for name, value in tensors)
 
 
+def without_full_mask(batch: Batch) -> Batch:
+    """The batch without an attention mask that masks nothing: collators add one, and attention is faster without."""
+    mask = batch.get("attention_mask")
+    full = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all())
+    return {name: value for name, value in batch.items() if name != "attention_mask"} if full else batch
+
+
 class Blueprint:
     """Everything about a model that follows from its graph; the same on every rank.
 
     The first capture, of ``example``, decides how weights are divided and where the chain is cut; captures of other
-    shapes, and of evaluation, follow it. Raises TraceError and PlanError.
+    shapes, and of evaluation, follow it. fused: how often each fused operation is in this rank's programs.
+    Raises TraceError and PlanError.
     """
 
     def __init__(self, model: nn.Module, example: Batch, settings: CapturedSettings, grid: Grid):
         self.model, self.settings, self.grid = model, settings, grid
-        self.example = shapes_of(example)
-        self.captured = self._capture(example, training=True, outputs=("loss",))
+        self.fused: Counter[str] = Counter()
+        self.drops_full_mask = True
+        try:
+            self.captured = self._capture(self.prepared(example), training=True, outputs=("loss",))
+        except TraceError:
+            self.drops_full_mask = False
+            if len(without_full_mask(example)) == len(example):
+                raise
+            self.captured = self._capture(example, training=True, outputs=("loss",))
+        self.example = shapes_of(self.prepared(example))
         self._check_dtypes()
         self.chain = cut(self.captured, settings.graph_sharding)
         self.sharding = shard(
@@ -78,6 +95,10 @@ class Blueprint:
         )  # fmt: skip
         self.units = measure(self.captured, self.chain, self.sharding, grid.tp, settings.device)
         self.plan = self._plan(example)
+
+    def prepared(self, batch: Batch) -> Batch:
+        """The batch as it is captured and run."""
+        return without_full_mask(batch) if self.drops_full_mask else batch
 
     def _capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
         return capture(self.model, batch, training=training, dtype=DTYPES[self.settings.dtype], outputs=outputs)
@@ -131,7 +152,7 @@ class Blueprint:
 
     def _parts(self, captured: Captured, chain: Chain, sharding: Sharding, stage: int, mesh: Mesh) -> Parts:
         rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.grid.tp)
-        fuse(rewritten.graph)
+        self.fused |= fuse(rewritten.graph)
         return split(rewritten, self.plan.stages[stage].units, mesh.device)
 
 

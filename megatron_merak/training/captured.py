@@ -88,7 +88,7 @@ class CapturedTrainer:
         self.parameters.start_step()
         executor = self.executor(len(batches), True)
         executor.per_token = "num_items_in_batch" in batches[0]
-        loss = executor.run(batches, self.iteration)
+        loss = executor.run([*map(self.blueprint.prepared, batches)], self.iteration)
         self.parameters.finish_step()
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if loss is not None:
@@ -109,7 +109,8 @@ class CapturedTrainer:
         """Forward without dropout: per micro-batch the named outputs, on ranks of the last stage, else None."""
         self.programs.wanted = tuple(outputs)
         executor = self.executor(len(batches), False)
-        if executor.run(batches, self.iteration, training=False) is None:
+        prepared = [*map(self.blueprint.prepared, batches)]
+        if executor.run(prepared, self.iteration, training=False) is None:
             return None
         names = [name for name in outputs if name != "loss"]  # results have their values' names, in this order
         found = [dict(zip(names, result.values(), strict=True)) for result in executor.results]

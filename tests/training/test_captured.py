@@ -167,3 +167,19 @@ def test_initial_weights_do_not_depend_on_the_layout():
     for shards in run_ranks(_initial, 4, Grid(tp=2, pp=2)):
         for shard in shards:
             assert torch.equal(shard.tensor, part(whole[shard.name], shard)), shard.name
+
+
+def test_a_mask_that_masks_nothing_is_left_out():
+    """Collators always send one; a micro-batch whose mask masks something runs a program of its own."""
+    real, _, batch = tiny("llama")
+    model = randomise(real())
+    whole = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+    short = {name: value.clone() for name, value in whole.items()}
+    short["attention_mask"][1, 10:], short["labels"][1, 10:] = 0, -100
+    trainer = trainer_of(model, whole, Grid(), 0, 2)
+    loss = trainer.gradients([whole, short])
+    assert trainer.blueprint.fused["causal attention"] == 2 and trainer.blueprint.fused["attention"] == 2
+    (first, grads), (second, more) = gradients(model, whole), gradients(model, short)
+    assert loss == pytest.approx((first + second).item() / 2, abs=1e-6)
+    for shard in trainer.shards(trainer.buffer.main_grad):
+        torch.testing.assert_close(shard.tensor, (grads[shard.name] + more[shard.name]) / 2, rtol=1e-4, atol=1e-6)
