@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 
+_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
+_LARGE = 1 << 28  # elements that no buffer has, and that a host may not even promise for a moment
 _DRAWN = "_is_hf_initialized"  # transformers' own mark of a tensor that its initialisation shall leave alone
 
 
@@ -42,7 +46,24 @@ def init_empty_weights() -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(nn.Module, "register_parameter", register_fake))
         patches.enter_context(mock.patch.object(PreTrainedModel, "initialize_weights", initialise_buffers))
+        patches.enter_context(_LargeAreFake(mode))
         yield
+
+
+class _LargeAreFake(TorchFunctionMode):
+    """A large tensor, about to become a parameter (all experts of a layer in one), is fake before it is registered."""
+
+    def __init__(self, mode: FakeTensorMode):
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _FACTORIES:
+            size = (kwargs or {}).get("size", args[0] if args and isinstance(args[0], list | tuple) else args)
+            if prod(size) > _LARGE:
+                with self.mode:
+                    return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -70,3 +70,20 @@ def test_initialisation_leaves_no_mark():
     """Drawing the weights later must find them untouched."""
     _, empty, _ = tiny("llama")
     assert not any(hasattr(p, "_is_hf_initialized") for p in empty().parameters())
+
+
+def test_a_tensor_that_no_host_could_hold_is_a_parameter():
+    """All experts of a layer in one tensor; their memory is not even asked for, so that nothing refuses it."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.empty(4096, 1 << 15, 1 << 15))
+            self.down = nn.Parameter(torch.zeros((4096, 1 << 15, 1 << 15), dtype=torch.bfloat16))
+            self.register_buffer("table", torch.ones(3))
+
+    with init_empty_weights():
+        experts = Experts()
+    assert is_fake(experts.up) and experts.down.dtype == torch.bfloat16 and experts.up.requires_grad
+    assert experts.up.shape == experts.down.shape == (4096, 1 << 15, 1 << 15)
+    assert torch.equal(experts.table, torch.ones(3))
