@@ -23,13 +23,13 @@ STEPS, MICRO_BATCHES, RATE = 3, 2, 1e-3
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, clip_grad=1.0)
 
 
-def batch_of(specimen: Specimen, step: int, replica: int, micro: int) -> dict:
-    return specimen.batch(seed=(step * GRID.dp + replica) * MICRO_BATCHES + micro)
+def batch_of(specimen: Specimen, dtype: torch.dtype, step: int, replica: int, micro: int) -> dict:
+    return specimen.batch(seed=(step * GRID.dp + replica) * MICRO_BATCHES + micro, dtype=dtype)
 
 
-def eager_curve(specimen: Specimen) -> list[float]:
+def eager_curve(specimen: Specimen, dtype: torch.dtype) -> list[float]:
     """The unmodified model in plain torch: the mean over micro-batches, clipping, AdamW without decay on vectors."""
-    model: nn.Module = specimen.model()
+    model: nn.Module = specimen.model(dtype)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
@@ -41,7 +41,7 @@ def eager_curve(specimen: Specimen) -> list[float]:
         optimizer.zero_grad()
         total = 0.0
         for index in range(count):
-            loss = loss_of(model(**batch_of(specimen, step, *divmod(index, MICRO_BATCHES)))) / count
+            loss = loss_of(model(**batch_of(specimen, dtype, step, *divmod(index, MICRO_BATCHES)))) / count
             loss.backward()
             total += float(loss)
         clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
@@ -51,18 +51,21 @@ def eager_curve(specimen: Specimen) -> list[float]:
 
 
 def check_curve(specimen: Specimen, subject: Subject) -> Cell:
+    """In the precision of ``subject``; fp64 only where the trainer's own float32 is promoted, too."""
+    dtype = subject.dtype
     settings = blueprints.CapturedSettings(ParallelConfig(), OPTIMIZER, MICRO_BATCHES)
-    model = specimen.model()
-    with mock.patch.object(blueprints, "capture", lambda *args, **kwargs: subject.captured):
+    model = specimen.model(dtype)
+    promoted = mock.patch.dict(blueprints.DTYPES, {settings.dtype: dtype})
+    with promoted, mock.patch.object(blueprints, "capture", lambda *args, **kwargs: subject.captured):
         plan = blueprints.Blueprint(model, subject.batch, settings, GRID)
 
     def train(rank: int, world_size: int) -> list[float]:
         mesh = build_mesh(GRID, rank, torch.device("cpu"))
-        with mock.patch.object(trainers, "Blueprint", lambda *args: plan):
+        with promoted, mock.patch.object(trainers, "Blueprint", lambda *args: plan):
             trainer = trainers.CapturedTrainer(model, subject.batch, settings, mesh)
         return [
             trainer.step(
-                [batch_of(specimen, step, mesh.dp_rank, micro) for micro in range(MICRO_BATCHES)],
+                [batch_of(specimen, dtype, step, mesh.dp_rank, micro) for micro in range(MICRO_BATCHES)],
                 RATE,
                 OPTIMIZER.weight_decay,
             ).loss
@@ -70,6 +73,6 @@ def check_curve(specimen: Specimen, subject: Subject) -> Cell:
         ]
 
     curves = fork_ranks(train, GRID.size, timeout=90.0)
-    wanted = eager_curve(specimen)
+    wanted = eager_curve(specimen, dtype)
     worst = max(loss_difference(a, b) for curve in curves for a, b in zip(curve, wanted, strict=True))
-    return judge(worst, 0.0, "", torch.float32)
+    return judge(worst, 0.0, "", dtype)

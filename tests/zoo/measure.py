@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,11 +74,9 @@ def cells(specimen: Specimen, subject: Subject, asked: Sequence[str]) -> dict[st
     }
     if specimen.config_value("num_key_value_heads") == KV_HEADS:
         checks["tp4"] = lambda s: check_tensor_parallel(s, shard(s.captured, 4))
+    checks["curve"] = lambda s: check_curve(specimen, s)
     found: dict[str, Any] = {name: twice(check, subject, twin) for name, check in checks.items() if name in asked}
     found["share"], _ = attempt(lambda: shard(subject.captured, 2).share())
-    if "curve" in asked:
-        cell, failure = attempt(lambda: check_curve(specimen, subject))
-        found["curve"] = (cell or failure).to_dict()
     return found
 
 
@@ -86,10 +85,12 @@ def twice(check: Callable[[Subject], Cell], subject: Subject, twin: Callable[[],
     cell, failure = attempt(lambda: check(subject))
     if cell is not None and cell.state == WRONG:
         with doubled():
-            again, _ = attempt(lambda: check(twin()))
+            again, why = attempt(lambda: check(twin()))
+        text = f"fp32: loss {cell.loss:.1e}, gradient {cell.gradient:.1e} {cell.where}".rstrip()
         if again is not None:
-            text = f"fp32: loss {cell.loss:.1e}, gradient {cell.gradient:.1e} of {cell.where}"
             cell = Cell(again.state, again.loss, again.gradient, again.where, text)
+        else:
+            cell = replace(cell, text=f"{text}. In fp64: {why.text}")
     return (cell or failure).to_dict()
 
 
