@@ -157,7 +157,8 @@ def _notes(model: nn.Module, batch: Mapping[str, Any], captured: Captured, attem
             near = difflib.get_close_matches(node.target, named, 1)
             reason = f"the forward of {type(model).__name__} takes any keyword but does not read this one"
             raise TraceError("batch entry", node.target, reason, f"Did you mean {near[0]}" if near else "Leave it out")
-        notes.append(f"The model does not read {node.target}.")
+        if node.target != "labels" or "shift_labels" not in batch:
+            notes.append(f"The model does not read {node.target}.")
     norms = captured.module.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
     if any(node.args[5] for node in norms):
         notes.append("Running statistics of batch norm follow the micro-batches of each rank by itself.")

@@ -71,7 +71,7 @@ class Blueprint:
     """Everything about a model that follows from its graph; the same on every rank.
 
     The first capture, of ``example``, decides how weights are divided and where the chain is cut; captures of other
-    shapes, and of evaluation, follow it. fused: how often each fused operation is in this rank's programs.
+    shapes, and of evaluation, follow it. fused: of each fused operation, the most in one program.
     Raises TraceError and PlanError.
     """
 

@@ -12,6 +12,7 @@ from ..checkpoint import store
 from ..checkpoint.hf import save_hf
 from ..graph.capture import accepts_num_items
 from ..optimizer.adamw import AdamW
+from ..parallel.agree import together
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.builders import BUILDERS
 from ..pipeline_parallel.passes import add_communication
@@ -55,7 +56,16 @@ class CapturedTrainer:
         self.optimizer = AdamW(self.buffer, settings.optimizer, mesh.model)
         self._executors: dict[tuple, Executor] = {}
         self.executor(settings.micro_batches, True)
+        with together(mesh.control, "cpu"):
+            self.programs(self.blueprint.prepared(example), True)
         self.iteration = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the capture brought to light, in sentences."""
+        captured, fused = self.blueprint.captured, self.blueprint.fused
+        found = ", ".join(f"{count} {name}" for name, count in sorted(fused.items()))
+        return f"Captured {captured.how}.", *captured.notes, f"Fused: {found or 'nothing'}."
 
     def _stage_parameters(self) -> StageParameters:
         """Collective: it makes groups for the parameters that several stages hold."""

@@ -213,7 +213,7 @@ class MerakTrainer:
         decayed = frozenset(decayed_parameters(self.model))
         engine = CapturedTrainer(self.model, example, self.settings(), self.mesh, lambda name, shape: name in decayed)
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
-        for note in engine.blueprint.captured.notes:
+        for note in engine.notes:
             self._say(f"{name}: {note}")
         return engine
 

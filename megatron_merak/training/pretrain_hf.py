@@ -28,7 +28,6 @@ from .report import Report
 from .state import RunState, StepReport
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
-UNREAD_LABELS = "The model does not read labels."  # it reads those that are shifted
 
 
 def pretrain_hf(config: HFConfig, world: World) -> None:
@@ -102,8 +101,7 @@ class TokenTrainer(RunState):
 
     def notes(self) -> tuple[str, ...]:
         """What the capture brought to light."""
-        captured = self.captured.blueprint.captured
-        return f"captured {captured.how}", *(note for note in captured.notes if note != UNREAD_LABELS)
+        return self.captured.notes
 
     def flops(self) -> int:
         """Of one step's forward and backward, over all ranks; work that ranks repeat counts once."""

@@ -74,7 +74,7 @@ def test_four_ranks_write_a_directory_that_transformers_opens(tmp_path, shape):
     ).stdout
     assert losses(together) == pytest.approx(losses(alone), abs=1e-5) and len(losses(alone)) == 4
     assert losses(together, "valid") == pytest.approx(losses(alone, "valid"), abs=1e-5)
-    assert "captured as it is, is_causal kept" in told and f"saved {tmp_path}/out for HuggingFace" in told
+    assert "Captured as it is, is_causal kept." in told and f"saved {tmp_path}/out for HuggingFace" in told
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     # From the directory, and from the checkpoint with another layout, evaluation finds the trained weights.
     pretrain("pretrain_hf.py", f"--model {tmp_path}/out --skip-train --metrics {again}")
