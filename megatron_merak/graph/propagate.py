@@ -15,8 +15,6 @@ from math import prod
 
 from torch.fx import Node
 
-from megatron_merak.plan import TensorSharding
-
 from .captured import Captured
 from .names import module_path
 from .nodes import op_name, values
@@ -39,7 +37,6 @@ class Choices:
 
     banned: dict[str, str] = field(default_factory=dict)  # family or name -> why
     blocks: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)  # (family, extent) -> blocks
-    pinned: dict[str, TensorSharding] = field(default_factory=dict)  # name -> how it must come out
     row: tuple[str, ...] = ()  # names of weights whose input features are to be divided
     whole: dict[str, str] = field(default_factory=dict)  # name -> why it was left whole though nothing banned it
 
@@ -105,7 +102,8 @@ class Propagation:
         if not isinstance(node, Node) or node in self.gathered:
             return None
         layout = self.layouts[node]
-        assert not isinstance(layout, tuple), f"{node} makes several tensors"
+        if isinstance(layout, tuple):
+            raise Unfit(node, (node,), "hands on several divided values at once")
         return layout
 
     def subject(self, node: Node) -> Split:
@@ -320,6 +318,9 @@ class Propagation:
             return False
         finally:
             self.gathered = {}
+        for x in dict.fromkeys(x for _, x in steps):
+            for origin in self.layouts[x].origins:
+                self.why[origin] += f"; a small piece of what it makes is made whole for {op_name(last)}"
         return True
 
     def _ban(self, error: Unfit) -> None:

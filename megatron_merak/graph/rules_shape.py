@@ -235,6 +235,17 @@ def slice_(p: Propagation, node: Node) -> Decision:
     return Decision(made, args=(x, dim, start // p.tp, stop // p.tp))
 
 
+def narrow(p: Propagation, node: Node) -> Decision:
+    x, dim, start, length = node.args
+    layout = p.subject(node)
+    if dim % len(p.shape(x)) != layout.dim:
+        return Decision(layout)
+    if not isinstance(start, int):
+        raise p.unfit(node, "starts where a tensor says")
+    made = _pieces(p, node, layout, [(start, start + length)])[0]
+    return Decision(made, args=(x, dim, start // p.tp, length // p.tp))
+
+
 def join(p: Propagation, node: Node) -> Decision:
     """cat, stack: alike along other dimensions; joined along the divided one, the blocks line up."""
     parts = node.args[0]

@@ -12,16 +12,18 @@ from .placement import Cut, Decision, Split
 from .propagate import Propagation
 
 POINTWISE = """
-    add sub mul div rsub neg exp exp2 log log2 log10 sqrt rsqrt pow tanh tan sigmoid silu gelu relu relu6 to contiguous
-    clone alias detach dropout where masked_fill eq ne lt gt le ge clamp clamp_min clamp_max maximum minimum abs erf sin
-    cos square reciprocal __and__ __or__ __xor__ logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or
-    type_as _to_copy leaky_relu softplus elu selu celu hardtanh hardsigmoid threshold mish log1p expm1 sign zeros_like
-    ones_like hardswish log_sigmoid floor ceil round trunc fmod remainder floor_divide lerp addcmul addcdiv full_like
-    empty_like rand_like nan_to_num isnan isinf isfinite max.other min.other lift_fresh_copy feature_dropout true_divide
-    multiply divide subtract sinh cosh atan atan2 float_power logit xlogy rrelu_with_noise prelu_scalar copysign real
-    imag conj angle square sgn erfc erfinv positive logaddexp heaviside bernoulli.p alpha_dropout detach_ relu_ add_
-    mul_ sub_ div_ masked_fill_ clamp_ clamp_min_ clamp_max_ copy_ zero_ fill_ neg_ exp_ sigmoid_ tanh_ silu_ dropout_
-    pow_ sqrt_ rsqrt_ hardtanh_ leaky_relu_ gelu_ elu_ hardswish_ relu6_ addcmul_ addcdiv_ lerp_ erf_ abs_ square_
+    add sub mul div rsub neg exp exp2 log log2 log10 sqrt rsqrt pow tanh tan sigmoid silu gelu relu relu6 to
+    contiguous clone alias detach dropout where masked_fill eq ne lt gt le ge clamp clamp_min clamp_max maximum
+    minimum abs erf sin cos square reciprocal __and__ __or__ __xor__ logical_not logical_and logical_or bitwise_not
+    bitwise_and bitwise_or type_as _to_copy leaky_relu softplus elu selu celu hardtanh hardsigmoid threshold mish
+    log1p expm1 sign zeros_like ones_like hardswish log_sigmoid floor ceil round trunc fmod remainder floor_divide
+    lerp addcmul addcdiv full_like empty_like rand_like nan_to_num isnan isinf isfinite max.other min.other
+    lift_fresh_copy feature_dropout true_divide multiply divide subtract sinh cosh atan atan2 float_power logit
+    xlogy rrelu_with_noise prelu_scalar copysign real imag conj angle sgn erfc erfinv positive logaddexp heaviside
+    bernoulli.p alpha_dropout detach_ relu_ add_ mul_ sub_ div_ masked_fill_ clamp_ clamp_min_ clamp_max_ copy_
+    zero_ fill_ neg_ exp_ sigmoid_ tanh_ silu_ dropout_ clip greater greater_equal less less_equal not_equal
+    absolute negative logical_xor pow_ sqrt_ rsqrt_ hardtanh_ leaky_relu_ gelu_ elu_ hardswish_ relu6_ addcmul_
+    addcdiv_ lerp_ erf_ abs_ square_
 """.split()
 
 
@@ -49,7 +51,7 @@ def pointwise(p: Propagation, node: Node) -> Decision:
     cuts: dict[Node, Cut] = {}
     summed = any(split.summed for x in divided if (split := p.layout(x)))
     for x in inputs:
-        if p.layout(x) is not None:
+        if p.layout(x) is not None or not values(x):
             continue
         shape = p.shape(x)
         dim = first.dim - (rank - len(shape))

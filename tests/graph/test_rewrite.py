@@ -14,6 +14,7 @@ from torch.fx.node import map_aggregate, map_arg
 from megatron_merak.graph.capture import capture
 from megatron_merak.graph.cut import cut
 from megatron_merak.graph.marks import copy_in, reduce_max, reduce_sum
+from megatron_merak.graph.nodes import is_random
 from megatron_merak.graph.rewrite import rewrite
 from megatron_merak.graph.shard import TensorRules, shard
 from tests.graph import lockstep
@@ -33,6 +34,13 @@ def check(name, tp, rules="", **overrides):
     difference, worst, where, programs = lockstep.compare(captured, sharding, model, batch, loss, grads)
     assert difference <= 1e-5 and worst <= 1e-4, (difference, where, worst)
     return sharding, programs
+
+
+def trained(model, batch):
+    """(loss, gradients) of any module as it is."""
+    loss = model(**batch)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
 def marks(program):
@@ -71,6 +79,42 @@ def test_experts_are_summed_after_their_top_k():
 def test_parallel_branches_share_one_sum():
     _, programs = check("gptj", 2, tie_word_embeddings=False)
     assert marks(programs[0])[copy_in] == 2 + 1
+
+
+def test_a_single_key_value_head_is_made_whole():
+    sharding, (program, _) = check("llama", 2, num_key_value_heads=1)
+    assert sharding.tensors["model.layers.0.self_attn.q_proj.weight"].dim == 0
+    sizes = (32, 8, 8)
+
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, sum(sizes)), nn.Linear(32, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).split(sizes, -1)
+            q, k, v = (h.view(2, 4, -1, 8).transpose(1, 2) for h in (q, k, v))
+            h = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return self.out(h.transpose(1, 2).flatten(2)).square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Fused().double(), {"x": torch.randn(2, 4, 16, dtype=torch.float64)}
+    captured = capture(model, batch)
+    sharding = shard(captured, 2)
+    loss, grads = trained(model, batch)
+    difference, worst, where, _ = lockstep.compare(captured, sharding, model, batch, loss, grads)
+    assert difference <= 1e-12 and worst <= 1e-12, (where, worst)
+    assert sharding.tensors["qkv.weight"].blocks == sizes
+    assert "a small piece of what it makes is made whole" in sharding.reasons["qkv.weight"]
+
+
+def test_dropout_in_sharded_work_is_told_from_that_on_whole_values():
+    real, _, batch = tiny("gpt2", resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1)
+    captured = capture(real(), batch)
+    program = rewrite(captured, cut(captured), shard(captured, 2), 0, 2)
+    random = [node for node in program.graph.nodes if is_random(node)]
+    assert {node.meta["sharded"] for node in random if "attention" in str(node.target)} == {True}
+    assert {node.meta["sharded"] for node in random if "dropout.default" in str(node.target)} == {False}
 
 
 def test_norms_inside_sharded_work_are_partial():
@@ -163,10 +207,8 @@ def check_head(head):
     batch = {"ids": ids, "labels": ids.roll(1, 0)}
     captured = capture(head, batch)
     sharding = shard(captured, 4)
-    loss = head(**batch)
-    loss.backward()
-    grads = {name: p.grad for name, p in head.named_parameters()}
-    difference, worst, where, _ = lockstep.compare(captured, sharding, head, batch, loss.detach(), grads)
+    loss, grads = trained(head, batch)
+    difference, worst, where, _ = lockstep.compare(captured, sharding, head, batch, loss, grads)
     assert difference <= 1e-12 and worst <= 1e-10, (difference, where, worst)
     return sharding
 
@@ -205,11 +247,9 @@ def test_a_parameter_read_in_both_ways_counts_once():
     with torch.no_grad():
         model.scale.copy_(torch.tensor([0.3, -1.0, 2.0, 0.7]))
     captured = capture(model, batch)
-    loss = model(**batch)
-    loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
+    loss, grads = trained(model, batch)
     sharding = shard(captured, 2)
-    difference, worst, where, programs = lockstep.compare(captured, sharding, model, batch, loss.detach(), grads)
+    difference, worst, where, programs = lockstep.compare(captured, sharding, model, batch, loss, grads)
     assert difference <= 1e-12 and worst <= 1e-12, (where, worst)
     assert programs[0].partial == ("scale",) and any(n.name.startswith("own") for n in programs[0].graph.nodes)
 

@@ -112,6 +112,8 @@ DIVIDED = {
     "flatten": lambda h: heads(h).transpose(1, 2).flatten(2),
     "unflatten": lambda h: h.unflatten(-1, (4, 6)),
     "movedim": lambda h: heads(h).movedim(1, -1),
+    "narrowed": lambda h: h.narrow(-1, 0, 8) * h.narrow(-1, 16, 8) + h[:, 1:2].narrow(1, 0, 1)[..., 8:16],
+    "broadcast": lambda h: torch.broadcast_to(heads(h)[:, :, :1], (2, 4, 3, 6)).swapdims(1, 2).moveaxis(1, 2),
     "transposed": lambda h: heads(h).mT @ h[0].t().view(4, 6, 4).mT,
     "squeeze": lambda h: h.unsqueeze(1).unsqueeze(-1).squeeze(1),
     "expand_as": lambda h: h * (torch.arange(24.0) / 24).expand_as(h),
