@@ -159,10 +159,13 @@ class Draw:
         )
 
     def input_values(self) -> Tensor:
-        return self.normal(400)
+        return self.normal(2000)
 
     def spectrogram(self) -> Tensor:
         return self.normal(self.setting("max_length", default=FRAMES), self.setting("num_mel_bins", default=16))
+
+    def frame_mask(self) -> Tensor:
+        return torch.ones(self.size, FRAMES, dtype=torch.long)
 
     def input_features(self) -> Tensor:
         return self.normal(self.setting("num_mel_bins", "feature_size", default=16), FRAMES)
