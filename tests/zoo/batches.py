@@ -14,6 +14,7 @@ from .overrides import BATCHES
 
 CLASSES = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
 TARGET = 16  # tokens of a label sequence that is not the input itself
+SPOKEN = 3  # ... in fewer frames than it has
 HIDDEN_LABELS = 4  # the first labels of each sample do not count
 FRAMES = 64  # of a spectrogram
 # Beside text: the argument of the forward that holds it, and the name of its placeholder token in the configuration.
@@ -45,6 +46,9 @@ def batch_for(
         batch |= beside_text(places, accepted, batch["input_ids"], draw)
     if head.mapping == "ZERO_SHOT_IMAGE_CLASSIFICATION":
         batch |= {"pixel_values": draw.pixel_values(), "return_loss": True}
+        if "pixel_values" not in accepted:
+            batch["pixel_values_videos"] = draw.named("pixel_values_videos")
+            del batch["pixel_values"]
     else:
         batch |= labels(head, batch, draw)
     for name, value in BATCHES.get(head.model_type, {}).items():
@@ -82,7 +86,7 @@ def beside_text(places: tuple[str, int], accepted: Mapping[str, Any], ids: Tenso
 
 
 def labels(head: Head, batch: Mapping[str, Any], draw: "Draw") -> dict[str, Any]:
-    ids = batch.get("input_ids")
+    ids = batch.get("input_ids", batch.get("inputs"))
     if head.mapping == "QUESTION_ANSWERING":
         return {"start_positions": draw.classes(LENGTH // 2), "end_positions": draw.classes(LENGTH // 2)}
     if head.mapping == "TIME_SERIES_CLASSIFICATION":
@@ -93,6 +97,8 @@ def labels(head: Head, batch: Mapping[str, Any], draw: "Draw") -> dict[str, Any]
         return {"labels": draw.integers((draw.size, *batch["pixel_values"].shape[-2:]), 0, 2)}
     if head.mapping == "TOKEN_CLASSIFICATION":
         return {"labels": draw.integers((draw.size, LENGTH), 0, 2)}
+    if head.mapping == "CTC":
+        return {"labels": draw.tokens(SPOKEN)}
     if draw.config.is_encoder_decoder or ids is None:
         return {"labels": draw.tokens(TARGET)}
     target = ids.clone()
@@ -162,7 +168,9 @@ class Draw:
         return self.normal(2000)
 
     def spectrogram(self) -> Tensor:
-        return self.normal(self.setting("max_length", default=FRAMES), self.setting("num_mel_bins", default=16))
+        return self.normal(
+            self.setting("max_length", default=FRAMES), self.setting("num_mel_bins", "input_dim", default=16)
+        )
 
     def frame_mask(self) -> Tensor:
         return torch.ones(self.size, FRAMES, dtype=torch.long)

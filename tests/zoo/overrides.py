@@ -20,8 +20,9 @@ CONFIGS = {
     "pvt": dict(
         image_size=64, patch_sizes=[4, 2, 2, 2], num_attention_heads=[1, 2, 4, 4], hidden_sizes=[16, 32, 64, 64]
     ),
+    "efficientnet": dict(width_coefficient=0.1, depth_coefficient=0.1, hidden_dim=128),
     "bit": dict(num_groups=4),
-    "cvt": dict(embed_dim=[16, 32, 32], num_heads=[1, 2, 2], depth=[1, 1, 2]),
+    "cvt": dict(embed_dim=[16, 32, 32], num_heads=[1, 2, 2], depth=[1, 2, 3]),
     "mobilevitv2": dict(image_size=64),
     "speech_to_text": dict(input_feat_per_channel=16),
     "textnet": dict(hidden_sizes=[32, 32, 32, 32, 32], stem_out_channels=32),
