@@ -7,10 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from megatron_merak.config import DataConfig, HFConfig, HFModelConfig, TrainConfig
 from megatron_merak.data.mock import MockIndexedDataset
+from megatron_merak.data.tokenizer import Tokenizer
+from megatron_merak.errors import DataError
+from megatron_merak.training.hf_model import build_model
+from megatron_merak.training.pretrain_hf import with_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = """--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --log-interval 1
@@ -90,14 +96,50 @@ def test_four_ranks_write_a_directory_that_transformers_opens(tmp_path, shape):
     ("flags", "told"),
     [
         ("--model nowhere", "nowhere"),
-        ("--model SHAPE --init-weights directory", "--init-weights directory: "),
         ("--model SHAPE --save-hf /dev/null/x", "--save-hf /dev/null/x: it cannot be written"),
-        ("--model SHAPE --vocab-size 131", "--vocab-size 131: the model has rows for 130 token ids"),
-        ("--model SHAPE --tensor-parallel-rules *.norm=sideways", "tensor-parallel rule"),
-        ("--model SHAPE --num-layers 3", "flag --num-layers: is a flag of pretrain_gpt.py only"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(shape, flags, told):
     done = pretrain("pretrain_hf.py", flags.replace("SHAPE", str(shape)), check=False)
     assert done.returncode != 0 and "consumed samples" not in done.stdout
     assert told in [line for line in done.stderr.splitlines() if line][-1]
+
+
+def resolved(shape: Path, **data) -> tuple[HFConfig, Tokenizer]:
+    ids = data.pop("vocab_size", None)
+    config = HFConfig(
+        model=HFModelConfig(model=str(shape), seq_length=16, vocab_size=ids),
+        train=TrainConfig(micro_batch_size=1),
+        data=DataConfig(**data),
+    )
+    return with_tokenizer(config, build_model(config.model))
+
+
+def test_generated_and_numeric_data_have_the_ids_that_the_model_knows(shape):
+    config, tokenizer = resolved(shape, mock_data=True)
+    assert (tokenizer.vocab_size, tokenizer.eod, config.model.vocab_size) == (130, 129, 130)
+    _, tokenizer = resolved(shape, tokenizer_type="NullTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (130, 129)
+    _, tokenizer = resolved(shape, tokenizer_type="NullTokenizer", vocab_size=99)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
+    with pytest.raises(DataError, match="rows for 130 token ids and a NullTokenizer adds one") as caught:
+        resolved(shape, tokenizer_type="NullTokenizer", vocab_size=130)
+    assert caught.value.remedy == "Use at most 129"
+
+
+def test_the_tokenizer_of_the_directory_is_used_and_must_fit(shape, tmp_path):
+    with pytest.raises(DataError, match="has no tokenizer"):
+        resolved(shape)
+    (tmp_path / "config.json").write_text(shape.read_text())
+    write_tokenizer(tmp_path, ids=120)
+    config, tokenizer = resolved(tmp_path)
+    assert config.data.tokenizer_model == str(tmp_path) and tokenizer.vocab_size == 120
+    write_tokenizer(tmp_path, ids=131)
+    with pytest.raises(DataError, match="ids up to 130, and the model has rows for 130"):
+        resolved(tmp_path)
+
+
+def write_tokenizer(directory: Path, ids: int) -> None:
+    vocabulary = {f"w{i}": i for i in range(ids - 1)} | {"</s>": ids - 1}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(directory)
