@@ -40,6 +40,8 @@ class Emitter:
     def add(self, node: Node) -> None:
         args, kwargs = self._translated(node.args), self._translated(node.kwargs)
         target, args, kwargs = self._with_sink(node, args, kwargs)
+        # A fused operation may lay its result out otherwise than the one that was captured.
+        target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
         self._made[node] = self._graph.call_function(target, args, kwargs)
 
     def finish(self, results: Sequence[Node]) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -120,7 +120,6 @@ def _lay_out(groups: Sequence[Sequence[BufferEntry]]) -> tuple[dict[str, Slot], 
         for entry in sorted(group, key=lambda entry: not entry.decay):
             assert entry.name not in slots, f"parameter {entry.name} is listed twice"
             elements = prod(entry.shape)
-            assert elements > 0, f"parameter {entry.name} has no elements: {entry.shape}"
             slots[entry.name] = Slot(offset, offset + elements, tuple(entry.shape), entry.decay, entry.counted)
             offset = _align(offset + elements)
     return slots, offset
