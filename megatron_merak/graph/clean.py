@@ -22,11 +22,10 @@ _TRANSPOSED = ("numpy_T", "t", "transpose", "permute", "adjoint", "mT")
 def clean(raw: Raw, outputs: Sequence[str], how: str) -> Captured:
     """Raises TraceError for what a graph cannot repeat: a region under autocast, a forward that changes its tables."""
     graph = raw.module.graph
+    _drop_checks(graph)
     _refuse_dynamic(graph, raw.model)
     _inline_regions(graph, raw.module, raw.model)
-    for node in list(graph.nodes):
-        if _name(node).startswith(_CHECKS) and not node.users:
-            graph.erase_node(node)
+    _drop_checks(graph)
     out_of_place(graph)
     _refuse_state(graph)
     _drop_dead(graph)
@@ -59,6 +58,14 @@ def _name(node: Node) -> str:
 
 def _attribute(module: torch.nn.Module, name: str) -> object:
     return operator.attrgetter(name)(module)
+
+
+def _drop_checks(graph: Graph) -> None:
+    """Assertions, and numbers that were taken out of tensors for nothing else."""
+    for node in reversed(list(graph.nodes)):
+        number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+        if (number or _name(node).startswith(_CHECKS)) and node.op == "call_function" and not node.users:
+            graph.erase_node(node)
 
 
 def _refuse_dynamic(graph: Graph, model: str) -> None:

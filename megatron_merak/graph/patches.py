@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from typing import Any
 from unittest import mock
 
@@ -53,6 +53,8 @@ def native() -> Iterator[None]:
         patches.enter_context(mock.patch.object(Distribution, "_validate_args", False))
         if hasattr(masking_utils, "_vmap_expansion_sdpa"):
             patches.enter_context(mock.patch.object(masking_utils, "_vmap_expansion_sdpa", broadcast))
+        if hasattr(masking_utils, "TransformGetItemToIndex"):
+            patches.enter_context(mock.patch.object(masking_utils, "TransformGetItemToIndex", nullcontext))
         for module in asking:
             if "is_torchdynamo_exporting" in vars(module) and "is_torchdynamo_compiling" not in vars(module):
                 patches.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))

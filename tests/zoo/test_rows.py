@@ -34,3 +34,10 @@ def test_every_rank_computes_what_the_eager_model_computes(model_type):
 def test_a_model_that_would_be_wrong_is_refused_by_name():
     """Its router's gradient is an autograd.Function's, which a graph loses."""
     assert "PhimoeMultiplier" in measure_apart("phimoe", ())["refused"]
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "flaubert"])
+def test_checks_of_values_and_masks_by_position_do_not_stand_in_the_way(model_type):
+    """Gemma counts image tokens and asks for each position's kind; Flaubert asserts that lengths fit."""
+    row = measure_apart(model_type, ("tp2",))
+    assert row["tp2"]["state"] == EXACT, row
