@@ -29,6 +29,7 @@ CONFIGS = {
     "layoutlmv3": dict(coordinate_size=8, shape_size=16, visual_embed=False),
     "bros": dict(dim_bbox=8),
     "lilt": dict(hidden_size=96),
+    "mobilebert": dict(embedding_size=32),
     "esmc": dict(num_key_value_heads=4),
     "xmod": dict(languages=["en_XX"], default_language="en_XX"),
     "longformer": dict(attention_window=[8, 8]),

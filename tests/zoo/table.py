@@ -6,21 +6,28 @@ from typing import Any
 
 from .compare import BROKEN, DOUBLE, EXACT, REFUSED, WRONG
 from .curve import GRID, MICRO_BATCHES, STEPS
+from .heads import ORDER
 from .measure import CELLS, FULL
 
 Row = Mapping[str, Any]
+SHOWN = ("pp3", "tp2", "curve")  # cells in the table of heads
 
 TEXT = """# Parity: any model, unmodified
 
 Every model type in transformers' own auto mappings ({versions}) that trains from a tiny configuration, each once, under
 its most natural training head, against **one process that runs the unmodified eager model** with the same random
 weights. Nothing here is registered by hand: types, configurations and batches are found in transformers by
-`tests/zoo`, so a new release adds its rows by itself. The layouts of our own GPT are in
-[parity_native.md](parity_native.md).
+`tests/zoo`, so a new release adds its rows by itself. Heads whose loss needs labels of its own kind (detection,
+segmentation of instances, speech synthesis) or an image processor (text about images) have no rows. The layouts of our
+own GPT are in [parity_native.md](parity_native.md).
 
 | | all types | causal language models |
 |---|---:|---:|
 {summary}
+
+| head | types | train | captured | exact in 3 stages | exact at TP=2 | {steps} steps |
+|---|---:|---:|---:|---:|---:|---:|
+{heads}
 
 - **pp2, pp3**: the captured graph cut into 2 and 3 stages that share nothing but the values that cross, each behind an
   engine of its own. **tp2, tp4**: the graph divided over 2 ranks, and over 4 where there are fewer key-value heads
@@ -63,6 +70,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return TEXT.format(
         versions=f"transformers {version('transformers')}, torch {version('torch').split('+')[0]}",
         summary=summary(rows),
+        heads=by_head(rows),
         steps=STEPS,
         ranks=GRID.size,
         tp=GRID.tp,
@@ -79,6 +87,18 @@ def markdown(rows: Sequence[Row]) -> str:
 def summary(rows: Sequence[Row]) -> str:
     columns = [facts(rows), facts([r for r in rows if r["causal"]])]
     return "\n".join(f"| {name} | {' | '.join(column[name] for column in columns)} |" for name in columns[0])
+
+
+def by_head(rows: Sequence[Row]) -> str:
+    lines = []
+    for mapping in ORDER:
+        here = [r for r in rows if r["mapping"] == mapping]
+        captured = [r for r in here if "how" in r]
+        trained = sum("left_out" not in r for r in here)
+        exact = [sum(r.get(name, {}).get("state") in (EXACT, DOUBLE) for r in captured) for name in SHOWN]
+        name = mapping.lower().replace("_", " ").replace("lm", "LM")
+        lines.append(f"| {' | '.join(map(str, (name, len(here), trained, len(captured), *exact)))} |")
+    return "\n".join(lines)
 
 
 def facts(rows: Sequence[Row]) -> dict[str, str]:
