@@ -17,7 +17,7 @@ from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.clean import clean
 from megatron_merak.graph.swift import swift
 from megatron_merak.graph.unlift import unlift
-from megatron_merak.graph.watch import Seen, check_functions, place, watch
+from megatron_merak.graph.watch import Seen, function_notes, place, watch
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def capture(
             continue
         _refuse_unseen(model, seen)
         captured = clean(raw, outputs, str(attempt))
-        notes = check_functions(type(model).__name__, seen) + _notes(model, batch, captured, attempt)
+        notes = function_notes(seen) + _notes(model, batch, captured, attempt)
         return replace(captured, notes=captured.notes + notes)
     raise _failure(model, error)
 
@@ -117,6 +117,7 @@ def _trace(
         if attempt.no_layer_drop:
             world.enter_context(patches.no_layer_drop())
         program = torch.export.export(fake, (), twin.fake_batch(fake, batch), strict=attempt.strict)
+        seen.opaque.settle(program.graph_module)
     return program, seen
 
 

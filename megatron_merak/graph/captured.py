@@ -16,8 +16,8 @@ class Captured:
     - placeholders, one per tensor of the batch, named as its key;
     - get_attr nodes: a parameter under its HuggingFace name (of tied ones, the first in ``named_parameters``), or a
       constant (buffer, table) that ``module`` holds as a real tensor;
-    - call_function nodes: aten overloads, ``operator.getitem`` and opaque higher-order ops. No dead code, no
-      assertions; an operation works in place only where a view makes that visible elsewhere;
+    - call_function nodes: aten overloads, ``operator.getitem``, opaque higher-order ops and ``opaque.CustomFunction``.
+      No dead code, no assertions; an operation works in place only where a view makes that visible elsewhere;
     - one output whose argument is a tuple of nodes, named by ``outputs``.
 
     shapes, dtypes: of every parameter that the graph reads, by name. trainable: those that require a gradient.

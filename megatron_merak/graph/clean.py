@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.inplace import aliasing, call, out_of_place, written
+from megatron_merak.graph.opaque import CustomFunction
 from megatron_merak.graph.unlift import Raw, source
 
 aten = torch.ops.aten
@@ -241,6 +242,7 @@ def _sink_views(graph: Graph, parameters: tuple[str, ...]) -> None:
     for node in graph.nodes:
         view, write = aliasing(node)
         moves = view and not write and _name(node) not in ("to", "contiguous")
+        moves = moves and not isinstance(node.target, CustomFunction)
         if moves and (node.args[0] in viewed or node.args[0].target in parameters):
             viewed[node] = None
     for node in reversed(list(viewed)):

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node, map_arg
 
+from megatron_merak.graph.opaque import CustomFunction
+
 aten = torch.ops.aten
 _SCATTER = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 
@@ -18,6 +20,8 @@ def aliasing(node: Node) -> tuple[bool, bool]:
     if node.target is operator.getitem:
         source = node.args[0]
         return not isinstance(source.target, torch._ops.OpOverload) or aliasing(source)[0], False
+    if isinstance(node.target, CustomFunction):
+        return node.target.shares, False
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], Node):
         return False, False
     info = node.target._schema.arguments[0].alias_info

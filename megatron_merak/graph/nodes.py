@@ -8,6 +8,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from .opaque import CustomFunction
+
 EMBEDDINGS = ("embedding", "embedding_bag")
 
 
@@ -110,6 +112,8 @@ _CONTRACTIONS = {
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers: dropout with probability 0 or in evaluation does not."""
     target = node.target
+    if isinstance(target, CustomFunction):
+        return target.random
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     given = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
@@ -123,6 +127,8 @@ def aliased(node: Node) -> tuple[list[Node], list[Node]]:
     """(inputs whose storage a node's result shares, inputs that it writes), from the operator's schema."""
     if node.target is operator.getitem:
         return [x for x in node.args[:1] if isinstance(x, Node)], []
+    if isinstance(node.target, CustomFunction) and node.target.shares:
+        return list(node.args[:1]), []
     if not isinstance(node.target, OpOverload):
         return [], []
     shared: list[Node] = []

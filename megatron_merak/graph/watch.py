@@ -1,4 +1,4 @@
-"""What a trace does not show: custom autograd Functions, gradient hooks and random numbers drawn by the host."""
+"""What a trace does not show by itself: custom Functions, gradient hooks and random numbers drawn by the host."""
 
 import random
 import traceback
@@ -12,9 +12,9 @@ import numpy
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_merak.errors import TraceError
+from megatron_merak.graph.opaque import Opaque, forward_of, keep_functions
 
 _LARGEST = 1 << 22  # values in one tensor that a check of a Function is worth
 _SIZES = (2, 3, 4, 5, 6, 7)
@@ -32,10 +32,12 @@ class Like:
 
 @dataclass(eq=False)
 class Seen:
-    """functions: each custom Function that was applied, with its arguments. hooked, drawn: lines that put a gradient
-    hook on a tensor or drew a random number on the host. seeded: the model sets the host's seed itself."""
+    """functions: each custom Function that was applied and the values it was applied to -> how its own gradient differs
+    from that of its forward's operations. opaque: those that differ. hooked, drawn: lines that put a gradient hook on a
+    tensor or drew a random number on the host. seeded: the model sets the host's seed itself."""
 
-    functions: dict[tuple[type[Function], str], tuple[Any, ...]] = field(default_factory=dict)
+    opaque: Opaque
+    functions: dict[tuple[type[Function], str], str] = field(default_factory=dict)
     hooked: list[str] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
     seeded: bool = False
@@ -43,17 +45,12 @@ class Seen:
 
 @contextmanager
 def watch() -> Iterator[Seen]:
-    """Record what happens in a trace; the host's random generators are as before afterwards."""
-    seen = Seen()
-    apply = Function.__dict__["apply"].__func__
-    hook, seed = Tensor.register_hook, numpy.random.seed
+    """Record what happens in a trace; the host's random generators are as before afterwards.
 
-    def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__ == "torch._library.autograd":  # a custom operation: the graph holds it, gradient and all
-            return apply(cls, *args, **kwargs)
-        held = tuple(Like(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
-        seen.functions.setdefault((cls, repr(held)), (held, kwargs))
-        return apply(cls, *args, **kwargs)
+    A custom Function is traced through where autograd makes its own backward of its forward, and else kept as it is.
+    """
+    before = random.getstate(), numpy.random.get_state()
+    hook, seed = Tensor.register_hook, numpy.random.seed
 
     def hooked(tensor: Tensor, *args: Any) -> Any:
         seen.hooked.append(place())
@@ -71,16 +68,40 @@ def watch() -> Iterator[Seen]:
 
         return drawn
 
-    before = random.getstate(), numpy.random.get_state()
     with ExitStack() as patches:
+        seen = Seen(patches.enter_context(keep_functions()))
         patches.callback(random.setstate, before[0])
         patches.callback(numpy.random.set_state, before[1])
-        patches.enter_context(mock.patch.object(Function, "apply", classmethod(applied)))
+        patches.enter_context(mock.patch.object(Function, "apply", _applied(seen)))
         patches.enter_context(mock.patch.object(Tensor, "register_hook", hooked))
         patches.enter_context(mock.patch.object(numpy.random, "seed", seeded))
         for owner, name in [(random, name) for name in _PYTHON] + [(numpy.random, name) for name in _NUMPY]:
             patches.enter_context(mock.patch.object(owner, name, drawing(getattr(owner, name))))
         yield seen
+
+
+def _applied(seen: Seen) -> Any:
+    """``Function.apply`` while a model is traced."""
+    apply, inside = Function.__dict__["apply"].__func__, [False]
+
+    def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        custom = cls.__module__ == "torch._library.autograd"  # the graph holds such an operation, gradient and all
+        if custom or inside[0]:
+            return apply(cls, *args, **kwargs)
+        held = tuple(Like(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
+        key = (cls, repr((held, kwargs)))
+        inside[0] = True
+        try:
+            if key not in seen.functions:
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    seen.functions[key] = "it takes keyword arguments" if kwargs else _difference(cls, held)
+            if seen.functions[key]:
+                return seen.opaque.apply(cls, args, kwargs)
+        finally:
+            inside[0] = False
+        return apply(cls, *args, **kwargs)
+
+    return classmethod(applied)
 
 
 def place(error: BaseException | None = None) -> str:
@@ -96,25 +117,25 @@ def _foreign(path: str) -> bool:
     return "torch" in parts or "megatron_merak" in parts or path.startswith("<") or "contextlib.py" in parts
 
 
-def check_functions(model: str, seen: Seen) -> tuple[str, ...]:
-    """One note per custom Function whose own backward is what autograd makes of its forward; TraceError for others.
-
-    A graph holds a Function's forward only. So both are computed here, in fp64 on random values of several ranges.
-    """
+def function_notes(seen: Seen) -> tuple[str, ...]:
+    """One sentence per custom Function that was applied."""
     notes: dict[str, None] = {}
-    for (cls, _), (args, kwargs) in seen.functions.items():
+    for (cls, _), difference in seen.functions.items():
         name = f"{cls.__module__}.{cls.__qualname__}"
-        difference = _difference(cls, args) if not kwargs else "it takes keyword arguments"
         if difference:
-            reason = f"its backward would be lost and replaced by that of its forward's operations: {difference}"
-            remedy = f"Replace it in {model} by operations that differentiate the same way, or by torch's own"
-            raise TraceError("autograd.Function", name, reason, remedy)
-        notes[f"The gradient of {name} is taken from its forward's operations, which give the same."] = None
+            notes[f"{name} is computed as it is, whole on every rank, for its backward is its own: {difference}."] = (
+                None
+            )
+        else:
+            notes[f"The gradient of {name} is taken from its forward's operations, which give the same."] = None
     return tuple(notes)
 
 
 def _difference(cls: type[Function], args: tuple[Any, ...]) -> str:
-    """Nothing if the Function's gradients are those of its forward, else why not, or why that cannot be told."""
+    """Nothing if the Function's gradients are those of its forward, else why not, or why that cannot be told.
+
+    Both are computed here, in fp64 on random values of several ranges.
+    """
     like = [a for a in args if isinstance(a, Like)]
     extents = sorted({n for a in like for n in a.shape if n > 1})
     small = {n: min(n, _SIZES[i % len(_SIZES)]) for i, n in enumerate(extents)}
@@ -146,7 +167,7 @@ def _compare(cls: type[Function], args: tuple[Any, ...], sizes: dict[int, int], 
         generator = torch.Generator().manual_seed(trial)
         made = [_draw(a, sizes, trial, generator) if isinstance(a, Like) else a for a in args]
         torch.manual_seed(trial)
-        outputs = cls.apply(*made) if own else _forward(cls, made)
+        outputs = cls.apply(*made) if own else forward_of(cls, tuple(made), {})[0]
         outputs = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(o, Tensor)]
         outputs = [o for o in outputs if o.is_floating_point()]
         if not all(o.isfinite().all() for o in outputs):
@@ -177,11 +198,3 @@ def _draw(like: Like, sizes: dict[int, int], trial: int, generator: torch.Genera
     scale = (1.0, 1.0, 1e-8, 1e4, 0.0)[trial % 5]
     values = normal * scale if trial < 5 else normal.abs() * scale
     return values.requires_grad_()
-
-
-def _forward(cls: type[Function], args: list[Any]) -> Any:
-    if cls.setup_context is not Function.setup_context:
-        return cls.forward(*args)
-    ctx = FunctionCtx()
-    ctx.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)  # type: ignore[attr-defined]
-    return cls.forward(ctx, *args)

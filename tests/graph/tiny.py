@@ -73,6 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": (_CAUSAL, {}),
     "mamba": (_CAUSAL, {}),
     "olmo2": (_CAUSAL, {}),
+    "recurrent_gemma": (_CAUSAL, {"lru_width": 32, "num_hidden_layers": 3}),
     "bert": (_MASKED, {}),
     "deberta-v2": (_MASKED, {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
     "t5": (_SEQ2SEQ, {}),

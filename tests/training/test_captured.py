@@ -94,6 +94,7 @@ CASES = [
     ("llama", Grid(tp=2, pp=2), True),
     ("t5", Grid(tp=2, pp=2), False),
     ("mixtral", Grid(tp=2, pp=2), False),
+    ("recurrent_gemma", Grid(tp=2, pp=2), True),
     ("bert", Grid(pp=3), False),
     ("gpt2", Grid(tp=2, pp=1, dp=2), False),
 ]
