@@ -15,6 +15,7 @@ from ..graph.captured import Captured
 from ..graph.cut import Chain, align, cut
 from ..graph.fuse import fuse
 from ..graph.measure import measure
+from ..graph.propagate import family
 from ..graph.rewrite import rewrite
 from ..graph.shard import Sharding, TensorRules, shard
 from ..graph.split import Parts, split
@@ -109,6 +110,15 @@ class Blueprint:
             if name in captured.trainable and dtype != wanted:
                 reason = f"the model keeps it in {dtype} even where the rest is {wanted}, and here all are of one dtype"
                 raise TraceError("parameter", name, reason, f"Train all in {str(dtype).removeprefix('torch.')}")
+
+    def whole_weights(self) -> tuple[str, ...]:
+        """A sentence per family of matrices that every tensor-parallel rank holds whole."""
+        if self.grid.tp == 1:
+            return ()
+        reasons = self.sharding.reasons
+        whole = [t for t in self.sharding.tensors.values() if t.dim is None and len(t.shape) > 1]
+        first = {family(tensor.name): reasons[tensor.name] for tensor in reversed(whole)}
+        return tuple(f"{name} is {reason}." for name, reason in reversed(first.items()))
 
     def _plan(self, example: Batch) -> Plan:
         samples, length = batch_size(example)

@@ -65,7 +65,8 @@ class CapturedTrainer:
         """What the capture brought to light, in sentences."""
         captured, fused = self.blueprint.captured, self.blueprint.fused
         found = ", ".join(f"{count} {name}" for name, count in sorted(fused.items()))
-        return f"Captured {captured.how}.", *captured.notes, f"Fused: {found or 'nothing'}."
+        told = (f"Captured {captured.how}.", *captured.notes, f"Fused: {found or 'nothing'}.")
+        return told + self.blueprint.whole_weights()
 
     def _stage_parameters(self) -> StageParameters:
         """Collective: it makes groups for the parameters that several stages hold."""

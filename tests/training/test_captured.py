@@ -8,6 +8,7 @@ import torch
 from megatron_merak.config import OptimizerConfig, ParallelConfig
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
+from megatron_merak.training.blueprint import Blueprint
 from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
 from tests.graph.tiny import gradients, randomise, tiny
 from tests.ranks import run_ranks
@@ -168,6 +169,14 @@ def test_initial_weights_do_not_depend_on_the_layout():
     for shards in run_ranks(_initial, 4, Grid(tp=2, pp=2)):
         for shard in shards:
             assert torch.equal(shard.tensor, part(whole[shard.name], shard)), shard.name
+
+
+def test_a_weight_that_does_not_divide_is_told():
+    _, empty, batch = tiny("llama")
+    assert Blueprint(empty(), batch, CapturedSettings(), Grid()).whole_weights() == ()
+    told = Blueprint(empty(), batch, CapturedSettings(), Grid(tp=3)).whole_weights()
+    assert told[0] == "model.layers.*.self_attn.q_proj.weight is whole: its 32 output features do not divide by 3."
+    assert len(told) == 4  # q, k, v, o: the feed-forward width is padded
 
 
 def test_a_mask_that_masks_nothing_is_left_out():
