@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_merak.errors import TraceError
 from megatron_merak.graph import patches, twin
 from megatron_merak.graph.captured import Captured
-from megatron_merak.graph.clean import clean
+from megatron_merak.graph.clean import clean, refuse_dynamic
 from megatron_merak.graph.swift import swift
 from megatron_merak.graph.unlift import unlift
+from megatron_merak.graph.values import values_of_batch
 from megatron_merak.graph.watch import Seen, function_notes, place, watch
 
 
@@ -28,11 +29,12 @@ class Attempt:
     is_causal: bool = False
     no_layer_drop: bool = False
     strict: bool = False
+    values: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.attention} attention" if self.attention else "as it is"]
         parts += ["is_causal kept"] * self.is_causal + ["no layer drop"] * self.no_layer_drop
-        return ", ".join(parts + ["strict"] * self.strict)
+        return ", ".join(parts + ["strict"] * self.strict + ["values of the batch"] * self.values)
 
 
 def capture(
@@ -55,24 +57,32 @@ def capture(
     batch = {key: value for key, value in batch.items() if value is not None}
     _check_batch(model, batch)
     error: Exception | None = None
+    chooses: TraceError | None = None
     for attempt in _attempts(model, batch):
+        if chooses and not attempt.values:
+            continue
         try:
             program, seen = _trace(model, batch, attempt, training, dtype, outputs)
         except TraceError:
             raise
         except Exception as failure:  # the exporter raises whatever the model's code and its own internals raise
-            error = error if attempt.strict else failure
+            error = error if attempt.strict or attempt.values else failure
             continue
         if seen.drawn and not attempt.no_layer_drop:
             continue
         raw = unlift(program, model)
         if attempt.is_causal and patches.positions_from_batch(raw.module.graph):
             continue
+        try:
+            refuse_dynamic(raw.module.graph, raw.model)
+        except TraceError as refusal:
+            chooses = chooses or refusal
+            continue
         _refuse_unseen(model, seen)
         captured = clean(raw, outputs, str(attempt))
         notes = function_notes(seen) + _notes(model, batch, captured, attempt)
         return replace(captured, notes=captured.notes + notes)
-    raise _failure(model, error)
+    raise chooses or _failure(model, error)
 
 
 def accepts_num_items(model: nn.Module) -> bool:
@@ -90,6 +100,8 @@ def _attempts(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Attempt]:
     yield from ways
     yield from (replace(way, no_layer_drop=True) for way in ways)
     yield Attempt(own, strict=True)
+    yield from (replace(way, values=True) for way in ways if not (way.is_causal and "attention_mask" in batch))
+    yield from (replace(way, values=True, no_layer_drop=True) for way in ways if not way.is_causal)
 
 
 def _trace(
@@ -100,7 +112,7 @@ def _trace(
     dtype: torch.dtype | None,
     outputs: Sequence[str],
 ) -> tuple[ExportedProgram, Seen]:
-    fake = twin.make_twin(model, training, dtype)
+    fake = twin.make_twin(model, training, dtype, copy_buffers=attempt.values)
     if attempt.attention:
         fake.set_attn_implementation(attempt.attention)  # type: ignore[operator]
     if "use_cache" in twin.forward_parameters(fake)[0]:
@@ -116,7 +128,12 @@ def _trace(
             world.enter_context(patches.is_causal())
         if attempt.no_layer_drop:
             world.enter_context(patches.no_layer_drop())
-        program = torch.export.export(fake, (), twin.fake_batch(fake, batch), strict=attempt.strict)
+        if attempt.values:
+            world.enter_context(values_of_batch())
+            given = {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in batch.items()}
+        else:
+            given = twin.fake_batch(fake, batch)
+        program = torch.export.export(fake, (), given, strict=attempt.strict)
         seen.opaque.settle(program.graph_module)
     return program, seen
 
@@ -160,6 +177,9 @@ def _notes(model: nn.Module, batch: Mapping[str, Any], captured: Captured, attem
             raise TraceError("batch entry", node.target, reason, f"Did you mean {near[0]}" if near else "Leave it out")
         if node.target != "labels" or "shift_labels" not in batch:
             notes.append(f"The model does not read {node.target}.")
+    if captured.guards:
+        lines = "; ".join(captured.guards.lines[:3])
+        notes.append(f"Batches are captured anew where other values of the batch decide: {lines}.")
     norms = captured.module.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
     if any(node.args[5] for node in norms):
         notes.append("Running statistics of batch norm follow the micro-batches of each rank by itself.")

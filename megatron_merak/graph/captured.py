@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
+from megatron_merak.graph.guards import Guards
+
 
 @dataclass(frozen=True, eq=False)
 class Captured:
@@ -23,6 +25,7 @@ class Captured:
     shapes, dtypes: of every parameter that the graph reads, by name. trainable: those that require a gradient.
     aliases: further names of tied parameters -> the name in use. buffers: names of the constants that are buffers in
     the model's state dict. how: the attempt that succeeded. notes: what a user should know, in sentences.
+    guards: what must hold of a batch for this graph to be the model's, beside its shapes; None: nothing.
     """
 
     module: GraphModule
@@ -34,3 +37,4 @@ class Captured:
     buffers: tuple[str, ...]
     how: str
     notes: tuple[str, ...] = ()
+    guards: Guards | None = None

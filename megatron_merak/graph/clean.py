@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.captured import Captured
+from megatron_merak.graph.guards import is_guard, take_guards
 from megatron_merak.graph.inplace import aliasing, call, out_of_place, written
 from megatron_merak.graph.opaque import CustomFunction
 from megatron_merak.graph.unlift import Raw, source
@@ -23,11 +24,11 @@ _TRANSPOSED = ("numpy_T", "t", "transpose", "permute", "adjoint", "mT")
 def clean(raw: Raw, outputs: Sequence[str], how: str) -> Captured:
     """Raises TraceError for what a graph cannot repeat: a region under autocast, a forward that changes its tables."""
     graph = raw.module.graph
-    _drop_checks(graph)
-    _refuse_dynamic(graph, raw.model)
+    refuse_dynamic(graph, raw.model)
     _inline_regions(graph, raw.module, raw.model)
     _drop_checks(graph)
     out_of_place(graph)
+    guards = take_guards(raw)
     _refuse_state(graph)
     _drop_dead(graph)
     _drop_identities(graph, raw.trainable)
@@ -47,6 +48,7 @@ def clean(raw: Raw, outputs: Sequence[str], how: str) -> Captured:
         aliases={name: target for name, target in raw.aliases.items() if target in held},
         buffers=tuple(name for name in raw.buffers if name in used),
         how=how,
+        guards=guards,
     )
 
 
@@ -65,12 +67,14 @@ def _drop_checks(graph: Graph) -> None:
     """Assertions, and numbers that were taken out of tensors for nothing else."""
     for node in reversed(list(graph.nodes)):
         number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
-        if (number or _name(node).startswith(_CHECKS)) and node.op == "call_function" and not node.users:
+        check = number or (_name(node).startswith(_CHECKS) and not is_guard(node))
+        if check and node.op == "call_function" and not node.users:
             graph.erase_node(node)
 
 
-def _refuse_dynamic(graph: Graph, model: str) -> None:
+def refuse_dynamic(graph: Graph, model: str) -> None:
     """A tensor whose shape depends on values, and what vmap leaves behind when it is traced."""
+    _drop_checks(graph)
     for node in graph.nodes:
         values = tree_leaves(node.meta.get("val"))
         if any(isinstance(n, torch.SymInt) for v in values for n in (v.shape if isinstance(v, Tensor) else (v,))):

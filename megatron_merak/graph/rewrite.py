@@ -1,6 +1,6 @@
 """The captured graph as one tensor-parallel rank computes it: local shapes, and marks where collectives belong."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,20 +46,25 @@ class Rewritten:
     trainable: frozenset[str]
 
 
-def rewrite(captured: Captured, chain: Chain, sharding: Sharding, tp_rank: int, tp: int) -> Rewritten:
-    """Apply the decisions of ``sharding`` for one rank. The captured graph stays as it is."""
+def rewrite(
+    captured: Captured, chain: Chain, sharding: Sharding, tp_rank: int, tp: int, partial: Collection[str] = ()
+) -> Rewritten:
+    """Apply the decisions of ``sharding`` for one rank. The captured graph stays as it is.
+
+    ``partial``: parameters, whole on every rank, whose gradient shall be one to sum over the ranks even if it need not.
+    """
     assert sharding.tp == tp and 0 <= tp_rank < tp
     writer = Writer(captured, chain, sharding, tp_rank)
     outputs = writer.run()
     move(writer.graph, tp)
-    partial = _settle_parameters(writer.graph, captured, sharding, tp_rank) if tp > 1 else ()
+    summed = _settle_parameters(writer.graph, captured, sharding, tp_rank, partial) if tp > 1 else ()
     writer.graph.eliminate_dead_code()
     constants = {
         str(node.target): _attribute(captured, str(node.target))
         for node in writer.graph.nodes
         if node.op == "get_attr" and node.target not in captured.shapes
     }
-    return Rewritten(writer.graph, constants, outputs, captured.outputs, partial, captured.trainable)
+    return Rewritten(writer.graph, constants, outputs, captured.outputs, summed, captured.trainable)
 
 
 def _attribute(captured: Captured, path: str) -> Any:
@@ -251,8 +256,10 @@ def _inexact(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
-def _settle_parameters(graph: Graph, captured: Captured, sharding: Sharding, rank: int) -> tuple[str, ...]:
-    """The parameters that every rank holds and sharded work reads: their gradients are partial.
+def _settle_parameters(
+    graph: Graph, captured: Captured, sharding: Sharding, rank: int, also: Collection[str]
+) -> tuple[str, ...]:
+    """The parameters that every rank holds and sharded work reads: their gradients are partial; those of ``also`` too.
 
     Where replicated work reads such a parameter too, it does so through ``own``.
     """
@@ -267,7 +274,7 @@ def _settle_parameters(graph: Graph, captured: Captured, sharding: Sharding, ran
         users = list(node.users)
         inside = [user for user in users if user.meta.get("sharded")]
         outside = [user for user in users if not user.meta.get("sharded")]
-        if not inside:
+        if not inside and node.target not in also:
             continue
         partial.append(str(node.target))
         if not outside:

@@ -14,8 +14,8 @@ from megatron_merak.errors import TraceError
 from megatron_merak.graph.empty import fake_mode, fake_parameter, is_fake
 
 
-def make_twin(model: nn.Module, training: bool, dtype: torch.dtype | None) -> nn.Module:
-    """A copy in which every parameter is fake and floating ones are of ``dtype``; buffers are the model's own.
+def make_twin(model: nn.Module, training: bool, dtype: torch.dtype | None, copy_buffers: bool = False) -> nn.Module:
+    """A copy in which every parameter is fake, floating ones of ``dtype``; buffers are the model's own, or copies.
 
     Modules that a HuggingFace model keeps in fp32 keep their dtype. Caches and activation checkpointing are off: a
     training graph has neither. Raises TraceError for a buffer without values and for gradient hooks, which a graph
@@ -34,7 +34,7 @@ def make_twin(model: nn.Module, training: bool, dtype: torch.dtype | None) -> nn
                 "it has no values (it was made on device 'meta' or from a parameter), and they are part of the model"
             )
             raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), or with its weights")
-        memo[id(buffer)] = buffer.cpu()
+        memo[id(buffer)] = buffer.detach().cpu().clone() if copy_buffers else buffer.cpu()
     twin = copy.deepcopy(model, memo).train(training)
     for module in twin.modules():
         if isinstance(getattr(module, "gradient_checkpointing", None), bool):

@@ -17,7 +17,8 @@ class StageParameters:
 
     names: parameter -> its name in the buffer. replicated: those of which every tensor-parallel rank holds all. ties:
     those that other stages hold as well, with the group of the ranks that do. overlap: reduce gradients over replicas
-    while the backward runs.
+    while the backward runs. partial: those whose gradients are in parts over tensor-parallel ranks in any case, beside
+    the replicated ones that sharded segments read.
     """
 
     def __init__(
@@ -28,12 +29,13 @@ class StageParameters:
         replicated: Collection[str] = (),
         ties: Sequence[tuple[str, dist.ProcessGroup]] = (),
         overlap: bool = True,
+        partial: Collection[str] = (),
     ):
         self.buffer, self.names, self.mesh = buffer, names, mesh
         self.weights = WeightGradients({parameter: buffer.grad(name) for parameter, name in names.items()})
         self.reducer = GradientReducer(buffer, mesh.dp, overlap)
         self._replicated, self._ties = replicated, ties
-        self._partial: dict[str, None] = {}
+        self._partial: dict[str, None] = dict.fromkeys(partial)
 
     def used_by(self, segments: Sequence[Segment]) -> dict[Segment, list[str]]:
         """Admit the segments of a program. Returns the parameters that each one's backward uses last."""

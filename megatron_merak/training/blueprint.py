@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..config import OptimizerConfig, ParallelConfig
-from ..errors import TraceError
+from ..errors import PlanError, TraceError
 from ..graph.capture import capture
 from ..graph.captured import Captured
 from ..graph.cut import Chain, align, cut
 from ..graph.fuse import fuse
+from ..graph.guards import Guards
 from ..graph.measure import measure
 from ..graph.propagate import family
 from ..graph.rewrite import rewrite
@@ -27,6 +28,7 @@ from ..tensor_parallel import group_rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Batch = Mapping[str, Any]
+MOST_CASES = 16  # programs for batches of one shape
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,15 @@ class Blueprint:
     """Everything about a model that follows from its graph; the same on every rank.
 
     The first capture, of ``example``, decides how weights are divided and where the chain is cut; captures of other
-    shapes, and of evaluation, follow it. fused: of each fused operation, the most in one program.
+    shapes, and of evaluation, follow it. fused: of each fused operation, the most in one program. partial: parameters
+    that every rank holds and whose gradient is summed over the ranks.
     Raises TraceError and PlanError.
     """
 
     def __init__(self, model: nn.Module, example: Batch, settings: CapturedSettings, grid: Grid):
         self.model, self.settings, self.grid = model, settings, grid
         self.fused: Counter[str] = Counter()
+        self.partial: tuple[str, ...] = ()
         self.drops_full_mask = True
         try:
             self.captured = self._capture(self.prepared(example), training=True, outputs=("loss",))
@@ -94,6 +98,8 @@ class Blueprint:
             self.captured, grid.tp, TensorRules.parse(settings.tensor_parallel_rules),
             vocabulary_multiple=settings.vocabulary_multiple,
         )  # fmt: skip
+        if self.captured.guards and grid.tp > 1:  # other cases may use weights otherwise, and all must agree
+            self.partial = tuple(name for name, tensor in self.sharding.tensors.items() if tensor.dim is None)
         self.units = measure(self.captured, self.chain, self.sharding, grid.tp, settings.device)
         self.plan = self._plan(example)
 
@@ -150,43 +156,71 @@ class Blueprint:
                         stages.append(stage)
         return {name: tuple(stages) for name, stages in held.items()}
 
-    def parts(self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh) -> Parts:
-        """The work of ``stage`` on batches of this shape."""
-        if training and shapes_of(batch) == self.example:
-            return self._parts(self.captured, self.chain, self.sharding, stage, mesh)
+    def parts(
+        self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh
+    ) -> tuple[Parts, Guards | None]:
+        """The work of ``stage`` on batches of this shape, and what else must hold of them."""
+        first = self.captured
+        if training and shapes_of(batch) == self.example and not (first.guards and first.guards.broken(batch)):
+            return self._parts(first, self.chain, self.sharding, stage, mesh, training), first.guards
         captured = self._capture(batch, training, outputs)
+        unknown = [name for name in captured.trainable if name not in first.shapes]
+        if unknown:
+            reason = "this batch uses it, and the first one, which decided where it goes, did not"
+            raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
         chain = align(cut(captured, self.settings.graph_sharding), self.chain)
         rules = TensorRules.parse(self.settings.tensor_parallel_rules)
         sharding = shard(captured, self.grid.tp, rules, self.sharding.tensors, self.settings.vocabulary_multiple)
-        return self._parts(captured, chain, sharding, stage, mesh)
+        return self._parts(captured, chain, sharding, stage, mesh, training), captured.guards
 
-    def _parts(self, captured: Captured, chain: Chain, sharding: Sharding, stage: int, mesh: Mesh) -> Parts:
-        rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.grid.tp)
+    def _parts(
+        self, captured: Captured, chain: Chain, sharding: Sharding, stage: int, mesh: Mesh, training: bool
+    ) -> Parts:
+        rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.grid.tp, self.partial)
+        if captured is self.captured:
+            self.partial = rewritten.partial
+        extra = [name for name in rewritten.partial if name not in self.partial and name in self.captured.shapes]
+        if training and extra:
+            reason = "its gradient is partial for this batch, and was whole for the first one"
+            raise PlanError(
+                "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
+            )
         self.fused |= fuse(rewritten.graph)
         return split(rewritten, self.plan.stages[stage].units, mesh.device)
 
 
 class Programs:
-    """The programs of one stage, captured when a batch of a new shape comes.
+    """The programs of one stage, captured when a batch comes that has a new shape or breaks the guards of all others.
 
-    wanted: the outputs that evaluation hands out.
+    wanted: the outputs that evaluation hands out. Raises TraceError where a model decides by values that are other ones
+    in every batch.
     """
 
     def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, parameters: Mapping[str, nn.Parameter], sink):
         self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
         self.wanted: tuple[str, ...] = ("loss",)
-        self._made: dict[tuple, Program] = {}
+        self._made: dict[tuple, list[tuple[Guards | None, Program]]] = {}
 
     def __call__(self, batch: Batch, training: bool) -> Program:
         outputs = ("loss",) if training else self.wanted
-        key = (training, outputs, shapes_of(batch))
-        if key not in self._made:
-            self._made[key] = self._make(batch, training, outputs)
-        return self._made[key]
+        made = self._made.setdefault((training, outputs, shapes_of(batch)), [])
+        line = ""
+        for guards, program in made:
+            line = guards.broken(batch) if guards else ""
+            if not line:
+                return program
+        if len(made) == MOST_CASES:
+            reason = f"it decides by values of the batch, and {len(made)} batches of one shape were all different"
+            remedy = (
+                "Collate batches so that this value is the same for most, or rewrite that line with tensor operations"
+            )
+            raise TraceError("line", line, reason, remedy)
+        made.append(self._make(batch, training, outputs))
+        return made[-1][1]
 
-    def _make(self, batch: Batch, training: bool, outputs: tuple[str, ...]) -> Program:
-        parts = self.blueprint.parts(batch, training, outputs, self.stage, self.mesh)
-        return Program(
+    def _make(self, batch: Batch, training: bool, outputs: tuple[str, ...]) -> tuple[Guards | None, Program]:
+        parts, guards = self.blueprint.parts(batch, training, outputs, self.stage, self.mesh)
+        return guards, Program(
             tuple(parts.segments(self.parameters, self.sink)),
             parts.prelude,
             parts.sources,

@@ -75,7 +75,8 @@ class CapturedTrainer:
         tied = sorted(name for name in names.values() if len(holdings.stages_of[name]) > 1)  # every stage's order
         ties = tuple((name, groups[holdings.stages_of[name]]) for name in tied)
         overlap = not self.settings.parallel.no_overlap_grad_reduce
-        return StageParameters(self.buffer, names, self.mesh, holdings.replicated, ties, overlap)
+        partial = self.blueprint.partial
+        return StageParameters(self.buffer, names, self.mesh, holdings.replicated, ties, overlap, partial)
 
     def executor(self, micro_batches: int, training: bool = True) -> Executor:
         """What runs steps of so many micro-batches."""
