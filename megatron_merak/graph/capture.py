@@ -15,6 +15,7 @@ from megatron_merak.errors import TraceError
 from megatron_merak.graph import patches, twin
 from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.clean import clean, refuse_dynamic
+from megatron_merak.graph.island import ByValue, Islands, Unfit, around_error, keep_modules
 from megatron_merak.graph.swift import swift
 from megatron_merak.graph.unlift import unlift
 from megatron_merak.graph.values import values_of_batch
@@ -56,13 +57,38 @@ def capture(
     """
     batch = {key: value for key, value in batch.items() if value is not None}
     _check_batch(model, batch)
+    islands, first, reasons = Islands(), None, {}
+    while True:
+        try:
+            captured = _capture(model, batch, training, dtype, outputs, islands)
+            return replace(captured, notes=captured.notes + islands.notes(reasons))
+        except Unfit as error:
+            islands = islands.without(error)
+        except ByValue as error:
+            first = first or error
+            grown = islands.grown(model, error)
+            if grown is None:
+                raise first from first.__cause__
+            islands = grown
+            reasons[grown.chosen[-1]] = error.reason
+
+
+def _capture(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    training: bool,
+    dtype: torch.dtype | None,
+    outputs: Sequence[str],
+    islands: Islands,
+) -> Captured:
+    """By the first attempt that succeeds, with ``islands`` kept as they are."""
     error: Exception | None = None
     chooses: TraceError | None = None
     for attempt in _attempts(model, batch):
         if chooses and not attempt.values:
             continue
         try:
-            program, seen = _trace(model, batch, attempt, training, dtype, outputs)
+            program, seen = _trace(model, batch, attempt, training, dtype, outputs, islands)
         except TraceError:
             raise
         except Exception as failure:  # the exporter raises whatever the model's code and its own internals raise
@@ -111,6 +137,7 @@ def _trace(
     training: bool,
     dtype: torch.dtype | None,
     outputs: Sequence[str],
+    islands: Islands,
 ) -> tuple[ExportedProgram, Seen]:
     fake = twin.make_twin(model, training, dtype, copy_buffers=attempt.values)
     if attempt.attention:
@@ -122,6 +149,7 @@ def _trace(
         world.enter_context(patches.quiet())
         world.enter_context(swift())
         seen = world.enter_context(watch())
+        world.enter_context(keep_modules(fake, islands, seen.opaque))
         if not attempt.strict:
             world.enter_context(patches.native())
         if attempt.is_causal:
@@ -203,11 +231,12 @@ def _failure(model: nn.Module, error: Exception | None) -> TraceError:
         reason = f"{line} decides by the values of a tensor, and a graph has no branches"
         remedy = "Pass what settles the branch (attention_mask, position or decoder inputs), use another "
         remedy += "attn_implementation, or rewrite that line with tensor operations"
+        failure: TraceError = ByValue(type(model).__name__, reason, remedy, around_error(error) if error else ())
     else:
         reason = f"{line} raises {type(error).__name__}: {text[:300].rstrip('.')}"
         remedy = (
             "Check that the model runs with such a batch; if it does, rewrite that line with plain tensor operations"
         )
-    failure = TraceError("model", type(model).__name__, reason, remedy)
+        failure = TraceError("model", type(model).__name__, reason, remedy)
     failure.__cause__ = error
     return failure

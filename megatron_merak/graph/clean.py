@@ -12,6 +12,7 @@ from megatron_merak.errors import TraceError
 from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.guards import is_guard, take_guards
 from megatron_merak.graph.inplace import aliasing, call, out_of_place, written
+from megatron_merak.graph.island import ByValue, around_node
 from megatron_merak.graph.opaque import CustomFunction
 from megatron_merak.graph.unlift import Raw, source
 
@@ -79,7 +80,8 @@ def refuse_dynamic(graph: Graph, model: str) -> None:
         values = tree_leaves(node.meta.get("val"))
         if any(isinstance(n, torch.SymInt) for v in values for n in (v.shape if isinstance(v, Tensor) else (v,))):
             reason = f"{source(node)} makes a tensor whose shape depends on values, and shapes in a graph are fixed"
-            raise TraceError("model", model, reason, "Mask what is not wanted instead of selecting the rest")
+            remedy = "Mask what is not wanted instead of selecting the rest"
+            raise ByValue(model, reason, remedy, around_node(node))
         if "_batch_dim" in node.name:
             reason = f"{source(node)} uses torch.vmap, which a captured graph cannot hold"
             raise TraceError("model", model, reason, "Write it with broadcasting")

@@ -54,6 +54,8 @@ def flops(node: Node) -> int:
         return _CONTRACTIONS[name](node, made[0].numel(), shapes) if made else 0
     if isinstance(node.target, OpOverload):
         return 0
+    if isinstance(node.target, CustomFunction):
+        return node.target.flops
     return sum(flops(inner) for graph in _inner_graphs(node) for inner in graph.nodes)
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.fx import Graph, Node
 
@@ -51,6 +51,7 @@ def native() -> Iterator[None]:
     asking = [m for name, m in sorted(sys.modules.items()) if name.startswith("transformers.models.")]
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(Distribution, "_validate_args", False))
+        patches.enter_context(mock.patch.object(nn.Module, "_apply", _apply_if_it_changes(nn.Module._apply)))
         if hasattr(masking_utils, "_vmap_expansion_sdpa"):
             patches.enter_context(mock.patch.object(masking_utils, "_vmap_expansion_sdpa", broadcast))
         if hasattr(masking_utils, "TransformGetItemToIndex"):
@@ -59,6 +60,18 @@ def native() -> Iterator[None]:
             if "is_torchdynamo_exporting" in vars(module) and "is_torchdynamo_compiling" not in vars(module):
                 patches.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))
         yield
+
+
+def _apply_if_it_changes(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """``module.to(dtype)`` leaves what is of that dtype: fake parameters cannot be replaced even by equal ones."""
+
+    def applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with torch.no_grad():
+            pairs = [(x, fn(x)) for x in (*module.parameters(recurse), *module.buffers(recurse))]
+        same = all(x.dtype == y.dtype and x.device == y.device for x, y in pairs)
+        return module if same else apply(module, fn, recurse)
+
+    return applied
 
 
 @contextmanager
