@@ -1,5 +1,6 @@
 """Training any captured model on this rank: its shards, its programs, its optimizer."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from ..checkpoint import store
 from ..checkpoint.hf import save_hf
+from ..errors import PlanError
 from ..graph.capture import accepts_num_items
 from ..optimizer.adamw import AdamW
-from ..parallel.agree import together
+from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.builders import BUILDERS
 from ..pipeline_parallel.passes import add_communication
@@ -44,6 +46,7 @@ class CapturedTrainer:
         self.model, self.settings, self.mesh = model, settings, mesh
         self.accepts_num_items = accepts_num_items(model)
         self.blueprint = Blueprint(model, example, settings, mesh.grid)
+        self._check_case()
         self.plan = self.blueprint.plan
         (index,) = self.plan.stages_of(mesh.pp_rank)
         self.holdings = Holdings(self.blueprint, index, mesh, decay)
@@ -59,6 +62,16 @@ class CapturedTrainer:
         with together(mesh.control, "cpu"):
             self.programs(self.blueprint.prepared(example), True)
         self.iteration = 0
+
+    def _check_case(self) -> None:
+        """A model that decides by values of its batch was captured for the same case on every rank, or PlanError."""
+        guards, graph = self.blueprint.captured.guards, self.blueprint.captured.module.graph
+        case = hashlib.sha256(f"{graph}{guards.module.graph}".encode()).hexdigest() if guards else ""
+        cases = gather_json(case, self.mesh.control, "cpu")
+        if len(dict.fromkeys(cases)) > 1:
+            line = guards.lines[0] if guards else "the model"
+            reason = f"{line} decides by its values, and they differ between ranks"
+            raise PlanError("example batch", f"(rank {self.mesh.rank})", reason, "Pass the same one on every rank")
 
     @property
     def notes(self) -> tuple[str, ...]:

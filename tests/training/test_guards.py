@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_merak.errors import TraceError
+from megatron_merak.errors import PlanError, TraceError
 from megatron_merak.plan import Grid
 from megatron_merak.training import blueprint
 from tests.graph.test_values import MASKS, Deciding, copied, deciding_batch, longformer, longformer_batch
@@ -65,3 +65,13 @@ def _too_many(rank, world_size):
     if blueprint.MOST_CASES == 3:
         with pytest.raises(TraceError, match=r"test_values.py.*decides by values of the batch"):
             trainer.gradients([copied(batches[3])])
+
+
+def _differing(rank, world_size):
+    model, batches = cases("deciding")
+    with pytest.raises(PlanError, match="decides by its values, and they differ between ranks"):
+        trainer_of(model, batches[rank], Grid(dp=2), rank, 2)
+
+
+def test_ranks_that_captured_different_cases_say_so():
+    run_ranks(_differing, 2)
