@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.empty import fake_mode, fake_parameter, is_fake
@@ -18,8 +19,7 @@ def make_twin(model: nn.Module, training: bool, dtype: torch.dtype | None, copy_
     """A copy in which every parameter is fake, floating ones of ``dtype``; buffers are the model's own, or copies.
 
     Modules that a HuggingFace model keeps in fp32 keep their dtype. Caches and activation checkpointing are off: a
-    training graph has neither. Raises TraceError for a buffer without values and for gradient hooks, which a graph
-    cannot run.
+    training graph has neither. Raises TraceError for gradient hooks, which a graph cannot run.
     """
     _refuse_hooks(model)
     mode = fake_mode()
@@ -28,13 +28,11 @@ def make_twin(model: nn.Module, training: bool, dtype: torch.dtype | None, copy_
     for name, parameter in model.named_parameters():
         cast = torch.float32 if keep(name) else dtype
         memo[id(parameter)] = fake_parameter(parameter, mode, cast if parameter.is_floating_point() else None)
-    for name, buffer in model.named_buffers():
+    for buffer in model.buffers():
         if is_fake(buffer):
-            reason = (
-                "it has no values (it was made on device 'meta' or from a parameter), and they are part of the model"
-            )
-            raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), or with its weights")
-        memo[id(buffer)] = buffer.detach().cpu().clone() if copy_buffers else buffer.cpu()
+            memo[id(buffer)] = _without_values(buffer, mode)
+        else:
+            memo[id(buffer)] = buffer.detach().cpu().clone() if copy_buffers else buffer.cpu()
     twin = copy.deepcopy(model, memo).train(training)
     for module in twin.modules():
         if isinstance(getattr(module, "gradient_checkpointing", None), bool):
@@ -97,6 +95,11 @@ def _kept_in_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[s
     }.get(dtype, ())
     patterns = [pattern.replace("*", ".*") for field in fields for pattern in getattr(model, field, None) or ()]
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
+def _without_values(buffer: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        return torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 def _refuse_hooks(model: nn.Module) -> None:

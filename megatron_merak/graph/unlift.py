@@ -44,6 +44,9 @@ def unlift(program: ExportedProgram, model: nn.Module) -> Raw:
                 assert not node.users, "a value of the batch that is no tensor is part of the graph"
                 graph.erase_node(node)
             continue
+        if spec.kind == InputKind.BUFFER and not node.users:
+            graph.erase_node(node)
+            continue
         name = canonical[spec.target] if spec.kind == InputKind.PARAMETER else spec.target
         if name not in kept:
             with graph.inserting_before(node):
@@ -80,6 +83,9 @@ def source(node: Node) -> str:
 
 def _constant(program: ExportedProgram, model: nn.Module, name: str, node: Node) -> Tensor:
     value = dict(model.named_buffers(remove_duplicate=False)).get(name)
+    if value is not None and is_fake(value):
+        reason = "it has no values (it was made on device 'meta' or from a parameter), and they are part of the model"
+        raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), or with its weights")
     value = program.constants[name] if value is None else value
     if is_fake(value):
         reason = f"{source(node)} uses the values of a parameter apart from its gradient (.data, or a copy of it)"

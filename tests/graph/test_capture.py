@@ -298,7 +298,20 @@ def test_values_of_parameters_apart_from_their_gradient_are_refused():
 
 
 def test_constants_without_values_are_refused():
+    model = Net(lambda m, y: m.norm(y).sum())
     with torch.device("meta"):
-        model = nn.BatchNorm1d(4)
-    with pytest.raises(TraceError, match="buffer running_mean: it has no values"):
-        capture(model, {"input": torch.randn(3, 4)})
+        model.norm = nn.BatchNorm1d(4)
+    with pytest.raises(TraceError, match="buffer norm.running_mean: it has no values"):
+        capture(model, {"x": torch.randn(3, 4)})
+
+
+def test_a_buffer_that_was_made_from_a_parameter_may_be_there_if_nothing_reads_it():
+    def made(read):
+        with init_empty_weights():
+            model = Net(lambda m, y: (y * m.integer if read else y).sum())
+            model.register_buffer("integer", torch.zeros_like(model.layer.bias))
+        return model
+
+    assert "integer" not in str(capture(made(False), {"x": torch.randn(3, 4)}).module.graph)
+    with pytest.raises(TraceError, match="buffer integer: it has no values"):
+        capture(made(True), {"x": torch.randn(3, 4)})
