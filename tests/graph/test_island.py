@@ -148,3 +148,23 @@ def test_what_already_is_of_a_dtype_is_not_converted():
     with init_empty_weights():
         captured = capture(Casting(), {"x": torch.randn(2, 4)})
     assert captured.shapes.keys() == {"layer.weight", "layer.bias"}
+
+
+class Sometimes(Experts):
+    """Where no row is chosen, nothing that has a gradient goes into what it returns."""
+
+    def forward(self, x, chosen):
+        made = torch.zeros_like(x)
+        for row in torch.where(chosen > 0)[0]:
+            made.index_add_(0, row[None], self.experts[0](x[row][None]))
+        return made
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_gradient_can_be_asked_for_even_where_there_is_none(value):
+    _, (node, _) = check(Sometimes)
+    tensors = [torch.full(x.shape, value, dtype=x.dtype) for x in (n.meta["val"] for n in node.args)]
+    tensors = [x.requires_grad_(x.is_floating_point()) for x in tensors]
+    (made,) = node.target(*tensors)
+    made.sum().backward()
+    assert any(x.grad is not None and x.grad.any() for x in tensors) == bool(value)
