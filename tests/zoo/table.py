@@ -14,12 +14,12 @@ SHOWN = ("pp3", "tp2", "curve")  # cells in the table of heads
 
 TEXT = """# Parity: any model, unmodified
 
-Every model type in transformers' own auto mappings ({versions}) that trains from a tiny configuration, each once, under
-its most natural training head, against **one process that runs the unmodified eager model** with the same random
-weights. Nothing here is registered by hand: types, configurations and batches are found in transformers by
-`tests/zoo`, so a new release adds its rows by itself. Heads whose loss needs labels of its own kind (detection,
-segmentation of instances, speech synthesis) or an image processor (text about images) have no rows. The layouts of our
-own GPT are in [parity_native.md](parity_native.md).
+Every model type in transformers' own auto mappings that trains from a tiny configuration, each once, under its most
+natural training head, against **one process that runs the unmodified eager model** with the same random weights. Nothing
+here is registered by hand: types, configurations and batches are found in transformers by `tests/zoo`, so a new release
+adds its rows by itself. Heads whose loss needs labels of its own kind (detection, segmentation of instances, speech
+synthesis) or an image processor (text about images) have no rows. The layouts of our own GPT are in
+[parity_native.md](parity_native.md). Measured with {versions}{origin}.
 
 | | all types | causal language models |
 |---|---:|---:|
@@ -32,8 +32,8 @@ own GPT are in [parity_native.md](parity_native.md).
 - **pp2, pp3**: the captured graph cut into 2 and 3 stages that share nothing but the values that cross, each behind an
   engine of its own. **tp2, tp4**: the graph divided over 2 ranks, and over 4 where there are fewer key-value heads
   than ranks. Loss and every gradient are compared.
-- **curve**: the loss of {steps} AdamW steps, clipping included, on {ranks} ranks: tensor {tp} x pipeline {pp} x data
-  {dp}, {micro} micro-batches each.
+- **curve**: the loss of {steps} AdamW steps, clipping included, on {ranks} ranks (tensor {tp} x pipeline {pp} x
+  data {dp}), {micro} micro-batches each.
 - A number is the largest difference of a gradient relative to that gradient's largest entry (curve: of the loss). A
   plain one is **exact** in fp32: loss within 1e-5, every gradient within 1e-4. Where fp32 misses that, the run is
   repeated with everything in fp64, and **fp64** means loss and gradients within 1e-10: the difference was rounding. A
@@ -46,7 +46,7 @@ own GPT are in [parity_native.md](parity_native.md).
 | type | class | capture | pp2 | pp3 | tp2 | tp4 | curve | share |
 |---|---|---|---:|---:|---:|---:|---:|---:|
 {rows}
-{failures}
+{failures}{notes}
 ## Refused by name
 
 Types that train, but that we do not run: the error says which line of the model stands in the way.
@@ -70,6 +70,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return TEXT.format(
         versions=f"transformers {version('transformers')}, torch {version('torch').split('+')[0]}",
         summary=summary(rows),
+        origin=origin(rows),
         heads=by_head(rows),
         steps=STEPS,
         ranks=GRID.size,
@@ -79,6 +80,7 @@ def markdown(rows: Sequence[Row]) -> str:
         micro=MICRO_BATCHES,
         rows="\n".join(line(r) for r in captured),
         failures=failures(captured),
+        notes=notes(captured),
         refused="\n".join(f"- `{r['type']}`: {plain(uncaptured(r))}" for r in trained if "how" not in r) or "None.",
         left_out="\n".join(f"- `{r['type']}` ({r['class']}): {plain(r['left_out'])}" for r in rows if "left_out" in r),
     )
@@ -93,6 +95,8 @@ def by_head(rows: Sequence[Row]) -> str:
     lines = []
     for mapping in ORDER:
         here = [r for r in rows if r["mapping"] == mapping]
+        if not here:
+            continue
         captured = [r for r in here if "how" in r]
         trained = sum("left_out" not in r for r in here)
         exact = [sum(r.get(name, {}).get("state") in (EXACT, DOUBLE) for r in captured) for name in SHOWN]
@@ -130,7 +134,7 @@ def share(count: int, of: int) -> str:
 
 
 def line(r: Row) -> str:
-    cells = [r["type"], r["class"], r["how"] + "".join(f"; {plain(note)}" for note in r["notes"])]
+    cells = [r["type"], r["class"], r["how"]]
     cells += [cell(r.get(name), name) for name in CELLS]
     return "| " + " | ".join([*cells, f"{r['share']:.2f}" if r.get("share") else "-"]) + " |"
 
@@ -153,6 +157,22 @@ def failures(captured: Sequence[Row]) -> str:
                 text = found["text"].splitlines()[0] if found["text"] else found["where"]
                 lines.append(f"- `{r['type']}` {name}: {found['state']}. {plain(text)}")
     return "\n## Cells without a number\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def notes(captured: Sequence[Row]) -> str:
+    """What a user is told about a capture, and of which types."""
+    told: dict[str, list[str]] = {}
+    for r in captured:
+        for note in r["notes"]:
+            told.setdefault(plain(note), []).append(f"`{r['type']}`")
+    lines = [f"- {', '.join(types)}: {note}" for note, types in told.items()]
+    return "\n## What a capture says\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def origin(rows: Sequence[Row]) -> str:
+    """Nothing where one state of the sources gave all rows."""
+    count = len({r.get("digest") for r in rows})
+    return f", rows by {count} successive states of the sources" if count > 1 else ""
 
 
 def uncaptured(r: Row) -> str:

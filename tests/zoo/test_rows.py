@@ -9,7 +9,7 @@ SHARE = {  # of the parameters per rank at TP=2: at most
     "llama": 0.51,
     "gpt2": 0.51,
     "bloom": 0.51,
-    "gemma3_text": 0.55,
+    "gemma3": 0.56,
     "mixtral": 0.51,
     "deepseek_v3": 0.56,
     "qwen3_next": 0.9,
@@ -19,7 +19,7 @@ SHARE = {  # of the parameters per rank at TP=2: at most
     "vit": 0.6,
     "whisper": 0.6,
 }
-STEPS = ("gpt2", "mixtral", "t5")  # trained for a few steps on eight ranks, too
+STEPS = ("gpt2", "mixtral")  # trained for a few steps on eight ranks, too
 
 
 @pytest.mark.parametrize("model_type", SHARE)
@@ -32,12 +32,5 @@ def test_every_rank_computes_what_the_eager_model_computes(model_type):
 
 
 def test_a_model_that_would_be_wrong_is_refused_by_name():
-    """Its router's gradient is an autograd.Function's, which a graph loses."""
-    assert "PhimoeMultiplier" in measure_apart("phimoe", ())["refused"]
-
-
-@pytest.mark.parametrize("model_type", ["gemma3", "flaubert"])
-def test_checks_of_values_and_masks_by_position_do_not_stand_in_the_way(model_type):
-    """Gemma counts image tokens and asks for each position's kind; Flaubert asserts that lengths fit."""
-    row = measure_apart(model_type, ("tp2",))
-    assert row["tp2"]["state"] == EXACT, row
+    """Its reversible layers keep nothing for the backward, and recompute through modules that no graph can hold."""
+    assert "_ReversibleFunction" in measure_apart("reformer", ())["refused"]

@@ -92,7 +92,7 @@ def test_a_cache_keeps_the_last_row_of_each_type_and_survives_a_torn_line(tmp_pa
 
 
 def test_the_table_counts_what_is_wrong():
-    base = {"mapping": "CAUSAL_LM", "class": "A", "causal": True, "how": "as it is", "notes": [], "share": 0.5}
+    base = {"mapping": "CAUSAL_LM", "class": "A", "causal": True, "how": "as it is", "notes": ["Told."], "share": 0.5}
     good = {"state": EXACT, "loss": 0.0, "gradient": 2e-7, "where": "", "text": ""}
     rows = [
         {**base, "type": "one", "pp2": good, "pp3": good, "tp2": good, "curve": good},
@@ -102,6 +102,8 @@ def test_the_table_counts_what_is_wrong():
     ]
     del rows[2]["how"]
     text = markdown(rows)
+    assert "- `one`, `two`: Told." in text and "successive states" not in text
+    assert "successive states" in markdown([{**rows[0], "digest": "x"}, {**rows[1], "digest": "y"}])
     assert "| silently wrong | 1 two | 1 two |" in text
     assert "| exact at TP=2 | 1 of 2 (50.0%) | 1 of 2 (50.0%) |" in text
     assert "- `six`: TraceError: transformers/a.py:1 \\| branches" in text and "- `ten` (B): no loss" in text
