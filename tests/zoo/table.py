@@ -17,8 +17,8 @@ TEXT = """# Parity: any model, unmodified
 Every model type in transformers' own auto mappings that trains from a tiny configuration, each once, under its most
 natural training head, against **one process that runs the unmodified eager model** with the same random weights.
 Nothing here is registered by hand: types, configurations and batches are found in transformers by `tests/zoo`, so a new
-release adds its rows by itself. Heads whose loss needs labels of its own kind (detection, segmentation of instances, speech
-synthesis) or an image processor (text about images) have no rows. The layouts of our own GPT are in
+release adds its rows by itself. Heads whose loss needs labels of its own kind (detection, segmentation of instances,
+speech synthesis) or an image processor (text about images) have no rows. The layouts of our own GPT are in
 [parity_native.md](parity_native.md). Measured with {versions}{origin}.
 
 | | all types | causal language models |
