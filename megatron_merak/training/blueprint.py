@@ -16,6 +16,7 @@ from ..graph.cut import Chain, align, cut
 from ..graph.fuse import fuse
 from ..graph.guards import Guards
 from ..graph.measure import measure
+from ..graph.nodes import is_op
 from ..graph.propagate import family
 from ..graph.rewrite import rewrite
 from ..graph.shard import Sharding, TensorRules, shard
@@ -83,14 +84,10 @@ class Blueprint:
         self.model, self.settings, self.grid = model, settings, grid
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
-        self.drops_full_mask = True
-        try:
-            self.captured = self._capture(self.prepared(example), training=True, outputs=("loss",))
-        except TraceError:
-            self.drops_full_mask = False
-            if len(without_full_mask(example)) == len(example):
-                raise
-            self.captured = self._capture(example, training=True, outputs=("loss",))
+        maskless = self._without_mask(example) if "attention_mask" in example else None
+        self.drops_full_mask = maskless is not None
+        whole = len(self.prepared(example)) < len(example)
+        self.captured = maskless if whole else self._capture(example, training=True, outputs=("loss",))
         self.example = shapes_of(self.prepared(example))
         self._check_dtypes()
         self.chain = cut(self.captured, settings.graph_sharding)
@@ -102,6 +99,18 @@ class Blueprint:
             self.partial = tuple(name for name, tensor in self.sharding.tensors.items() if tensor.dim is None)
         self.units = measure(self.captured, self.chain, self.sharding, grid.tp, settings.device)
         self.plan = self._plan(example)
+
+    def _without_mask(self, example: Batch) -> Captured | None:
+        """The capture without an attention mask, None where leaving out one that masks nothing could change a value:
+        where the model makes a mask of its own from the token ids then."""
+        bare = {name: value for name, value in example.items() if name != "attention_mask"}
+        try:
+            captured = self._capture(bare, training=True, outputs=("loss",))
+        except TraceError:
+            return None
+        tokens = [n for n in captured.module.graph.find_nodes(op="placeholder") if n.target == "input_ids"]
+        looked_up = all(is_op(user, "embedding") for node in tokens for user in node.users)
+        return captured if looked_up and not captured.guards else None
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch as it is captured and run."""

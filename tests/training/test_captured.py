@@ -193,3 +193,22 @@ def test_a_mask_that_masks_nothing_is_left_out():
     assert loss == pytest.approx((first + second).item() / 2, abs=1e-6)
     for shard in trainer.shards(trainer.buffer.main_grad):
         torch.testing.assert_close(shard.tensor, (grads[shard.name] + more[shard.name]) / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mask_that_the_model_would_else_make_from_the_ids_stays():
+    """It would take the padding id for padding, wherever it stands."""
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(8, 4)
+
+        def forward(self, input_ids, attention_mask=None):
+            mask = (input_ids != 0) if attention_mask is None else attention_mask
+            return (self.table(input_ids) * mask.unsqueeze(-1)).square().sum()
+
+    ids = torch.tensor([[1, 0, 3]])
+    for batch in ({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, {"input_ids": ids}):
+        model = randomise(Own())
+        found = trainer_of(model, batch, Grid(), 0, 1).gradients([batch])
+        assert found == pytest.approx(model(**batch).item(), rel=1e-6)
