@@ -130,10 +130,14 @@ class TrainingLoop:
                 break
         if done == 0:
             self.trainer.control.should_training_stop = True
-        self.position = (epoch + 1, 0)
+        if done == total or not self._is_over():  # else a resumed run goes on where this one stopped
+            self.position = (epoch + 1, 0)
         self._tell("on_epoch_end")
         self._agree()
         self._log_evaluate_save()
+
+    def _is_over(self) -> bool:
+        return self.trainer.control.should_training_stop or self.state.global_step >= self.extent.steps
 
     def _step(self, batches: list[Batch], epoch: float) -> None:
         trainer, state = self.trainer, self.state

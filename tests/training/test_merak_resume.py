@@ -67,6 +67,7 @@ def equal_weights(one, other):
         ({}, 3),  # in the middle of an epoch, behind an odd number of logged steps
         ({}, 9),  # in the second epoch
         ({"save_strategy": "epoch"}, 8),
+        ({"save_strategy": "epoch"}, 6),  # saved at the end of an epoch that was not walked to its end
         ({"data_seed": 5, "train_sampling_strategy": "group_by_length"}, 6),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}, 6),
         ({"max_steps": 11, "data": Stream()}, 6),  # a stream that begins again
