@@ -156,22 +156,21 @@ def _enter(
     mode = next(x.fake_mode for x in flat if hasattr(x, "fake_mode"))
     with _disable_current_modes(), mode:
         outputs = [torch.empty(x[0], dtype=x[1]) if x else None for x in found.results]
-    constant = [id(x) for x, grad in zip(outputs, found.grads, strict=True) if not grad]
+    constant = [id(x) for x in outputs if x is not None and not (x.is_floating_point() or x.is_complex())]
     custom = CustomFunction(run, (cls.__module__, f"{cls.__name__}_forward"), without_tensors(flat), arguments)
-    custom.random, custom.flops, custom.kept = found.random, found.flops, found.kept
+    custom.random = True  # it may draw numbers, and return what has a gradient, for values that were not tried
+    custom.flops, custom.kept = found.flops, found.kept
     return opaque.put(custom, flat, tree_unflatten(outputs, found.returned), found.shared, constant)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """results: (shape, dtype) of tensors, or None; grads: whether a gradient may come from them; returned: their
-    structure; shared: the numbers of the tensors whose memory they may share."""
+    """results: (shape, dtype) of tensors, or None; returned: their structure; shared: the numbers of the tensors whose
+    memory they may share."""
 
     results: list[tuple[tuple[int, ...], torch.dtype] | None]
-    grads: list[bool]
     returned: TreeSpec
     shared: list[int]
-    random: bool
     flops: int
     kept: int
 
@@ -194,8 +193,7 @@ def _probe(run: _Run, flat: list[Any], arguments: TreeSpec) -> _Found:
     if any((x.results, x.returned, x.shared) != (y.results, y.returned, y.shared) for x in found for y in found):
         raise _unfit(cls, "what it returns depends on values otherwise than by value")
     flops, kept = max(x.flops for x in found), max(x.kept for x in found)
-    grads = [any(of_one) for of_one in zip(*(x.grads for x in found), strict=True)]
-    return replace(found[-1], grads=grads, random=any(x.random for x in found), flops=flops, kept=kept)
+    return replace(found[-1], flops=flops, kept=kept)
 
 
 def _try(run: _Run, flat: list[Any], arguments: TreeSpec, trial: int) -> _Found:
@@ -226,10 +224,9 @@ def _try(run: _Run, flat: list[Any], arguments: TreeSpec, trial: int) -> _Found:
     if not all(isinstance(x, Tensor | None) for x in results):
         raise _unfit(cls, "it returns something that is no tensor")
     told = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in results]
-    grads = [isinstance(x, Tensor) and x.requires_grad for x in results]
     known = dict.fromkeys(map(id, tensors))
     alive = [weakref.ref(x) for x in look.known.values() if id(x) not in known]
-    random, flops, why = look.random, look.flops, look.why
+    flops, why = look.flops, look.why
     if look.written or len(shared) > 1:
         why = "it changes its arguments or buffers, or returns several of them"
     del outputs, results, look.known, look
@@ -238,7 +235,7 @@ def _try(run: _Run, flat: list[Any], arguments: TreeSpec, trial: int) -> _Found:
         why = why or "it keeps values outside of what it returns"
     if why:
         raise _unfit(cls, why)
-    return _Found(told, grads, returned, shared, random, flops, kept)
+    return _Found(told, returned, shared, flops, kept)
 
 
 def _made_up(like: Tensor, value: int, generator: torch.Generator) -> Tensor:

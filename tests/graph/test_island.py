@@ -42,8 +42,8 @@ class Model(nn.Module):
         return self.last(x).logsumexp(-1).sum()
 
 
-def check(block, **options):
-    model, x = Model(block, **options), torch.randn(6, 4)
+def check(block, scale=1.0, **options):
+    model, x = Model(block, **options), torch.randn(6, 4) * scale
     with init_empty_weights():
         captured = capture(Model(block, **options), {"x": x})
     torch.manual_seed(3)
@@ -64,13 +64,27 @@ def check(block, **options):
 def test_experts_that_are_chosen_by_values_run_as_they_are():
     captured, nodes = check(Experts)
     assert [n.name for n in nodes] == ["Experts_forward", "Experts_forward_1"]
-    assert flops(nodes[0]) == 2 * 6 * 4 * 4 and not is_random(nodes[0])
+    assert flops(nodes[0]) == 2 * 6 * 4 * 4
     (note,) = captured.notes
     assert "Experts runs as it is, whole on every rank" in note and "for index in chosen.unique()" in note
 
 
 def test_random_numbers_are_drawn_in_the_same_order():
     _, nodes = check(Experts, drop=0.5)
+    assert is_random(nodes[0])
+
+
+class Seldom(Experts):
+    """Takes part, gradient and random numbers and all, for values that nobody would try."""
+
+    def forward(self, x, chosen):
+        made = torch.zeros_like(x)
+        return made + nn.functional.dropout(self.experts[0](x), 0.5) if x.abs().max() > 1 else made
+
+
+@pytest.mark.parametrize("scale", [1e-3, 100.0])
+def test_what_a_module_does_for_rare_values_is_not_lost(scale):
+    _, nodes = check(Seldom, scale=scale)
     assert is_random(nodes[0])
 
 
