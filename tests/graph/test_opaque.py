@@ -75,6 +75,16 @@ class Saturating(torch.autograd.Function):
         return g.clamp(-ctx.bound, ctx.bound), None
 
 
+class Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-50, 50)
+
+
 class Noisy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -116,6 +126,10 @@ def test_a_function_with_another_backward_keeps_it(function):
     captured = check(lambda m, y: (function.apply(y.abs() * 1e-7) * 3).sum())
     (note,) = captured.notes
     assert function.__name__ in note and "its backward is its own: the two differ" in note
+
+
+def test_a_function_that_bounds_large_gradients_keeps_it():
+    check(lambda m, y: (Bounded.apply(y) * 1000).sum())
 
 
 def test_a_function_that_cannot_be_compared_is_kept():
