@@ -200,7 +200,7 @@ def _changes_nothing(name: str, node: Node, copy_matters: bool) -> bool:
     if name in ("alias", "lift_fresh"):
         return True
     if name == "lift_fresh_copy" or name in _COPIES_TO:
-        copies = name in ("lift_fresh_copy", "_to_copy")
+        copies = name in ("lift_fresh_copy", "_to_copy") or _asks_for_copy(node)
         return value.dtype == source.dtype and not (copies and copy_matters)
     if name in ("view", "reshape", "expand", "view_as", "expand_as"):
         return same_shape
@@ -209,6 +209,12 @@ def _changes_nothing(name: str, node: Node, copy_matters: bool) -> bool:
     if name == "dropout":
         return node.args[1] == 0.0 or not node.args[2]
     return False
+
+
+def _asks_for_copy(node: Node) -> bool:
+    """Whether it is ``x.to(..., copy=True)``."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    return ({**dict(zip(names, node.args, strict=False)), **node.kwargs}).get("copy") is True
 
 
 def _floating(value: Tensor) -> bool:

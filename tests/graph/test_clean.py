@@ -53,6 +53,16 @@ def check(function, x=None):
     return captured
 
 
+def test_a_copy_that_is_asked_for_is_made():
+    def copied(module, x):
+        hidden = x * module.weight[0]
+        before = hidden.to(torch.float32, copy=True)
+        hidden.mul_(2)
+        return (before * hidden).sum() + hidden[:, 1:].sum()
+
+    check(copied)
+
+
 def names(captured):
     """The operations of a graph, in order."""
     calls = [node for node in captured.module.graph.nodes if node.op == "call_function"]
