@@ -133,7 +133,6 @@ class TrainingLoop:
         if done == total or not self._is_over():  # else a resumed run goes on where this one stopped
             self.position = (epoch + 1, 0)
         self._tell("on_epoch_end")
-        self._agree()
         self._log_evaluate_save()
 
     def _is_over(self) -> bool:
@@ -155,7 +154,6 @@ class TrainingLoop:
         state.global_step += 1
         state.epoch = epoch
         self._tell("on_step_end")
-        self._agree()
         self._log_evaluate_save()
 
     def _count_loss(self, loss: float) -> None:
@@ -165,7 +163,10 @@ class TrainingLoop:
         self.run_loss += loss
 
     def _agree(self) -> None:
-        """What any rank's callbacks decide, all ranks do: else some would wait in a collective for ever."""
+        """What any rank's callbacks decide, all ranks do: else some would wait in a collective for ever.
+
+        Needed behind every event whose wishes are read before the next one.
+        """
         group, control = self.trainer.control_group, self.trainer.control
         if group is None:
             return
@@ -176,6 +177,7 @@ class TrainingLoop:
 
     def _log_evaluate_save(self) -> None:
         trainer = self.trainer
+        self._agree()
         if trainer.control.should_log and self.state.global_step > self.last_logged:
             logs = {"loss": self.pending_loss / (self.state.global_step - self.last_logged)}
             if self.grad_norm is not None:
@@ -183,13 +185,16 @@ class TrainingLoop:
             logs["learning_rate"] = self.rate.value if self.used_rate is None else self.used_rate
             self.pending_loss, self.last_logged = 0.0, self.state.global_step
             trainer.log(logs, self.began)
+            self._agree()
         if trainer.control.should_evaluate:
             better = self._is_better(self._evaluate())
+            self._agree()
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = better
         if trainer.control.should_save:
             self._save()
             self._tell("on_save")
+            self._agree()
 
     def _evaluate(self, moves_rate: bool = True) -> dict[str, float]:
         metrics = self.trainer.evaluate(ignore_keys=self.ignored_outputs)

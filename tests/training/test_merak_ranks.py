@@ -1,5 +1,7 @@
 """MerakTrainer on several ranks, around the eager model: who loads what, what all ranks know, and who decides."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -87,12 +89,21 @@ def test_layouts_of_one_global_batch_train_alike(ran, layout, tmp_path):
     assert np.array_equal(found[0]["labels"], alone["labels"]) and len(alone["labels"]) == 5
 
 
-class StopOnRank(TrainerCallback):
-    def __init__(self, mine):
-        self.mine = mine
+class WishOnRank(TrainerCallback):
+    """Wishes something at an event of the second step, on one rank only."""
 
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= self.mine and state.global_step == 2
+    def __init__(self, mine, event="on_step_end", wish="should_training_stop"):
+        self.mine, self.event, self.wish = mine, event, wish
+
+    def __getattribute__(self, name):
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def hear(args, state, control, **kwargs):
+            if self.mine and name == self.event and state.global_step == 2:
+                setattr(control, self.wish, True)
+
+        return hear
 
 
 def differ(rank, world_size, directory):
@@ -120,16 +131,21 @@ def exchange(rank):
 
 
 def in_one_job(rank, world_size, directory):
-    stopped = len(run(rank, world_size, directory, 1, 2, [StopOnRank(rank == 1)])["seen"])
-    return stopped, differ(rank, world_size, directory), fail_in_metrics(rank, world_size, directory), exchange(rank)
+    steps = {"eval_strategy": "steps", "eval_steps": 1}
+    wishes = [("on_step_end", "should_training_stop"), ("on_log", "should_training_stop"), ("on_log", "should_save")]
+    for event, wish in (*wishes, ("on_evaluate", "should_save"), ("on_evaluate", "should_training_stop")):
+        name = f"{directory}/{event}-{wish}"
+        seen = run(rank, world_size, name, 1, 2, [WishOnRank(rank == 1, event, wish)], **steps)["seen"]
+        assert len(seen) == (2 if wish == "should_training_stop" else 16), name
+        assert [path.name for path in Path(name).glob("checkpoint-*")] == ["checkpoint-2"] * (wish == "should_save")
+    return differ(rank, world_size, directory), fail_in_metrics(rank, world_size, directory), exchange(rank)
 
 
 def test_ranks_decide_fail_and_tell_together(tmp_path):
     first, second = run_ranks(in_one_job, 2, str(tmp_path))
-    assert first[0] == second[0] == 2  # what one rank's callback wishes all ranks do
-    assert first[1] == second[1] and "learning_rate 1.0: rank 1 has it, rank 0 has 0.0" in first[1]
-    assert first[2] == second[2] and "no such metric" in first[2]
-    for found in (first[3], second[3]):
+    assert first[0] == second[0] and "learning_rate 1.0: rank 1 has it, rank 0 has 0.0" in first[0]
+    assert first[1] == second[1] and "no such metric" in first[1]
+    for found in (first[2], second[2]):
         assert found[0].tolist() == [0, 1, 2] and found[1] == [None, 2.5, "text"] and isinstance(found, tuple)
         assert found[2]["half"].dtype == torch.bfloat16 and found[2]["half"].shape == (2, 1)
         assert found[3].shape == (0, 4)
