@@ -7,7 +7,8 @@ value, exact through JSON, small enough to be written by hand, and free of torch
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.ops import Schedule
@@ -216,6 +217,9 @@ class Plan:
             reason = f"it has {self.schedule.stages} stages on {len(self.schedule.ranks)} ranks, but the plan has "
             reason += f"{len(self.stages)} stages on {self.grid.pp}"
             raise PlanError("schedule", self.schedule.name, reason, "Build the schedule for the plan's stages")
+        if len(self.predicted_bytes) not in (0, len(self.stages)):
+            reason = f"there is one for each of the {len(self.stages)} stages, or none"
+            raise PlanError("predicted bytes", self.predicted_bytes, reason, "Correct the plan")
         if self.dtype not in DTYPE_BYTES:
             raise PlanError("dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them")
 
@@ -294,12 +298,29 @@ def _record(item: object) -> dict[str, Any]:
 
 
 def _build(make: Callable[..., Any], row: Mapping[str, Any]) -> Any:
-    """``make`` called with a JSON object as keywords, lists becoming tuples."""
+    """``make`` called with a JSON object as keywords, lists becoming tuples; a dataclass only with what it declares."""
     try:
-        return make(**{name: _tuples(value) for name, value in row.items()})
+        values = {name: _tuples(value) for name, value in row.items()}
+        for name, hint in get_type_hints(make).items() if isinstance(make, type) else ():
+            if name in values and not _fits(values[name], hint):
+                raise TypeError(f"{name} is {str(values[name])[:40]!r}")
+        return make(**values)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         what = getattr(make, "__qualname__", str(make))
         raise PlanError("plan", what, f"the stored values do not fit ({error})", "Correct the stored plan") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a field's type; a whole number is a float, too."""
+    arms = get_args(hint)
+    if isinstance(hint, UnionType):
+        return any(_fits(value, arm) for arm in arms)
+    if get_origin(hint) is tuple:
+        if not isinstance(value, tuple):
+            return False
+        arms = arms[:1] * len(value) if arms[-1] is Ellipsis else arms
+        return len(value) == len(arms) and all(map(_fits, value, arms))
+    return type(value) is hint or (hint is float and type(value) is int)
 
 
 def _tuples(value: Any) -> Any:

@@ -169,6 +169,13 @@ def test_a_plan_prints_as_an_aligned_table():
         {"colour": "red"},
         {"units": [{"name": "layer.0"}]},
         {"units": 3},
+        {"micro_batch_size": "2"},
+        {"device": None},
+        {"predicted_time": [1.0]},
+        {"predicted_bytes": [1]},
+        {"predicted_bytes": ["1000", "2000"]},
+        {"reasons": [["layer.*"]]},
+        {"stages": [{"first": 0, "last": 2, "recompute": [0.5]}, {"first": 2, "last": 4}]},
     ],
 )
 def test_a_stored_plan_that_does_not_fit_is_refused(change):
