@@ -187,6 +187,9 @@ def _refuse_unseen(model: nn.Module, seen: Seen) -> None:
     if seen.hooked:
         reason = f"{seen.hooked[0]} puts a gradient hook on a tensor, which a captured graph would not run"
         raise TraceError("model", name, reason, "Compute the same with operations that differentiate as wanted")
+    if seen.reseeded:
+        reason = f"{seen.reseeded[0]} sets the seed of torch, which a captured graph would not"
+        raise TraceError("model", name, reason, "Leave the seed alone, or keep such numbers in a buffer")
     if seen.drawn:
         reason = f"{seen.drawn[0]} draws random numbers on the host, which a captured graph would repeat at every step"
         remedy = "Turn that augmentation off in the config, or draw with torch"

@@ -1,5 +1,6 @@
 """What a trace does not show by itself: custom Functions, gradient hooks and random numbers drawn by the host."""
 
+import pickle
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from megatron_merak.graph.opaque import Opaque, forward_of, keep_functions
 
 _LARGEST = 1 << 22  # values in one tensor that a check of a Function is worth
 _SIZES = (2, 3, 4, 5, 6, 7)
-_PYTHON = ("random", "uniform", "gauss", "randint", "randrange", "choice", "sample", "shuffle")
-_NUMPY = ("random", "rand", "randn", "uniform", "normal", "randint", "choice", "permutation", "shuffle")
+_GENERATORS = (random.Random, numpy.random.RandomState)
+_NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state")
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,25 @@ class Like:
 class Seen:
     """functions: each custom Function that was applied and the values it was applied to -> how its own gradient differs
     from that of its forward's operations. opaque: those that differ. hooked, drawn: lines that put a gradient hook on a
-    tensor or drew a random number on the host. seeded: the model sets the host's seed itself."""
+    tensor or drew a random number on the host. reseeded: lines that set torch's seed. seeded: the model sets the
+    host's seed itself."""
 
     opaque: Opaque
     functions: dict[tuple[type[Function], str], str] = field(default_factory=dict)
     hooked: list[str] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
+    reseeded: list[str] = field(default_factory=list)
     seeded: bool = False
 
 
 @contextmanager
 def watch() -> Iterator[Seen]:
-    """Record what happens in a trace; the host's random generators are as before afterwards.
+    """Record what happens in a trace; the host's random generators are as before afterwards, torch's seed is not set.
 
     A custom Function is traced through where autograd makes its own backward of its forward, and else kept as it is.
     """
-    before = random.getstate(), numpy.random.get_state()
-    hook, seed = Tensor.register_hook, numpy.random.seed
+    before = _state()
+    hook, seed, generator = Tensor.register_hook, numpy.random.seed, numpy.random.default_rng
 
     def hooked(tensor: Tensor, *args: Any) -> Any:
         seen.hooked.append(place())
@@ -59,6 +62,22 @@ def watch() -> Iterator[Seen]:
     def seeded(*args: Any) -> None:
         seen.seeded = True
         seed(*args)
+
+    def reseeded(value: int) -> torch.Generator:
+        seen.reseeded.append(place())
+        return torch.default_generator
+
+    def made(seed: Any = None) -> numpy.random.Generator:
+        if seed is None:
+            seen.drawn.append(place())
+        return generator(seed)
+
+    def compare() -> None:
+        """A name that was imported before is not replaced."""
+        if not (seen.drawn or seen.seeded) and pickle.dumps(before) != pickle.dumps(_state()):
+            seen.drawn.append("its forward")
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
 
     def drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
@@ -70,14 +89,30 @@ def watch() -> Iterator[Seen]:
 
     with ExitStack() as patches:
         seen = Seen(patches.enter_context(keep_functions()))
-        patches.callback(random.setstate, before[0])
-        patches.callback(numpy.random.set_state, before[1])
+        patches.callback(compare)
         patches.enter_context(mock.patch.object(Function, "apply", _applied(seen)))
         patches.enter_context(mock.patch.object(Tensor, "register_hook", hooked))
         patches.enter_context(mock.patch.object(numpy.random, "seed", seeded))
-        for owner, name in [(random, name) for name in _PYTHON] + [(numpy.random, name) for name in _NUMPY]:
+        patches.enter_context(mock.patch.object(numpy.random, "default_rng", made))
+        patches.enter_context(mock.patch.object(torch, "manual_seed", reseeded))
+        for owner, name in _draws():
             patches.enter_context(mock.patch.object(owner, name, drawing(getattr(owner, name))))
         yield seen
+
+
+def _state() -> tuple[Any, Any]:
+    return random.getstate(), numpy.random.get_state()
+
+
+def _draws() -> list[tuple[Any, str]]:
+    """(module, name) of every function that draws from the host's generators."""
+    every = [(random, name) for name in random.__all__] + [(numpy.random, name) for name in numpy.random.__all__]
+    bound = [(owner, name) for owner, name in every if isinstance(_owner(owner, name), _GENERATORS)]
+    return [(owner, name) for owner, name in bound if name not in _NO_DRAWS]
+
+
+def _owner(module: Any, name: str) -> Any:
+    return getattr(getattr(module, name), "__self__", None)
 
 
 def _applied(seen: Seen) -> Any:
@@ -166,7 +201,7 @@ def _compare(cls: type[Function], args: tuple[Any, ...], sizes: dict[int, int], 
     for own in (True, False):
         generator = torch.Generator().manual_seed(trial)
         made = [_draw(a, sizes, trial, generator) if isinstance(a, Like) else a for a in args]
-        torch.manual_seed(trial)
+        torch.default_generator.manual_seed(trial)
         outputs = cls.apply(*made) if own else forward_of(cls, tuple(made), {})[0]
         outputs = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(o, Tensor)]
         outputs = [o for o in outputs if o.is_floating_point()]

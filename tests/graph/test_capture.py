@@ -1,6 +1,7 @@
 """A captured graph gives the loss and the gradients of the model as it is, or the model is refused by name."""
 
 import copy
+import random
 
 import numpy
 import pytest
@@ -258,14 +259,35 @@ def test_layer_drop_in_the_config_is_noted():
     assert "encoder_layerdrop 0.1" in note
 
 
-def test_random_numbers_of_the_host_are_refused():
-    def masked(module, y):
-        return (y * float(numpy.random.choice([0.0, 1.0]))).sum()
+imported = random.random
 
-    state = numpy.random.get_state()[1].copy()
-    with pytest.raises(TraceError, match="in masked: .* draws random numbers on the host"):
-        capture(Net(masked), {"x": torch.randn(3, 4)})
-    assert (numpy.random.get_state()[1] == state).all()
+
+@pytest.mark.parametrize(
+    ("draw", "place"),
+    [
+        (lambda: float(numpy.random.choice([0.0, 1.0])), "in <lambda>"),
+        (lambda: numpy.random.beta(1.0, 1.0), "in <lambda>"),
+        (lambda: random.choices([0.0, 1.0])[0], "in <lambda>"),
+        (lambda: numpy.random.default_rng().random(), "in <lambda>"),
+        (lambda: imported(), "its forward"),
+    ],
+)
+def test_random_numbers_of_the_host_are_refused(draw, place):
+    state = random.getstate(), numpy.random.get_state()[1].copy()
+    with pytest.raises(TraceError, match=f"{place}.* draws random numbers on the host"):
+        capture(Net(lambda m, y: (y * draw()).sum()), {"x": torch.randn(3, 4)})
+    assert (numpy.random.get_state()[1] == state[1]).all() and random.getstate() == state[0]
+
+
+def test_a_forward_that_sets_the_seed_is_refused_and_sets_none():
+    def noisy(module, y):
+        torch.manual_seed(3)
+        return (y * torch.rand(4)).sum()
+
+    torch.manual_seed(11)
+    with pytest.raises(TraceError, match="in noisy: .* sets the seed of torch"):
+        capture(Net(noisy), {"x": torch.ones(3, 4)})
+    assert torch.initial_seed() == 11
 
 
 def test_gradient_hooks_are_refused():
