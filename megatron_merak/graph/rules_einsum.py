@@ -29,6 +29,8 @@ def einsum(p: Propagation, node: Node) -> Decision | None:
             p.bring_as(cuts, x, Cut(term.index(letter), first.blocks, first.padded), why)
     if letter in result:
         return Decision(Split(result.index(letter), first.blocks, p.origins(divided), first.padded), cuts)
+    if first.padded:
+        raise p.unfit(node, "would sum over padding")
     if not any(p.weight(x) and letter in term for x, term in zip(operands, terms, strict=True)):
         raise p.unfit(node, "contracts the divided dimension")
     return Decision(None, cuts, reduce=True)

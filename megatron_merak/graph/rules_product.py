@@ -125,6 +125,8 @@ def _row(p: Propagation, m: Product) -> Decision | None:
     last = len(p.shape(m.a)) - 1
     if a and a.dim != last or b and b.dim != m.contracted or a and b and (a.blocks, a.padded) != (b.blocks, b.padded):
         raise p.unfit(m.node, "multiplies values that are divided differently")
+    if any(split.padded for split in (a, b) if split):
+        raise p.unfit(m.node, "would sum over padding")  # an activation need not keep its zeros
     weight = p.weight(m.b)
     if weight is None and not (b and p.weight(m.a)):
         raise p.unfit(m.node, "contracts the divided dimension")

@@ -209,3 +209,21 @@ def test_a_lone_layer_on_the_residual_stream_stays_whole():
     sharding, _ = check(Residual(), x=torch.randn(2, 4, 16, dtype=torch.float64))
     assert sharding.tensors["lone.weight"].dim is None
     assert "whole value of the same size" in sharding.reasons["lone.weight"]
+
+
+class Uneven(nn.Module):
+    """A hidden width that two ranks would have to pad, behind an activation that is not 0 at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 91), nn.Linear(91, 16)
+
+    def forward(self, x):
+        return self.second(self.first(x).sigmoid()).square().mean()
+
+
+def test_padding_is_never_summed_over():
+    """Its gradient would not be zero: after one step the padding would count."""
+    sharding, _ = check(Uneven(), x=torch.randn(2, 4, 16, dtype=torch.float64))
+    assert sharding.tensors["first.weight"].dim is None
+    assert "sum over padding" in sharding.reasons["first.weight"]
