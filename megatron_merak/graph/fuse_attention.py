@@ -21,7 +21,7 @@ _ROTARY = add(mul(Any("x"), Any("cos")), mul(_TURNED, Any("sin")))
 # The same from tables of half the width: (a cos - b sin, b cos + a sin) of the halves a and b.
 _PAIR = call("chunk", Any("x"), 2, Any("dim"))
 _A, _B = call("getitem", _PAIR, 0), call("getitem", _PAIR, 1)
-_UPPER = call("sub", mul(_A, Any("cos")), mul(_B, Any("sin")))
+_UPPER = call("sub", mul(_A, Any("cos")), mul(_B, Any("sin")), 1)
 _BY_HALVES = call("cat", [_UPPER, add(mul(_B, Any("cos")), mul(_A, Any("sin")))], Any("last"))
 
 # Only the first features of each head are turned; the others are put back behind them.

@@ -76,7 +76,7 @@ def call(name: str, *args: Value, commutes: bool = False) -> Call:
 
 
 def add(a: Value, b: Value) -> Call:
-    return call("add", a, b, commutes=True)
+    return call("add", a, b, 1, commutes=True)  # 1: what multiplies the second operand
 
 
 def mul(a: Value, b: Value) -> Call:

@@ -238,8 +238,9 @@ def test_rms_norms(body):
         lambda m, x, y: (lambda z: mean(m, m.weight * z, y) + z.mean())(rms(x)),
         lambda m, x, y: mean(m, m.weight * (m.table.weight[:1] * torch.rsqrt(x.pow(2).mean(-1, True) + 1.0)), y),
         lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, True) + x[..., :1].abs() + 1)), y),
+        lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt(torch.add(x.pow(2).mean(-1, True), 0.1, alpha=3))), y),
     ],
-    ids=["no weight", "another dimension", "another power", "read in between", "of another value", "eps computed"],
+    ids=["no weight", "other dimension", "other power", "read in between", "other value", "eps computed", "eps scaled"],
 )
 def test_what_only_looks_like_a_norm(body):
     assert pieces(body) == {}
