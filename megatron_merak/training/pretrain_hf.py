@@ -124,10 +124,11 @@ class TokenTrainer(RunState):
         counts = torch.ones_like(losses)
         if self.config.train.calculate_per_token_loss:
             counts = losses.new_tensor([token_count(batch) for batch in batches])
+            losses = losses.where(counts > 0, 0.0)  # a mean over no targets is no number
         sums = torch.stack([(losses * counts).sum(), counts.sum()])
         if self.mesh.dp is not None:
             dist.all_reduce(sums, group=self.mesh.dp)
-        return (sums[0] / sums[1]).item()
+        return (sums[0] / sums[1].clamp(min=1)).item()
 
     def _made(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """The model's batches; with --calculate-per-token-loss each target counts alike, whatever its micro-batch."""

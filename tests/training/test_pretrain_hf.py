@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from megatron_merak.config import DataConfig, HFConfig, HFModelConfig, TrainConfig
+from megatron_merak.config import DataConfig, HFConfig, HFModelConfig, OptimizerConfig, TrainConfig
 from megatron_merak.data.mock import MockIndexedDataset
 from megatron_merak.data.tokenizer import Tokenizer
 from megatron_merak.errors import DataError
+from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.plan import Grid
 from megatron_merak.training.hf_model import build_model
-from megatron_merak.training.pretrain_hf import with_tokenizer
+from megatron_merak.training.pretrain_hf import TokenTrainer, with_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = """--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --log-interval 1
@@ -137,6 +140,19 @@ def test_the_tokenizer_of_the_directory_is_used_and_must_fit(shape, tmp_path):
     write_tokenizer(tmp_path, ids=131)
     with pytest.raises(DataError, match="ids up to 130, and the model has rows for 130"):
         resolved(tmp_path)
+
+
+def test_a_micro_batch_without_targets_counts_nothing(shape):
+    config, _ = resolved(shape, mock_data=True)
+    changes = {"micro_batch_size": 2, "global_batch_size": 4, "calculate_per_token_loss": True, "train_iters": 1}
+    config = replace(config, train=replace(config.train, **changes), optimizer=OptimizerConfig(lr=0.1))
+    trainer = TokenTrainer(build_model(config.model), config, build_mesh(Grid(), 0, torch.device("cpu")), "cpu")
+    tokens = torch.arange(32).view(2, 16)
+    full = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(2, 16)}
+    empty = full | {"loss_mask": torch.zeros(2, 16)}
+    assert trainer.evaluate([full, empty]) == trainer.evaluate([full]) == pytest.approx(4.9, abs=0.1)
+    assert trainer.evaluate([empty]) == 0
+    assert not trainer.step([full, empty]).skipped
 
 
 def write_tokenizer(directory: Path, ids: int) -> None:
