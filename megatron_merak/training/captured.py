@@ -138,7 +138,8 @@ class CapturedTrainer:
         if executor.run(prepared, self.iteration, training=False) is None:
             return None
         names = [name for name in outputs if name != "loss"]  # results have their values' names, in this order
-        found = [dict(zip(names, result.values(), strict=True)) for result in executor.results]
+        results, executor.results = executor.results, []  # logits may be the largest tensors of all
+        found = [dict(zip(names, result.values(), strict=True)) for result in results]
         return [{"loss": loss[0]} | result for loss, result in zip(executor.losses, found, strict=True)]
 
     def _state(self) -> dict[str, list[store.Shard]]:

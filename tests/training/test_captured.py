@@ -1,5 +1,6 @@
 """Captured models on any layout: loss and every gradient are those of the unmodified model in one process."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -177,6 +178,14 @@ def test_a_weight_that_does_not_divide_is_told():
     told = Blueprint(empty(), batch, CapturedSettings(), Grid(tp=3)).whole_weights()
     assert told[0] == "model.layers.*.self_attn.q_proj.weight is whole: its 32 output features do not divide by 3."
     assert len(told) == 4  # q, k, v, o: the feed-forward width is padded
+
+
+def test_what_an_evaluation_handed_out_is_not_held():
+    real, _, batch = tiny("llama")
+    trainer = trainer_of(randomise(real()), batch, Grid(), 0, 1)
+    (found,) = trainer.evaluate([batch], ("loss", "logits"))
+    logits = weakref.ref(found.pop("logits"))
+    assert logits() is None
 
 
 def test_a_mask_that_masks_nothing_is_left_out():
