@@ -37,7 +37,7 @@ class CapturedSettings:
     """What a captured model is trained with beside its data.
 
     micro_batches: per step and replica, where a step does not say otherwise. dtype: of parameters and activations.
-    device: the planner's name of it. outputs: of the model's forward, what training hands out.
+    device: the planner's name of it.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
