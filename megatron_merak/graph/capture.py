@@ -152,6 +152,7 @@ def _trace(
         world.enter_context(keep_modules(fake, islands, seen.opaque))
         if not attempt.strict:
             world.enter_context(patches.native())
+            world.enter_context(patches.stopped())
         if attempt.is_causal:
             world.enter_context(patches.is_causal())
         if attempt.no_layer_drop:

@@ -1,4 +1,4 @@
-"""What is different in the world while a model is traced: the causal mask, layer drop, the noise of failing traces."""
+"""What is different in the world while a model is traced: gradients that stop, the causal mask, layer drop, noise."""
 
 import io
 import linecache
@@ -27,6 +27,26 @@ def quiet() -> Iterator[None]:
     exporter = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()), mock.patch.object(exporter, "disabled", True):
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def stopped() -> Iterator[None]:
+    """Show in a graph where eager code stops gradients: in ``torch.inference_mode``, behind ``torch.autograd.grad``."""
+    grad = torch.autograd.grad
+
+    def enter(mode: torch.inference_mode) -> None:
+        mode._inference_mode_context = torch.set_grad_enabled(torch.is_grad_enabled() and not mode.mode)
+        mode._inference_mode_context.__enter__()
+
+    def stopping(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        made = grad(outputs, inputs, *args, **kwargs)
+        create = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+        return made if create else tuple(x if x is None else x.detach() for x in made)
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch.inference_mode, "__enter__", enter))
+        patches.enter_context(mock.patch.object(torch.autograd, "grad", stopping))
         yield
 
 

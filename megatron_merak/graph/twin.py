@@ -104,7 +104,7 @@ def _without_values(buffer: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def _refuse_hooks(model: nn.Module) -> None:
     hooked = [name or "(the model)" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
-    hooked += [name for name, p in model.named_parameters() if p._backward_hooks]
+    hooked += [k for k, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         reason = "it has a gradient hook, which a captured graph would not run"
         raise TraceError("module or parameter", hooked[0], reason, "Remove the hook")

@@ -301,6 +301,32 @@ def test_gradient_hooks_are_refused():
     model.layer.register_full_backward_hook(lambda *_: None)
     with pytest.raises(TraceError, match="layer: it has a gradient hook"):
         capture(model, {"x": torch.randn(3, 4)})
+    model = Net(lambda m, y: y.sum())
+    model.layer.bias.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(TraceError, match="layer.bias: it has a gradient hook"):
+        capture(model, {"x": torch.randn(3, 4)})
+
+
+def test_gradients_stop_where_the_model_stops_them():
+    def inferring(module, y):
+        with torch.inference_mode():
+            table = module.layer.weight * 3
+        return (y + table[:3].clone()).sum()
+
+    def differentiating(create):
+        def forward(module, y):
+            (slope,) = torch.autograd.grad((y**3).sum(), y, create_graph=create, retain_graph=True)
+            return (y * slope).sum()
+
+        return forward
+
+    for function in (inferring, differentiating(True), differentiating(False)):
+        model, x = Net(function), torch.randn(3, 4)
+        loss, grads = captured_gradients(capture(model, {"x": x}), model, {"x": x})
+        expected = model(x)
+        expected.backward()
+        assert torch.equal(loss, expected.detach())
+        assert all(torch.allclose(grads[name], p.grad) for name, p in model.named_parameters())
 
 
 def test_shapes_that_depend_on_values_are_refused():
