@@ -83,7 +83,7 @@ def _attention(node: Node, made: int, shapes: list[tuple[int, ...]]) -> int:
 
 
 def _einsum(node: Node, made: int, shapes: list[tuple[int, ...]]) -> int:
-    operands = [values(operand)[0].shape for operand in node.all_input_nodes]
+    operands = [values(operand)[0].shape for operand in node.args[1]]
     letters = str(node.args[0]).replace(" ", "").split("->")[0].split(",")
     if "..." in "".join(letters):
         return 2 * made * operands[0][-1]

@@ -83,6 +83,7 @@ grouped = (torch.rand(6, 8, dtype=torch.bfloat16), torch.rand(2, 8, 16, dtype=to
             "einsum",
             2 * 2 * 3 * 5 * 7,
         ),
+        (lambda m, a: torch.einsum("bij,bkj->bik", a, a), (torch.rand(2, 3, 5),), "einsum", 2 * 2 * 3 * 3 * 5),
         (lambda m, a, b: a * b, (x, x), "mul", 0),
     ],
 )
