@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from .captured import Captured
 from .names import module_path
@@ -68,6 +69,7 @@ class Propagation:
         self.sizes: dict[str, int] = {}  # and the size of what it makes
         self.common: dict[Node, None] = {}  # values without a parameter behind them
         self.gathered: dict[Node, None] = {}  # operands that the current node reads whole
+        self.demanded: dict[Node, None] = {}  # values that rules divided a parameter for
 
     def run(self) -> "Propagation":
         graph = self.captured.module.graph
@@ -180,6 +182,7 @@ class Propagation:
             self.held[name] = self.layouts[chain[-1]] = Split(dim, cut.blocks, (name,), cut.padded)
             if self._follow(pending) and (got := self.layout(node)) and got.cut() == cut:
                 self.why[name] = why
+                self.demanded[node] = None
                 return True
             del self.held[name]
             for x, (layout, decision) in before.items():
@@ -263,6 +266,7 @@ class Propagation:
             return
         name = op_name(node)
         starter = self.starters.get(name)
+        before = [self.layouts[x] for x in inputs]
         divided = any(self.layouts[x] is not None and x not in self.gathered for x in inputs)
         decision = None
         if starter is not None:
@@ -272,6 +276,9 @@ class Propagation:
             if rule is None:
                 raise self.unfit(node, "has no rule for a divided value")
             decision = rule(self, node)
+        for x, layout in zip(inputs, before, strict=True):
+            if self.layouts[x] is not layout and (x not in self.demanded or _occurrences(node, x) > 1):
+                raise self.unfit(node, "reads one weight in two ways", (x,))
         if decision is None and divided:
             raise self.unfit(node, "needs whole values")
         if decision is None and not self.gathered:
@@ -338,6 +345,12 @@ class Propagation:
         self.layouts[node] = None
         divided = [x for x in node.all_input_nodes if self.layouts[x] is not None]
         self.decisions[node] = Decision(None, gathered=tuple(divided))
+
+
+def _occurrences(node: Node, x: Node) -> int:
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found.count(x)
 
 
 def _source(node: Node) -> Node | None:

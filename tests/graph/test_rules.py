@@ -227,3 +227,30 @@ def test_padding_is_never_summed_over():
     sharding, _ = check(Uneven(), x=torch.randn(2, 4, 16, dtype=torch.float64))
     assert sharding.tensors["first.weight"].dim is None
     assert "sum over padding" in sharding.reasons["first.weight"]
+
+
+class Beside(Uneven):
+    """A layer that can be divided, and a function of a lone weight."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.lone, self.op = nn.Parameter(torch.ones(8, 8)), op
+
+    def forward(self, x):
+        return super().forward(x) + self.op(self.lone).square().mean()
+
+
+TWICE = {
+    "transposed": lambda w: w @ w.T,
+    "as it is": lambda w: w @ w,
+    "einsum": lambda w: torch.einsum("oi,pi->op", w, w),
+}
+
+
+@pytest.mark.parametrize("op", TWICE.values(), ids=TWICE)
+def test_a_product_of_a_weight_with_itself(op):
+    """Dividing it for one operand divides the other as well."""
+    sharding, _ = check(Beside(op), x=torch.randn(2, 4, 16, dtype=torch.float64))
+    assert "reads one weight in two ways" in sharding.reasons["lone"]
+    assert sharding.tensors["first.weight"].dim == 0
