@@ -42,7 +42,10 @@ def _rms_norm(graph: Graph, root: Node, found: Found) -> Node | None:
 def _own_rms_norm(graph: Graph, root: Node, found: Found) -> Node | None:
     if len(found["shape"]) != 1 or found["weight"] is None:
         return None
-    eps = torch.finfo(value(root).dtype).eps if found["eps"] is None else found["eps"]
+    dtype, eps = value(root).dtype, found["eps"]
+    if eps is None and dtype.itemsize < torch.float32.itemsize:
+        return None  # which type's epsilon torch means there is its own affair
+    eps = torch.finfo(dtype).eps if eps is None else eps
     return put(graph, root, ops.rms_norm, found["x"], found["weight"], eps)
 
 

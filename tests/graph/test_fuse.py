@@ -246,6 +246,15 @@ def test_what_only_looks_like_a_norm(body):
     assert pieces(body) == {}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_epsilon_of_torch_is_not_guessed_in_half_precision(dtype):
+    s = Sketch()
+    x, w = s.input("x", dtype), s.weight("w")
+    w.meta["val"] = w.meta["val"].to(dtype)
+    program = s.done(s.call(aten.rms_norm.default, x, [4], w, unit=0))
+    assert fuse(program.graph) == ({} if dtype == torch.bfloat16 else {NORM: 1})
+
+
 @pytest.mark.parametrize("writes", [False, True])
 def test_what_is_written_in_place_is_left_alone(writes):
     """The fused operation would read its input later than the first of those that it replaces."""
