@@ -40,6 +40,7 @@ from megatron_merak.planner import plan
 from megatron_merak.planner.memory import overflowing_stages
 from megatron_merak.planner.predict import timeline
 from megatron_merak.planner.tables import difference, memory_table, tensor_table
+from megatron_merak.training.outputs import check_file
 
 USAGE = """python tools/plan.py show --world-size N [--device NAME] [--save FILE.json] TRAINING FLAGS
        python tools/plan.py show PLAN.json
@@ -64,12 +65,13 @@ def world_size(text: str | None) -> int:
 
 
 def stored(path: str) -> Plan:
+    remedy = "Name a file that --save PLAN.json wrote"
     try:
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            "plan", path, f"it cannot be read ({error})", "Name a file that --save PLAN.json wrote"
-        ) from error
+        raise PlanError("plan", path, f"it cannot be read ({error})", remedy) from error
+    except PlanError as error:
+        raise PlanError("plan", path, f"{error.what} {error.value}: {error.reason}", remedy) from error
 
 
 def made(config: RunConfig, ranks: int, device: str) -> tuple[Plan, tuple[str, ...]]:
@@ -88,7 +90,7 @@ def shown(found: Plan, notes: Sequence[str] = ()) -> str:
     parts += [tensor_table(found)] if found.reasons else []
     device = find_cluster(found.device).device
     full = f"{device.memory / 2**30:.0f} GiB of {device.name}"
-    parts += [f"stage {stage} does not fit into the {full}" for stage in overflowing_stages(found, device)]
+    parts += ["\n".join(f"stage {stage} does not fit into the {full}" for stage in overflowing_stages(found, device))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -97,13 +99,18 @@ def show(arguments: Sequence[str]) -> None:
     captured = any(argument.split("=")[0] == "--model" for argument in arguments)
     kind: type[RunConfig] = HFConfig if captured else Config
     config, own = read(parser(kind), arguments, kind)
+    save, picture = config.checkpoint.save, config.logging.timeline
+    copies = {"--json": own.json, "--save": save if save and save.endswith(".json") else None}  # else a run's directory
+    for flag, path in {**copies, "--timeline": picture}.items():
+        if path is not None:
+            check_file(flag, path)
     found, notes = made(config, world_size(own.world_size), own.device)
     print(shown(found, notes))
-    for path in (own.json, config.checkpoint.save):
-        if path is not None and (path is own.json or path.endswith(".json")):  # else a run's checkpoint directory
+    for path in copies.values():
+        if path is not None:
             Path(path).write_text(found.to_json(), encoding="utf-8")
-    if config.logging.timeline:
-        draw(timeline(found, find_cluster(found.device)), config.logging.timeline)
+    if picture is not None:
+        draw(timeline(found, find_cluster(found.device)), picture)
 
 
 def main(arguments: Sequence[str]) -> None:

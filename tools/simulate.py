@@ -24,6 +24,7 @@ from megatron_merak.pipeline_parallel.draw import draw
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.passes import add_communication
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
+from megatron_merak.training.outputs import check_file
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -86,6 +87,9 @@ def report(timeline: Timeline) -> str:
 def main() -> None:
     arguments = parse_arguments()
     try:
+        for flag, path in (("--out", arguments.out), ("--trace", arguments.trace)):
+            if path is not None:
+                check_file(flag, str(path))
         if arguments.schedule_file:
             schedule = Schedule.parse(arguments.schedule_file.read_text())
         else:
@@ -93,7 +97,7 @@ def main() -> None:
         if not schedule.has_communication:
             schedule = add_communication(schedule)
         timeline = simulate(schedule, stage_costs(arguments, schedule.stages))
-    except (MerakError, OSError) as error:
+    except (MerakError, OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"simulate.py: {error}") from None
     if arguments.print_schedule:
         print(schedule, end="\n\n")

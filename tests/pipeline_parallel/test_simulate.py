@@ -168,6 +168,8 @@ def test_tool(monkeypatch, capsys, tmp_path):
         (("--transfer", "x"), "--transfer x: it is not a list of numbers"),
         (("--weight", "99"), "exceeds the backward"),
         (("--schedule-file", "no such file"), "No such file"),
+        (("--out", f"{__file__}/a.png"), f"--out {__file__}/a.png: it cannot be written"),
+        (("--trace", str(ROOT)), f"--trace {ROOT}: it is a directory"),
     ],
 )
 def test_tool_tells_mistakes_without_a_traceback(monkeypatch, arguments, message):
