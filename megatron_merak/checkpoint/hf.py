@@ -21,6 +21,7 @@ from megatron_merak.checkpoint.hf_save import save_hf
 from megatron_merak.checkpoint.shard import Intervals, Shard
 from megatron_merak.errors import CheckpointError
 from megatron_merak.graph.empty import is_fake
+from megatron_merak.planner.tables import family
 
 __all__ = ["HFSource", "ModuleSource", "Source", "fill", "from_pretrained", "save_hf"]
 
@@ -108,7 +109,7 @@ class HFSource:
         names = [n for n in names if not silent.search(n) and not any(fnmatchcase(n, glob) for glob in allowed)]
         if names:
             reason = f"{len(names)} tensors of {type(model).__name__} are missing: {_some(names)}"
-            remedy = f"To start them from random values, allow it by name (allow_missing={_globs(names)!r})"
+            remedy = f"from_pretrained(..., allow_missing={_globs(names)!r}) starts them from random values"
             raise CheckpointError("model directory", self.directory, reason, remedy)
 
     def _refuse_extra(self, model: nn.Module, names: list[str], allowed: Sequence[str]) -> None:
@@ -116,7 +117,7 @@ class HFSource:
         names = [n for n in names if not silent.search(n) and not any(fnmatchcase(n, glob) for glob in allowed)]
         if names:
             reason = f"{len(names)} tensors have no place in {type(model).__name__}: {_some(names)}"
-            remedy = f"Give another auto_class, or leave them out by name (allow_extra={_globs(names)!r})"
+            remedy = f"from_pretrained(..., allow_extra={_globs(names)!r}) leaves them out, or give another auto_class"
             raise CheckpointError("model directory", self.directory, reason, remedy)
 
     def _check_tied(self, canonical: str, one: Patchwork, alias: str, other: Patchwork) -> None:
@@ -230,5 +231,8 @@ def _some(names: list[str]) -> str:
 
 
 def _globs(names: list[str]) -> tuple[str, ...]:
-    """Globs of the outermost modules that hold the names."""
-    return tuple(dict.fromkeys(f"{name.split('.')[0]}.*" if "." in name else name for name in names))[:_NAMED]
+    """Globs that match the names and as little else as fits into a message: at worst the outermost modules."""
+    families = tuple(dict.fromkeys(map(family, names)))
+    if len(families) <= _NAMED:
+        return families
+    return tuple(dict.fromkeys(f"{name.split('.')[0]}.*" if "." in name else name for name in names))

@@ -79,6 +79,9 @@ def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:
 def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any]):
     from transformers import AutoConfig
 
+    if not directory.exists():
+        remedy = "Give the path of a local directory or config file; nothing is downloaded"
+        raise CheckpointError("model directory", directory, "it does not exist", remedy)
     file = directory if directory.is_file() else directory / CONFIG
     text = read_json(file)
     _check_type(directory, text, trust_remote_code)
@@ -111,7 +114,8 @@ def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) 
         return
     if own_code:
         reason = f"it is of type {kind}, which transformers does not know, and brings its own code"
-        raise CheckpointError("model directory", directory, reason, "Read that code, then pass trust_remote_code=True")
+        remedy = "Read that code, then allow it with --trust-remote-code (trust_remote_code=True)"
+        raise CheckpointError("model directory", directory, reason, remedy)
     if not isinstance(kind, str):
         raise CheckpointError("config", directory / CONFIG, "it has no model_type", "Copy the model directory again")
     near = get_close_matches(kind, list(CONFIG_MAPPING), 1, 0.0)

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -270,7 +271,7 @@ def test_a_link_inside_a_hub_cache_is_followed(damaged, tmp_path_factory):
 
 
 def test_a_directory_that_is_none():
-    with pytest.raises(CheckpointError, match="No such file"):
+    with pytest.raises(CheckpointError, match="/nonexistent/model: it does not exist.*nothing is downloaded"):
         from_pretrained("/nonexistent/model")
     with pytest.raises(CheckpointError, match="not a directory"):
         HFSource("/nonexistent/model")
@@ -341,3 +342,11 @@ def test_a_plain_module_reads_its_own_names(tmp_path):
     assert torch.equal(HFSource(tmp_path).bind(empty).read("weight", 1, ((2, 4),)), model.weight[:, 2:])
     with pytest.raises(CheckpointError, match="are missing: 0.weight, 0.bias"):
         HFSource(tmp_path).bind(torch.nn.Sequential(empty))
+
+
+def test_a_remedy_lets_through_what_is_missing_and_nothing_else(tmp_path):
+    model = torch.nn.ModuleDict({"body": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))})
+    save_file({k: v for k, v in model.state_dict().items() if k.endswith("weight")}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape("from_pretrained(..., allow_missing=('body.*.bias',))")):
+        HFSource(tmp_path).bind(model)
+    assert HFSource(tmp_path).bind(model, ("body.*.bias",)).names() == ["body.0.weight", "body.1.weight"]
