@@ -126,7 +126,7 @@ class Executor:
             state.arriving(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))
 
     def _receive_gradient(self, stage: Stage, op: Op) -> None:
-        state = stage.states[op.microbatch]
+        state = self._state(stage, op)  # with one micro-batch in flight this is posted before its forward
         for place, value in enumerate(stage.program(op.microbatch).targets):
             if value.grad:
                 state.arriving_grad(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))

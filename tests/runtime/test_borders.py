@@ -17,7 +17,7 @@ from megatron_merak.segment import Crossing, In, Out, Segment
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-WIDTH, MICROBATCHES = 4, 5
+WIDTH = 4
 
 
 def weights():
@@ -25,10 +25,10 @@ def weights():
     return [torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(4)]
 
 
-def batches():
+def batches(count):
     """Micro-batches of different lengths."""
     generator = torch.Generator().manual_seed(4)
-    return [{"x": torch.randn(2 + k % 2, WIDTH, generator=generator)} for k in range(MICROBATCHES)]
+    return [{"x": torch.randn(2 + k % 2, WIDTH, generator=generator)} for k in range(count)]
 
 
 def functions(w):
@@ -80,7 +80,7 @@ def program(stage, stages, w, rows):
     return Program(segments, dict, sources, targets, () if targets else ("loss",))
 
 
-def _train(rank, stages, schedule, recompute):
+def _train(rank, stages, schedule, recompute, count):
     mesh = build_mesh(Grid(pp=stages), rank, CPU)
     size = 4 // stages
     mine = range(rank * size, (rank + 1) * size)
@@ -94,26 +94,29 @@ def _train(rank, stages, schedule, recompute):
     programs = {rows: program(rank, stages, w, rows) for rows in (2, 3)}
     kept = tuple(mine) if recompute else ()
     stage = Stage(rank, lambda batch, training: programs[len(batch["x"])], parameters, kept, mesh, 0)
-    executor = Executor({rank: stage}, add_communication(BUILDERS[schedule](stages, MICROBATCHES)), mesh, True)
+    executor = Executor({rank: stage}, add_communication(BUILDERS[schedule](stages, count)), mesh, True)
     parameters.start_step()
-    loss = executor.run(batches(), 0)
+    loss = executor.run(batches(count), 0)
     parameters.finish_step()
     assert stage.states == {}
     return {u: buffer.grad(str(u)).clone() for u in mine}, None if loss is None else loss.total
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("stages", "schedule"), [(1, "1f1b"), (2, "1f1b"), (4, "1f1b"), (4, "gpipe")])
-def test_gradients_are_those_of_one_graph(stages, schedule, recompute):
+@pytest.mark.parametrize(
+    ("stages", "schedule", "count"),
+    [(1, "1f1b", 5), (2, "1f1b", 5), (4, "1f1b", 5), (4, "gpipe", 5), (2, "1f1b", 1), (2, "naive", 3)],
+)
+def test_gradients_are_those_of_one_graph(stages, schedule, count, recompute):
     w = [nn.Parameter(x) for x in weights()]
     zero, one, two, three = functions(w)
     total = torch.zeros(())
-    for batch in batches():
+    for batch in batches(count):
         a, chosen = zero(batch)
         (c,) = two(batch, *one(batch, a))
         total = total + three(batch, a, chosen, c)[0]
     total.backward()
-    ranks = run_ranks(_train, stages, schedule, recompute)
+    ranks = run_ranks(_train, stages, schedule, recompute, count)
     grads = {u: grad for found, _ in ranks for u, grad in found.items()}
     for u, parameter in enumerate(w):
         torch.testing.assert_close(grads[u], parameter.grad, rtol=1e-5, atol=1e-6)
