@@ -51,6 +51,11 @@ class State:
         self.wait(name)
         return self.values[name]
 
+    def wait(self, name: str) -> None:
+        """Return when the value ``name`` has arrived. A work is awaited once: gloo hangs at a second time."""
+        if name in self.works:
+            self.works.pop(name).wait()
+
     def arriving_grad(self, name: str, grad: Tensor, work: dist.Work) -> None:
         self.pending.setdefault(name, []).append((work, grad))
 
@@ -58,15 +63,13 @@ class State:
         self.grads[name] = self.grads[name] + grad if name in self.grads else grad
 
     def take_grad(self, name: str) -> Tensor | None:
-        self.wait(name)
+        self.wait_grad(name)
         return self.grads.pop(name, None)
 
-    def wait(self, name: str) -> None:
-        """Return when the value or the gradients ``name`` have arrived. A work is awaited once: gloo hangs at a second
-        time.
+    def wait_grad(self, name: str) -> None:
+        """Return when the gradients of ``name`` have arrived: awaited apart from its value, whose readers may come
+        before them.
         """
-        if name in self.works:
-            self.works.pop(name).wait()
         for work, grad in self.pending.pop(name, ()):
             work.wait()
             self.add_grad(name, grad)

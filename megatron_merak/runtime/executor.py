@@ -83,8 +83,9 @@ class Executor:
         """Note when a compute op ran, from the arrival of what it reads."""
         state = self._state(stage, op)
         program = stage.program(op.microbatch)
-        for value in program.sources if op.kind is Kind.F else program.targets:
-            state.wait(value.name)
+        wait, awaited = (state.wait, program.sources) if op.kind is Kind.F else (state.wait_grad, program.targets)
+        for value in awaited:
+            wait(value.name)
         began = time.perf_counter()
         self._handlers[op.kind](stage, op)
         self.trace.append((str(op), began, time.perf_counter()))
