@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_merak.errors import CheckpointError
 
 TEMPORARY = ".tmp"
+LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 DTYPE_CODES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -35,7 +36,6 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 }
 DTYPE_NAMES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
-_LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _RESTORE = "Load another iteration with --ckpt-step, or restore this one from a copy"
 
 
@@ -77,30 +77,34 @@ def complete_or_absent(path: Path) -> Iterator[BinaryIO]:
     os.replace(temporary, path)
 
 
+def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """What precedes the data of a safetensors file that holds ``tensors`` in this order; their values are not read."""
+    entries, end = {"__metadata__": dict(metadata)}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        code = DTYPE_CODES[tensor.dtype]
+        entries[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[dict, dict]:
     """Write a safetensors file; needs the memory of one tensor.
 
     Returns ({"bytes": size, "header": sha256 of length and header}, {name: sha256 of the tensor's bytes}).
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, offset = {"__metadata__": dict(metadata)}, 0
-    for name in names:
-        tensor, start = tensors[name], offset
-        offset += tensor.numel() * tensor.element_size()
-        code = DTYPE_CODES[tensor.dtype]
-        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, offset]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = struct.pack("<Q", len(text)) + text
-    digests = {}
+    start, digests = header({name: tensors[name] for name in names}, metadata), {}
     with complete_or_absent(path) as file, ThreadPoolExecutor(1) as hasher:
         file.write(start)
         for name in names:
-            data = _as_bytes(tensors[name])
+            data = as_bytes(tensors[name])
             digest = hasher.submit(hashlib.sha256, data)
             file.write(data)
             digests[name] = digest.result().hexdigest()
-    return {"bytes": len(start) + offset, "header": hashlib.sha256(start).hexdigest()}, digests
+    size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
+    return {"bytes": size, "header": hashlib.sha256(start).hexdigest()}, digests
 
 
 @contextmanager
@@ -124,7 +128,7 @@ def verify_tensors(path: Path, written: Mapping, digests: Mapping[str, str], sav
         with open(path, "rb") as raw:
             start = raw.read(8)
             length = struct.unpack("<Q", start)[0]
-            if length > _LONGEST_HEADER:
+            if length > LONGEST_HEADER:
                 raise damaged(path, f"its header would have {length} bytes")
             start += raw.read(length)
         if hashlib.sha256(start).hexdigest() != written["header"]:
@@ -132,10 +136,10 @@ def verify_tensors(path: Path, written: Mapping, digests: Mapping[str, str], sav
         if sorted(file.keys()) != sorted(digests):
             raise damaged(path, "it holds other tensors than the manifest lists")
         for name, digest in digests.items():
-            if hashlib.sha256(_as_bytes(file.get_tensor(name))).hexdigest() != digest:
+            if hashlib.sha256(as_bytes(file.get_tensor(name))).hexdigest() != digest:
                 raise damaged(path, f"tensor {name} was changed after it was written")
 
 
-def _as_bytes(tensor: torch.Tensor) -> memoryview:
+def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor in row-major order, as one flat block of bytes."""
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

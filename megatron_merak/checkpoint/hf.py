@@ -8,7 +8,7 @@ save_hf(directory, model, shards, group, device)      AutoModel.from_pretrained(
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
 import torch
 from torch import nn
@@ -29,28 +29,10 @@ _NAMED = 5  # tensors named in one message
 _COMPARED = 1 << 24  # elements of two tied tensors compared at once
 
 
-class Source(Protocol):
+class Source:
     """Where the values of a model's tensors come from. A name that is not in ``names()`` is to be initialised."""
 
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor: ...
-
-
-class HFSource:
-    """The tensors of a HuggingFace directory under their stored names; after `bind`, under those of a model.
-
-    Raises `CheckpointError` for headers, sizes or an index that cannot be trusted, before a value is read.
-    """
-
-    def __init__(self, directory: Path | str, allow_pickle: bool = False):
-        self.directory = Path(directory)
-        self._files = WeightFiles(directory, allow_pickle)
-        self._tensors = {name: stored(name, e.shape, e.dtype) for name, e in self._files.entries.items()}
+    _tensors: dict[str, torch.Tensor]
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -63,18 +45,39 @@ class HFSource:
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
         """The index ranges ``intervals`` along ``dim`` of a tensor, one after the other; by default all of it."""
-        return read(part(self._tensors[name], dim, intervals), self._files.read)
+        raise NotImplementedError
 
     def place(self, name: str) -> tuple:
         """A key by which to sort names, so that reading in that order opens each file once."""
+        return ("", name)
+
+    def close(self) -> None:
+        """Let go of open files; reading opens them again."""
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self  # a copy of the model reads the same values
+
+
+class HFSource(Source):
+    """The tensors of a HuggingFace directory under their stored names; after `bind`, under those of a model.
+
+    Raises `CheckpointError` for headers, sizes or an index that cannot be trusted, before a value is read.
+    """
+
+    def __init__(self, directory: Path | str, allow_pickle: bool = False):
+        self.directory = Path(directory)
+        self._files = WeightFiles(directory, allow_pickle)
+        self._tensors = {name: stored(name, e.shape, e.dtype) for name, e in self._files.entries.items()}
+
+    def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
+        return read(part(self._tensors[name], dim, intervals), self._files.read)
+
+    def place(self, name: str) -> tuple:
         first = min(sources(self._tensors[name]), key=lambda key: self._files.entries[key].file, default=None)
         return ("", name) if first is None else (str(self._files.entries[first].file), name)
 
     def close(self) -> None:
         self._files.close()
-
-    def __deepcopy__(self, memo: dict) -> "HFSource":
-        return self  # a copy of the model reads the same files
 
     def bind(self, model: nn.Module, allow_missing: Sequence[str] = (), allow_extra: Sequence[str] = ()) -> "HFSource":
         """Answer under the names of ``model`` from now on; returns itself.
@@ -132,39 +135,21 @@ class HFSource:
             raise CheckpointError("model directory", self.directory, reason, "Load it with tie_word_embeddings=False")
 
 
-class ModuleSource:
+class ModuleSource(Source):
     """The values that a module holds, by the same names and methods as those of a directory; it has the memory."""
 
     def __init__(self, model: nn.Module):
         self._tensors = {name: held for name, held in hf_names.expected(model).items() if not is_fake(held)}
 
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        """As `HFSource.read`; a view of the module's own tensor where that is possible."""
+        """As `Source.read`; a view of the module's own tensor where that is possible."""
         tensor = self._tensors[name].detach()
         if dim is None:
             return tensor
         return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in intervals], dim)
 
-    def place(self, name: str) -> tuple:
-        return ("", name)
 
-    def close(self) -> None:
-        pass
-
-    def __deepcopy__(self, memo: dict) -> "ModuleSource":
-        return self
-
-
-def fill(shards: Iterable[Shard], source: HFSource | ModuleSource) -> None:
+def fill(shards: Iterable[Shard], source: Source) -> None:
     """Copy what each shard describes from ``source`` into its tensor, casting; nothing else is read.
 
     Raises `CheckpointError` when a tensor is not there or has another full shape.

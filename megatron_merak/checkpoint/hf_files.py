@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_merak.checkpoint.files import DTYPE_CODES
+from megatron_merak.checkpoint.files import DTYPE_CODES, LONGEST_HEADER
 from megatron_merak.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -31,7 +31,6 @@ INDEX = ".index.json"
 _DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _SIZES: Mapping[str, int] = {code: dtype.itemsize for code, dtype in _DTYPES.items()}
 _LARGEST_JSON = 1 << 28  # bytes; the index of a model with a million tensors has a tenth of it
-_LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _RESTORE = "Copy the model directory again, or convert it with save_pretrained of transformers"
 
 
@@ -183,7 +182,7 @@ def _describe(path: Path) -> dict[str, Entry]:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > min(size - 8, _LONGEST_HEADER):
+        if length > min(size - 8, LONGEST_HEADER):
             raise bad("weight file", path, f"it has {size} bytes, too few for its header, or its header is damaged")
         header = _parse(path, file.read(length))
     header.pop("__metadata__", None)

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_merak.checkpoint import hf_names
-from megatron_merak.checkpoint.files import DTYPE_CODES, disk_errors, sync_directory
+from megatron_merak.checkpoint.files import DTYPE_CODES, as_bytes, disk_errors, header, sync_directory
 from megatron_merak.checkpoint.hf_files import INDEX, WEIGHTS
 from megatron_merak.checkpoint.hf_gather import Gather
 from megatron_merak.checkpoint.hf_patchwork import Patchwork, read, stored
@@ -148,11 +147,11 @@ def _write_weights(
     names = sorted(tensors, key=lambda name: (_ORDER.index(DTYPE_CODES[tensors[name].dtype]), name))
     file = _File(path) if gather.first else None
     if file is not None:
-        file.write(_header(names, tensors))
+        file.write(header({name: tensors[name] for name in names}, {"format": "pt"}))
     for name in names:
         values = read(tensors[name], gather)
         if file is not None:
-            file.write(_as_bytes(values))
+            file.write(as_bytes(values))
     if file is not None:
         file.close()
     raise_together(None if file is None else file.error, group, device)
@@ -182,21 +181,6 @@ class _File:
                     step()
             except CheckpointError as error:
                 self.error = error
-
-
-def _header(names: Sequence[str], tensors: Mapping[str, Patchwork]) -> bytes:
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name in names:
-        start, end = end, end + tensors[name].nbytes
-        shape = list(tensors[name].shape)
-        header[name] = {"dtype": DTYPE_CODES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
-def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _publish(directory: Path, fresh: Path) -> None:
