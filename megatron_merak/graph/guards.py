@@ -65,7 +65,7 @@ def take_guards(raw: Raw) -> Guards | None:
     needed: dict[Node, str] = {}
     asked: set[tuple[Node, object]] = set()
     for mark in [node for node in graph.nodes if is_guard(node)]:
-        above = _upstream(mark, after)
+        above = upstream(mark, after)
         if _asked(mark) not in asked and any(node.op == "placeholder" for node in above):
             asked.add(_asked(mark))
             needed = dict.fromkeys(above, str(mark.args[1]).removeprefix(GUARD)) | needed
@@ -80,7 +80,7 @@ def take_guards(raw: Raw) -> Guards | None:
     return Guards(GraphModule(raw.module, own)) if needed else None
 
 
-def _upstream(node: Node, after: Mapping[Node, tuple[Node, ...]]) -> dict[Node, None]:
+def upstream(node: Node, after: Mapping[Node, tuple[Node, ...]]) -> dict[Node, None]:
     """What a node is computed from, itself included, but for what only lends its shape."""
     found: dict[Node, None] = {}
     waiting = [node]

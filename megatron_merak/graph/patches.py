@@ -15,10 +15,12 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.fx import Graph, Node
+from torch.fx import Graph
+
+from megatron_merak.graph.guards import upstream
+from megatron_merak.graph.nodes import mutation_deps
 
 aten = torch.ops.aten
-_SHAPE_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
 
 
 @contextmanager
@@ -120,16 +122,9 @@ def is_causal() -> Iterator[None]:
 def positions_from_batch(graph: Graph) -> bool:
     """Whether positions that ``is_causal`` did not look at depend on values of the batch, so may be packed."""
     marks = graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default)
-    stack = [n.args[0] for n in marks if "layout" not in n.kwargs]
-    seen: dict[Node, None] = {}
-    while stack:
-        node = stack.pop()
-        if node in seen or not isinstance(node, Node):
-            continue
-        seen[node] = None
-        if not any(str(node.target).startswith(f"aten.{name}.") for name in _SHAPE_ONLY):
-            stack += node.all_input_nodes
-    return any(node in seen for node in graph.find_nodes(op="placeholder"))
+    after = mutation_deps(graph)
+    above = [upstream(mark, after) for mark in marks if "layout" not in mark.kwargs]
+    return any(node.op == "placeholder" for seen in above for node in seen)
 
 
 @contextmanager

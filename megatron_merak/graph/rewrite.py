@@ -277,11 +277,11 @@ def _settle_parameters(
         if not inside and node.target not in also:
             continue
         partial.append(str(node.target))
-        if not outside:
-            continue
-        with graph.inserting_after(node):
-            owned = graph.call_function(local.own, (node, rank))
-        owned.meta = dict(node.meta) | {"unit": min(u.meta["unit"] or 0 for u in outside), "sharded": False}
-        for user in outside:
-            user.replace_input_with(node, owned)
+        for unit in dict.fromkeys(user.meta["unit"] for user in outside):  # one each: none crosses from unit to unit
+            with graph.inserting_after(node):
+                owned = graph.call_function(local.own, (node, rank))
+            owned.meta = dict(node.meta) | {"unit": unit, "sharded": False}
+            for user in outside:
+                if user.meta["unit"] == unit:
+                    user.replace_input_with(node, owned)
     return tuple(partial)

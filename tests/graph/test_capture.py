@@ -152,15 +152,23 @@ class Positions(nn.Module):
 
         self.config, self.model, self.head = config, LlamaModel(config), nn.Linear(32, 96)
 
+    written = False
+
     def forward(self, input_ids):
         positions = (input_ids != 0).long().cumsum(-1)
+        if self.written:
+            given = positions
+            positions = torch.zeros_like(given)
+            positions[:, 1:] = given[:, 1:]
         hidden = self.model(input_ids, position_ids=positions).last_hidden_state
         return self.head(hidden).logsumexp(-1).mean()
 
 
-def test_positions_that_depend_on_the_batch_may_be_packed():
+@pytest.mark.parametrize("written", [False, True])
+def test_positions_that_depend_on_the_batch_may_be_packed(written):
     real, _, batch = tiny("llama")
     model = randomise(Positions(real().config))
+    model.written = written
     captured = capture(model, {"input_ids": batch["input_ids"]})
     assert "is_causal" not in captured.how
     ids = batch["input_ids"].clone()

@@ -11,6 +11,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.fx.node import map_aggregate, map_arg
 
+from megatron_merak.graph import local
 from megatron_merak.graph.capture import capture
 from megatron_merak.graph.cut import cut
 from megatron_merak.graph.marks import copy_in, reduce_max, reduce_sum
@@ -252,6 +253,26 @@ def test_a_parameter_read_in_both_ways_counts_once():
     difference, worst, where, programs = lockstep.compare(captured, sharding, model, batch, loss, grads)
     assert difference <= 1e-12 and worst <= 1e-12, (where, worst)
     assert programs[0].partial == ("scale",) and any(n.name.startswith("own") for n in programs[0].graph.nodes)
+
+
+class BothTwice(Both):
+    """The same in two layers, which are units of their own."""
+
+    def forward(self, x):
+        for _ in range(2):
+            h = self.first(x).view(-1, 4, 4).tanh() * self.scale
+            x = x + (self.second(h.flatten(1)) * self.scale).repeat(1, 2)
+        return x.square().mean()
+
+
+def test_such_a_parameter_does_not_travel_from_unit_to_unit():
+    model, batch = BothTwice(), {"x": torch.randn(3, 8)}
+    captured = capture(model, batch)
+    chain = cut(captured)
+    program = rewrite(captured, chain, shard(captured, 2), 0, 2)
+    owned = [node for node in program.graph.nodes if node.target is local.own]
+    assert len(owned) == 2 and len(chain.units) > 2
+    assert all(user.meta["unit"] == node.meta["unit"] for node in owned for user in node.users)
 
 
 class _Sum(torch.autograd.Function):
