@@ -1,18 +1,22 @@
 """From datasets to what a step takes: this replica's padded micro-batches and the number of targets in all of them."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from ..errors import ConfigError, DataError
+from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
 from .batches import Batch, Loading, epoch_order
+from .blueprint import shapes_of
 from .merak_arguments import MerakArguments
 from .model_facts import ModelFacts
 from .padding import Padding
@@ -94,14 +98,30 @@ class Feed:
         return [len(dataset[index][tokens]) for index in range(len(dataset))]
 
     def example(self, train: Dataset | None, evaluation: Dataset | Mapping | None) -> Batch:
-        """The first batch of all, the same one on every rank and after every resumption."""
+        """The first batch of all, the same one on every rank and after every resumption. Collective."""
         if train is None and evaluation is None:
             raise ConfigError("train_dataset", None, "without a batch the model cannot be captured", "Give a dataset")
         if train is None and isinstance(evaluation, Mapping):
             evaluation = next(iter(evaluation.values()))
         loading = self.evaluation(evaluation) if train is None else self.training(train)
         alone = dataclasses.replace(loading, replica=0, replicas=1, options={})
-        return next(alone.epoch(0))
+        batch = next(alone.epoch(0))
+        self._check_alike(batch, None if loading.streamed else len(loading.dataset))
+        return batch
+
+    def _check_alike(self, batch: Batch, length: int | None) -> None:
+        """Raise DataError on every rank when ranks of one replica would compute with different samples, or ranks of
+        any replicas with batches of different shapes or numbers.
+        """
+        mine = [str((length, shapes_of(batch))), _digest(batch)]
+        told = gather_json(mine, self.mesh.control, "cpu")
+        values_of: dict[int, str] = {}
+        for rank, (shapes, values) in enumerate(told):
+            replica = self.mesh.grid.coordinates(rank)[2]
+            if shapes != told[0][0] or values != values_of.setdefault(replica, values):
+                reason = "its length or its first batch is not that of the ranks before it"
+                remedy = "Make the same dataset on every rank: seed what is random, sort what has no order"
+                raise DataError("dataset", f"(on rank {rank})", reason, remedy)
 
     def prepare(self, batches: Sequence[Batch], count_items: bool) -> tuple[list[Batch], int, int]:
         """A step's micro-batches, padded; and, over all replicas, the elements of their main input and, by
@@ -126,3 +146,11 @@ class Feed:
         if known:
             padded = [batch | {"num_items_in_batch": counts[0].float()} for batch in padded]
         return padded, int(counts[1]), int(counts[2])
+
+
+def _digest(batch: Batch) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(batch.items()):
+        plain = value.detach().cpu().contiguous().flatten().view(torch.uint8) if isinstance(value, Tensor) else None
+        digest.update(f"{name} {value!r}".encode() if plain is None else plain.numpy().tobytes())
+    return digest.hexdigest()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from megatron_merak.errors import ConfigError, MerakError
+from megatron_merak.errors import ConfigError, DataError, MerakError
 from megatron_merak.training.exchange import from_rank
 from megatron_merak.training.merak_arguments import MerakArguments
 from tests.ranks import run_ranks
@@ -125,6 +125,20 @@ def fail_in_metrics(rank, world_size, directory):
         return str(error)
 
 
+def differing_data(rank, world_size, directory):
+    """Which of (tensor-parallel degree, this rank's samples) are refused."""
+    refused = []
+    rows = samples(4, ragged=False), samples(4, ragged=False, seed=rank), samples(4 + rank, ragged=False)
+    for tp, data in ((2, rows[0]), (2, rows[1]), (1, rows[1]), (1, rows[2])):
+        args = MerakArguments(directory, **{**RUN, "tensor_model_parallel_size": tp, "eval_strategy": "no"})
+        trainer = EagerTrainer(tiny_llama(), args, collate, data)
+        try:
+            refused.append(bool(trainer.engine.seen))
+        except DataError as error:
+            refused.append("(on rank 1): its length or its first batch" in str(error))
+    return refused
+
+
 def exchange(rank):
     value = (torch.arange(3), [None, 2.5, "text"], {"half": torch.ones(2, 1, dtype=torch.bfloat16)}, torch.zeros(0, 4))
     return from_rank(1, value if rank == 1 else None, torch.distributed.group.WORLD)
@@ -138,6 +152,7 @@ def in_one_job(rank, world_size, directory):
         seen = run(rank, world_size, name, 1, 2, [WishOnRank(rank == 1, event, wish)], **steps)["seen"]
         assert len(seen) == (2 if wish == "should_training_stop" else 16), name
         assert [path.name for path in Path(name).glob("checkpoint-*")] == ["checkpoint-2"] * (wish == "should_save")
+    assert differing_data(rank, world_size, directory) == [False, True, False, True]
     return differ(rank, world_size, directory), fail_in_metrics(rank, world_size, directory), exchange(rank)
 
 
