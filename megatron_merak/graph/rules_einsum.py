@@ -4,6 +4,7 @@ from torch.fx import Node
 
 from .placement import Cut, Decision, Split
 from .propagate import Propagation, family
+from .rules_value import keeps_zeros
 
 COLUMN = "column parallel: its output features are divided"
 
@@ -29,8 +30,8 @@ def einsum(p: Propagation, node: Node) -> Decision | None:
             p.bring_as(cuts, x, Cut(term.index(letter), first.blocks, first.padded), why)
     if letter in result:
         return Decision(Split(result.index(letter), first.blocks, p.origins(divided), first.padded), cuts)
-    if first.padded:
-        raise p.unfit(node, "would sum over padding")
+    if first.padded and not all(keeps_zeros(p, x) for x in divided):
+        raise p.unfit(node, "would sum over padding that is not 0")
     if not any(p.weight(x) and letter in term for x, term in zip(operands, terms, strict=True)):
         raise p.unfit(node, "contracts the divided dimension")
     return Decision(None, cuts, reduce=True)

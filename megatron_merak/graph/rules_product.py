@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from .placement import Cut, Decision, Split
 from .propagate import Propagation, family
-from .rules_value import argument
+from .rules_value import argument, keeps_zeros
 
 aten = torch.ops.aten
 
@@ -125,8 +125,8 @@ def _row(p: Propagation, m: Product) -> Decision | None:
     last = len(p.shape(m.a)) - 1
     if a and a.dim != last or b and b.dim != m.contracted or a and b and (a.blocks, a.padded) != (b.blocks, b.padded):
         raise p.unfit(m.node, "multiplies values that are divided differently")
-    if any(split.padded for split in (a, b) if split):
-        raise p.unfit(m.node, "would sum over padding")  # an activation need not keep its zeros
+    if a and a.padded and not keeps_zeros(p, m.a):
+        raise p.unfit(m.node, "would sum over padding that is not 0")
     weight = p.weight(m.b)
     if weight is None and not (b and p.weight(m.a)):
         raise p.unfit(m.node, "contracts the divided dimension")

@@ -26,6 +26,21 @@ POINTWISE = """
     addcdiv_ lerp_ erf_ abs_ square_
 """.split()
 
+_ZERO_AT_ZERO = """
+    add sub mul div neg tanh silu gelu relu relu6 leaky_relu to contiguous clone alias detach dropout abs square sin
+    type_as _to_copy hardswish mish view reshape _unsafe_view unsqueeze squeeze transpose permute expand slice
+""".split()
+_PRODUCTS = "linear addmm baddbmm mm bmm matmul einsum embedding".split()
+
+
+def keeps_zeros(p: Propagation, node: Node) -> bool:
+    """Whether a padded value is 0 in its padding, as a product with padded weights makes it. What sums over other
+    padding would give the weights behind it a gradient there, and after one step the padding would count."""
+    if p.layout(node) is None or op_name(node) in _PRODUCTS or node.op != "call_function":
+        return True
+    number = any(not isinstance(x, Node) for x in node.args[:2]) and op_name(node) in ("add", "sub")
+    return not number and op_name(node) in _ZERO_AT_ZERO and all(keeps_zeros(p, x) for x in node.all_input_nodes)
+
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """The value that a node gives to an argument of its operator, or the operator's own default."""
