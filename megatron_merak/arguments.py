@@ -23,7 +23,7 @@ SCRIPTS: Mapping[type[RunConfig], str] = MappingProxyType({Config: "pretrain_gpt
 
 _ALWAYS_SO = "Leave it out: this is always so here"
 _BY_COST = "Leave it out: the embedding, the layers and the output head are cut into stages by cost"
-_FULL_ONLY = "Leave it out: --recompute-granularity full recomputes every layer"
+_WHOLE_LAYERS = "Leave it out: layers are recomputed whole"
 _FUSION = "Leave it out: fused and plain operations compute the same formula here"
 _BF16 = "Leave it out, or use --bf16, which needs no loss scale"
 
@@ -32,9 +32,8 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
             """
-        --sequence-parallel --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
-        --num-experts --moe-router-topk --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
-        --microbatch-group-size-per-virtual-pipeline-stage --no-overlap-p2p-communication --use-distributed-optimizer
+        --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
+        --num-experts --moe-router-topk --no-overlap-p2p-communication --use-distributed-optimizer
         --overlap-param-gather --transformer-impl --attention-backend --decrease-batch-size-if-needed
         --rampup-batch-size --step-batch-size-schedule --exit-signal-handler --no-check-for-nan-in-loss-and-grad
         --use-checkpoint-opt-param-scheduler --reset-position-ids --reset-attention-mask --ckpt-format
@@ -52,7 +51,8 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(),
             _BY_COST,
         ),
-        **dict.fromkeys("--recompute-method --recompute-num-layers --recompute-modules".split(), _FULL_ONLY),
+        "--recompute-modules": _WHOLE_LAYERS,
+        "--num-layers-per-virtual-pipeline-stage": "Use --num-virtual-stages-per-pipeline-rank",
         **dict.fromkeys(
             """
         --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
@@ -117,7 +117,7 @@ def field_texts(cls: type) -> dict[str, str]:
         for field, below in zip(definition.body, definition.body[1:], strict=False):
             told = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
             if isinstance(field, ast.AnnAssign) and told:
-                texts[field.target.id] = below.value.value
+                texts[field.target.id] = " ".join(below.value.value.split())
     return texts
 
 
@@ -185,6 +185,8 @@ def build_parser(description: str | None = None, config: type[RunConfig] = Confi
                 options["metavar"] = "{" + ",".join(choices) + "}" if choices else metavars[flag.kind]
             if flag.kind is tuple:
                 options["nargs"] = "+"
+            if "bare" in flag.metadata:
+                options |= {"nargs": "?", "const": flag.metadata["bare"]}
             group.add_argument(flag.name, **options)
     return parser
 

@@ -36,20 +36,23 @@ class Crossing:
 class In:
     """A value that a segment reads.
 
-    ``reduce``: its gradient is partial on each tensor-parallel rank and is summed over them after the backward.
+    ``reduce``: what the tensor-parallel ranks do with its gradient after the backward: '' nothing; 'sum', it is partial
+    on each rank; 'scatter', it is partial and each keeps its part along the sequence; 'gather', each has its part.
     ``grad``: it takes part in differentiation.
     """
 
     value: str
-    reduce: bool = False
+    reduce: str = ""
     grad: bool = True
 
 
 @dataclass(frozen=True)
 class Out:
-    """A value that a segment makes; ``reduce`` ('sum' or 'max') asks for an all-reduce before it is read.
+    """A value that a segment makes; ``reduce`` asks for a collective of the tensor-parallel ranks before it is read.
 
-    ``inplace``: no backward reads the value that the segment returned, so the all-reduce may overwrite it.
+    'sum' and 'max' of all ranks' values; 'gather' joins their parts along the sequence (dimension 1), and 'scatter'
+    leaves each its part of the sum. ``inplace``: no backward reads the value that the segment returned, so an
+    all-reduce may overwrite it.
     """
 
     value: str

@@ -204,7 +204,7 @@ def test_refused_command_lines(tokens, message):
 
 
 def test_each_megatron_flag_that_is_not_here_is_refused_by_name():
-    assert {"--sequence-parallel", "--use-distributed-optimizer", "--context-parallel-size"} <= NOT_YET.keys()
+    assert {"--num-experts", "--use-distributed-optimizer", "--context-parallel-size"} <= NOT_YET.keys()
     for name in NOT_YET:
         error = refusal(name, "1")
         assert str(error).startswith(f"flag {name}: is a Megatron-LM flag that megatron_merak does not have yet. ")
@@ -230,10 +230,10 @@ def test_missing_required_flags_are_listed_together():
 
 def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys):
     with pytest.raises(SystemExit) as caught:
-        parse([*BASE, "--sequence-parallel", "--seq-len", "9", "--async-save"])
+        parse([*BASE, "--context-parallel-size", "--seq-len", "9", "--async-save"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
-        "flag --sequence-parallel: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
+        "flag --context-parallel-size: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
         "flag --seq-len: is not known. The nearest is --seq-length.",
         "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
     ]
@@ -250,6 +250,7 @@ def test_a_tool_may_add_flags_of_its_own():
 
 def test_deviations_from_megatron():
     assert deviations() == [
+        ("--tp-comm-overlap", "weight-gradient", False),
         ("--distributed-backend", "auto", "nccl"),
         ("--no-overlap-grad-reduce", False, True),
         ("--min-lr", None, 0.0),
@@ -266,6 +267,8 @@ def test_only_the_deviations_in_effect_are_reported():
     assert "--adam-beta2" not in report and "--weight-decay" not in report
     assert "  --lr-decay-style cosine (Megatron-LM: linear). Shape of the learning rate after warm-up." in report
     silent = [
+        "--tp-comm-overlap",
+        "none",
         "--distributed-backend",
         "gloo",
         "--no-overlap-grad-reduce",

@@ -50,7 +50,7 @@ def test_fusing_changes_no_seed():
 
 def test_edges_are_neither_fused_nor_run_serially():
     edge = Segment(0, 0, lambda common, x: (x,), (In("x"),), (Out("y", "sum"),))
-    partial = Segment(0, 0, lambda common, x: (x,), (In("x", reduce=True),), (Out("y"),))
+    partial = Segment(0, 0, lambda common, x: (x,), (In("x", reduce="sum"),), (Out("y"),))
     for segments in ([edge], [partial]):
         with pytest.raises(AssertionError):
             fuse(segments)

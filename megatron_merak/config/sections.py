@@ -7,6 +7,9 @@ import math
 from ..errors import ConfigError
 from .settings import Section, setting
 
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v", "auto")
+OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
@@ -110,10 +113,21 @@ class ParallelConfig(Section):
     """Ranks that share every layer."""
     pipeline_model_parallel_size: int = setting(1, least=1)
     """Pipeline stages; the layers are cut between them by cost."""
-    pipeline_schedule: str = setting("1f1b", choices=("gpipe", "1f1b"), ours=True)
-    """Order of forwards and backwards: all forwards first, or one forward, one backward."""
-    distributed_backend: str = setting("auto", choices=("auto", "gloo", "nccl"), megatron="nccl")
-    """Collective library; auto is nccl on GPUs and gloo on CPUs."""
+    pipeline_schedule: str = setting("1f1b", choices=SCHEDULES, ours=True)
+    """Order of forwards, backwards, recomputations and weight gradients over the pipeline; auto searches for one."""
+    num_virtual_stages_per_pipeline_rank: int | None = setting(None, least=1)
+    """Stages that each pipeline rank holds (unset: 2 where the schedule is interleaved or zb-v, else 1)."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(None, least=1)
+    """Micro-batches that a stage runs before its rank turns to its next stage (unset: the pipeline-parallel size)."""
+    sequence_parallel: bool = setting(False)
+    """Divide what tensor parallelism leaves whole (norms, dropout, residuals) over its ranks along the sequence."""
+    tp_comm_overlap: str = setting("weight-gradient", choices=OVERLAPS, bare="auto", megatron=False)
+    """What runs while tensor-parallel collectives are under way: nothing, weight gradients, the other half of the
+    micro-batch, or another micro-batch; auto lets the cost model choose."""
+    distributed_backend: str = setting("auto", choices=("auto", "gloo", "nccl", "emu"), megatron="nccl")
+    """Collective library; auto is nccl on GPUs and gloo on CPUs; emu moves data by gloo and models the time."""
+    emulate: str | None = setting(None, ours=True)
+    """The cluster that --distributed-backend emu models: a name, or a JSON file."""
     distributed_timeout_minutes: int = setting(10, least=1)
     """Minutes after which a collective that does not finish is an error."""
     no_overlap_grad_reduce: bool = setting(False, megatron=True, ours=True)
@@ -121,7 +135,13 @@ class ParallelConfig(Section):
     ddp_bucket_size: int | None = setting(None, least=1)
     """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size))."""
     recompute_granularity: str | None = setting(None, choices=("full",), not_yet=("selective",))
-    """Recompute every layer in the backward pass instead of keeping its activations (unset: keep them)."""
+    """Recompute layers in the backward pass instead of keeping their activations (unset: keep them)."""
+    recompute_method: str | None = setting(None, choices=("uniform", "block", "stage-aware", "capacity"))
+    """Which layers: all, in runs of --recompute-num-layers of which only the input is kept (uniform); the first
+    --recompute-num-layers of each stage (block); Merak's ratio rule (stage-aware); as few as fit into
+    --device-memory-gb, with stages balanced anew (capacity) (unset: all, one by one)."""
+    recompute_num_layers: int | None = setting(None, least=1)
+    """Layers in a run, or per stage; see --recompute-method."""
     device_memory_gb: float | None = setting(None, above=0, ours=True)
     """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's, where it is known)."""
 

@@ -17,7 +17,8 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def setting(default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
     """A field. Metadata: ``least``/``most`` (inclusive) and ``above``/``below`` (exclusive) bounds, ``choices``,
     ``not_yet`` (choices of Megatron-LM that do not exist here), ``megatron`` (its default, where ours differs),
-    ``ours`` (Megatron-LM has no such flag)."""
+    ``ours`` (Megatron-LM has no such flag), ``bare`` (what the
+    flag without a value means)."""
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -138,7 +138,7 @@ class _Splitter:
         for node in copies:
             source = node.args[0]
             grad = flow.differentiable[source]
-            ins.append(In(self._name(source), reduce=grad, grad=grad))
+            ins.append(In(self._name(source), reduce="sum" if grad else "", grad=grad))
         outs, results = self._outs(nodes, inside)
         emitter = Emitter(flow, self.device, sink=True)
         groups = [(held[0].name, held) for held in parameters.values()]

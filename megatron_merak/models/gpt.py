@@ -46,7 +46,7 @@ class Unit(nn.Module):
             replace(
                 segment,
                 index=index,
-                ins=tuple(replace(i, reduce=i.reduce and edges) for i in segment.ins),
+                ins=tuple(replace(i, reduce=i.reduce if edges else "") for i in segment.ins),
                 outs=tuple(replace(o, reduce=o.reduce if edges else "") for o in segment.outs),
             )
             for index, segment in enumerate(self.chain())
@@ -130,7 +130,7 @@ class TransformerLayer(Unit):
             self._segment(self._enter, [In(self.source)], [Out(normed)], [self.input_norm]),
             self._segment(
                 self._attend,
-                [In(normed, reduce=True)],
+                [In(normed, reduce="sum")],
                 [Out(context, "sum", inplace=True)],
                 inner,
                 sharded=True,
@@ -145,7 +145,7 @@ class TransformerLayer(Unit):
             ),
             self._segment(
                 self._feed,
-                [In(again, reduce=True)],
+                [In(again, reduce="sum")],
                 [Out(fed, "sum", inplace=True)],
                 [mlp.fc1, mlp.fc2.weight],
                 sharded=True,
@@ -197,7 +197,7 @@ class Head(Unit):
             self._segment(self._enter, [In(self.source)], [Out(normed)], [self.norm]),
             self._segment(
                 self._project,
-                [In(normed, reduce=True)],
+                [In(normed, reduce="sum")],
                 [Out(logits), Out(maximum, "max", inplace=True)],
                 [self.output],
                 sharded=True,

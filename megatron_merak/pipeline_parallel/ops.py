@@ -54,7 +54,7 @@ _COUNTERPART = {
     Kind.RECV_B: (Kind.SEND_B, +1),
 }
 _OP = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|W|R)(\d+)")
-_HEADER = re.compile(r"(\S+) stages=(\d+) microbatches=(\d+)")
+_HEADER = re.compile(r"(\S+) stages=(\d+) microbatches=(\d+)(?: placement=(\d+(?:,\d+)*))?")
 _RANK = re.compile(r"rank (\d+):(.*)")
 
 
@@ -106,13 +106,15 @@ class Schedule:
     """Who computes (and sends, and receives) what, in which order.
 
     ``ranks[r]`` is the program of pipeline rank r: a tuple of entries, each an Op or a tuple of two or more Ops that
-    run together. Stage s lives on rank ``s % len(ranks)``, so there may be several (virtual) stages per rank.
+    run together. Stage s lives on rank ``placement[s]``; without a placement on ``s % len(ranks)``, so there may be
+    several (virtual) stages per rank.
     """
 
     name: str
     stages: int
     microbatches: int
     ranks: tuple[tuple[Entry, ...], ...]
+    placement: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not re.fullmatch(r"\S+", self.name):
@@ -120,13 +122,16 @@ class Schedule:
         if not 1 <= len(self.ranks) <= self.stages:
             reason = f"it has {len(self.ranks)} ranks for {self.stages} stages"
             raise ScheduleError("schedule", self.name, reason, "Give every rank at least one stage")
+        if self.placement and (len(self.placement) != self.stages or {*self.placement} != {*range(len(self.ranks))}):
+            reason = f"its {self.stages} stages on {len(self.ranks)} ranks have the placement {self.placement}"
+            raise ScheduleError("schedule", self.name, reason, "Name the rank of each stage, every rank at least once")
         for entry in self.entries():
             if not isinstance(entry, Op) and len(entry) < 2:
                 reason = f"the group ({entry_text(entry)}) has fewer than two ops"
                 raise ScheduleError("schedule", self.name, reason, "Write a bare op")
 
     def rank_of(self, stage: int) -> int:
-        return stage % len(self.ranks)
+        return self.placement[stage] if self.placement else stage % len(self.ranks)
 
     def entries(self) -> Iterator[Entry]:
         """Every entry, rank after rank."""
@@ -146,7 +151,8 @@ class Schedule:
         return any(not op.kind.is_compute for entry in self.entries() for op in ops_of(entry))
 
     def __str__(self) -> str:
-        lines = [f"{self.name} stages={self.stages} microbatches={self.microbatches}"]
+        placement = f" placement={','.join(map(str, self.placement))}" if self.placement else ""
+        lines = [f"{self.name} stages={self.stages} microbatches={self.microbatches}{placement}"]
         lines += [f"rank {r}: " + " ".join(map(entry_text, program)) for r, program in enumerate(self.ranks)]
         return "\n".join(lines)
 
@@ -165,7 +171,8 @@ class Schedule:
                 reason, remedy = f"the program of rank {rank} belongs here", f"Start the line with 'rank {rank}:'"
                 raise ScheduleError("schedule text", repr(line[:40]), reason, remedy)
             programs.append(tuple(map(parse_entry, match[2].split())))
-        return cls(header[1], int(header[2]), int(header[3]), tuple(programs))
+        placement = tuple(map(int, header[4].split(","))) if header[4] else ()
+        return cls(header[1], int(header[2]), int(header[3]), tuple(programs), placement)
 
     def to_dict(self) -> dict:
         """JSON-safe; inverse of ``from_dict``."""
@@ -174,9 +181,11 @@ class Schedule:
             "stages": self.stages,
             "microbatches": self.microbatches,
             "ranks": [[entry_text(entry) for entry in program] for program in self.ranks],
+            "placement": list(self.placement),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping) -> "Schedule":
         programs = tuple(tuple(map(parse_entry, program)) for program in values["ranks"])
-        return cls(values["name"], values["stages"], values["microbatches"], programs)
+        placement = tuple(values.get("placement", ()))
+        return cls(values["name"], values["stages"], values["microbatches"], programs, placement)

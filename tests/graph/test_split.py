@@ -135,7 +135,7 @@ def test_levels_alternate_and_marks_become_edges():
     parts = split(s.done(loss), range(1))
     assert [shape_of(p) for p in parts.parts] == [
         (0, False, (), (Out("a"),)),
-        (0, True, (In("a", reduce=True),), (Out("peak", "max"), Out("b"))),
+        (0, True, (In("a", reduce="sum"),), (Out("peak", "max"), Out("b"))),
         (0, True, (In("b"), In("peak", grad=False)), (Out("total", "sum"),)),
         (0, False, (In("total"), In("a")), (Out("loss"),)),
     ]
@@ -164,7 +164,7 @@ def test_a_value_copied_into_several_segments_is_reduced_once():
     c = s.call(aten.add.Tensor, entered, again, unit=1, sharded=True)
     loss = s.call(reduce_sum, c, unit=1, name="d")
     parts = split(s.done(loss), range(2))
-    assert [p.ins for p in parts.parts] == [(), (In("a", True),), (In("entered"), In("b", True))]
+    assert [p.ins for p in parts.parts] == [(), (In("a", "sum"),), (In("entered"), In("b", True))]
     assert parts.parts[1].outs == (Out("entered"), Out("b", "sum"))
 
 

@@ -265,18 +265,18 @@ def edges(rank, world_size):
     )
     # A square root keeps its result for its backward: a reduction in place would spoil it.
     run("kept", [seg(0, lambda c, x: (x.sqrt(),), (In("x"),), (Out("y", "sum"),))], {"x": 4 * one}, {"y": one})
-    run("partial", [seg(0, lambda c, x: (3 * x,), (In("x", reduce=True),), (Out("y"),))], {"x": x}, {"y": given})
+    run("partial", [seg(0, lambda c, x: (3 * x,), (In("x", reduce="sum"),), (Out("y"),))], {"x": x}, {"y": given})
     # One gradient tensor for both inputs and the output: reduced in place it would be summed thrice.
     run(
         "alias",
-        [seg(0, lambda c, x, y: (x + y,), (In("x", reduce=True), In("y", reduce=True)), (Out("z"),))],
+        [seg(0, lambda c, x, y: (x + y,), (In("x", reduce="sum"), In("y", reduce="sum")), (Out("z"),))],
         {"x": x, "y": x},
         {"z": given},
     )
     # Parts of one gradient, which the caller holds too.
     run(
         "views",
-        [seg(0, lambda c, x, y: (torch.cat((x, y)),), (In("x", reduce=True), In("y", reduce=True)), (Out("z"),))],
+        [seg(0, lambda c, x, y: (torch.cat((x, y)),), (In("x", reduce="sum"), In("y", reduce="sum")), (Out("z"),))],
         {"x": x[:1], "y": x[1:]},
         {"z": given},
     )
@@ -287,7 +287,7 @@ def edges(rank, world_size):
         0,
         0,
         lambda c, x, y: (2 * (ops.linear(y, weight, None, sink) + x),),
-        (In("x", reduce=True), In("y")),
+        (In("x", reduce="sum"), In("y")),
         (Out("z"),),
         (weight,),
         sharded=True,
@@ -297,8 +297,8 @@ def edges(rank, world_size):
     run(
         "readers",
         [
-            seg(0, lambda c, x: (2 * x,), (In("x", reduce=True),), (Out("y"),)),
-            seg(1, lambda c, x: (3 * x,), (In("x", reduce=True),), (Out("z"),)),
+            seg(0, lambda c, x: (2 * x,), (In("x", reduce="sum"),), (Out("y"),)),
+            seg(1, lambda c, x: (3 * x,), (In("x", reduce="sum"),), (Out("z"),)),
             seg(2, lambda c, x: (5 * x,), (In("x"),), (Out("w"),)),
         ],
         {"x": x},

@@ -1,0 +1,18 @@
+"""The frozen plan of a training step and its parts."""
+
+from megatron_merak.plan.frozen import Plan
+from megatron_merak.plan.parts import AXES, DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
+from megatron_merak.plan.sharding import TensorSharding
+from megatron_merak.plan.table import bytes_text
+
+__all__ = [
+    "AXES",
+    "DTYPE_BYTES",
+    "Grid",
+    "Plan",
+    "StagePlan",
+    "TensorSharding",
+    "Unit",
+    "bytes_text",
+    "held_parameters",
+]

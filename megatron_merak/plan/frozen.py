@@ -1,0 +1,125 @@
+"""The Plan: every decision about how a model runs on a cluster, frozen, printable and storable.
+
+Whatever is automatic ends in a ``Plan``; whatever runs reads only a ``Plan``. It is plain data: hashable, equal by
+value, exact through JSON, small enough to be written by hand, and free of torch.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_merak.errors import PlanError
+from megatron_merak.pipeline_parallel.ops import Schedule
+from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
+from megatron_merak.plan.sharding import TensorSharding
+from megatron_merak.plan.stored import build, record, rows_of
+from megatron_merak.plan.table import table
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rank grid, chain of units, stages, tensor-parallel table and schedule of one training step.
+
+    ``schedule`` holds compute operations only; communication is derived from it. ``dtype`` is that of activations and
+    parameters ("float32", "bfloat16"). ``sequence_length`` is 0 where samples are no token sequences. Predictions
+    describe one step on ``device``: ``predicted_time`` in seconds, ``predicted_bubble`` the idle fraction of its
+    forwards and backwards, ``predicted_bytes`` each stage's peak on one rank. ``reasons``: why tensors are divided as
+    they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives are under way (see
+    ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided along the sequence.
+    Printing a plan gives its table.
+    """
+
+    grid: Grid
+    units: tuple[Unit, ...]
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+    micro_batch_size: int
+    sequence_length: int
+    dtype: str = "float32"
+    shardings: tuple[TensorSharding, ...] = ()
+    device: str = ""
+    predicted_time: float = 0.0
+    predicted_bubble: float = 0.0
+    predicted_bytes: tuple[int, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
+    overlap: str = "weight-gradient"
+    sequence_parallel: bool = False
+
+    def __post_init__(self):
+        cuts = [0] + [stage.last for stage in self.stages]
+        if [stage.first for stage in self.stages] != cuts[:-1] or cuts[-1] != len(self.units):
+            reason = f"they must cover the {len(self.units)} units once, in order"
+            raise PlanError("stages", [(s.first, s.last) for s in self.stages], reason, "Start each where one ends")
+        if self.schedule.stages != len(self.stages) or len(self.schedule.ranks) != self.grid.pp:
+            reason = f"it has {self.schedule.stages} stages on {len(self.schedule.ranks)} ranks, but the plan has "
+            reason += f"{len(self.stages)} stages on {self.grid.pp}"
+            raise PlanError("schedule", self.schedule.name, reason, "Build the schedule for the plan's stages")
+        if len(self.predicted_bytes) not in (0, len(self.stages)):
+            reason = f"there is one for each of the {len(self.stages)} stages, or none"
+            raise PlanError("predicted bytes", self.predicted_bytes, reason, "Correct the plan")
+        if self.dtype not in DTYPE_BYTES:
+            raise PlanError("dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them")
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.schedule.microbatches
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.num_microbatches * self.grid.dp
+
+    def stage_units(self, stage: int) -> tuple[Unit, ...]:
+        return self.units[self.stages[stage].first : self.stages[stage].last]
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages that one pipeline rank runs, ascending."""
+        return tuple(stage for stage in range(len(self.stages)) if self.schedule.rank_of(stage) == pp_rank)
+
+    def stage_parameters(self, stage: int) -> int:
+        """The values one rank of a stage holds, its own copies of tied tensors included."""
+        return held_parameters(self.stage_units(stage))
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe; inverse of ``from_dict``."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("units", "stages", "shardings"):
+            plain[name] = [record(item) for item in plain[name]]
+        return plain | {"grid": record(self.grid), "schedule": self.schedule.to_dict()}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Plan":
+        """Raises PlanError when a key is unknown or missing, or the values do not make a plan."""
+        rows = {"units": Unit, "stages": StagePlan, "shardings": TensorSharding}
+        values = dict(plain)
+        for name, kind in rows.items():
+            if name in values:
+                values[name] = build(rows_of, {"kind": kind, "rows": values[name]})
+        if "grid" in values and "schedule" in values:
+            values["grid"] = build(Grid, values["grid"])
+            values["schedule"] = build(Schedule.from_dict, {"values": values["schedule"]})
+        return build(cls, values)
+
+    def to_json(self) -> str:
+        """One row of data per line."""
+        lines = []
+        for name, value in self.to_dict().items():
+            if name in ("units", "stages", "shardings") and value:
+                text = "[\n    " + ",\n    ".join(json.dumps(row) for row in value) + "\n  ]"
+            else:
+                text = json.dumps(value)
+            lines.append(f"  {json.dumps(name)}: {text}")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        try:
+            plain = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError("plan", "JSON", f"it does not parse: {error}", "Correct the text") from error
+        if not isinstance(plain, dict):
+            raise PlanError("plan", "JSON", "it is not an object", "Start from a stored plan")
+        return cls.from_dict(plain)

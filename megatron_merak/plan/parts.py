@@ -1,0 +1,132 @@
+"""What a plan is made of: the rank grid, the units of the chain, the stages that they are cut into."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_merak.errors import PlanError
+
+AXES = ("tp", "cp", "dp", "pp")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The rank grid: tensor, context, data and pipeline parallel extents, the first varying fastest over the ranks.
+
+    This is Megatron's default order, so rank = ((p * dp + d) * cp + c) * tp + t.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    def __post_init__(self):
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise PlanError(f"grid extent {axis}", getattr(self, axis), "an extent counts ranks", "Use 1 or more")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """The (tp, cp, dp, pp) coordinates of a rank."""
+        if not 0 <= rank < self.size:
+            raise PlanError("rank", rank, f"the grid has {self.size} ranks", f"Use 0 to {self.size - 1}")
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return tp, cp, dp, pp
+
+    def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The rank at these coordinates."""
+        for axis, place in zip(AXES, (tp, cp, dp, pp), strict=True):
+            extent = getattr(self, axis)
+            if not 0 <= place < extent:
+                raise PlanError(f"{axis} coordinate", place, f"the extent is {extent}", f"Use 0 to {extent - 1}")
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks that differ only along ``axis``, one ascending list per group, groups by their first rank.
+
+        ``axis`` is "tp", "cp", "dp" or "pp", or several joined by a dash: "tp-pp" is one model replica's ranks.
+        """
+        free = axis.split("-")
+        if unknown := [name for name in free if name not in AXES]:
+            raise PlanError("grid axis", ", ".join(unknown), f"the axes are {', '.join(AXES)}", "Join axes by a dash")
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            place = zip(AXES, self.coordinates(rank), strict=True)
+            groups.setdefault(tuple(x for name, x in place if name not in free), []).append(rank)
+        return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One link of the chain that a model is: what one tensor-parallel rank holds and computes of it.
+
+    ``parameters``: values that this unit alone uses. ``tied``: name and values of each tensor that it shares with other
+    units; every stage with one of them holds a copy. ``flops``: of one micro-batch's forward, a multiply-add counting
+    two. ``saved_bytes``: kept from its forward for its backward, beyond its input and its parameters.
+    ``output_bytes``: what crosses a stage border behind it, ``passed_bytes`` of which earlier units made.
+    ``transient_bytes``: live only while it runs (the logits and their gradient). In pairs of (forward, backward):
+    ``reduces``, its all-reduces over the tensor-parallel ranks, their ``reduced_bytes`` together, and ``operations``
+    that the host starts.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    flops: int
+    saved_bytes: int
+    output_bytes: int
+    tied: tuple[tuple[str, int], ...] = ()
+    transient_bytes: int = 0
+    passed_bytes: int = 0
+    reduces: tuple[int, int] = (0, 0)
+    reduced_bytes: tuple[int, int] = (0, 0)
+    operations: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Units [first, last) of the chain; ``recompute`` names those (by index in the chain) that keep no tape.
+
+    Neighbours among them are recomputed in runs of ``span``, of which only the input is kept.
+    """
+
+    first: int
+    last: int
+    recompute: tuple[int, ...] = ()
+    span: int = 1
+
+    def __post_init__(self):
+        if not 0 <= self.first < self.last:
+            raise PlanError("stage", f"[{self.first}, {self.last})", "a stage holds one unit or more", "Move the cuts")
+        if outside := [unit for unit in self.recompute if not self.first <= unit < self.last]:
+            raise PlanError("recompute", outside, f"the stage holds units [{self.first}, {self.last})", "Drop them")
+        if self.span < 1:
+            raise PlanError("span", self.span, "units are recomputed in runs of one or more", "Use 1 or more")
+
+    @property
+    def units(self) -> range:
+        return range(self.first, self.last)
+
+    @property
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        """``recompute``, as runs of units that are recomputed together."""
+        runs: list[tuple[int, ...]] = []
+        for unit in sorted(self.recompute):
+            if runs and runs[-1][-1] == unit - 1 and len(runs[-1]) < self.span:
+                runs[-1] += (unit,)
+            else:
+                runs.append((unit,))
+        return tuple(runs)
+
+
+def held_parameters(units: Sequence[Unit]) -> int:
+    """The values of some units on one rank, tied ones once."""
+    tied = dict(pair for unit in units for pair in unit.tied)
+    return sum(unit.parameters for unit in units) + sum(tied.values())

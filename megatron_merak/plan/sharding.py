@@ -1,0 +1,71 @@
+"""How tensor parallelism divides one tensor of a model."""
+
+from dataclasses import dataclass
+
+from megatron_merak.errors import PlanError
+
+
+@dataclass(frozen=True)
+class TensorSharding:
+    """How one tensor of the model, under its HuggingFace name, is divided over the tensor-parallel ranks.
+
+    ``shape`` is the full shape, without padding. ``dim`` is the divided dimension, None for a tensor every rank holds.
+    ``blocks`` fused blocks lie along ``dim`` (3 in a fused query-key-value), each divided evenly by itself; a tuple
+    gives their extents where they differ (fewer key-value heads). ``padded`` is the extent of ``dim`` with padding (a
+    vocabulary): the padded extent is what is divided evenly.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    blocks: int | tuple[int, ...] = 1
+    padded: int | None = None
+
+    def __post_init__(self):
+        if self.dim is None:
+            return
+        if not 0 <= self.dim < len(self.shape):
+            raise PlanError(f"dim of {self.name}", self.dim, f"its shape is {self.shape}", "Name one of its dimensions")
+        if self.padded is not None and (self.blocks != 1 or self.padded < self.shape[self.dim]):
+            reason = f"padding extends one block of {self.shape[self.dim]}, and there are {self.blocks} blocks"
+            raise PlanError(f"padded extent of {self.name}", self.padded, reason, "Pad one block upwards")
+        if isinstance(self.blocks, tuple) and sum(self.blocks) != self.shape[self.dim]:
+            reason = f"dimension {self.dim} of {self.shape} does not consist of them"
+            raise PlanError(f"blocks of {self.name}", self.blocks, reason, "Let them add up to it")
+
+    def intervals(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
+        """The index ranges [start, stop) along ``dim`` that a rank holds, ascending, in the order it stores them.
+
+        ``()`` means the whole tensor (``dim`` is None). Padding is clipped away; a rank that holds only padding gets
+        one empty range.
+        """
+        if self.dim is None:
+            return ()
+        extent = self.shape[self.dim]
+        ranges: list[tuple[int, int]] = []
+        begin = 0
+        for block in self._block_extents(tp):
+            start = begin + tp_rank * (block // tp)
+            start, stop = min(start, extent), min(start + block // tp, extent)
+            begin += block
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, stop))
+        return tuple(ranges)
+
+    def _block_extents(self, tp: int) -> tuple[int, ...]:
+        divided = self.shape[self.dim] if self.padded is None else self.padded
+        blocks = self.blocks
+        if isinstance(blocks, int) and divided % blocks == 0:
+            blocks = (divided // blocks,) * blocks
+        if isinstance(blocks, int) or any(block % tp for block in blocks):
+            reason = f"{self.blocks} block(s) do not divide evenly over {tp} tensor-parallel ranks"
+            raise PlanError(f"extent of {self.name}", divided, reason, "Use a tensor-parallel size that divides it")
+        return blocks
+
+    def local_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:
+        """The shape of a rank's part, without padding."""
+        if self.dim is None:
+            return self.shape
+        held = sum(stop - start for start, stop in self.intervals(tp_rank, tp))
+        return self.shape[: self.dim] + (held,) + self.shape[self.dim + 1 :]

@@ -1,0 +1,60 @@
+"""The table that a plan prints as."""
+
+from typing import Any
+
+
+def table(plan: Any, width: int = 120) -> str:
+    """A ``Plan`` (which imports this file) as text, lines of the schedule cut at ``width``."""
+    grid = plan.grid
+    tokens = f" x {plan.sequence_length} tokens" if plan.sequence_length else ""
+    total_flops = sum(unit.flops for unit in plan.units) or 1
+    header = ("stage", "pp rank", "units", "parameters/rank", "FLOPs", "peak bytes/rank", "recomputed")
+    rows = []
+    for index, stage in enumerate(plan.stages):
+        units = plan.stage_units(index)
+        rows.append(
+            (
+                str(index),
+                str(plan.schedule.rank_of(index)),
+                units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}",
+                f"{plan.stage_parameters(index):,}",
+                f"{sum(unit.flops for unit in units) / total_flops:.1%}",
+                bytes_text(plan.predicted_bytes[index]) if plan.predicted_bytes else "-",
+                f"{len(stage.recompute)} of {len(units)}",
+            )
+        )
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [
+        f"{grid.size} ranks = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}",
+        f"global batch {plan.global_batch_size} = {plan.num_microbatches} micro-batches of {plan.micro_batch_size}"
+        f"{tokens} on each of {grid.dp} replicas, {plan.dtype}",
+    ]
+    if plan.shardings:
+        divided = sum(sharding.dim is not None for sharding in plan.shardings)
+        lines.append(f"{len(plan.shardings)} tensors, {divided} of them divided over {grid.tp} tensor-parallel ranks")
+    lines.append("")
+    for row in [header, *rows]:
+        aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(aligned).rstrip())
+    lines += ["", f"schedule {plan.schedule.name}" + _prediction_text(plan)]
+    program = str(plan.schedule).splitlines()[1:]
+    for line in program[:8]:
+        lines.append(line if len(line) <= width else line[: width - 4].rsplit(" ", 1)[0] + " ...")
+    if len(program) > 8:
+        lines.append(f"... and {len(program) - 8} ranks more")
+    return "\n".join(lines)
+
+
+def _prediction_text(plan: Any) -> str:
+    if not plan.predicted_time:
+        return ""
+    time = f"{plan.predicted_time:.3f} s" if plan.predicted_time >= 1 else f"{plan.predicted_time * 1e3:.3g} ms"
+    return f", predicted on {plan.device}: {time} per step, bubble {plan.predicted_bubble:.1%}"
+
+
+def bytes_text(count: int) -> str:
+    """A size as people read it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
