@@ -164,7 +164,7 @@ def test_a_value_copied_into_several_segments_is_reduced_once():
     c = s.call(aten.add.Tensor, entered, again, unit=1, sharded=True)
     loss = s.call(reduce_sum, c, unit=1, name="d")
     parts = split(s.done(loss), range(2))
-    assert [p.ins for p in parts.parts] == [(), (In("a", "sum"),), (In("entered"), In("b", True))]
+    assert [p.ins for p in parts.parts] == [(), (In("a", "sum"),), (In("entered"), In("b", "sum"))]
     assert parts.parts[1].outs == (Out("entered"), Out("b", "sum"))
 
 
