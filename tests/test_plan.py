@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_merak.errors import PlanError
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit, held_parameters
 
 degree = st.integers(1, 4)
@@ -116,7 +116,7 @@ def small_plan() -> Plan:
     )
     stages = (StagePlan(0, 2, (1,)), StagePlan(2, 4, (2,)))
     shardings = (TensorSharding("wte", (11, 8), 0, padded=12), TensorSharding("ln_f", (8,)))
-    schedule, predictions = BUILDERS["1f1b"](2, 4), (0.5, 0.25, (1000, 2**21))
+    schedule, predictions = build_schedule("1f1b", 2, 4), (0.5, 0.25, (1000, 2**21))
     reasons = (("wte", "its rows are token ids"),)
     return Plan(Grid(2, 1, 3, 2), units, stages, schedule, 2, 16, "bfloat16", shardings, "cpu", *predictions, reasons)
 

@@ -19,7 +19,7 @@ import json
 from pathlib import Path
 
 from megatron_merak.errors import ConfigError, MerakError
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.draw import draw
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.passes import add_communication
@@ -93,7 +93,7 @@ def main() -> None:
         if arguments.schedule_file:
             schedule = Schedule.parse(arguments.schedule_file.read_text())
         else:
-            schedule = BUILDERS[arguments.pipeline_schedule](arguments.stages, arguments.microbatches)
+            schedule = build_schedule(arguments.pipeline_schedule, arguments.stages, arguments.microbatches)
         if not schedule.has_communication:
             schedule = add_communication(schedule)
         timeline = simulate(schedule, stage_costs(arguments, schedule.stages))

@@ -7,6 +7,12 @@ from megatron_merak.pipeline_parallel.ops import Entry, Kind, Op, Schedule, ops_
 from megatron_merak.pipeline_parallel.order import crosses_ranks
 
 
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule of compute ops, in its order, each on its own: what an evaluation runs."""
+    forwards = [[op for entry in program for op in ops_of(entry) if op.kind is Kind.F] for program in schedule.ranks]
+    return replace(schedule, ranks=tuple(map(tuple, forwards)))
+
+
 def add_communication(schedule: Schedule) -> Schedule:
     """Adds the sends and receives of a schedule of compute ops.
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from megatron_merak.cluster import Cluster, find_cluster
 from megatron_merak.config import Config
 from megatron_merak.errors import PlanError
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.check import peak_in_flight
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.plan import DTYPE_BYTES, Grid, Plan, StagePlan, TensorSharding, Unit, bytes_text
@@ -75,7 +75,7 @@ def plan_chain(
     cluster, units = find_cluster(device), tuple(units)
     if schedule not in BUILDERS:
         raise PlanError("schedule", schedule, "there is no such one", f"Use one of {', '.join(BUILDERS)}")
-    built = BUILDERS[schedule](grid.pp, microbatches)
+    built = build_schedule(schedule, grid.pp, microbatches)
     again = recomputed_units(units) if recompute else ()
     bounds = _Chain(units, built, again, dtype, cluster, grid).cut(memory_gb)
     stages = tuple(

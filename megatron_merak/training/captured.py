@@ -16,15 +16,15 @@ from ..graph.capture import accepts_num_items
 from ..optimizer.adamw import AdamW
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
-from ..pipeline_parallel.builders import BUILDERS
-from ..pipeline_parallel.passes import add_communication
+from ..pipeline_parallel.builders import build_schedule
+from ..pipeline_parallel.passes import add_communication, forward_only
 from ..runtime.executor import Executor
 from ..runtime.parameters import StageParameters
 from ..runtime.stage import Stage
 from .blueprint import Batch, Blueprint, CapturedSettings, Programs
 from .build import tie_groups
 from .holdings import Decay, Holdings, decay_matrices
-from .trainer import StepReport, forward_only
+from .trainer import StepReport
 
 
 class CapturedTrainer:
@@ -97,7 +97,9 @@ class CapturedTrainer:
         if key not in self._executors:
             schedule = self.plan.schedule
             if micro_batches != schedule.microbatches:
-                schedule = BUILDERS[self.settings.parallel.pipeline_schedule](len(self.plan.stages), micro_batches)
+                schedule = build_schedule(
+                    self.settings.parallel.pipeline_schedule, len(self.plan.stages), micro_batches
+                )
             schedule = add_communication(schedule if training else forward_only(schedule))
             pipes = next(iter(self._executors.values())).pipes if self._executors else None
             stages = {self.stage.index: self.stage}

@@ -1,7 +1,6 @@
 """One training run of the native model on this rank: steps and evaluation."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,19 +11,11 @@ from ..config import Config
 from ..optimizer.adamw import AdamW
 from ..optimizer.schedules import learning_rate, weight_decay
 from ..parallel.mesh import Mesh
-from ..pipeline_parallel.ops import Kind, Schedule
-from ..pipeline_parallel.passes import add_communication
+from ..pipeline_parallel.passes import add_communication, forward_only
 from ..plan import Plan
 from ..runtime.executor import Executor, StepLoss
 from .build import build_model
 from .state import RunState, StepReport
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, in its order."""
-    return replace(
-        schedule, ranks=tuple(tuple(op for op in program if op.kind is Kind.F) for program in schedule.ranks)
-    )
 
 
 class Trainer(RunState):

@@ -5,7 +5,7 @@ import torch
 
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.p2p import Pipes
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.ops import RECEIVES, SENDS, Kind, Op, ops_of
 from megatron_merak.pipeline_parallel.passes import add_communication
 from megatron_merak.plan import Grid
@@ -31,7 +31,7 @@ def pipes_of(rank, grid, schedule, by_tag):
 def follow(rank, world_size, name, by_tag):
     """Two steps of a schedule's transfers in program order, each receive awaited where its consumer stands."""
     grid = Grid(dp=world_size // 3, pp=3)
-    schedule = add_communication(BUILDERS[name](3, 5))
+    schedule = add_communication(build_schedule(name, 3, 5))
     pipes = pipes_of(rank, grid, schedule, by_tag)
     consumer = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
     replica, received = pipes.mesh.dp_rank, 0
@@ -73,7 +73,7 @@ def test_replicas_do_not_mix():
 
 def reorder(rank, world_size):
     """By tag: received in the opposite order of sending, all posted before any is awaited, both directions at once."""
-    pipes = pipes_of(rank, Grid(pp=2), add_communication(BUILDERS["gpipe"](2, 4)), by_tag=True)
+    pipes = pipes_of(rank, Grid(pp=2), add_communication(build_schedule("gpipe", 2, 4)), by_tag=True)
     mine, theirs = (Kind.SEND_F, Kind.RECV_B) if rank == 0 else (Kind.SEND_B, Kind.RECV_F)
     posted = [(m, *pipes.receive(Op(rank, theirs, m), (4,), torch.float32)) for m in reversed(range(4))]
     for m in range(4):
@@ -87,7 +87,7 @@ def reorder(rank, world_size):
 
 def strided(rank, world_size):
     """A transposed bfloat16 tensor arrives as the values that it had, and its receiver chooses shape and type."""
-    pipes = pipes_of(rank, Grid(pp=2), add_communication(BUILDERS["gpipe"](2, 1)), by_tag=True)
+    pipes = pipes_of(rank, Grid(pp=2), add_communication(build_schedule("gpipe", 2, 1)), by_tag=True)
     value = torch.arange(6).bfloat16().view(2, 3).t()
     if rank == 0:
         pipes.send(Op(0, Kind.SEND_F, 0), value)
@@ -109,4 +109,4 @@ def test_tags_match_messages_out_of_order_and_strided():
 
 
 def test_alone_nothing_is_made():
-    Pipes(build_mesh(Grid(), 0, CPU), add_communication(BUILDERS["1f1b"](1, 2))).finish()
+    Pipes(build_mesh(Grid(), 0, CPU), add_communication(build_schedule("1f1b", 1, 2))).finish()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_merak.errors import ScheduleError
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.check import check
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, parse_entry
 from megatron_merak.pipeline_parallel.passes import add_communication
@@ -64,7 +64,7 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_refused(mutant):
     rank, change, message = MUTANTS[mutant]
-    schedule = add_communication(BUILDERS["1f1b"](4, 8))
+    schedule = add_communication(build_schedule("1f1b", 4, 8))
     check(schedule)
     with pytest.raises(ScheduleError, match=message):
         check(edit(schedule, rank, change))
@@ -72,7 +72,7 @@ def test_mutants_are_refused(mutant):
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_no_op_can_be_dropped(name):
-    schedule = add_communication(BUILDERS[name](3, 4))
+    schedule = add_communication(build_schedule(name, 3, 4))
     for rank, program in enumerate(schedule.ranks):
         for index in range(len(program)):
             with pytest.raises(ScheduleError):
@@ -83,7 +83,7 @@ def test_random_reorderings_pass_only_if_they_run():
     """A shuffled compute schedule is accepted exactly when a step-by-step run of it, written here anew, ends."""
     generator, verdicts = random.Random(0), []
     for _ in range(300):
-        schedule = BUILDERS["1f1b"](3, 3)
+        schedule = build_schedule("1f1b", 3, 3)
         for _ in range(generator.randint(1, 3)):
             rank = generator.randrange(3)
             i = generator.randrange(5)
@@ -142,7 +142,7 @@ def test_a_deadlock_names_who_waits_for_whom(prepare):
 
 
 def test_in_flight_bound():
-    schedule = BUILDERS["1f1b"](4, 8)
+    schedule = build_schedule("1f1b", 4, 8)
     check(schedule, in_flight=[4, 3, 2, 1])
     with pytest.raises(ScheduleError, match="stage 1 holds 3 micro-batches at once, 2 are allowed"):
         check(schedule, in_flight=[4, 2, 2, 1])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_merak.errors import ScheduleError
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, ops_of, parse_entry
 from megatron_merak.pipeline_parallel.passes import add_communication
 
@@ -40,7 +40,7 @@ def test_counterpart_is_an_involution_across_one_boundary():
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("communicate", [False, True])
 def test_schedule_round_trips_as_text_and_as_json(name, communicate):
-    schedule = BUILDERS[name](4, 6)
+    schedule = build_schedule(name, 4, 6)
     if communicate:
         schedule = add_communication(schedule)
     assert schedule.has_communication == communicate

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_merak.errors import ScheduleError
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.check import check
 from megatron_merak.pipeline_parallel.ops import RECEIVES, SENDS, Kind, Op, Schedule, ops_of
 from megatron_merak.pipeline_parallel.order import execution_order, needs
@@ -14,7 +14,7 @@ from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
 
 
 def test_one_forward_one_backward_by_hand():
-    assert str(add_communication(BUILDERS["1f1b"](2, 3))).splitlines()[1:] == [
+    assert str(add_communication(build_schedule("1f1b", 2, 3))).splitlines()[1:] == [
         "rank 0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
         "rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
     ]
@@ -22,7 +22,7 @@ def test_one_forward_one_backward_by_hand():
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_receive_is_posted_one_entry_ahead_and_a_send_follows_its_producer(name):
-    for program in add_communication(BUILDERS[name](5, 7)).ranks:
+    for program in add_communication(build_schedule(name, 5, 7)).ranks:
         compute = [entry for entry in program if entry.kind.is_compute]
         for index, op in enumerate(program):
             before = [entry for entry in program[:index] if entry.kind.is_compute]
@@ -104,13 +104,13 @@ def test_one_rank_exchanges_nothing():
 
 def test_refusals():
     with pytest.raises(ScheduleError, match="already"):
-        add_communication(add_communication(BUILDERS["1f1b"](2, 2)))
+        add_communication(add_communication(build_schedule("1f1b", 2, 2)))
     with pytest.raises(ScheduleError, match="no 1F0"):
         add_communication(Schedule.parse("x stages=2 microbatches=1\nrank 0: 0F0 0B0\nrank 1: 1B0"))
 
 
 def test_execution_order_visits_everything_once():
-    schedule = add_communication(BUILDERS["1f1b"](4, 8))
+    schedule = add_communication(build_schedule("1f1b", 4, 8))
     visited = list(execution_order(schedule))
     for rank, program in enumerate(schedule.ranks):
         assert [entry for visitor, entry in visited if visitor == rank] == list(program)
@@ -120,7 +120,7 @@ def test_execution_order_visits_everything_once():
 @pytest.mark.parametrize("stages,microbatches", [(2, 1), (4, 8), (5, 3)])
 def test_torch_accepts_our_text_and_adds_the_same_transfers(name, stages, microbatches):
     oracle = pytest.importorskip("torch.distributed.pipelining.schedules")
-    schedule = BUILDERS[name](stages, microbatches)
+    schedule = build_schedule(name, stages, microbatches)
     actions = {
         rank: [oracle._Action.from_str(str(op)) for op in program] for rank, program in enumerate(schedule.ranks)
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_merak.errors import ScheduleError
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.draw import draw, draw_text
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
@@ -27,9 +27,9 @@ rank 3: 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5
 
 def test_recomputation_is_inside_the_backward_unless_it_ran_before():
     costs = StageCosts.uniform(4, recompute=1)
-    assert simulate(BUILDERS["1f1b"](4, 6), costs).makespan == 4 * (6 + 4 - 1)
+    assert simulate(build_schedule("1f1b", 4, 6), costs).makespan == 4 * (6 + 4 - 1)
     last_keeps = StageCosts((1,) * 4, (2,) * 4, (0,) * 4, (1, 1, 1, 0), (0,) * 3, (0,) * 3)
-    assert simulate(BUILDERS["1f1b"](4, 6), last_keeps).makespan == 4 * (6 + 4 - 1) - 2
+    assert simulate(build_schedule("1f1b", 4, 6), last_keeps).makespan == 4 * (6 + 4 - 1) - 2
     shifted = simulate(Schedule.parse(SHIFTED), last_keeps)
     assert shifted.makespan == 4 * 6 + 3 * 4 - 6
     assert shifted.peak_in_flight == (4, 3, 3, 1)
@@ -40,21 +40,21 @@ def test_the_weight_gradient_leaves_the_backward_when_it_has_its_own_op():
     timeline = simulate(Schedule.parse(text), StageCosts.uniform(2, 1, 2, weight=1))
     assert timeline.makespan == 1 + 1 + 1 + 1 + 1  # the W of stage 1 overlaps the B of stage 0
     assert timeline.busy == (3, 3)
-    assert simulate(BUILDERS["1f1b"](2, 1), StageCosts.uniform(2, 1, 2, weight=1)).makespan == 6
+    assert simulate(build_schedule("1f1b", 2, 1), StageCosts.uniform(2, 1, 2, weight=1)).makespan == 6
 
 
 def test_a_slow_link_costs_more_than_fill_and_drain():
     """1F1B, 8 stages: 26 hops, not 14, as a run on an emulated cluster measured; its steady state pays round trips."""
-    timeline = simulate(BUILDERS["1f1b"](8, 8), StageCosts.uniform(8, 20, 40, latency=8))
+    timeline = simulate(build_schedule("1f1b", 8, 8), StageCosts.uniform(8, 20, 40, latency=8))
     assert timeline.makespan == 15 * 60 + 26 * 8
-    gpipe = simulate(BUILDERS["gpipe"](8, 8), StageCosts.uniform(8, 20, 40, latency=8))
+    gpipe = simulate(build_schedule("gpipe", 8, 8), StageCosts.uniform(8, 20, 40, latency=8))
     assert gpipe.makespan == 15 * 60 + 14 * 8
 
 
 def test_messages_of_one_channel_take_turns():
     """Three micro-batches of 1 s over a link of 5 s a message; latency delays each, but not the next."""
     costs = StageCosts.uniform(2, 1, 0, transfer=5, latency=2)
-    timeline = simulate(BUILDERS["gpipe"](2, 3), costs)
+    timeline = simulate(build_schedule("gpipe", 2, 3), costs)
     activations = [message for message in timeline.transfers if message.source == 0]
     assert [str(message.op) for message in activations] == ["0SEND_F0", "0SEND_F1", "0SEND_F2"]
     assert [message.start for message in activations] == [1, 6, 11]
@@ -63,7 +63,7 @@ def test_messages_of_one_channel_take_turns():
 
 def test_a_transfer_waits_for_its_receive_to_be_posted():
     """The receive of 0F1 is posted when stage 1 starts F0, at 6; posted later, the transfer would not be hidden."""
-    timeline = simulate(BUILDERS["1f1b"](2, 2), StageCosts.uniform(2, 1, 10, transfer=5))
+    timeline = simulate(build_schedule("1f1b", 2, 2), StageCosts.uniform(2, 1, 10, transfer=5))
     sends = {str(message.op): message for message in timeline.transfers}
     assert (sends["0SEND_F0"].start, sends["0SEND_F1"].start) == (1, 7)
     starts = {str(event.op): event.start for event in timeline.events}
@@ -73,7 +73,7 @@ def test_a_transfer_waits_for_its_receive_to_be_posted():
 def test_the_slowest_stage_sets_the_pace():
     """Stage 1 waits only for the first forward of stage 0, and its last backward is followed by that of stage 0."""
     costs = StageCosts((1, 3, 1), (2, 6, 2), (0,) * 3, (0,) * 3, (0,) * 2, (0,) * 2)
-    timeline = simulate(BUILDERS["1f1b"](3, 20), costs)
+    timeline = simulate(build_schedule("1f1b", 3, 20), costs)
     assert timeline.makespan == 1 + 20 * 9 + 2
     assert timeline.bubbles[1] == pytest.approx(1 - 180 / timeline.makespan)
 
@@ -89,7 +89,7 @@ def test_ops_run_together_share_their_entry():
 
 
 def test_events_cover_the_busy_time_and_do_not_overlap():
-    timeline = simulate(BUILDERS["1f1b"](4, 8), StageCosts.uniform(4, 1, 2, transfer=0.5))
+    timeline = simulate(build_schedule("1f1b", 4, 8), StageCosts.uniform(4, 1, 2, transfer=0.5))
     for rank, busy in enumerate(timeline.busy):
         events = [event for event in timeline.events if event.rank == rank]
         assert sum(event.end - event.start for event in events) == busy == 24
@@ -104,13 +104,13 @@ def test_impossible_costs_are_refused(costs):
 
 def test_costs_of_another_pipeline_are_refused():
     with pytest.raises(ScheduleError, match="it has 4 stages, the costs 3"):
-        simulate(BUILDERS["1f1b"](4, 4), StageCosts.uniform(3))
+        simulate(build_schedule("1f1b", 4, 4), StageCosts.uniform(3))
     with pytest.raises(ScheduleError, match="transfer times"):
         StageCosts((1, 1), (1, 1), (0, 0), (0, 0), (0, 0), (0,))
 
 
 def test_chrome_trace_holds_every_event_in_microseconds():
-    timeline = simulate(BUILDERS["1f1b"](3, 4), StageCosts.uniform(3, 0.001, 0.002, transfer=0.001))
+    timeline = simulate(build_schedule("1f1b", 3, 4), StageCosts.uniform(3, 0.001, 0.002, transfer=0.001))
     trace = json.loads(json.dumps(timeline.to_chrome_trace()))["traceEvents"]
     spans = [event for event in trace if event["ph"] == "X"]
     assert len(spans) == 3 * 4 * 2 + 2 * 4 * 2
@@ -119,19 +119,19 @@ def test_chrome_trace_holds_every_event_in_microseconds():
 
 
 def test_text_drawing():
-    text = draw_text(simulate(BUILDERS["gpipe"](2, 2), StageCosts.uniform(2, 0.1, 0.2)), unit=0.1)
+    text = draw_text(simulate(build_schedule("gpipe", 2, 2), StageCosts.uniform(2, 0.1, 0.2)), unit=0.1)
     assert text.splitlines() == ["rank 0 | F0 F1 .  .  .  B0--- B1---", "rank 1 | .  F0 F1 B0--- B1--- .  ."]
 
 
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
     grouped = Schedule.parse("pair stages=2 microbatches=2\nrank 0: 0F0 0F1 0R0 0B0 0W0 0B1\nrank 1: 1F0 1F1|1B0 1B1")
-    for name, schedule in (("plain", BUILDERS["1f1b"](4, 8)), ("grouped", grouped)):
+    for name, schedule in (("plain", build_schedule("1f1b", 4, 8)), ("grouped", grouped)):
         path = tmp_path / f"{name}.png"
         draw(simulate(schedule, StageCosts.uniform(schedule.stages, 0.01, 0.02, 0.01, 0.01)), path, title="A title")
         data = path.read_bytes()
         assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000
-    draw(simulate(BUILDERS["1f1b"](2, 2), StageCosts.uniform(2, 0, 0)), tmp_path / "zero.png")
+    draw(simulate(build_schedule("1f1b", 2, 2), StageCosts.uniform(2, 0, 0)), tmp_path / "zero.png")
 
 
 def test_planning_a_schedule_loads_neither_torch_nor_matplotlib():

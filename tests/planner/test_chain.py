@@ -6,7 +6,7 @@ import pytest
 
 from megatron_merak.cluster import all_reduce, find_cluster
 from megatron_merak.errors import PlanError
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, Unit
 from megatron_merak.planner import plan_chain
 from megatron_merak.planner.make import recomputed_units
@@ -57,7 +57,7 @@ def test_the_memory_of_a_known_device_is_respected_where_a_cut_does():
 
 
 def test_what_one_more_unit_reaches():
-    units, schedule = chain(6), BUILDERS["1f1b"](3, 4)
+    units, schedule = chain(6), build_schedule("1f1b", 3, 4)
     memory = memory_of(units, range(2, 4), (), 2, "float32").total
     found = reaches(units, schedule, (), "float32", memory)
     assert found[1] == [0, 0, 0, 1, 2, 3, 4]  # two units; three at the front, which has no input

@@ -7,7 +7,7 @@ import pytest
 from megatron_merak.cluster import Cluster, Device, Link, all_reduce, find_cluster
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.errors import ConfigError, PlanError
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, StagePlan, Unit
 from megatron_merak.planner import plan
 from megatron_merak.planner.memory import overflowing_stages, stage_memory
@@ -33,7 +33,7 @@ def test_a_plan_follows_its_configuration():
     made = plan(config(tp=2, pp=2), 8)
     assert made.grid == Grid(tp=2, dp=2, pp=2)
     assert (made.global_batch_size, made.num_microbatches, made.micro_batch_size) == (16, 4, 2)
-    assert made.schedule == BUILDERS["1f1b"](2, 4) and made.sequence_length == 32 and made.dtype == "float32"
+    assert made.schedule == build_schedule("1f1b", 2, 4) and made.sequence_length == 32 and made.dtype == "float32"
     assert made.predicted_time > 0 and 0 < made.predicted_bubble < 1 and made.device == "cpu"
     assert Plan.from_json(made.to_json()) == made
 
@@ -83,7 +83,7 @@ def test_memory_adds_up():
         Unit("head", "head", 8, 2000, 128, 4, (("wte", 96),), transient_bytes=512),
     )
     stages = (StagePlan(0, 2, (1,)), StagePlan(2, 4))
-    made = Plan(Grid(pp=2), units, stages, BUILDERS["1f1b"](2, 4), 1, 16, "bfloat16", predicted_bytes=(900, 2000))
+    made = Plan(Grid(pp=2), units, stages, build_schedule("1f1b", 2, 4), 1, 16, "bfloat16", predicted_bytes=(900, 2000))
     first, last = stage_memory(made)
     assert (first.weights, first.gradients, first.optimizer) == (140 * 2, 140 * 4, 140 * 12)
     assert first.activations == 2 * (64 + 7) and first.working == 256
@@ -97,7 +97,7 @@ def test_the_step_time_adds_up():
     """Two stages and two micro-batches by hand, on a device of 1 FLOP/s with a memory of 1000 bytes/s."""
     device, link = Device("toy", 1.0, 1.0, 1000.0, 0, 1.0), Link("toy", 1.0, 8.0)
     units = (Unit("a", "layer", 0, 3, 0, 16), Unit("b", "layer", 0, 3, 0, 16))
-    made = Plan(Grid(pp=2), units, (StagePlan(0, 1), StagePlan(1, 2)), BUILDERS["gpipe"](2, 2), 1, 1)
+    made = Plan(Grid(pp=2), units, (StagePlan(0, 1), StagePlan(1, 2)), build_schedule("gpipe", 2, 2), 1, 1)
     cluster = Cluster(device, 8, link, link)
     costs = stage_costs(made, cluster)
     assert costs.forward == pytest.approx((3.016, 3.016)) and costs.backward == pytest.approx((6.032, 6.032))

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer
 from megatron_merak.parallel.mesh import build_mesh
-from megatron_merak.pipeline_parallel.builders import BUILDERS
+from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.passes import add_communication
 from megatron_merak.plan import Grid
 from megatron_merak.runtime.executor import Executor
@@ -94,7 +94,7 @@ def _train(rank, stages, schedule, recompute, count):
     programs = {rows: program(rank, stages, w, rows) for rows in (2, 3)}
     kept = tuple(mine) if recompute else ()
     stage = Stage(rank, lambda batch, training: programs[len(batch["x"])], parameters, kept, mesh, 0)
-    executor = Executor({rank: stage}, add_communication(BUILDERS[schedule](stages, count)), mesh, True)
+    executor = Executor({rank: stage}, add_communication(build_schedule(schedule, stages, count)), mesh, True)
     parameters.start_step()
     loss = executor.run(batches(count), 0)
     parameters.finish_step()

@@ -10,12 +10,11 @@ from megatron_merak.models.gpt import GPT
 from megatron_merak.models.layers import Placement
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.pipeline_parallel.ops import Kind
-from megatron_merak.pipeline_parallel.passes import add_communication
+from megatron_merak.pipeline_parallel.passes import add_communication, forward_only
 from megatron_merak.planner import plan
 from megatron_merak.runtime.executor import Executor
 from megatron_merak.training.build import build_model
 from megatron_merak.training.materialize import draw
-from megatron_merak.training.trainer import forward_only
 from tests.models.families import FAMILIES, batch, load, pieces
 from tests.ranks import run_ranks
 

@@ -1,14 +1,7 @@
-"""The pipeline schedules, by name. A builder lists compute ops only; ``passes.add_communication`` adds the transfers.
+"""Schedules whose backward is one op: naive, GPipe and 1F1B."""
 
-To add a schedule, write its builder, with its figure, and add a row to ``BUILDERS``. The figures have forward = 1 and
-backward = 2 units of time; a dot is an idle unit.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-
-from megatron_merak.errors import ScheduleError
-from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
+from megatron_merak.pipeline_parallel.builders.assemble import one_stage_per_rank
+from megatron_merak.pipeline_parallel.ops import Kind, Schedule
 
 
 def naive(stages: int, microbatches: int) -> Schedule:
@@ -19,7 +12,7 @@ def naive(stages: int, microbatches: int) -> Schedule:
     rank 2 | .  .  F0 B0--- .  .  .  .  .  .  F1 B1--- .  .  .  .
     """
     order = [(kind, k) for k in range(microbatches) for kind in (Kind.F, Kind.B)]
-    return _schedule("naive", microbatches, [order] * stages)
+    return one_stage_per_rank("naive", microbatches, [order] * stages)
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -33,7 +26,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     rank 3 | .  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .  .  .
     """
     order = [(kind, k) for kind in (Kind.F, Kind.B) for k in range(microbatches)]
-    return _schedule("gpipe", microbatches, [order] * stages)
+    return one_stage_per_rank("gpipe", microbatches, [order] * stages)
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
@@ -55,22 +48,4 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
             if warmup + k < microbatches:
                 order.append((Kind.F, warmup + k))
         programs.append(order)
-    return _schedule("1f1b", microbatches, programs)
-
-
-def _schedule(name: str, microbatches: int, orders: Sequence[Sequence[tuple[Kind, int]]]) -> Schedule:
-    """One stage per rank; `orders[s]` lists the (kind, micro-batch) of stage s."""
-    if not orders or microbatches < 1:
-        raise ScheduleError(
-            "schedule",
-            name,
-            f"{len(orders)} stages and {microbatches} micro-batches",
-            "Ask for at least one stage and one micro-batch",
-        )
-    ranks = tuple(tuple(Op(stage, kind, k) for kind, k in order) for stage, order in enumerate(orders))
-    return Schedule(name, len(orders), microbatches, ranks)
-
-
-BUILDERS: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
-    {"naive": naive, "gpipe": gpipe, "1f1b": one_forward_one_backward}
-)
+    return one_stage_per_rank("1f1b", microbatches, programs)
