@@ -97,9 +97,8 @@ class CapturedTrainer:
         if key not in self._executors:
             schedule = self.plan.schedule
             if micro_batches != schedule.microbatches:
-                schedule = build_schedule(
-                    self.settings.parallel.pipeline_schedule, len(self.plan.stages), micro_batches
-                )
+                name, ranks = self.settings.parallel.pipeline_schedule, len(schedule.ranks)
+                schedule = build_schedule(name, ranks, micro_batches)
             schedule = add_communication(schedule if training else forward_only(schedule))
             pipes = next(iter(self._executors.values())).pipes if self._executors else None
             stages = {self.stage.index: self.stage}

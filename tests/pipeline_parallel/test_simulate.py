@@ -163,7 +163,7 @@ def test_tool(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (("--stages", "0"), "0 stages"),
+        (("--stages", "0"), "0 pipeline ranks"),
         (("--forward", "1,2"), "--forward 1,2: 2 values, 4 or 1 are needed"),
         (("--transfer", "x"), "--transfer x: it is not a list of numbers"),
         (("--weight", "99"), "exceeds the backward"),

@@ -1,0 +1,34 @@
+"""The pipeline schedules, by name. A builder lists compute ops only; ``passes.add_communication`` adds the transfers.
+
+To add a schedule, write its builder, with its figure, and add a row to ``BUILDERS``. Unless said otherwise the figures
+have forward = 1 and backward = 2 units of time; a dot is an idle unit.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron_merak.errors import ScheduleError
+from megatron_merak.pipeline_parallel.builders.builder import Builder
+from megatron_merak.pipeline_parallel.builders.plain import gpipe, naive, one_forward_one_backward
+from megatron_merak.pipeline_parallel.ops import Schedule
+
+_TABLE = (
+    Builder("naive", naive),
+    Builder("gpipe", gpipe),
+    Builder("1f1b", one_forward_one_backward),
+)
+BUILDERS: Mapping[str, Builder] = MappingProxyType({builder.name: builder for builder in _TABLE})
+
+
+def build_schedule(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None
+) -> Schedule:
+    """The compute ops of a named schedule over `ranks` pipeline ranks.
+
+    `chunks`: (virtual) stages per rank, where the schedule leaves a choice; `group`: how many micro-batches an
+    interleaved rank runs on one stage before it turns to the next (default: as many as there are ranks). Raises
+    ScheduleError for an unknown name, or outside of what the schedule is defined for.
+    """
+    if name not in BUILDERS:
+        raise ScheduleError("schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}")
+    return BUILDERS[name].build(ranks, microbatches, chunks, group)
