@@ -1,5 +1,6 @@
 """Passes: a Schedule in, a Schedule out."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_merak.errors import ScheduleError
@@ -70,3 +71,20 @@ def _place_receives(schedule: Schedule, sends: list[list[list[Op]]]) -> list[lis
             latest[channel] = at
             receives[rank][at].insert(0, receive)
     return receives
+
+
+def resize(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule of compute ops for another number of micro-batches: it leaves out the last ones, or runs again from
+    the start for those that it does not know."""
+    rounds = -(-microbatches // schedule.microbatches)
+
+    def program_of(program: tuple[Entry, ...]) -> Iterator[Entry]:
+        for past in range(0, rounds * schedule.microbatches, schedule.microbatches):
+            for entry in program:
+                moved = [replace(op, microbatch=op.microbatch + past) for op in ops_of(entry)]
+                kept = tuple(op for op in moved if op.microbatch < microbatches)
+                if kept:
+                    yield kept if len(kept) > 1 else kept[0]
+
+    programs = tuple(tuple(program_of(program)) for program in schedule.ranks)
+    return replace(schedule, microbatches=microbatches, ranks=programs)

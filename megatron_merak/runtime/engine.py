@@ -1,20 +1,27 @@
 """Runs segments forward, again and backward. Autograd works inside a segment; between segments the engine decides.
 
-So a tensor-parallel all-reduce is launched as soon as its value exists and awaited where the value is first read, in
-both directions, and the weight gradients of the segment that launched it run meanwhile.
+So a tensor-parallel collective is launched as soon as its value exists and awaited where the value is first read, in
+both directions, and what else there is to do runs meanwhile: the weight gradients of the segment that launched it, the
+other half of the micro-batch, or another micro-batch.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..pipeline_parallel.ops import Kind
 from ..segment import Common, In, Segment
-from .weights import WeightGradients
+from .collectives import Done, launch
+from .weights import Product, WeightGradients
 
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+Step = tuple[Kind, Segment]  # F, R (forward again) or B of one segment
+Run = tuple[Step, ...]  # steps none of which waits for a collective that another of them launched
+Report = Callable[[Segment], None]
 
 
 class Enter(torch.autograd.Function):
@@ -30,10 +37,10 @@ class Enter(torch.autograd.Function):
 
 
 class State:
-    """Everything alive of one micro-batch on one stage.
+    """Everything alive of one micro-batch, or of a half of it, on one stage.
 
     A value or gradient whose transfer is under way is in ``values`` (or ``pending``) with its work, awaited at first
-    use.
+    use. ``queue``: products whose weight gradients wait for a W.
     """
 
     def __init__(self, common: Common, training: bool):
@@ -43,6 +50,8 @@ class State:
         self.grads: dict[str, Tensor] = {}
         self.pending: dict[str, list[tuple[dist.Work, Tensor]]] = {}
         self.tape: dict[Segment, tuple[list[GradientEdge | None], list[GradientEdge | None]]] = {}
+        self.queue: list[tuple[Segment, list[Product]]] = []
+        self.recomputed = False
 
     def arriving(self, name: str, value: Tensor, work: dist.Work) -> None:
         self.values[name], self.works[name] = value, work
@@ -76,62 +85,107 @@ class State:
 
     def leftovers(self) -> list[str]:
         """What a finished micro-batch should not have left behind."""
-        return [*self.works, *self.grads, *self.pending, *(f"tape of unit {s.unit}" for s in self.tape)]
+        tapes = (f"tape of unit {s.unit}" for s in self.tape)
+        queued = (f"weight gradients of unit {s.unit}" for s, _ in self.queue)
+        return [*self.works, *self.grads, *self.pending, *tapes, *queued]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Segments of one unit, or of a run of units that are recomputed together from what enters the first."""
+
+    segments: tuple[Segment, ...]
+    recompute: bool
+
+    @property
+    def reads(self) -> dict[str, None]:
+        return {i.value: None for s in self.segments for i in s.ins}
+
+    @property
+    def enters(self) -> dict[str, None]:
+        made = {o.value: None for s in self.segments for o in s.outs}
+        return {name: None for name in self.reads if name not in made}
 
 
 class Engine:
     """Runs the segments of one stage.
 
-    segments: in forward order. recompute: units that keep no tape. outputs: values that leave the stage.
-    group: tensor-parallel ranks, None for one. weights: where weight gradients go.
+    segments: in forward order. recompute: runs of units that keep no tape, only what enters each run. outputs: values
+    that leave the stage. group: tensor-parallel ranks, None for one. weights: where weight gradients go. overlap: let
+    collectives run while other work is done; else wait for each at once.
     """
 
     def __init__(
         self,
         segments: Sequence[Segment],
-        recompute: Collection[int],
+        recompute: Collection[Sequence[int]],
         outputs: Collection[str],
         group: dist.ProcessGroup | None,
         weights: WeightGradients,
         device: torch.device,
+        overlap: bool = True,
     ):
-        self.segments, self.recompute, self.group, self.weights = tuple(segments), frozenset(recompute), group, weights
+        self.segments, self.group, self.weights, self.overlap = tuple(segments), group, weights, overlap
         self._token = torch.zeros((), requires_grad=True, device=device)
         self._trained = {s: [p for p in s.parameters if p.requires_grad] for s in self.segments}
         self._edges = {s: [get_gradient_edge(p) for p in trained] for s, trained in self._trained.items()}
-        self._by_unit: dict[int, list[Segment]] = {}
-        for segment in self.segments:
-            self._by_unit.setdefault(segment.unit, []).append(segment)
+        self.blocks = _blocks(self.segments, recompute)
         self._analyse(outputs)
+        again = [(Kind.R, s) for block in reversed(self.blocks) if block.recompute for s in block.segments]
+        self.forward_runs = _runs((Kind.F, s) for s in self.segments)
+        self.recompute_runs = _runs(again)
+        self._backward_runs = {done: _runs(self._backward_steps(done)) for done in (False, True)}
 
     def _analyse(self, outputs: Collection[str]) -> None:
-        """Who reads a value last, in the forward and in the recomputation of its unit."""
-        unit_of = {o.value: s.unit for s in self.segments for o in s.outs}
-        last = {i.value: s for s in self.segments for i in s.ins}
-        self._kept = frozenset(
-            i.value for s in self.segments for i in s.ins if s.unit in self.recompute and unit_of.get(i.value) != s.unit
-        )
+        """Who reads a value last, in the forward and in the recomputation of its block."""
+        self._block_of = {s: block for block in self.blocks for s in block.segments}
+        self._kept = frozenset(name for block in self.blocks if block.recompute for name in block.enters)
         self._dies: dict[Segment, list[str]] = {s: [] for s in self.segments}
         self._dies_again: dict[Segment, list[str]] = {s: [] for s in self.segments}
-        for name, segment in last.items():
+        for name, segment in {i.value: s for s in self.segments for i in s.ins}.items():
             if name not in outputs:
                 self._dies[segment].append(name)
-        first_reader = {i.value: s.unit for s in reversed(self.segments) for i in s.ins}
-        for unit in self.recompute:
-            readers = {i.value: s for s in self._by_unit[unit] for i in s.ins}
-            for name, segment in readers.items():
-                # Units recompute last to first: a kept input dies with the first unit that reads it.
-                if name not in self._kept or first_reader[name] == unit:
+        first_reader = {i.value: self._block_of[s] for s in reversed(self.segments) for i in s.ins}
+        for block in self.blocks if self._kept else ():
+            readers = {i.value: s for s in block.segments for i in s.ins}
+            for name, segment in readers.items() if block.recompute else ():
+                # Blocks recompute last to first: a kept input dies with the first block that reads it.
+                if name not in self._kept or first_reader[name] is block:
                     self._dies_again[segment].append(name)
-        self._inner = {unit: frozenset(i.value for s in ss for i in s.ins) for unit, ss in self._by_unit.items()}
+
+    def _backward_steps(self, recomputed: bool) -> Iterator[Step]:
+        for block in reversed(self.blocks):
+            if block.recompute and not recomputed:
+                yield from ((Kind.R, s) for s in block.segments)
+            yield from ((Kind.B, s) for s in reversed(block.segments))
+
+    def backward_runs(self, state: State) -> tuple[Run, ...]:
+        """What a backward has left to do: all, or all but what was recomputed before."""
+        return self._backward_runs[state.recomputed]
 
     def forward(self, state: State) -> None:
-        """Run every segment; those of units that recompute keep no tape, none does when the state is not training."""
-        for segment in self.segments:
-            self._forward(state, segment, tape=state.training and segment.unit not in self.recompute)
-            for name in self._dies[segment]:
-                if not (state.training and name in self._kept):
-                    state.values.pop(name, None)
+        """Run every segment; those of recomputed units keep no tape, none does when the state is not training."""
+        execute([Pass(self, state, self.forward_runs)])
+
+    def backward(self, state: State, done: Report | None = None) -> None:
+        """Run the segments in reverse, recomputing what has no tape. Gradients of the outputs are already in ``state``.
+
+        ``done`` is called after each segment, when its weight gradients are in ``main_grad``.
+        """
+        execute([Pass(self, state, self.backward_runs(state), done=done)])
+
+    def perform(self, state: State, step: Step, hold: bool = False) -> None:
+        """Do one step. ``hold``: a backward leaves its weight gradients to `finish_weights`."""
+        kind, segment = step
+        if kind is Kind.B:
+            self._backward(state, segment, hold)
+            return
+        again = kind is Kind.R
+        keeps = not self._block_of[segment].recompute
+        self._forward(state, segment, state.training and (keeps or again), again)
+        for name in (self._dies_again if again else self._dies)[segment]:
+            if again or not (state.training and name in self._kept):
+                state.values.pop(name, None)
 
     def take(self, state: State, name: str) -> Tensor:
         """A value of ``outputs``; the state forgets it unless a recomputation will read it."""
@@ -140,26 +194,15 @@ class Engine:
         state.wait(name)
         return state.values.pop(name)
 
-    def backward(self, state: State, done: Callable[[Segment], None] | None = None) -> None:
-        """Run the segments in reverse, recomputing what has no tape. Gradients of the outputs are already in ``state``.
+    def finish_weights(self, state: State, done: Report | None = None) -> None:
+        """Work off the weight gradients that a backward with ``hold`` left, in its order."""
+        for segment, products in state.queue:
+            self.weights.drain(products)
+            if done is not None:
+                done(segment)
+        state.queue.clear()
 
-        ``done`` is called after each segment, when its weight gradients are in ``main_grad``.
-        """
-        for unit, segments in reversed(self._by_unit.items()):
-            if unit in self.recompute:
-                self._recompute(state, unit)
-            for segment in reversed(segments):
-                self._backward(state, segment)
-                if done is not None:
-                    done(segment)
-
-    def _recompute(self, state: State, unit: int) -> None:
-        for segment in self._by_unit[unit]:
-            self._forward(state, segment, tape=True, again=True)
-            for name in self._dies_again[segment]:
-                state.values.pop(name, None)
-
-    def _forward(self, state: State, segment: Segment, tape: bool, again: bool = False) -> None:
+    def _forward(self, state: State, segment: Segment, tape: bool, again: bool) -> None:
         if segment.random and state.training:
             state.common.seed(segment)
         values = [state.value(i.value) for i in segment.ins]
@@ -175,16 +218,15 @@ class Engine:
             with torch.no_grad():
                 outs = segment.fn(state.common, *values)
         for out, tensor in zip(segment.outs, outs, strict=True):
-            if again and out.value not in self._inner[segment.unit]:
+            if again and out.value not in self._block_of[segment].reads:
                 continue
             tensor = tensor.detach()
             if out.reduce:
-                tensor, work = self._launch(tensor, out.inplace, out.reduce)
-                state.arriving(out.value, tensor, work)
+                state.arriving(out.value, *self._launch(tensor, out.reduce, out.inplace))
             else:
                 state.values[out.value] = tensor
 
-    def _backward(self, state: State, segment: Segment) -> None:
+    def _backward(self, state: State, segment: Segment, hold: bool) -> None:
         entries, exits = state.tape.pop(segment)
         roots, grads = [], []
         for out, edge in zip(segment.outs, exits, strict=True):
@@ -192,37 +234,99 @@ class Engine:
             if edge is not None and grad is not None:
                 roots.append(edge)
                 grads.append(grad)
-        if not roots:
-            return
-        wanted = [edge for edge in entries if edge is not None]
-        self.weights.deferred = any(i.reduce for i in segment.ins)
-        # Parameters whose gradient the sink takes are asked for too: autograd runs only what leads to a request.
-        found = torch.autograd.grad(roots, wanted + self._edges[segment], grads, allow_unused=True)
-        self.weights.deferred = False
-        del roots, exits
-        inputs = [i for i, edge in zip(segment.ins, entries, strict=True) if edge is not None]
-        self._route(state, inputs, found[: len(wanted)], grads)
-        for parameter, grad in zip(self._trained[segment], found[len(wanted) :], strict=True):
-            if grad is not None:
-                self.weights.add(parameter, grad)
-        self.weights.drain()
+        products: list[Product] = []
+        if roots:
+            wanted = [edge for edge in entries if edge is not None]
+            later = hold or (self.overlap and any(i.reduce for i in segment.ins))
+            self.weights.queue = products if later else None
+            # Parameters whose gradient the sink takes are asked for too: autograd runs only what leads to a request.
+            found = torch.autograd.grad(roots, wanted + self._edges[segment], grads, allow_unused=True)
+            self.weights.queue = None
+            del roots, exits
+            inputs = [i for i, edge in zip(segment.ins, entries, strict=True) if edge is not None]
+            held = [tensor for product in products for tensor in product.tensors]
+            self._route(state, inputs, found[: len(wanted)], (*grads, *held))
+            for parameter, grad in zip(self._trained[segment], found[len(wanted) :], strict=True):
+                if grad is not None:
+                    self.weights.add(parameter, grad)
+        if hold:
+            state.queue.append((segment, products))
+        else:
+            self.weights.drain(products)
 
     def _route(
-        self, state: State, inputs: Sequence[In], found: Sequence[Tensor | None], roots: Sequence[Tensor]
+        self, state: State, inputs: Sequence[In], found: Sequence[Tensor | None], others: Sequence[Tensor]
     ) -> None:
         # A gradient is summed in place unless its memory is also another's, the caller's or a queued weight gradient's.
-        shared = (*found, *roots, *self.weights.queued)
-        storages = [g.untyped_storage().data_ptr() for g in shared if g is not None]
+        storages = [g.untyped_storage().data_ptr() for g in (*found, *others) if g is not None]
         for source, grad in zip(inputs, found, strict=True):
             if grad is None:
                 continue
             if source.reduce:
-                grad, work = self._launch(grad, storages.count(grad.untyped_storage().data_ptr()) == 1, "sum")
-                state.arriving_grad(source.value, grad, work)
+                alone = storages.count(grad.untyped_storage().data_ptr()) == 1
+                state.arriving_grad(source.value, *self._launch(grad, source.reduce, alone))
             else:
                 state.add_grad(source.value, grad)
 
-    def _launch(self, tensor: Tensor, inplace: bool, reduce: str) -> tuple[Tensor, dist.Work]:
-        if not (inplace and tensor.is_contiguous()):
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        return tensor, dist.all_reduce(tensor, op=_REDUCTIONS[reduce], group=self.group, async_op=True)
+    def _launch(self, tensor: Tensor, kind: str, inplace: bool) -> tuple[Tensor, dist.Work]:
+        tensor, work = launch(tensor, kind, self.group, inplace)
+        if not self.overlap:
+            work.wait()
+            work = Done()
+        return tensor, work
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward, recomputation or backward of one micro-batch, or of a half, through a stage.
+
+    hold: weight gradients wait for a W. done: called after each segment's backward.
+    """
+
+    engine: Engine
+    state: State
+    runs: tuple[Run, ...]
+    hold: bool = False
+    done: Report | None = None
+
+    def perform(self, run: Run) -> None:
+        for step in run:
+            self.engine.perform(self.state, step, self.hold)
+            if self.done is not None and step[0] is Kind.B:
+                self.done(step[1])
+
+
+def execute(passes: Sequence[Pass]) -> None:
+    """Let the passes take turns, run by run: what one launched is under way while the others compute."""
+    for turn in zip_longest(*(p.runs for p in passes)):
+        for one, run in zip(passes, turn, strict=True):
+            if run is not None:
+                one.perform(run)
+
+
+def _blocks(segments: Sequence[Segment], recompute: Collection[Sequence[int]]) -> tuple[Block, ...]:
+    run_of = {unit: tuple(run) for run in recompute for unit in run}
+    found: dict[tuple[int, ...], list[Segment]] = {}
+    for segment in segments:
+        found.setdefault(run_of.get(segment.unit, (segment.unit,)), []).append(segment)
+    return tuple(Block(tuple(members), units[0] in run_of) for units, members in found.items())
+
+
+def _runs(steps: Iterator[Step] | Sequence[Step]) -> tuple[Run, ...]:
+    """Cut before every step that waits for a collective of the run that it would belong to."""
+    runs: list[list[Step]] = [[]]
+    values: dict[str, None] = {}
+    grads: dict[str, None] = {}
+    for kind, segment in steps:
+        backward = kind is Kind.B
+        waits = any(o.value in grads for o in segment.outs) if backward else any(i.value in values for i in segment.ins)
+        if waits:
+            runs.append([])
+            values.clear()
+            grads.clear()
+        runs[-1].append((kind, segment))
+        if backward:
+            grads |= {i.value: None for i in segment.ins if i.reduce}
+        else:
+            values |= {o.value: None for o in segment.outs if o.reduce}
+    return tuple(tuple(run) for run in runs if run)

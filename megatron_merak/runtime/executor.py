@@ -1,7 +1,7 @@
 """Executes a schedule: one handler per kind of op, no knowledge of any particular schedule."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ..parallel.mesh import Mesh
 from ..parallel.p2p import Pipes
-from ..pipeline_parallel.ops import Kind, Op, Schedule, ops_of
+from ..pipeline_parallel.ops import Entry, Kind, Op, Schedule, ops_of
+from ..segment import Crossing
+from .engine import Pass, execute
 from .program import LOSS
-from .stage import Batch, Stage
+from .stage import Batch, Part, Stage
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,18 @@ class Executor:
         pipes: Pipes | None = None,
     ):
         self.stages, self.schedule, self.mesh, self.per_token = stages, schedule, mesh, per_token
-        self.program = [op for entry in schedule.ranks[mesh.pp_rank] for op in ops_of(entry)]
-        self.last_backward = {op.stage: op for op in self.program if op.kind is Kind.B}
+        self.program = schedule.ranks[mesh.pp_rank]
+        ops = [op for entry in self.program for op in ops_of(entry)]
+        self.held = frozenset((op.stage, op.microbatch) for op in ops if op.kind is Kind.W)
+        # The op that makes a stage's gradients final, and the one after which a micro-batch is of no use to a stage.
+        self.finals = {op.stage: op for op in ops if op.kind in (Kind.B, Kind.W)}
+        self.ends = {(op.stage, op.microbatch): op for op in ops}
         self.pipes = pipes or Pipes(mesh, schedule)
         # Set to a list, it takes (op, start, end) of each compute op in seconds, without the time spent waiting for a
         # transfer.
         self.trace: list[tuple[str, float, float]] | None = None
         self._handlers = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
+            Kind.W: self._finish_weights,
             Kind.SEND_F: self._send_activation,
             Kind.RECV_F: self._receive_activation,
             Kind.SEND_B: self._send_gradient,
@@ -69,81 +74,124 @@ class Executor:
         self.results: list[dict[str, Tensor]] = []
         for stage in self.stages.values():
             stage.start_run(training)
-        for op in self.program:
-            run = self._handlers[op.kind]
-            if self.trace is not None and op.kind.is_compute:
-                run = self._traced
-            run(self.stages[op.stage], op)
+        for entry in self.program:
+            self._run(entry)
+            for op in ops_of(entry):
+                if self.ends[op.stage, op.microbatch] == op:
+                    self.stages[op.stage].end(op.microbatch)
         self.pipes.finish()
         if not self.losses:
             return None
         return StepLoss(*(torch.stack(values).sum() for values in zip(*self.losses, strict=True)))
 
-    def _traced(self, stage: Stage, op: Op) -> None:
-        """Note when a compute op ran, from the arrival of what it reads."""
-        state = self._state(stage, op)
-        program = stage.program(op.microbatch)
-        wait, awaited = (state.wait, program.sources) if op.kind is Kind.F else (state.wait_grad, program.targets)
-        for value in awaited:
-            wait(value.name)
-        began = time.perf_counter()
-        self._handlers[op.kind](stage, op)
-        self.trace.append((str(op), began, time.perf_counter()))
+    def _run(self, entry: Entry) -> None:
+        ops = ops_of(entry)
+        computes = self.trace is not None and ops[0].kind.is_compute
+        if computes:
+            self._await(ops)
+            began = time.perf_counter()
+        if ops[0].kind in self._handlers:
+            for op in ops:
+                self._handlers[op.kind](self.stages[op.stage], op)
+        else:
+            execute([one for op in ops for one in self._passes(op)])
+            for op in ops:
+                self._hand_over(self.stages[op.stage], op)
+        if computes:
+            self.trace += [(str(op), began, time.perf_counter()) for op in ops]
 
-    def _state(self, stage: Stage, op: Op):
-        if op.microbatch in stage.states:
-            return stage.states[op.microbatch]
+    def _await(self, ops: Sequence[Op]) -> None:
+        """Wait for what the ops receive, so that a trace shows when they could run."""
+        for op in ops:
+            for part in self._parts(op):
+                if op.kind is Kind.F:
+                    for value in part.program.sources:
+                        part.state.wait(value.name)
+                elif op.kind is Kind.B:
+                    for value in part.program.targets:
+                        part.state.wait_grad(value.name)
+
+    def _parts(self, op: Op) -> list[Part]:
+        stage = self.stages[op.stage]
+        if op.microbatch in stage.parts:
+            return stage.parts[op.microbatch]
         return stage.begin(op.microbatch, self.batches[op.microbatch], self.step, self.training)
+
+    def _passes(self, op: Op) -> list[Pass]:
+        """What a forward, recomputation or backward consists of."""
+        stage = self.stages[op.stage]
+        self._parts(op)
+        if op.kind is Kind.F:
+            return stage.forward(op.microbatch)
+        if op.kind is Kind.R:
+            return stage.again(op.microbatch)
+        hold = (op.stage, op.microbatch) in self.held
+        return stage.backward(op.microbatch, self._scale(stage, op), hold, op == self.finals[op.stage])
+
+    def _scale(self, stage: Stage, op: Op) -> Tensor | None:
+        """The gradient of the step's loss with respect to a micro-batch's; None but on the last stage."""
+        if not self._is_last(stage):
+            return None
+        count = stage.count(op.microbatch).clamp(min=1)
+        replicas = len(self.batches) * self.mesh.grid.dp
+        return torch.ones_like(count) if self.per_token else 1 / (count * replicas)
 
     def _is_last(self, stage: Stage) -> bool:
         return stage.index == self.schedule.stages - 1
 
-    def _forward(self, stage: Stage, op: Op) -> None:
-        self._state(stage, op)
-        stage.forward(op.microbatch)
-        if not self._is_last(stage):
-            return
-        found = {name: stage.result(op.microbatch, name) for name in stage.program(op.microbatch).results}
-        count = stage.count(op.microbatch)
-        total = found.pop(LOSS, torch.zeros_like(count))
-        self.losses.append((total, count, total / count.clamp(min=1)))
-        self.results.append(found)
-        if not self.training:
-            stage.end(op.microbatch)
+    def _hand_over(self, stage: Stage, op: Op) -> None:
+        """Pass on what an op made, where that stays on this rank: the loss, or values and gradients of neighbours."""
+        if op.kind is Kind.F and self._is_last(stage):
+            self._note_results(stage, op)
+        elif op.kind is Kind.F and op.stage + 1 in self.stages:
+            for part, other in self._beside(op, op.stage + 1):
+                for value in part.program.targets:
+                    other.state.values[value.name] = part.take(value.name)
+        elif op.kind is Kind.B and op.stage - 1 in self.stages:
+            for part, other in self._beside(op, op.stage - 1):
+                for value in part.program.sources:
+                    if (grad := part.state.take_grad(value.name)) is not None:
+                        other.state.add_grad(value.name, grad)
 
-    def _backward(self, stage: Stage, op: Op) -> None:
-        scale = None
-        if self._is_last(stage):
-            count = stage.count(op.microbatch).clamp(min=1)
-            replicas = len(self.batches) * self.mesh.grid.dp
-            scale = torch.ones_like(count) if self.per_token else 1 / (count * replicas)
-        stage.backward(op.microbatch, scale, op == self.last_backward[stage.index])
-        if stage.index == 0:
-            stage.end(op.microbatch)
+    def _beside(self, op: Op, stage: int) -> Iterator[tuple[Part, Part]]:
+        """The parts of a micro-batch on an op's stage and on another one of this rank."""
+        return zip(self._parts(op), self._parts(Op(stage, op.kind, op.microbatch)), strict=True)
+
+    def _note_results(self, stage: Stage, op: Op) -> None:
+        parts, count = stage.parts[op.microbatch], stage.count(op.microbatch)
+        found = [{name: part.take(name) for name in part.program.results} for part in parts]
+        total = sum((values.pop(LOSS) for values in found if LOSS in values), torch.zeros_like(count))
+        self.losses.append((total, count, total / count.clamp(min=1)))
+        self.results.append(found[0])
+
+    def _finish_weights(self, stage: Stage, op: Op) -> None:
+        stage.finish_weights(op.microbatch, op == self.finals[op.stage])
+
+    def _crossings(self, op: Op) -> Iterator[tuple[int, Part, Crossing]]:
+        """(place in the transfer, part of the micro-batch, value) of each value that a send or receive moves."""
+        entering = op.kind in (Kind.RECV_F, Kind.SEND_B)
+        place = 0
+        for part in self._parts(op):  # with one micro-batch in flight gradients are posted before the forward
+            for value in part.program.sources if entering else part.program.targets:
+                if value.grad or op.kind in (Kind.SEND_F, Kind.RECV_F):
+                    yield place, part, value
+                place += 1
 
     def _receive_activation(self, stage: Stage, op: Op) -> None:
-        state = self._state(stage, op)
-        for place, value in enumerate(stage.program(op.microbatch).sources):
-            state.arriving(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))
+        for place, part, value in self._crossings(op):
+            part.state.arriving(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))
 
     def _receive_gradient(self, stage: Stage, op: Op) -> None:
-        state = self._state(stage, op)  # with one micro-batch in flight this is posted before its forward
-        for place, value in enumerate(stage.program(op.microbatch).targets):
-            if value.grad:
-                state.arriving_grad(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))
+        for place, part, value in self._crossings(op):
+            part.state.arriving_grad(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))
 
     def _send_activation(self, stage: Stage, op: Op) -> None:
-        for place, value in enumerate(stage.program(op.microbatch).targets):
-            self.pipes.send(op, stage.result(op.microbatch, value.name), place)
-        if not self.training:
-            stage.end(op.microbatch)
+        for place, part, value in self._crossings(op):
+            self.pipes.send(op, part.take(value.name), place)
 
     def _send_gradient(self, stage: Stage, op: Op) -> None:
-        state = stage.states[op.microbatch]
-        for place, value in enumerate(stage.program(op.microbatch).sources):
-            if value.grad:
-                grad = state.take_grad(value.name)
-                if grad is None:
-                    grad = torch.zeros(value.shape, dtype=value.dtype, device=self.mesh.device)
-                self.pipes.send(op, grad, place)
-        stage.end(op.microbatch)
+        for place, part, value in self._crossings(op):
+            grad = part.state.take_grad(value.name)
+            if grad is None:
+                grad = torch.zeros(value.shape, dtype=value.dtype, device=self.mesh.device)
+            self.pipes.send(op, grad, place)

@@ -1,4 +1,4 @@
-"""The parameters of one stage over a training step: where their gradients add up and what makes these final."""
+"""The parameters of one rank over a training step: where their gradients add up and what makes these final."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -12,13 +12,14 @@ from .grads import GradientReducer
 from .weights import WeightGradients
 
 
-class StageParameters:
-    """Trainable parameters as views of ``buffer``.
+class RankParameters:
+    """Trainable parameters of all stages of a rank, as views of ``buffer``.
 
     names: parameter -> its name in the buffer. replicated: those of which every tensor-parallel rank holds all. ties:
-    those that other stages hold as well, with the group of the ranks that do. overlap: reduce gradients over replicas
-    while the backward runs. partial: those whose gradients are in parts over tensor-parallel ranks in any case, beside
-    the replicated ones that sharded segments read.
+    those that other ranks of the pipeline hold as well, with the group of the ranks that do. overlap: reduce gradients
+    over replicas while the backward runs. partial: those whose gradients are in parts over tensor-parallel ranks in any
+    case, beside the replicated ones that sharded segments read. shared: how many stages of this rank use a parameter,
+    where that is more than one.
     """
 
     def __init__(
@@ -30,11 +31,12 @@ class StageParameters:
         ties: Sequence[tuple[str, dist.ProcessGroup]] = (),
         overlap: bool = True,
         partial: Collection[str] = (),
+        shared: Mapping[str, int] | None = None,
     ):
         self.buffer, self.names, self.mesh = buffer, names, mesh
         self.weights = WeightGradients({parameter: buffer.grad(name) for parameter, name in names.items()})
         self.reducer = GradientReducer(buffer, mesh.dp, overlap)
-        self._replicated, self._ties = replicated, ties
+        self._replicated, self._ties, self._shared = replicated, ties, dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)
 
     def used_by(self, segments: Sequence[Segment]) -> dict[Segment, list[str]]:
@@ -51,6 +53,13 @@ class StageParameters:
     def start_step(self) -> None:
         self.buffer.zero_grad()
         self.reducer.start()
+        self._users = dict(self._shared)
+
+    def ready(self, name: str) -> None:
+        """One stage adds no more to the gradient of ``name`` in this step."""
+        self._users[name] = self._users.get(name, 1) - 1
+        if self._users[name] == 0:
+            self.reducer.ready(name)
 
     def finish_step(self) -> None:
         """Make the gradients final: sum them over replicas, and where a parameter's gradient is in parts, over its

@@ -1,6 +1,8 @@
 """One pipeline stage: the programs it runs and its micro-batches in flight."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,103 +10,154 @@ from torch import Tensor
 from ..parallel.mesh import Mesh
 from ..segment import Common, Segment
 from ..tensor_parallel import default_generator, derive_seed
-from .engine import Engine, State
-from .parameters import StageParameters
+from .engine import Engine, Pass, State
+from .parameters import RankParameters
 from .program import LOSS, Program
 
 Batch = Mapping[str, Tensor]
+Split = Callable[[Batch], Sequence[Batch]]
 
 
-class _Run:
+class _Runner:
     """A program and the engine that runs it."""
 
-    def __init__(self, program: Program, recompute: Collection[int], held: StageParameters, mesh: Mesh):
+    def __init__(
+        self, program: Program, recompute: Collection[Sequence[int]], held: RankParameters, mesh: Mesh, overlap: bool
+    ):
         self.program = program
-        self.engine = Engine(program.segments, recompute, program.outputs, mesh.tp, held.weights, mesh.device)
+        given = (program.segments, recompute, program.outputs, mesh.tp, held.weights, mesh.device)
+        self.engine = Engine(*given, overlap)
         self.final = held.used_by(program.segments)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch in flight, or one of the halves it was split into."""
+
+    runner: _Runner
+    state: State
+
+    @property
+    def program(self) -> Program:
+        return self.runner.program
+
+    def take(self, name: str) -> Tensor:
+        """A value that leaves the stage; what a recomputation still needs stays."""
+        return self.runner.engine.take(self.state, name)
+
+
 class Stage:
-    """Runs forwards and backwards of one stage's units.
+    """Runs forwards, recomputations, backwards and weight gradients of one stage's units.
 
     program_for: (batch, training) -> the program for a micro-batch of that shape; asked again, it returns the same
-    object. recompute: units that keep no tape. mode: called with ``training`` before a schedule runs.
+    object. recompute: runs of units that keep no tape. mode: called with ``training`` before a schedule runs.
+    split: a micro-batch of training -> the parts that take turns in the segments. overlap: collectives run behind
+    other work.
     """
 
     def __init__(
         self,
         index: int,
         program_for: Callable[[Batch, bool], Program],
-        held: StageParameters,
-        recompute: Collection[int],
+        held: RankParameters,
+        recompute: Collection[Sequence[int]],
         mesh: Mesh,
         seed: int,
         mode: Callable[[bool], object] | None = None,
+        split: Split | None = None,
+        overlap: bool = True,
     ):
         self.index, self.program_for, self.held, self.recompute = index, program_for, held, recompute
-        self.mesh, self.seed, self.mode = mesh, seed, mode
+        self.mesh, self.seed, self.mode, self.split, self.overlap = mesh, seed, mode, split, overlap
         self.generator = default_generator(mesh.device)
-        self.states: dict[int, State] = {}
-        self._runs: dict[Program, _Run] = {}
-        self._of: dict[int, _Run] = {}
+        self.parts: dict[int, list[Part]] = {}
+        self._runners: dict[Program, _Runner] = {}
 
     def start_run(self, training: bool) -> None:
         """Before the first op of a schedule; what an earlier run left behind when it failed is forgotten."""
         if self.mode is not None:
             self.mode(training)
-        self.states.clear()
-        self._of.clear()
+        self.parts.clear()
 
-    def begin(self, microbatch: int, batch: Batch, step: int, training: bool) -> State:
+    def begin(self, microbatch: int, batch: Batch, step: int, training: bool) -> list[Part]:
         """Admit a micro-batch; ``batch`` is this stage's own copy, never sent."""
+        batches = [batch] if self.split is None or not training else self.split(batch)
+        place = (step, microbatch * self.mesh.grid.dp + self.mesh.dp_rank)
+        halves = range(len(batches)) if len(batches) > 1 else (None,)
+        self.parts[microbatch] = [
+            self._admit(part, (*place, half), training) for part, half in zip(batches, halves, strict=True)
+        ]
+        return self.parts[microbatch]
+
+    def _admit(self, batch: Batch, place: tuple[int, int, int | None], training: bool) -> Part:
         program = self.program_for(batch, training)
-        if program not in self._runs:
-            self._runs[program] = _Run(program, self.recompute, self.held, self.mesh)
-        self._of[microbatch] = self._runs[program]
-        place = microbatch * self.mesh.grid.dp + self.mesh.dp_rank
+        if program not in self._runners:
+            self._runners[program] = _Runner(program, self.recompute, self.held, self.mesh, self.overlap)
+        step, microbatch, half = place
 
         def seed(segment: Segment) -> None:
             shard = self.mesh.tp_rank if segment.sharded else 0
-            self.generator.manual_seed(derive_seed(self.seed, step, place, segment.unit, segment.index, shard))
+            where = (step, microbatch, segment.unit, segment.index, shard)
+            self.generator.manual_seed(derive_seed(self.seed, *where, *(() if half is None else (half,))))
 
-        state = self.states[microbatch] = State(Common(program.prelude(batch), seed if training else None), training)
-        return state
+        common = Common(program.prelude(batch), seed if training else None)
+        return Part(self._runners[program], State(common, training))
 
     def program(self, microbatch: int) -> Program:
-        """The program of a micro-batch in flight."""
-        return self._of[microbatch].program
-
-    def forward(self, microbatch: int) -> None:
-        self._of[microbatch].engine.forward(self.states[microbatch])
-
-    def result(self, microbatch: int, name: str) -> Tensor:
-        """Take a value that leaves this stage; what a recomputation still needs stays."""
-        return self._of[microbatch].engine.take(self.states[microbatch], name)
+        """The program of a micro-batch in flight, or of its first half."""
+        return self.parts[microbatch][0].program
 
     def count(self, microbatch: int) -> Tensor:
         """fp32 scalar: the tokens that a micro-batch's loss is a sum over, 1 where it is complete."""
-        count = self.program(microbatch).count
-        if count is None:
+        if self.program(microbatch).count is None:
             return torch.ones((), device=self.mesh.device)
-        return count(self.states[microbatch].common)
+        return sum(part.program.count(part.state.common) for part in self.parts[microbatch])
 
-    def backward(self, microbatch: int, loss_scale: Tensor | None, last: bool) -> None:
+    def forward(self, microbatch: int) -> list[Pass]:
+        return [Pass(p.runner.engine, p.state, p.runner.engine.forward_runs) for p in self.parts[microbatch]]
+
+    def again(self, microbatch: int) -> list[Pass]:
+        """The recomputation that a backward would do otherwise."""
+        for part in self.parts[microbatch]:
+            part.state.recomputed = True
+        return [Pass(p.runner.engine, p.state, p.runner.engine.recompute_runs) for p in self.parts[microbatch]]
+
+    def backward(self, microbatch: int, loss_scale: Tensor | None, hold: bool, last: bool) -> list[Pass]:
         """``loss_scale``: gradient of the step's loss with respect to this micro-batch's, on the last stage only.
 
-        ``last``: no micro-batch follows in this step, so gradients become final as the segments finish.
+        ``hold``: weight gradients wait for `finish_weights`. ``last``: no micro-batch follows in this step, so
+        gradients become final as the segments finish.
         """
-        state, run = self.states[microbatch], self._of[microbatch]
-        if loss_scale is not None:
-            state.add_grad(LOSS, loss_scale)
+        parts, report = self.parts[microbatch], self._reports(microbatch) if last and not hold else None
+        for part in parts if loss_scale is not None else ():
+            part.state.add_grad(LOSS, loss_scale)
+        return [
+            Pass(p.runner.engine, p.state, p.runner.engine.backward_runs(p.state), hold, report and report(p.runner))
+            for p in parts
+        ]
 
-        def report(segment: Segment) -> None:
-            for name in run.final.get(segment, ()):
-                self.held.reducer.ready(name)
+    def finish_weights(self, microbatch: int, last: bool) -> None:
+        """The weight gradients that a backward left; ``last`` as in `backward`."""
+        report = self._reports(microbatch) if last else None
+        for part in self.parts[microbatch]:
+            part.runner.engine.finish_weights(part.state, report and report(part.runner))
 
-        run.engine.backward(state, report if last else None)
+    def _reports(self, microbatch: int) -> Callable[[_Runner], Callable[[Segment], None]]:
+        """What tells that gradients are final, when every part of the micro-batch is through with a segment."""
+        missing = Counter(name for p in self.parts[microbatch] for names in p.runner.final.values() for name in names)
+
+        def of(runner: _Runner) -> Callable[[Segment], None]:
+            def report(segment: Segment) -> None:
+                for name in runner.final.get(segment, ()):
+                    missing[name] -= 1
+                    if not missing[name]:
+                        self.held.ready(name)
+
+            return report
+
+        return of
 
     def end(self, microbatch: int) -> None:
         """Release a micro-batch."""
-        left = self.states.pop(microbatch).leftovers()
-        del self._of[microbatch]
+        left = [name for part in self.parts.pop(microbatch) for name in part.state.leftovers()]
         assert not left, f"stage {self.index}, micro-batch {microbatch} leaves {left}"

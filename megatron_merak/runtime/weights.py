@@ -1,8 +1,7 @@
-"""Weight gradients on their way into ``main_grad``: at once, or queued until the collective they shall hide is
-launched.
-"""
+"""Weight gradients on their way into ``main_grad``: at once, or queued until it is their turn."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,54 +9,67 @@ from torch import Tensor
 _CACHED_ROWS = 2048
 
 
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A weight gradient to be computed into ``grad``: grad_output.T @ input, or, with ``index``, rows of grad_output
+    added at those of ``index``."""
+
+    grad: Tensor
+    grad_output: Tensor
+    input: Tensor | None = None
+    index: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What must not change before it is computed."""
+        return [tensor for tensor in (self.grad_output, self.input) if tensor is not None]
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        grad, grad_output = self.grad, self.grad_output
+        if self.index is not None:
+            grad.index_add_(0, self.index, grad_output.to(grad.dtype))
+        elif grad_output.dtype == grad.dtype:
+            grad.addmm_(grad_output.t(), self.input)
+        else:
+            # By rows, so that on a CPU the low-precision product is still in the cache when it is added.
+            rows = _CACHED_ROWS if grad.device.type == "cpu" else len(grad)
+            for part, columns in zip(grad.split(rows), grad_output.split(rows, 1), strict=True):
+                part.add_(columns.t() @ self.input)
+
+
 class WeightGradients:
     """The sink that parallel layers hand their weight gradients to.
 
     grads: parameter -> its fp32 view of ``main_grad``; what is handed in for any other one (frozen) is dropped. While
-    ``deferred`` is set, matrix products wait for ``drain``.
+    ``queue`` is a list, products are appended to it, for ``drain``.
     """
 
     def __init__(self, grads: Mapping[Tensor, Tensor]):
         self.grads = dict(grads)
-        self.deferred = False
-        self._queue: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.queue: list[Product] | None = None
 
     def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor) -> None:
-        if weight not in self.grads:
-            return
         # Detached: outside of a backward grad mode is on, and main_grad would silently become a graph.
-        product = (self.grads[weight], grad_output.detach(), input.detach())
-        if self.deferred:
-            self._queue.append(product)
-        else:
-            self._accumulate(*product)
+        self._take(weight, grad_output.detach(), input=input.detach())
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
-        if weight in self.grads:
-            with torch.no_grad():
-                self.grads[weight].index_add_(0, index, grad_output.to(self.grads[weight].dtype))
+        self._take(weight, grad_output.detach(), index=index)
+
+    def _take(self, weight: Tensor, grad_output: Tensor, **more: Tensor) -> None:
+        if weight not in self.grads:
+            return
+        product = Product(self.grads[weight], grad_output, **more)
+        if self.queue is None:
+            product.accumulate()
+        else:
+            self.queue.append(product)
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         """A gradient that autograd returned (norms, biases), in the parameter's shape."""
         self.grads[parameter].add_(grad)
 
-    @property
-    def queued(self) -> list[Tensor]:
-        """What waits to be read by ``drain``."""
-        return [tensor for _, grad_output, input in self._queue for tensor in (grad_output, input)]
-
-    def drain(self) -> None:
+    def drain(self, products: Sequence[Product]) -> None:
         """Do what was queued."""
-        for product in self._queue:
-            self._accumulate(*product)
-        self._queue.clear()
-
-    @torch.no_grad()
-    def _accumulate(self, grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
-        if grad_output.dtype == grad.dtype:
-            grad.addmm_(grad_output.t(), input)
-            return
-        # By rows, so that on a CPU the low-precision product is still in the cache when it is added.
-        rows = _CACHED_ROWS if grad.device.type == "cpu" else len(grad)
-        for part, columns in zip(grad.split(rows), grad_output.split(rows, 1), strict=True):
-            part.add_(columns.t() @ input)
+        for product in products:
+            product.accumulate()

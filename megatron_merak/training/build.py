@@ -1,6 +1,6 @@
-"""From a configuration and a plan to this rank's stage: parameters in flat storage, filled, bound to its units."""
+"""From a configuration and a plan to this rank's stages: parameters in flat storage, filled, bound to its units."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from ..models.names import tensor_table
 from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
 from ..parallel.mesh import Mesh, new_groups
 from ..plan import Plan, TensorSharding
-from ..runtime.parameters import StageParameters
+from ..runtime.halves import halve
+from ..runtime.parameters import RankParameters
 from ..runtime.program import LOSS, Program
 from ..runtime.stage import Stage
 from ..segment import Common, Crossing, fuse
@@ -28,12 +29,16 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's part of the model: its stage, its flat storage, and how the storage reads as HuggingFace tensors."""
+    """This rank's part of the model: its stages, its parameters, and how their storage reads as HuggingFace tensors."""
 
-    stage: Stage
-    buffer: ParameterBuffer
+    stages: dict[int, Stage]
+    held: RankParameters
     layouts: dict[str, ParameterLayout]
     mesh: Mesh
+
+    @property
+    def buffer(self) -> ParameterBuffer:
+        return self.held.buffer
 
     def shards(self, flat: torch.Tensor) -> Iterator[Shard]:
         """``flat`` (values, gradients or optimizer state, [buffer.size]) as shards of HuggingFace tensors.
@@ -62,25 +67,32 @@ def key_of(layout: ParameterLayout) -> Key:
 def find_ties(units: list[Unit], plan: Plan) -> dict[Key, tuple[int, ...]]:
     """The stages that hold each parameter, in order."""
     stage_of = {unit: stage for stage, part in enumerate(plan.stages) for unit in part.units}
-    held: dict[Key, list[int]] = {}
+    held: dict[Key, dict[int, None]] = {}
     for unit in units:
         for layout in unit.layouts.values():
-            stages = held.setdefault(key_of(layout), [])
-            if stage_of[unit.index] not in stages:
-                stages.append(stage_of[unit.index])
+            held.setdefault(key_of(layout), {})[stage_of[unit.index]] = None
     return {key: tuple(stages) for key, stages in held.items()}
 
 
-def tie_groups(
-    stages_of: dict[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
-) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """A group per distinct set of stages that share a parameter; every rank makes all of them in the same order."""
-    grid, groups = mesh.grid, {}
-    for stages in sorted({stages for stages in stages_of.values() if len(stages) > 1}):
-        ranks = [plan.schedule.rank_of(stage) for stage in stages]
+def tie_groups(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, dist.ProcessGroup]:
+    """Of each parameter that stages on several ranks hold, the group of those ranks that this one is in.
+
+    Every rank makes all groups in the same order.
+    """
+    grid = mesh.grid
+    ranks_of = {key: tuple(sorted({*map(plan.schedule.rank_of, stages)})) for key, stages in stages_of.items()}
+    groups = {}
+    for ranks in sorted({ranks for ranks in ranks_of.values() if len(ranks) > 1}):
         members = [[grid.rank(tp, 0, dp, pp) for pp in ranks] for dp in range(grid.dp) for tp in range(grid.tp)]
-        groups[stages] = new_groups(mesh.rank, members, mesh.timeout)
-    return groups
+        groups[ranks] = new_groups(mesh.rank, members, mesh.timeout)
+    return {key: groups[ranks] for key, ranks in ranks_of.items() if ranks in groups and mesh.pp_rank in ranks}
+
+
+def shared_here(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, int]:
+    """How many stages of this rank use a parameter, where that is more than one."""
+    mine = plan.stages_of(mesh.pp_rank)
+    counts = {key: sum(stage in mine for stage in stages) for key, stages in stages_of.items()}
+    return {key: count for key, count in counts.items() if count > 1}
 
 
 def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
@@ -90,15 +102,15 @@ def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
 
 
 def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
-    """Build, initialise and bind this rank's stage. Collective over all ranks: it makes groups for tied parameters."""
+    """Build, initialise and bind this rank's stages. Collective over all ranks: it makes groups for tied parameters."""
     dtype, model = DTYPES[config.train.dtype], config.model
     place = Placement(mesh.tp, "edge", dtype, "meta")
     chain = [build_unit(index, model, place) for index in range(model.num_layers + 2)]
-    (index,) = plan.stages_of(mesh.pp_rank)
-    units = [chain[unit] for unit in plan.stages[index].units]
+    mine = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
+    units = [unit for stage in mine.values() for unit in stage]
     stages_of = find_ties(chain, plan)
-    groups = tie_groups(stages_of, plan, mesh)
-    entries, layouts, names = _entries(units, stages_of, index, mesh)
+    groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
+    entries, layouts, names = _entries(units, stages_of, mine, mesh)
     bucket = config.parallel.ddp_bucket_size or default_bucket_elements(mesh.grid.dp)
     buffer = ParameterBuffer(entries, dtype, mesh.device, bucket)
     for name, layout in layouts.items():
@@ -108,46 +120,64 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     for unit in units:
         for local in unit.layouts:
             bind(unit, local, parameters[names[unit.index, local]])
-    ties = tuple(
-        (n, groups[stages_of[key_of(layout)]]) for n, layout in layouts.items() if len(stages_of[key_of(layout)]) > 1
-    )
-    held = StageParameters(
+    keys = {name: key_of(layout) for name, layout in layouts.items()}
+    held = RankParameters(
         buffer,
         {parameter: name for name, parameter in parameters.items()},
         mesh,
         frozenset(name for name, layout in layouts.items() if not layout.sharded),
-        ties,
+        tuple((name, groups[key]) for name, key in keys.items() if key in groups),
         not config.parallel.no_overlap_grad_reduce,
+        shared={name: shared[key] for name, key in keys.items() if key in shared},
     )
-    modules = nn.ModuleList(units)
-    for module in modules.modules():
-        if hasattr(module, "sink"):
-            module.sink = held.weights
-    program = _program(units, len(chain), Prelude(model, mesh.device), mesh, plan, dtype)
-    recompute = plan.stages[index].recompute
-    stage = Stage(index, lambda batch, training: program, held, recompute, mesh, config.train.seed, modules.train)
-    return Model(stage, buffer, layouts, mesh)
+    prelude = Prelude(model, mesh.device)
+    split = halve if plan.overlap == "sub-pipeline" else None
+    stages = {}
+    for index, part in mine.items():
+        modules = nn.ModuleList(part)
+        for module in modules.modules():
+            if hasattr(module, "sink"):
+                module.sink = held.weights
+        programs = _Programs(part, len(chain), prelude, mesh, plan, dtype)
+        again, behind = plan.stages[index].runs, plan.overlap != "none"
+        stages[index] = Stage(index, programs, held, again, mesh, config.train.seed, modules.train, split, behind)
+    return Model(stages, held, layouts, mesh)
 
 
-def _program(units: list[Unit], chain: int, prelude: Prelude, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> Program:
-    """One hidden state crosses each border; the loss is a sum over tokens."""
-    hidden = ((plan.micro_batch_size, plan.sequence_length, prelude.config.hidden_size), dtype)
-    first, last = units[0].index == 0, units[-1].index == chain - 1
-    return Program(
-        tuple(s for unit in units for s in (unit.segments() if mesh.tp is not None else [fuse(unit.segments())])),
-        prelude,
-        () if first else (Crossing(units[0].source, *hidden),),
-        () if last else (Crossing(units[-1].target, *hidden),),
-        (LOSS,) if last else (),
-        _tokens,
-    )
+class _Programs:
+    """The programs of one stage, by the number of samples. One hidden state crosses each border; the loss is a sum over
+    tokens."""
+
+    def __init__(self, units: list[Unit], chain: int, prelude: Prelude, mesh: Mesh, plan: Plan, dtype: torch.dtype):
+        self.units, self.prelude, self.plan, self.dtype = units, prelude, plan, dtype
+        self.first, self.last = units[0].index == 0, units[-1].index == chain - 1
+        whole = mesh.tp is None
+        self.segments = tuple(s for u in units for s in ([fuse(u.segments())] if whole else u.segments()))
+        self.made: dict[int, Program] = {}
+
+    def __call__(self, batch: Mapping[str, torch.Tensor], training: bool) -> Program:
+        samples = len(batch["tokens"])
+        if samples not in self.made:
+            self.made[samples] = self._make(samples)
+        return self.made[samples]
+
+    def _make(self, samples: int) -> Program:
+        hidden = ((samples, self.plan.sequence_length, self.prelude.config.hidden_size), self.dtype)
+        return Program(
+            self.segments,
+            self.prelude,
+            () if self.first else (Crossing(self.units[0].source, *hidden),),
+            () if self.last else (Crossing(self.units[-1].target, *hidden),),
+            (LOSS,) if self.last else (),
+            _tokens,
+        )
 
 
 def _tokens(common: Common) -> torch.Tensor:
     return common["loss_mask"].sum()
 
 
-def _entries(units: list[Unit], stages_of: dict[Key, tuple[int, ...]], index: int, mesh: Mesh):
+def _entries(units: list[Unit], stages_of: Mapping[Key, tuple[int, ...]], mine: Collection[int], mesh: Mesh):
     """Storage entries per unit, name -> layout, and (unit, local name) -> name; tied parameters share one name."""
     entries, layouts, names, seen = [], {}, {}, {}
     for unit in units:
@@ -159,7 +189,7 @@ def _entries(units: list[Unit], stages_of: dict[Key, tuple[int, ...]], index: in
             if seen[key] != name:
                 continue
             layouts[name] = layout
-            first = stages_of[key][0] == index
+            first = stages_of[key][0] in mine
             counted = first and (layout.sharded or mesh.tp_rank == 0)
             group.append(BufferEntry(name, tuple(parameter.shape), parameter.dim() > 1, counted))
         entries.append(group)

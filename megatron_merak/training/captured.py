@@ -16,13 +16,13 @@ from ..graph.capture import accepts_num_items
 from ..optimizer.adamw import AdamW
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
-from ..pipeline_parallel.builders import build_schedule
-from ..pipeline_parallel.passes import add_communication, forward_only
+from ..pipeline_parallel.passes import add_communication, forward_only, resize
 from ..runtime.executor import Executor
-from ..runtime.parameters import StageParameters
+from ..runtime.halves import halve
+from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
 from .blueprint import Batch, Blueprint, CapturedSettings, Programs
-from .build import tie_groups
+from .build import shared_here, tie_groups
 from .holdings import Decay, Holdings, decay_matrices
 from .trainer import StepReport
 
@@ -48,19 +48,20 @@ class CapturedTrainer:
         self.blueprint = Blueprint(model, example, settings, mesh.grid)
         self._check_case()
         self.plan = self.blueprint.plan
-        (index,) = self.plan.stages_of(mesh.pp_rank)
-        self.holdings = Holdings(self.blueprint, index, mesh, decay)
+        self.holdings = Holdings(self.blueprint, mesh, decay)
         self.holdings.fill()
         self.buffer, self.shards = self.holdings.buffer, self.holdings.shards
-        self.parameters = self._stage_parameters()
-        self.programs = Programs(self.blueprint, index, mesh, self.holdings.parameters, self.parameters.weights)
-        recompute = self.plan.stages[index].recompute
-        self.stage = Stage(index, self.programs, self.parameters, recompute, mesh, settings.seed)
+        self.parameters = self._rank_parameters()
+        bound = (mesh, self.holdings.parameters, self.parameters.weights)
+        self.programs = {stage: Programs(self.blueprint, stage, *bound) for stage in self.holdings.stages}
+        self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
         self.optimizer = AdamW(self.buffer, settings.optimizer, mesh.model)
         self._executors: dict[tuple, Executor] = {}
         self.executor(settings.micro_batches, True)
         with together(mesh.control, "cpu"):
-            self.programs(self.blueprint.prepared(example), True)
+            for programs in self.programs.values():
+                for part in self._parts(self.blueprint.prepared(example)):
+                    programs(part, True)
         self.iteration = 0
 
     def _check_case(self) -> None:
@@ -81,28 +82,42 @@ class CapturedTrainer:
         told = (f"Captured {captured.how}.", *captured.notes, f"Fused: {found or 'nothing'}.")
         return told + self.blueprint.whole_weights()
 
-    def _stage_parameters(self) -> StageParameters:
-        """Collective: it makes groups for the parameters that several stages hold."""
-        holdings, names = self.holdings, self.holdings.names
-        groups = tie_groups({(name,): stages for name, stages in holdings.stages_of.items()}, self.plan, self.mesh)
-        tied = sorted(name for name in names.values() if len(holdings.stages_of[name]) > 1)  # every stage's order
-        ties = tuple((name, groups[holdings.stages_of[name]]) for name in tied)
-        overlap = not self.settings.parallel.no_overlap_grad_reduce
-        partial = self.blueprint.partial
-        return StageParameters(self.buffer, names, self.mesh, holdings.replicated, ties, overlap, partial)
+    def _rank_parameters(self) -> RankParameters:
+        """Collective: it makes groups for the parameters that several ranks of the pipeline hold."""
+        holdings, names, plan, mesh = self.holdings, self.holdings.names, self.plan, self.mesh
+        stages_of = {(name,): stages for name, stages in holdings.stages_of.items()}
+        groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
+        trained = sorted(names.values())  # every rank's order
+        return RankParameters(
+            self.buffer,
+            names,
+            mesh,
+            holdings.replicated,
+            tuple((name, groups[name,]) for name in trained if (name,) in groups),
+            not self.settings.parallel.no_overlap_grad_reduce,
+            self.blueprint.partial,
+            {name: shared[name,] for name in trained if (name,) in shared},
+        )
+
+    def _stage(self, index: int, programs: Programs) -> Stage:
+        runs, behind = self.plan.stages[index].runs, self.plan.overlap != "none"
+        return Stage(
+            index, programs, self.parameters, runs, self.mesh, self.settings.seed, split=self._parts, overlap=behind
+        )
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """A prepared micro-batch as it runs: in halves where the plan says so and their losses add up."""
+        halves = self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in batch
+        return halve(batch) if halves else [batch]
 
     def executor(self, micro_batches: int, training: bool = True) -> Executor:
         """What runs steps of so many micro-batches."""
         key = (micro_batches, training)
         if key not in self._executors:
-            schedule = self.plan.schedule
-            if micro_batches != schedule.microbatches:
-                name, ranks = self.settings.parallel.pipeline_schedule, len(schedule.ranks)
-                schedule = build_schedule(name, ranks, micro_batches)
-            schedule = add_communication(schedule if training else forward_only(schedule))
+            schedule = self.plan.schedule if training else forward_only(self.plan.schedule)
+            schedule = add_communication(resize(schedule, micro_batches))
             pipes = next(iter(self._executors.values())).pipes if self._executors else None
-            stages = {self.stage.index: self.stage}
-            self._executors[key] = Executor(stages, schedule, self.mesh, self.accepts_num_items, pipes)
+            self._executors[key] = Executor(self.stages, schedule, self.mesh, self.accepts_num_items, pipes)
         return self._executors[key]
 
     def gradients(self, batches: Sequence[Batch]) -> float:
@@ -133,7 +148,8 @@ class CapturedTrainer:
 
     def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
         """Forward without dropout: per micro-batch the named outputs, on ranks of the last stage, else None."""
-        self.programs.wanted = tuple(outputs)
+        for programs in self.programs.values():
+            programs.wanted = tuple(outputs)
         executor = self.executor(len(batches), False)
         prepared = [*map(self.blueprint.prepared, batches)]
         if executor.run(prepared, self.iteration, training=False) is None:

@@ -1,4 +1,4 @@
-"""What one rank holds of a captured model: its parts of the parameters that its stage uses, filled."""
+"""What one rank holds of a captured model: its parts of the parameters that its stages use, filled."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,22 +48,24 @@ def stored_shape(tensor: TensorSharding, tp: int) -> tuple[int, ...]:
 
 
 class Holdings:
-    """Of one stage on one rank: trainable parameters as views of ``buffer``, frozen ones beside it.
+    """Of one rank, all its stages together: trainable parameters as views of ``buffer``, frozen ones beside it.
 
     Parameters that the loss does not use stay with the first stage, so that nothing is lost on the way to disk.
     parameters: what segments read, by name. stages_of: the stages that use each parameter of the model.
     """
 
-    def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, decay: Decay):
-        self.blueprint, self.stage, self.mesh = blueprint, stage, mesh
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, decay: Decay):
+        self.blueprint, self.mesh = blueprint, mesh
+        self.stages = blueprint.plan.stages_of(mesh.pp_rank)
         self.stages_of = blueprint.stages_of()
-        used = [blueprint.chain.parameters[unit] for unit in blueprint.plan.stages[stage].units]
+        units = [unit for stage in self.stages for unit in blueprint.plan.stages[stage].units]
+        used = [blueprint.chain.parameters[unit] for unit in units]
         owner = {name: min(k for k, names in enumerate(used) if name in names) for names in used for name in names}
         self.buffer = self._make_buffer([[n for n in names if owner[n] == k] for k, names in enumerate(used)], decay)
         self.held = {name: self._hold(name) for name in owner}
         trainable = blueprint.captured.trainable
         self.parameters = {name: nn.Parameter(held.storage, name in trainable) for name, held in self.held.items()}
-        if stage == 0:
+        if 0 in self.stages:
             self.held |= {name: self._spare(name, parameter) for name, parameter in self._unused()}
 
     @property
@@ -91,7 +93,7 @@ class Holdings:
     def _counted(self, name: str) -> bool:
         """Whether of all ranks of a replica that hold the same values this one counts and writes them."""
         whole = self.blueprint.sharding.tensors[name].dim is None
-        return self.stages_of[name][0] == self.stage and (not whole or self.mesh.tp_rank == 0)
+        return self.stages_of[name][0] in self.stages and (not whole or self.mesh.tp_rank == 0)
 
     def _hold(self, name: str) -> Held:
         captured, tensor = self.blueprint.captured, self.blueprint.sharding.tensors[name]

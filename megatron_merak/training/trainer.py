@@ -24,7 +24,7 @@ class Trainer(RunState):
     def __init__(self, config: Config, plan: Plan, mesh: Mesh):
         super().__init__(config, plan, mesh)
         self.model = build_model(config, plan, mesh)
-        stages, per_token = {self.model.stage.index: self.model.stage}, config.train.calculate_per_token_loss
+        stages, per_token = self.model.stages, config.train.calculate_per_token_loss
         self.executor = Executor(stages, add_communication(plan.schedule), mesh, per_token)
         forwards = add_communication(forward_only(plan.schedule))
         self.evaluator = Executor(stages, forwards, mesh, per_token, self.executor.pipes)
@@ -33,7 +33,7 @@ class Trainer(RunState):
 
     def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
-        held = self.model.stage.held
+        held = self.model.held
         held.start_step()
         loss = self.executor.run(batches, self.iteration)
         held.finish_step()
@@ -62,9 +62,15 @@ class Trainer(RunState):
         return value
 
     def _mean(self, loss: StepLoss | None, microbatches: int) -> float | None:
-        if loss is None:
+        """Known to the ranks of the last stage, and to the last pipeline rank, which reports."""
+        schedule, device = self.plan.schedule, self.mesh.device
+        elsewhere = schedule.rank_of(schedule.stages - 1) != self.mesh.grid.pp - 1
+        if loss is None and not elsewhere:
             return None
-        total, tokens, mean = self._over_replicas(torch.stack((loss.total, loss.tokens, loss.mean))).tolist()
+        sums = torch.zeros(3, device=device) if loss is None else torch.stack((loss.total, loss.tokens, loss.mean))
+        if elsewhere:
+            dist.all_reduce(sums, group=self.mesh.pp)
+        total, tokens, mean = self._over_replicas(sums).tolist()
         if self.config.train.calculate_per_token_loss:
             return total / max(tokens, 1.0)
         return mean / (microbatches * self.mesh.grid.dp)

@@ -72,7 +72,8 @@ class Stages:
         self.engines = []
         for parts, units in zip(self.parts, family.ranges(count), strict=True):
             outputs = [value.name for value in parts.targets] + list(parts.results)
-            segments, again = parts.segments(self.parameters, self.sink), units if recompute else ()
+            segments = parts.segments(self.parameters, self.sink)
+            again = [(unit,) for unit in units] if recompute else ()
             self.engines.append(Engine(segments, again, outputs, group, self.sink, CPU))
 
     def seed(self, segment) -> None:

@@ -54,7 +54,7 @@ def through_engine(name, weights, rank, tp, recompute=()):
             if hasattr(module, "sink"):
                 module.sink = sink
     segments = [s for unit in units for s in (unit.segments() if tp > 1 else [fuse(unit.segments())])]
-    engine = Engine(segments, recompute, ("loss",), group_of(tp), sink, CPU)
+    engine = Engine(segments, [(unit,) for unit in recompute], ("loss",), group_of(tp), sink, CPU)
     state = State(Common(Prelude(config, CPU)(batch())), training=True)
     engine.forward(state)
     loss = state.values.pop("loss")

@@ -114,11 +114,12 @@ def test_inside_tensor_parallel_regions_every_rank_draws_its_own_masks():
 def _drawn(rank: int, world_size: int, case: Case) -> dict[tuple, torch.Tensor]:
     """What each random segment draws: (step, global micro-batch, unit, segment, sharded) -> 256 random bits."""
     mesh = mesh_of(case, rank)
-    stage = new_trainer(case, mesh).model.stage
+    (stage,) = new_trainer(case, mesh).model.stages.values()
     drawn = {}
     for step in range(2):
         for microbatch, batch in enumerate(replica_batch(case, step, mesh.dp_rank)[:2]):
-            common = stage.begin(microbatch, batch, step, training=True).common
+            (part,) = stage.begin(microbatch, batch, step, training=True)
+            common = part.state.common
             for segment in (s for s in stage.program(microbatch).segments if s.random):
                 common.seed(segment)
                 place = microbatch * case.dp + mesh.dp_rank

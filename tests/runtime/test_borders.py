@@ -10,7 +10,7 @@ from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.passes import add_communication
 from megatron_merak.plan import Grid
 from megatron_merak.runtime.executor import Executor
-from megatron_merak.runtime.parameters import StageParameters
+from megatron_merak.runtime.parameters import RankParameters
 from megatron_merak.runtime.program import Program
 from megatron_merak.runtime.stage import Stage
 from megatron_merak.segment import Crossing, In, Out, Segment
@@ -90,15 +90,15 @@ def _train(rank, stages, schedule, recompute, count):
         buffer.parameter(str(u)).copy_(weights()[u])
         w[u] = nn.Parameter(buffer.parameter(str(u)))
         held[w[u]] = str(u)
-    parameters = StageParameters(buffer, held, mesh)
+    parameters = RankParameters(buffer, held, mesh)
     programs = {rows: program(rank, stages, w, rows) for rows in (2, 3)}
-    kept = tuple(mine) if recompute else ()
+    kept = [(unit,) for unit in mine] if recompute else ()
     stage = Stage(rank, lambda batch, training: programs[len(batch["x"])], parameters, kept, mesh, 0)
     executor = Executor({rank: stage}, add_communication(build_schedule(schedule, stages, count)), mesh, True)
     parameters.start_step()
     loss = executor.run(batches(count), 0)
     parameters.finish_step()
-    assert stage.states == {}
+    assert stage.parts == {}
     return {u: buffer.grad(str(u)).clone() for u in mine}, None if loss is None else loss.total
 
 

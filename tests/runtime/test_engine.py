@@ -38,7 +38,7 @@ class Machine:
                 if hasattr(module, "sink"):
                     module.sink = self.sink
         self.segments = [s for u in units for s in ([fuse(u.segments())] if fused and tp == 1 else u.segments())]
-        self.engine = Engine(self.segments, recompute, ("loss",), group, self.sink, CPU)
+        self.engine = Engine(self.segments, [(unit,) for unit in recompute], ("loss",), group, self.sink, CPU)
         self.prelude = Prelude(config, CPU)
 
     def seed(self, segment):
@@ -176,7 +176,10 @@ def test_tapes_keep_no_value_that_no_backward_reads(recompute, kept):
     alive = []
     segments, weight = residual_chain(alive, 6)
     sink = WeightGradients({weight: torch.zeros(())})
-    engine, state = Engine(segments, recompute, ("loss",), None, sink, CPU), State(Common({}), training=True)
+    engine, state = (
+        Engine(segments, [(unit,) for unit in recompute], ("loss",), None, sink, CPU),
+        State(Common({}), training=True),
+    )
     state.values["h0"] = torch.zeros(4)
     engine.forward(state)
     assert state.values.pop("loss").item() == 3 * 4 * 6

@@ -58,16 +58,16 @@ class Rank:
         self.plan = plan(config, world_size)
         self.mesh = build_mesh(self.plan.grid, rank, CPU)
         self.model = build_model(config, self.plan, self.mesh)
-        self.stages = {self.model.stage.index: self.model.stage}
+        self.stages = self.model.stages
         self.executor = Executor(self.stages, add_communication(self.plan.schedule), self.mesh, case.per_token)
         self.batches = global_batch()[self.mesh.dp_rank :: self.mesh.grid.dp]
 
     def step(self, number=3):
         """Loss and every gradient that this rank holds, by HuggingFace name and place."""
-        self.model.stage.held.start_step()
+        self.model.held.start_step()
         loss = self.executor.run(self.batches, number)
-        self.model.stage.held.finish_step()
-        assert self.model.stage.states == {}
+        self.model.held.finish_step()
+        assert all(stage.parts == {} for stage in self.model.stages.values())
         shards = self.model.shards(self.model.buffer.main_grad)
         return loss, {(shard.name, shard.intervals): shard.tensor.clone() for shard in shards}
 
@@ -75,7 +75,8 @@ class Rank:
         before = self.model.buffer.main_grad.clone()
         schedule = add_communication(forward_only(self.plan.schedule))
         loss = Executor(self.stages, schedule, self.mesh).run(self.batches, 0, training=False)
-        assert self.model.stage.states == {} and torch.equal(self.model.buffer.main_grad, before)
+        assert all(stage.parts == {} for stage in self.stages.values())
+        assert torch.equal(self.model.buffer.main_grad, before)
         return loss
 
 
@@ -225,4 +226,4 @@ def test_the_trace_is_the_program_in_order(ranks):
 
 def test_last_backward_is_where_gradients_become_final():
     executor = Rank(Case("llama", schedule="gpipe"), 0, 1).executor
-    assert [str(op) for op in executor.last_backward.values()] == [f"0{Kind.B}{MICROBATCHES - 1}"]
+    assert [str(op) for op in executor.finals.values()] == [f"0{Kind.B}{MICROBATCHES - 1}"]
