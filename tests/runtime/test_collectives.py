@@ -1,0 +1,65 @@
+"""What an edge does to a tensor, with integers that one can add by hand."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_merak.runtime.collectives import launch
+from tests.ranks import run_ranks
+
+
+def whole(batch, length):
+    """x[b, t, c] = 100 b + 10 t + c."""
+    b, t, c = torch.meshgrid(torch.arange(batch), torch.arange(length), torch.arange(2), indexing="ij")
+    return (100 * b + 10 * t + c).float()
+
+
+def every_kind(rank, n):
+    group = dist.group.WORLD
+    for batch in (1, 3):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            x = whole(batch, 2 * n).remainder(16).to(dtype)  # so that sums are exact in bf16, too
+            part = x[:, 2 * rank : 2 * rank + 2]
+            scaled = x * (rank + 1)
+            kept = part.clone(), scaled.clone()
+            total = x * (n * (n + 1) // 2)
+            for kind, given, expected in (
+                ("gather", part, x),
+                ("gather", part.transpose(0, 2).contiguous().transpose(0, 2), x),
+                ("scatter", scaled, total[:, 2 * rank : 2 * rank + 2]),
+                ("scatter", scaled.transpose(0, 2).contiguous().transpose(0, 2), total[:, 2 * rank : 2 * rank + 2]),
+                ("sum", scaled, total),
+                ("max", scaled, x * n),
+            ):
+                out, work = launch(given, kind, group, inplace=False)
+                work.wait()
+                assert torch.equal(out, expected), (kind, batch, dtype)
+                assert out.is_contiguous()
+            assert torch.equal(part, kept[0]) and torch.equal(scaled, kept[1]), "a collective wrote into its input"
+    return True
+
+
+def several_at_once(rank, n):
+    """Launched one after the other, awaited in another order: each result is its own."""
+    started = [launch(whole(2, 2) + rank + 1000 * i, "gather", dist.group.WORLD, inplace=True) for i in range(4)]
+    for i in (2, 0, 3, 1):
+        out, work = started[i]
+        work.wait()
+        assert torch.equal(out, torch.cat([whole(2, 2) + r + 1000 * i for r in range(n)], 1))
+
+
+def uneven(rank, n):
+    with pytest.raises(AssertionError, match="a sequence of 3 does not divide by 2"):
+        launch(torch.zeros(1, 3, 2), "scatter", dist.group.WORLD, inplace=True)
+
+
+def checks(rank, n):
+    several_at_once(rank, n)
+    if n == 2:
+        uneven(rank, n)
+    return every_kind(rank, n)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_kind(n):
+    assert run_ranks(checks, n) == [True] * n
