@@ -1,10 +1,22 @@
 """The collectives of tensor-parallel ranks that stand between segments, launched and not waited for."""
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..tensor_parallel.sequence import gather_single, reduce_scatter_single, stacked, unstacked
+
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Work(Protocol):
+    """What a launch hands back, to be waited for once."""
+
+    def wait(self) -> object:
+        """Return when the result is valid (on CUDA: for the current stream)."""
 
 
 class Done:
@@ -14,11 +26,52 @@ class Done:
         pass
 
 
-def launch(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, dist.Work]:
-    """Start the collective ``kind`` ('sum', 'max') over ``group``; the result is valid once the work was waited for.
+class Unstack:
+    """A gathering whose parts [n, b, s / n, ...] are put in order, into ``out`` [b, s, ...], when it is waited for."""
 
-    ``inplace``: it may overwrite ``tensor``.
-    """
+    def __init__(self, work: Work, parts: Tensor, out: Tensor):
+        self._work, self._parts, self._out = work, parts, out
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._out.copy_(unstacked(self._parts))
+        self._parts = self._out = None
+
+
+def _reduce(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
     if not (inplace and tensor.is_contiguous()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor, dist.all_reduce(tensor, op=_REDUCTIONS[kind], group=group, async_op=True)
+
+
+def _gather(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
+    parts = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+    work = gather_single(parts.flatten(0, 1), tensor.contiguous(), group=group, async_op=True)
+    if tensor.shape[0] == 1:
+        return unstacked(parts), work
+    out = tensor.new_empty(tensor.shape[0], len(parts) * tensor.shape[1], *tensor.shape[2:])
+    return out, Unstack(work, parts, out)
+
+
+def _scatter(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
+    parts = stacked(tensor, dist.get_world_size(group))
+    out = torch.empty_like(parts[0])
+    return out, reduce_scatter_single(out, parts.flatten(0, 1), group=group, async_op=True)
+
+
+_LAUNCHERS: dict[str, Callable[..., tuple[Tensor, Work]]] = {
+    "sum": _reduce,
+    "max": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+}
+
+
+def launch(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
+    """Start the collective ``kind`` over ``group``; the result is valid once the work was waited for.
+
+    'sum' and 'max': of all ranks' tensors. 'gather': all ranks' parts [b, s / n, ...] joined along the sequence.
+    'scatter': this rank's part of the sum of all ranks' [b, s, ...]. ``inplace``: a reduction may overwrite ``tensor``;
+    the other two never do.
+    """
+    return _LAUNCHERS[kind](tensor, kind, group, inplace)

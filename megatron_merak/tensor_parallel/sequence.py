@@ -1,0 +1,48 @@
+"""Tensors divided along the sequence: x [b, s, ...] in as many parts [b, s / n, ...] as there are ranks.
+
+A collective wants the ranks' parts one behind the other, [n, b, s / n, ...]. Of a single sample that is x itself; of
+more it is a copy.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mappings import Group, group_rank, group_size
+
+# Names since torch 2.13, and before.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def stacked(x: Tensor, parts: int) -> Tensor:
+    """x [b, s, ...] -> its parts [n, b, s / n, ...], contiguous."""
+    assert x.shape[1] % parts == 0, f"a sequence of {x.shape[1]} does not divide by {parts}"
+    return x.unflatten(1, (parts, -1)).transpose(0, 1).contiguous()
+
+
+def unstacked(parts: Tensor) -> Tensor:
+    """[n, b, s / n, ...] -> [b, s, ...]: a view where b or n is 1."""
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def own_part(x: Tensor, group: Group) -> Tensor:
+    """This rank's part [b, s / n, ...] of x [b, s, ...], a view."""
+    length = x.shape[1] // group_size(group)
+    assert length * group_size(group) == x.shape[1], f"a sequence of {x.shape[1]} does not divide"
+    return x.narrow(1, group_rank(group) * length, length)
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' parts x [b, s / n, ...] joined, [b, s, ...]."""
+    parts = x.new_empty(group.size(), *x.shape)
+    gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
+    return unstacked(parts)
+
+
+def reduce_scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part [b, s / n, ...] of the sum of all ranks' x [b, s, ...]."""
+    parts = stacked(x, group.size())
+    out = torch.empty_like(parts[0])
+    reduce_scatter_single(out, parts.flatten(0, 1), group=group)
+    return out
