@@ -4,12 +4,16 @@ Rates are bytes and floating-point operations per second, times are seconds. GPU
 ``matmul_efficiency`` is the fraction of the peak that a large matrix product reaches in practice.
 """
 
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Self
 
-from megatron_merak.errors import PlanError
+from megatron_merak.errors import ConfigError, PlanError
 
 GIB = 2**30
 
@@ -34,8 +38,13 @@ class Device:
         return self.float32_flops if dtype == "float32" else self.bfloat16_flops
 
     def compute_time(self, flops: float, moved_bytes: float, dtype: str) -> float:
-        """Matrix products one after the other with the element-wise work around them."""
+        """Of many kernels: matrix products one after the other with the element-wise work around them, so the sum."""
         return flops / (self.flops(dtype) * self.matmul_efficiency) + moved_bytes / self.memory_bandwidth
+
+    def kernel_time(self, flops: float, moved_bytes: float, dtype: str) -> float:
+        """Of one kernel, by the roofline: its arithmetic and its traffic run at once, so the longer of the two."""
+        arithmetic = flops / (self.flops(dtype) * self.matmul_efficiency)
+        return self.dispatch + max(arithmetic, moved_bytes / self.memory_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,76 @@ class Cluster:
     ranks_per_node: int
     inside: Link
     between: Link
+    name: str = ""
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         return self.inside if min(nodes) == max(nodes) else self.between
+
+    def to_json(self, path: str | Path) -> None:
+        """Write a file that ``from_json`` reads."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Self:
+        """Read a cluster: the fields of this class, where a device or link may be the name of one in the table.
+
+        Raises ConfigError for a file that is missing or no JSON, a key that is unknown or missing, a number that cannot
+        be.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError("cluster file", path, error.strerror or str(error), "Name a readable file") from error
+        except ValueError as error:
+            raise ConfigError("cluster file", path, f"it is not JSON: {error}", "Correct it") from error
+        values = _fields(cls, found, str(path), {"name"})
+        for key, table in (("device", DEVICES), ("inside", LINKS), ("between", LINKS)):
+            values[key] = _row(values[key], table, f"{path}: {key}")
+        if values["ranks_per_node"] < 1:
+            raise ConfigError(f"{path}: ranks_per_node", values["ranks_per_node"], "it is below 1", "Give at least 1")
+        return cls(**{"name": Path(path).stem, **values})
+
+
+_ZERO_IS_FINE = ("memory", "dispatch", "latency")
+_KINDS = {float: "a number", int: "a whole number", str: "text"}
+
+
+def _fields(kind: type, found: Any, where: str, optional: Sequence[str] = ()) -> dict[str, Any]:
+    """The values of a dataclass as JSON gives them, checked by name, type and range. Raises ConfigError."""
+    types = {field.name: field.type for field in fields(kind)}
+    if not isinstance(found, dict):
+        raise ConfigError("cluster file", where, "it is not an object", f"Give {', '.join(types)}")
+    for key, value in found.items():
+        wanted = types.get(key)
+        if wanted is None:
+            raise ConfigError(f"{where}: key", key, "it is unknown", f"Use {', '.join(types)}")
+        if wanted in _KINDS and (
+            isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted)
+        ):
+            raise ConfigError(f"{where}: {key}", repr(value), f"it is not {_KINDS[wanted]}", "Correct it")
+        if wanted in (int, float) and not (0 < value < math.inf or (value == 0 and key in _ZERO_IS_FINE)):
+            least = "a finite number, at least 0" if key in _ZERO_IS_FINE else "a finite number above 0"
+            raise ConfigError(f"{where}: {key}", value, "it cannot be", f"Use {least}")
+    missing = [key for key in types if key not in found and key not in optional]
+    if missing:
+        raise ConfigError(f"{where}: key", missing[0], "it is missing", f"Give {', '.join(missing)}")
+    if found.get("matmul_efficiency", 1) > 1:
+        raise ConfigError(f"{where}: matmul_efficiency", found["matmul_efficiency"], "it exceeds 1", "Use at most 1")
+    return dict(found)
+
+
+def _row(value: Any, table: Mapping[str, Any], where: str) -> Any:
+    """A row of the table by its name, or a new one by its fields."""
+    if isinstance(value, str):
+        if value not in table:
+            raise ConfigError(
+                where, value, "it is not in the table", f"Use one of {', '.join(table)}, or give its fields"
+            )
+        return table[value]
+    kind = type(next(iter(table.values())))
+    return kind(**_fields(kind, value, where, ("dispatch",)))
 
 
 # The CPU row is one core of a current server with AVX-512 and its bf16 instructions: measured, so its efficiency is 1.
@@ -71,6 +145,7 @@ _DEVICES = (
     Device("H100 PCIe", 756.4e12, 51.2e12, 2.04e12, 80 * GIB, 0.65),
     Device("H100 NVL", 835.5e12, 60e12, 3.94e12, 94 * GIB, 0.65),
     Device("H200", 989.4e12, 66.9e12, 4.8e12, 141 * 10**9, 0.65),
+    Device("RTX 3090", 71e12, 35.6e12, 936e9, 24 * GIB, 0.8),  # 16-bit products with fp32 sums, half the headline rate
 )
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _DEVICES})
 
@@ -78,6 +153,7 @@ _LINKS = (
     Link("loopback", 170e-6, 1.7e9),  # gloo between two cores, measured
     Link("ethernet-1g", 100e-6, 0.119e9),
     Link("ethernet-100g", 20e-6, 11e9),
+    Link("pcie4", 10e-6, 12e9),  # x16 through host memory: GeForce drivers allow no access to a peer's
     Link("nvlink3", 4e-6, 240e9),
     Link("nvlink4", 4e-6, 360e9),
     Link("infiniband-hdr", 10e-6, 23e9),
@@ -85,12 +161,20 @@ _LINKS = (
 )
 LINKS: Mapping[str, Link] = MappingProxyType({link.name: link for link in _LINKS})
 
-_NODES = {  # device word -> ranks in a node, the link inside, the link between
-    "cpu": (64, "loopback", "ethernet-100g"),
-    "A100": (8, "nvlink3", "infiniband-hdr"),
-    "H100": (8, "nvlink4", "infiniband-ndr"),
-    "H200": (8, "nvlink4", "infiniband-ndr"),
+_CLUSTERS = {  # profile -> device, ranks in a node, the link inside, the link between
+    "cpu": ("cpu", 64, "loopback", "ethernet-100g"),
+    "laptop": ("cpu", 1, "loopback", "ethernet-1g"),
+    "rtx3090": ("RTX 3090", 8, "pcie4", "ethernet-100g"),
+    "dgx-a100": ("A100", 8, "nvlink3", "infiniband-hdr"),
+    "dgx-h100": ("H100", 8, "nvlink4", "infiniband-ndr"),
+    "dgx-h200": ("H200", 8, "nvlink4", "infiniband-ndr"),
 }
+CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
+    {
+        name: Cluster(DEVICES[device], ranks, LINKS[inside], LINKS[between], name)
+        for name, (device, ranks, inside, between) in _CLUSTERS.items()
+    }
+)
 
 
 def find_device(name: str) -> Device:
@@ -103,10 +187,22 @@ def find_device(name: str) -> Device:
 
 
 def find_cluster(name: str) -> Cluster:
-    """The usual machine around a device: 8 GPUs joined by NVLink and InfiniBand, or the cores of one host."""
-    device = find_device(name)
-    ranks_per_node, inside, between = _NODES[device.name.split()[0]]
-    return Cluster(device, ranks_per_node, LINKS[inside], LINKS[between])
+    """A cluster by its profile's name, by its JSON file, or the usual one around a device of that name.
+
+    The usual one: 8 GPUs joined by NVLink and InfiniBand, or the cores of one host. Raises ConfigError for a file that
+    cannot be read, PlanError for an unknown name.
+    """
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if name.endswith(".json"):
+        return Cluster.from_json(name)
+    try:
+        device = find_device(name)
+    except PlanError as error:
+        choices = ", ".join(dict.fromkeys((*CLUSTERS, *DEVICES)))
+        raise PlanError("cluster", name, "there is no such one", f"Use one of {choices}, or a file *.json") from error
+    usual = next(row for row in CLUSTERS.values() if row.device.name.split()[0] == device.name.split()[0])
+    return Cluster(device, usual.ranks_per_node, usual.inside, usual.between, usual.name)
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float:

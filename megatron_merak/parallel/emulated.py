@@ -1,0 +1,283 @@
+"""A process-group backend "emu": gloo moves the data, a logical clock says how long that takes on a modelled cluster.
+
+The rules, a conservative discrete-event simulation:
+
+- A collective starts when the last of its ranks has launched it and those launched before it on links of the same class
+  are through; it lasts what ``cluster`` says. Waiting for it is a stream's wait: the clock goes on at its end.
+- A message starts when it is sent, its receive is posted and the previous one of its channel is through; it occupies
+  the channel for bytes / bandwidth and arrives the latency later. Sending takes no time of the sender. This is the rule
+  of ``pipeline_parallel.simulate``.
+- The wall clock is never read. Time stamps travel beside the data, so that equal runs have equal times.
+
+Every receive names its source. Ranks launch the collectives of a link class in orders that agree, as on one stream.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from .. import cluster as costs
+from ..cluster import Cluster, Link
+from .clock import LogicalClock, Queue
+
+CHANNEL_TAGS = 1 << 24  # tags t with equal t // CHANNEL_TAGS are one channel between two ranks
+_STAMP_TAG = 1 << 30  # the time stamps of channel c travel under this tag + c
+
+_STAMPS_KEPT = 4096  # of messages that may be under way; those before them were read long ago
+
+
+def register(cluster: Cluster) -> LogicalClock:
+    """Make ``dist.init_process_group("emu")`` and ``new_group(backend="emu")`` work; returns this rank's clock.
+
+    Groups made from here on are modelled on ``cluster``; global rank r is on node r // ranks_per_node.
+    """
+    clock = LogicalClock(cluster)
+
+    def create(options, _) -> EmulatedGroup:
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        gloo = dist.ProcessGroupGloo(
+            dist.PrefixStore("emu", options.store), options.group_rank, options.group_size, options.timeout
+        )
+        return EmulatedGroup(gloo, ranks, clock, options.group_id)
+
+    dist.Backend.register_backend("emu", create, extended_api=True, devices=["cpu"])
+    return clock
+
+
+class Stamp:
+    """Numbers that travel beside the data. No operation is dispatched to write or read them, so that none is timed."""
+
+    def __init__(self, *values: float):
+        self._values = array("d", values)
+        self.tensor = torch.frombuffer(self._values, dtype=torch.float64)
+
+    def __getitem__(self, place: int) -> float:
+        return self._values[place]
+
+
+class EmulatedWork(Work):
+    """Data under way, and when it arrives. Waiting a second time does nothing."""
+
+    def __init__(self, data: Work, clock: LogicalClock, result: Any):
+        super().__init__()
+        self.data, self.clock, self.outputs = data, clock, result
+        self.ready = self.end = None
+
+    def find_end(self) -> None:
+        """Set ``ready`` and ``end``."""
+        raise NotImplementedError
+
+    def wait(self, timeout=None) -> bool:
+        if self.end is None:
+            self.find_end()
+        self.clock.wait(self.ready, self.end)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.end is not None
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self.outputs
+
+    def get_future(self) -> torch.futures.Future:
+        self.wait()
+        future = torch.futures.Future()
+        future.set_result(self.outputs)
+        return future
+
+
+class Collective(EmulatedWork):
+    """A collective of ``cost`` seconds; ``stamp`` becomes the time at which the last rank launched it."""
+
+    def __init__(self, data: Work, stamp: Stamp, stamping: Work, cost: float, queue: Queue, clock, result: Any):
+        super().__init__(data, clock, result)
+        self.stamp, self.stamping, self.cost, self.queue = stamp, stamping, cost, queue
+        queue.waiting.append(self)
+
+    def find_end(self) -> None:
+        self.queue.resolve(self)
+
+    def resolve(self, queue: Queue) -> None:
+        self.data.wait()
+        self.stamping.wait()
+        self.ready = self.stamp[0]
+        self.end = queue.free = max(self.ready, queue.free) + self.cost
+        self.clock.communication += self.cost
+
+
+class Channel:
+    """The receiver's end of the messages from one rank: they go in the order in which they were sent, those without a
+    posted receive left aside.
+    """
+
+    def __init__(self, gloo, source: int, number: int, link: Link, clock: LogicalClock):
+        self.gloo, self.source, self.number, self.link, self.clock = gloo, source, number, link, clock
+        self.free = 0.0
+        self._posted: dict[int, deque[Receive]] = {}
+        self._sent: list[Stamp] = []
+
+    def post(self, receive: "Receive") -> None:
+        self._posted.setdefault(receive.tag, deque()).append(receive)
+
+    def find_end(self, wanted: "Receive") -> None:
+        """Read time stamps up to that of ``wanted``."""
+        self._match()
+        while wanted.end is None:
+            stamp = Stamp(0.0, 0.0)
+            self.gloo.recv([stamp.tensor], self.source, _STAMP_TAG + self.number).wait()
+            self._sent.append(stamp)
+            self._match()
+
+    def _match(self) -> None:
+        left = []
+        for stamp in self._sent:
+            posted = self._posted.get(int(stamp[1]))
+            if not posted:
+                left.append(stamp)
+                continue
+            receive = posted.popleft()
+            receive.ready = max(stamp[0], receive.posted)
+            self.free = max(receive.ready, self.free) + receive.nbytes / self.link.bandwidth
+            receive.end = self.free + self.link.latency
+            self.clock.communication += costs.send(receive.nbytes, self.link)
+        self._sent = left
+
+
+class Receive(EmulatedWork):
+    """A posted receive of one message."""
+
+    def __init__(self, data: Work, channel: Channel, tag: int, tensors: list[Tensor]):
+        super().__init__(data, channel.clock, tensors)
+        self.channel, self.tag, self.nbytes = channel, tag, _bytes(tensors)
+        self.posted, self._arrived = channel.clock.now(), False
+        channel.post(self)
+
+    def find_end(self) -> None:
+        self.channel.find_end(self)
+
+    def wait(self, timeout=None) -> bool:
+        if not self._arrived:
+            self.data.wait()
+            self._arrived = True
+        return super().wait()
+
+
+class Sent(Work):
+    """A message on its way: its time is counted where it arrives."""
+
+    def __init__(self, data: Work, tensors: list[Tensor]):
+        super().__init__()
+        self.data, self.tensors, self._gone = data, tensors, False
+
+    def wait(self, timeout=None) -> bool:
+        if not self._gone:
+            self.data.wait()
+            self._gone = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._gone or self.data.is_completed()
+
+
+class EmulatedGroup(dist.ProcessGroup):
+    """The ranks of a group, gloo between them for the data, and the clock of this rank. Made by ``register``."""
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, ranks: Sequence[int], clock: LogicalClock, name: str):
+        super().__init__(gloo.rank(), gloo.size())
+        self._name = name
+        self.gloo, self.ranks, self.clock, self.n = gloo, ranks, clock, len(ranks)
+        self.link = clock.cluster.link(ranks)
+        self._channels: dict[tuple[int, int], Channel] = {}
+        self._stamps: deque[tuple[Work, Stamp]] = deque()
+
+    def getBackendName(self) -> str:
+        return "emu"
+
+    @property
+    def group_name(self) -> str:
+        """torch keeps the name of a group in its backends, of which a group made in Python has none."""
+        return self._name
+
+    def shutdown(self) -> None:
+        self.gloo.shutdown()
+
+    def _launch(self, data: Work, cost: float, result: Any) -> Collective:
+        queue = self.clock.queue(self.link)
+        stamp, latest = Stamp(self.clock.now()), dist.AllreduceOptions()
+        latest.reduceOp = dist.ReduceOp.MAX
+        return Collective(data, stamp, self.gloo.allreduce([stamp.tensor], latest), cost, queue, self.clock, result)
+
+    def allreduce(self, tensors, opts=None):
+        work = self.gloo.allreduce(tensors, opts or dist.AllreduceOptions())
+        return self._launch(work, costs.all_reduce(self.n, _bytes(tensors), self.link), tensors)
+
+    def broadcast(self, tensors, opts):
+        work = self.gloo.broadcast(tensors, opts)
+        return self._launch(work, costs.broadcast(self.n, _bytes(tensors), self.link), tensors)
+
+    def reduce(self, tensors, opts):
+        work = self.gloo.reduce(tensors, opts)
+        return self._launch(work, costs.broadcast(self.n, _bytes(tensors), self.link), tensors)
+
+    def allgather(self, outputs, inputs, opts=None):
+        work = self.gloo.allgather(outputs, inputs)
+        return self._launch(work, costs.all_gather(self.n, _bytes(inputs), self.link), outputs)
+
+    def _allgather_base(self, output, input, opts=None):
+        work = self.gloo._allgather_base(output, input)
+        return self._launch(work, costs.all_gather(self.n, _bytes([input]), self.link), [output])
+
+    def reduce_scatter(self, outputs, inputs, opts=None):
+        work = self.gloo.reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
+        return self._launch(work, costs.reduce_scatter(self.n, _bytes(outputs), self.link), outputs)
+
+    def _reduce_scatter_base(self, output, input, opts=None):
+        work = self.gloo._reduce_scatter_base(output, input, opts or dist.ReduceScatterOptions())
+        return self._launch(work, costs.reduce_scatter(self.n, _bytes([output]), self.link), [output])
+
+    # torch 2.13 calls these names, older releases the two above.
+    def all_gather_single(self, output, input, opts=None, **_):
+        return self._allgather_base(output, input)
+
+    def reduce_scatter_single(self, output, input, opts=None, **_):
+        return self._reduce_scatter_base(output, input, opts)
+
+    def gather(self, outputs, inputs, opts):
+        work = self.gloo.gather(outputs, inputs, opts)
+        return self._launch(work, costs.all_gather(self.n, _bytes(inputs), self.link), outputs)
+
+    def scatter(self, outputs, inputs, opts):
+        work = self.gloo.scatter(outputs, inputs, opts)
+        return self._launch(work, costs.all_gather(self.n, _bytes(outputs), self.link), outputs)
+
+    def barrier(self, opts=None):
+        """Costs a message to the others and back, without content."""
+        return self._launch(self.gloo.barrier(), costs.all_reduce(self.n, 0, self.link), [])
+
+    def send(self, tensors, destination: int, tag: int = 0):
+        if len(self._stamps) == _STAMPS_KEPT:  # gloo never says of a send that it is over, so it is waited for
+            self._stamps.popleft()[0].wait()
+        stamp = Stamp(self.clock.now(), tag)
+        stamping = self.gloo.send([stamp.tensor], destination, _STAMP_TAG + tag // CHANNEL_TAGS)
+        self._stamps.append((stamping, stamp))
+        return Sent(self.gloo.send(tensors, destination, tag), tensors)
+
+    def recv(self, tensors, source: int, tag: int = 0):
+        key = source, tag // CHANNEL_TAGS
+        if key not in self._channels:
+            link = self.clock.cluster.link([self.ranks[source], self.ranks[self.rank()]])
+            self._channels[key] = Channel(self.gloo, *key, link, self.clock)
+        return Receive(self.gloo.recv(tensors, source, tag), self._channels[key], tag, tensors)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,140 @@
+"""Kernel times by the roofline: every operation that PyTorch dispatches takes the longer of arithmetic and traffic."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ..cluster import Device
+
+aten = torch.ops.aten
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Neither read nor write what their arguments point to.
+_FREE = frozenset(
+    {
+        *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.resize_),
+        *(aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten._reshape_alias, aten.set_),
+        *(aten._local_scalar_dense, aten.is_same_size, aten.record_stream),
+    }
+)
+_OVERWRITE = frozenset(
+    {aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.normal_, aten.uniform_, aten.random_, aten.exponential_}
+)
+_GATHER = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
+_SCATTER = frozenset({aten.index_add_, aten.index_put_, aten.scatter_add_, aten.index_copy_, aten.scatter_})
+
+
+class Signature(NamedTuple):
+    """How an operation treats its arguments, in order: which are only read, which only written."""
+
+    free: bool
+    read: tuple[bool, ...]
+    written: tuple[bool, ...]
+    names: tuple[str, ...]
+    returns_new: tuple[bool, ...]
+
+
+class Kernels(TorchDispatchMode):
+    """While it is on, ``charge`` is called with the seconds of every operation.
+
+    FLOPs are those of matrix products, convolutions and attention (its causal half). Traffic is what the operation
+    reads and writes, a broadcast or expanded value once, of a table only the rows that are looked up. Views and
+    allocations are free; so are operations that are not of PyTorch's own namespace but for their traffic. Kernels are
+    those that the model dispatches here, on the CPU: where a GPU would run one fused kernel, this counts its parts.
+    """
+
+    def __init__(self, device: Device, charge: Callable[[float], None]):
+        super().__init__()
+        self.device, self.charge = device, charge
+        self._signatures: dict[Any, Signature] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func not in self._signatures:
+            self._signatures[func] = _signature(func)
+        signature = self._signatures[func]
+        if not signature.free:
+            self.charge(self.seconds(func, signature, args, kwargs, out))
+        return out
+
+    def seconds(self, func, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
+        """The time of one operation."""
+        dtype = "float32"
+        if any(t.is_floating_point() and t.element_size() == 2 for t in _tensors((args, kwargs))):
+            dtype = "bfloat16"
+        traffic = _traffic(func.overloadpacket, signature, args, kwargs, out)
+        return self.device.kernel_time(_flops(func.overloadpacket, args, kwargs, out), traffic, dtype)
+
+
+def _signature(func) -> Signature:
+    schema = func._schema
+    write_only = func.overloadpacket in _OVERWRITE
+    read, written, names = [], [], []
+    for place, argument in enumerate(schema.arguments):
+        mutable = argument.alias_info is not None and argument.alias_info.is_write
+        read.append(not (mutable and (argument.is_out or (write_only and place == 0))))
+        written.append(mutable)
+        names.append(argument.name)
+    new = tuple(value.alias_info is None for value in schema.returns)
+    free = func.is_view or func.overloadpacket in _FREE or func.namespace in ("c10d", "profiler", "prim")
+    return Signature(free, tuple(read), tuple(written), tuple(names), new)
+
+
+def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
+    """Bytes read and written."""
+    outs = out if isinstance(out, (tuple, list)) and len(signature.returns_new) > 1 else (out,)
+    made = sum(_bytes(value) for value, new in zip(outs, signature.returns_new, strict=True) if new)
+    values = {signature.names[place]: value for place, value in enumerate(args)} | kwargs
+    if packet in _GATHER:
+        table, *others = args
+        return min(_bytes(table), made) + made + sum(map(_bytes, others))
+    if packet in _SCATTER:
+        table, *others = args
+        touched = 2 * sum(_bytes(value) for value in others[-1:])
+        return touched + sum(map(_bytes, others)) + sum(map(_bytes, kwargs.values()))
+    moved = made
+    for place, name in enumerate(signature.names):
+        if name in values:
+            moved += _bytes(values[name]) * (signature.read[place] + signature.written[place])
+    return moved
+
+
+def _flops(packet, args: tuple, kwargs: dict, out: Any) -> float:
+    if packet is _ATTENTION:
+        return _attention_flops(*args[:3], _is_causal(args, 4, kwargs))
+    if packet is _ATTENTION_BACKWARD:  # the scores again, and four products of their size
+        return 2.5 * _attention_flops(*args[1:4], _is_causal(args, 7, kwargs))
+    name = packet._qualified_op_name.removeprefix("aten::")
+    count = flop_registry.get(packet) or flop_registry.get(getattr(aten, name.rstrip("_"), None))
+    return 0.0 if count is None else count(*args, **kwargs, out_val=out)
+
+
+def _is_causal(args: tuple, place: int, kwargs: dict) -> bool:
+    return args[place] if len(args) > place else kwargs.get("is_causal", False)
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:
+    """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e]."""
+    batch, heads, length, dim = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (dim + value.shape[3]) / (2 if causal else 1)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _bytes(value: Any) -> int:
+    """What is stored of a value: an expanded tensor counts once."""
+    return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in _tensors(value))
