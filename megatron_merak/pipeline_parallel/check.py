@@ -24,13 +24,15 @@ def check(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
     """Raises ScheduleError unless the schedule, of compute ops with or without communication, can run and is complete.
 
     It holds that: every op is on the rank of its stage; every stage has F and B of every micro-batch once, and R and W
-    at most once; F < R < B < W; where there is communication, every boundary between ranks has its send and receive,
+    at most once; F < R < B < W; every stage runs its Bs in micro-batch order, and its Ws, so that all schedules sum
+    gradients alike; where there is communication, every boundary between ranks has its send and receive,
     after the producer and before the consumer, in the same order at both ends; and the ranks never wait in a circle
     (sends buffered, receives posted). `in_flight[s]`, if given, bounds the micro-batches stage s may hold.
     """
     _check_placement(schedule)
     _check_complete(schedule)
     _check_order(schedule)
+    _check_sums(schedule)
     if schedule.has_communication:
         _check_pairs(schedule)
         _check_channels(schedule)
@@ -103,6 +105,21 @@ def _check_order(schedule: Schedule) -> None:
                 if index.get(first_op, -1) >= later:
                     reason = f"rank {rank} runs {later_op} (entry {later}) no later than {first_op} ({index[first_op]})"
                     raise _wrong(schedule, reason, f"Run {first_kind} before {second_kind}")
+
+
+def _check_sums(schedule: Schedule) -> None:
+    """Gradients are added up in micro-batch order under every schedule, so that they are equal bit for bit."""
+    separate = {(op.stage, op.microbatch) for op in _all_ops(schedule) if op.kind is Kind.W}
+    latest: dict[tuple[int, str], Op] = {}
+    for op in _all_ops(schedule):
+        adds = op.kind is Kind.W or (op.kind is Kind.B and (op.stage, op.microbatch) not in separate)
+        for applies, what in ((op.kind is Kind.B, "backwards"), (adds, "weight gradients")):
+            before = latest.get((op.stage, what), op)
+            if applies and before.microbatch > op.microbatch:
+                reason = f"rank {schedule.rank_of(op.stage)} runs {op} after {before}: its {what} are out of order"
+                raise _wrong(schedule, reason, "Run them in the order of the micro-batches, as gradients are summed")
+            if applies:
+                latest[op.stage, what] = op
 
 
 def _check_pairs(schedule: Schedule) -> None:

@@ -1,6 +1,7 @@
 """Passes: a Schedule in, a Schedule out."""
 
 from collections.abc import Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megatron_merak.errors import ScheduleError
@@ -14,13 +15,29 @@ def forward_only(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=tuple(map(tuple, forwards)))
 
 
+def without(schedule: Schedule, kind: Kind, stages: Collection[int] | None = None) -> Schedule:
+    """The schedule of compute ops less the R or W ops of these stages (default: all): each B then does its part.
+
+    Such as the R of stages that recompute nothing.
+    """
+    if kind not in (Kind.R, Kind.W):
+        raise ScheduleError("schedule", schedule.name, f"it cannot do without {kind} ops", "Drop R or W ops only")
+    dropped = range(schedule.stages) if stages is None else stages
+    ranks = []
+    for program in schedule.ranks:
+        left = [[op for op in ops_of(entry) if op.kind is not kind or op.stage not in dropped] for entry in program]
+        ranks.append(tuple(ops[0] if len(ops) == 1 else tuple(ops) for ops in left if ops))
+    return replace(schedule, ranks=tuple(ranks))
+
+
 def add_communication(schedule: Schedule) -> Schedule:
     """Adds the sends and receives of a schedule of compute ops.
 
-    A send stands right after the entry that produces its value. A receive is posted one entry ahead of its consumer,
-    so that the transfer overlaps that entry, or earlier where the messages of its channel were sent in another order
-    than they are consumed: the two ends of a channel are matched by order alone. Stages that share a rank exchange
-    nothing. Raises ScheduleError where communication is already there.
+    A send stands right after the entry that produces its value. A receive is posted one forward or backward ahead of
+    its consumer, so that the transfer overlaps that and the recomputations and weight gradients between them, or earlier
+    where the messages of its channel were sent in another order than they are consumed: the two ends of a channel are
+    matched by order alone. Stages that share a rank exchange nothing. Raises ScheduleError where communication is
+    already there.
     """
     if schedule.has_communication:
         raise ScheduleError("schedule", schedule.name, "it has communication ops already", "Pass compute ops only")
@@ -67,7 +84,7 @@ def _place_receives(schedule: Schedule, sends: list[list[list[Op]]]) -> list[lis
                     f"{send} has no {receive.stage}{kind}{receive.microbatch} to receive it",
                     "Run every micro-batch on every stage",
                 )
-            at = min(max(at - 1, 0), latest.get(channel, len(schedule.ranks[rank])))
+            at = min(_ahead(schedule.ranks[rank], at), latest.get(channel, at))
             latest[channel] = at
             receives[rank][at].insert(0, receive)
     return receives
@@ -88,3 +105,12 @@ def resize(schedule: Schedule, microbatches: int) -> Schedule:
 
     programs = tuple(tuple(program_of(program)) for program in schedule.ranks)
     return replace(schedule, microbatches=microbatches, ranks=programs)
+
+
+def _ahead(program: Sequence[Entry], consumer: int) -> int:
+    """The entry before which to post a receive: the forward or backward next before its consumer.
+
+    An R or W alone may be too short to hide a transfer, or be nothing at all where a stage recomputes nothing.
+    """
+    earlier = range(consumer - 1, -1, -1)
+    return next((i for i in earlier if any(op.kind in (Kind.F, Kind.B) for op in ops_of(program[i]))), 0)

@@ -9,13 +9,21 @@ from types import MappingProxyType
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders.builder import Builder
+from megatron_merak.pipeline_parallel.builders.interleaved import interleaved
 from megatron_merak.pipeline_parallel.builders.plain import gpipe, naive, one_forward_one_backward
+from megatron_merak.pipeline_parallel.builders.recompute import early_recompute, shifted
+from megatron_merak.pipeline_parallel.builders.zero_bubble import zb_h1, zb_v
 from megatron_merak.pipeline_parallel.ops import Schedule
 
 _TABLE = (
     Builder("naive", naive),
     Builder("gpipe", gpipe),
     Builder("1f1b", one_forward_one_backward),
+    Builder("interleaved", interleaved, chunks=2, chunked=True, grouped=True),
+    Builder("shifted", shifted, recomputes=True, least_ranks=2, least_microbatches=lambda ranks: max(ranks, 4)),
+    Builder("early-recompute", early_recompute, recomputes=True),
+    Builder("zb-h1", zb_h1, splits=True),
+    Builder("zb-v", zb_v, splits=True, chunks=2),
 )
 BUILDERS: Mapping[str, Builder] = MappingProxyType({builder.name: builder for builder in _TABLE})
 
@@ -26,8 +34,8 @@ def build_schedule(
     """The compute ops of a named schedule over `ranks` pipeline ranks.
 
     `chunks`: (virtual) stages per rank, where the schedule leaves a choice; `group`: how many micro-batches an
-    interleaved rank runs on one stage before it turns to the next (default: as many as there are ranks). Raises
-    ScheduleError for an unknown name, or outside of what the schedule is defined for.
+    interleaved rank runs on one stage before it turns to the next. Raises ScheduleError for an unknown name, or outside
+    of what the schedule is defined for.
     """
     if name not in BUILDERS:
         raise ScheduleError("schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}")

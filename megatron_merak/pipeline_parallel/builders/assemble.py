@@ -1,4 +1,4 @@
-"""What all builders share: how the orders of stages become a Schedule."""
+"""What builders share: the order of 1F1B, and how the orders of stages become a Schedule."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,17 @@ from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
 
 Step = tuple[Kind, int]
 """What a stage does next: a kind, and the micro-batch."""
+
+
+def alternate(microbatches: int, ahead: int) -> list[Step]:
+    """`ahead` forwards (or all there are), then B and F in turn, then the backwards that are left."""
+    ahead = min(ahead, microbatches)
+    order = [(Kind.F, k) for k in range(ahead)]
+    for k in range(microbatches):
+        order.append((Kind.B, k))
+        if ahead + k < microbatches:
+            order.append((Kind.F, ahead + k))
+    return order
 
 
 def one_stage_per_rank(name: str, microbatches: int, orders: Sequence[Sequence[Step]]) -> Schedule:

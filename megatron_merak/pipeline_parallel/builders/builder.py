@@ -36,7 +36,7 @@ class Builder:
         self._check_size(ranks, microbatches)
         self._check_options(chunks, group)
         options = [chunks or self.chunks] if self.chunked else []
-        return self.make(ranks, microbatches, *options, *([group or ranks] if self.grouped else []))
+        return self.make(ranks, microbatches, *options, *([group] if self.grouped else []))
 
     def _check_size(self, ranks: int, microbatches: int) -> None:
         if min(ranks, microbatches) < 1:

@@ -1,6 +1,6 @@
 """Schedules whose backward is one op: naive, GPipe and 1F1B."""
 
-from megatron_merak.pipeline_parallel.builders.assemble import one_stage_per_rank
+from megatron_merak.pipeline_parallel.builders.assemble import alternate, one_stage_per_rank
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule
 
 
@@ -39,13 +39,5 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
     rank 2 | .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5--- .  .  .  .
     rank 3 | .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- .  .  .  .  .  .
     """
-    programs = []
-    for stage in range(stages):
-        warmup = min(stages - stage, microbatches)
-        order = [(Kind.F, k) for k in range(warmup)]
-        for k in range(microbatches):
-            order.append((Kind.B, k))
-            if warmup + k < microbatches:
-                order.append((Kind.F, warmup + k))
-        programs.append(order)
-    return one_stage_per_rank("1f1b", microbatches, programs)
+    orders = [alternate(microbatches, stages - stage) for stage in range(stages)]
+    return one_stage_per_rank("1f1b", microbatches, orders)
