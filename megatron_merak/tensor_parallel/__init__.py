@@ -4,10 +4,13 @@ from .cross_entropy import local_max, local_terms, loss_from_terms, vocab_parall
 from .layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear, VocabParallelEmbedding
 from .mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     group_rank,
     group_size,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
 from .random import RngTracker, default_generator, derive_seed, model_parallel_seed
@@ -21,6 +24,7 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "default_generator",
     "derive_seed",
+    "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "group_rank",
     "group_size",
@@ -29,6 +33,8 @@ __all__ = [
     "loss_from_terms",
     "model_parallel_seed",
     "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "vocab_parallel_cross_entropy",
 ]

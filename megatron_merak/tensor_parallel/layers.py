@@ -2,6 +2,8 @@
 
 ``collectives='call'``: the layer calls its own collectives, as a stand-alone module.
 ``collectives='edge'``: the layer only computes on its shard; whoever lists the segments owns the collectives.
+``sequence_parallel``: between the layers each rank has its part [b, s / n, h] of the sequence, not all of it; 'call'
+layers then gather their input and reduce-scatter their output.
 ``sink``, when set, receives weight gradients instead of autograd.
 Weights are not initialised: what fills them knows the full tensor, so that the result does not depend on the split.
 """
@@ -13,10 +15,12 @@ from .. import ops
 from .mappings import (
     Group,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     group_rank,
     group_size,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
 
@@ -28,13 +32,25 @@ def divide(extent: int, parts: int) -> int:
 
 
 class ParallelLayer(nn.Module):
-    """What the three layers share: the group, who calls collectives, and where weight gradients go."""
+    """What the three layers share: the group, who calls which collectives, and where weight gradients go."""
 
-    def __init__(self, group: Group, collectives: str):
+    def __init__(self, group: Group, collectives: str, sequence_parallel: bool):
         super().__init__()
         assert collectives in ("call", "edge"), collectives
-        self.group, self.calls = group, collectives == "call"
+        self.group, self.calls, self.sequence_parallel = group, collectives == "call", sequence_parallel
         self.sink: ops.WeightGradientSink | None = None
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """What a 'call' layer computes with: its input on all positions, whose gradient is partial on each rank."""
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(x, self.group)
+        return copy_to_tensor_model_parallel_region(x, self.group)
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        """A 'call' layer's output: the sum over ranks, all of it or this rank's part of the sequence."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, self.group)
+        return reduce_from_tensor_model_parallel_region(partial, self.group)
 
 
 class ColumnParallelLinear(ParallelLayer):
@@ -51,12 +67,14 @@ class ColumnParallelLinear(ParallelLayer):
         *,
         group: Group = None,
         collectives: str = "call",
+        sequence_parallel: bool = False,
         gather_output: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        super().__init__(group, collectives)
+        super().__init__(group, collectives, sequence_parallel)
         assert self.calls or not gather_output, "under 'edge' the layer has no collectives"
+        assert not (sequence_parallel and gather_output), "no part of the sequence would be left"
         rows = divide(out_features, group_size(group))
         self.gather_output = gather_output
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
@@ -64,7 +82,7 @@ class ColumnParallelLinear(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.calls:
-            x = copy_to_tensor_model_parallel_region(x, self.group)
+            x = self._whole(x)
         y = ops.linear(x, self.weight, self.bias, self.sink)
         return gather_from_tensor_model_parallel_region(y, self.group) if self.calls and self.gather_output else y
 
@@ -85,13 +103,15 @@ class RowParallelLinear(ParallelLayer):
         *,
         group: Group = None,
         collectives: str = "call",
+        sequence_parallel: bool = False,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        super().__init__(group, collectives)
+        super().__init__(group, collectives, sequence_parallel)
         assert self.calls or input_is_parallel, "under 'edge' the layer has no collectives"
+        assert input_is_parallel or not sequence_parallel, "a part of the sequence has no features to split"
         columns = divide(in_features, group_size(group))
         self.input_is_parallel, self.adds_bias = input_is_parallel, bias and self.calls and not skip_bias_add
         self.weight = nn.Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
@@ -102,8 +122,11 @@ class RowParallelLinear(ParallelLayer):
             x = scatter_to_tensor_model_parallel_region(x, self.group)
         y = ops.linear(x, self.weight, None, self.sink)
         if self.calls:
-            y = reduce_from_tensor_model_parallel_region(y, self.group)
-        return y + self.bias if self.adds_bias else y
+            y = self._summed(y)
+        if not self.adds_bias:
+            return y
+        # On parts of the sequence each rank has a part of the bias's gradient.
+        return y + copy_to_tensor_model_parallel_region(self.bias, self.group if self.sequence_parallel else None)
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -120,10 +143,11 @@ class VocabParallelEmbedding(ParallelLayer):
         *,
         group: Group = None,
         collectives: str = "call",
+        sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        super().__init__(group, collectives)
+        super().__init__(group, collectives, sequence_parallel)
         rows = divide(num_embeddings, group_size(group))
         self.start = rows * group_rank(group)
         self.weight = nn.Parameter(torch.empty(rows, embedding_dim, dtype=dtype, device=device))
@@ -134,4 +158,4 @@ class VocabParallelEmbedding(ParallelLayer):
         local = ids - self.start
         outside = (local < 0) | (local >= self.weight.shape[0])
         y = ops.embedding(local.masked_fill(outside, 0), self.weight, self.sink).masked_fill(outside.unsqueeze(-1), 0.0)
-        return reduce_from_tensor_model_parallel_region(y, self.group) if self.calls else y
+        return self._summed(y) if self.calls else y

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .mappings import Group, group_rank, group_size
-
 # Names since torch 2.13, and before.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -17,7 +15,6 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def stacked(x: Tensor, parts: int) -> Tensor:
     """x [b, s, ...] -> its parts [n, b, s / n, ...], contiguous."""
-    assert x.shape[1] % parts == 0, f"a sequence of {x.shape[1]} does not divide by {parts}"
     return x.unflatten(1, (parts, -1)).transpose(0, 1).contiguous()
 
 
@@ -26,11 +23,9 @@ def unstacked(parts: Tensor) -> Tensor:
     return parts.transpose(0, 1).flatten(1, 2)
 
 
-def own_part(x: Tensor, group: Group) -> Tensor:
+def own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part [b, s / n, ...] of x [b, s, ...], a view."""
-    length = x.shape[1] // group_size(group)
-    assert length * group_size(group) == x.shape[1], f"a sequence of {x.shape[1]} does not divide"
-    return x.narrow(1, group_rank(group) * length, length)
+    return x.unflatten(1, (group.size(), -1)).select(1, group.rank())
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

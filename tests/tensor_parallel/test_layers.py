@@ -111,6 +111,52 @@ def block(rank, n):
     assert log.collectives == ["allreduce_"] * 2
 
 
+def on_parts(rank, n):
+    """Column, relu, row and its bias between parts of the sequence: one gathering and one reduce-scatter each way."""
+    p, group = full(), dist.group.WORLD
+    x = torch.cat([p["x"]] * 2, 1)[:, : 2 * n]  # 2 n positions of 3 samples
+    upstream = x.flip(1)
+    kwargs = {"group": group, "sequence_parallel": True}
+    first = ColumnParallelLinear(INPUT, OUTPUT, **kwargs)
+    second = RowParallelLinear(OUTPUT, INPUT, **kwargs)
+    fill(first, part(p["weight"], 0, rank, n), part(p["bias"], 0, rank, n))
+    fill(second, part(p["weight"].t(), 1, rank, n), p["bias"][:INPUT])
+    leaf = part(x, 1, rank, n).clone().requires_grad_()
+    with OpLog() as log:
+        y = second(first(leaf).relu())
+        forward = log.collectives
+        y.backward(part(upstream, 1, rank, n))
+    gather, scatter = "_allgather_base_", "_reduce_scatter_base_"
+    assert forward == [gather, scatter]
+    assert log.collectives == [gather, scatter, "allreduce_", gather, scatter]  # the bias's gradient is a part, too
+    whole, weight, bias, turned, last = leaves = [
+        t.clone().requires_grad_() for t in (x, p["weight"], p["bias"], p["weight"].t(), p["bias"][:INPUT])
+    ]
+    out = F.linear(F.linear(whole, weight, bias).relu(), turned, last)
+    out.backward(upstream)
+    assert torch.equal(y, part(out, 1, rank, n))
+    assert torch.equal(leaf.grad, part(whole.grad, 1, rank, n))
+    assert torch.equal(first.weight.grad, part(weight.grad, 0, rank, n))
+    assert torch.equal(first.bias.grad, part(bias.grad, 0, rank, n))
+    assert torch.equal(second.weight.grad, part(turned.grad, 1, rank, n))
+    assert torch.equal(second.bias.grad, last.grad)
+
+
+def vocabulary_on_parts(rank, n):
+    p = full()
+    ids, upstream = torch.cat([p["ids"]] * 2, 1)[:, : 2 * n], torch.cat([p["x"]] * 2, 1)[:, : 2 * n]
+    table = p["table"].clone().requires_grad_()
+    out = F.embedding(ids, table)
+    out.backward(upstream)
+    layer = VocabParallelEmbedding(VOCABULARY, INPUT, group=dist.group.WORLD, sequence_parallel=True)
+    with torch.no_grad():
+        layer.weight.copy_(part(p["table"], 0, rank, n))
+    y = layer(ids)
+    assert torch.equal(y, part(out, 1, rank, n))
+    y.backward(part(upstream, 1, rank, n))
+    assert torch.equal(layer.weight.grad, part(table.grad, 0, rank, n))
+
+
 def edges(rank, n):
     """Under 'edge' a layer only computes on its shard: whoever owns the segments owns the sums and the bias."""
     p, kwargs = full(), {"group": dist.group.WORLD, "collectives": "edge"}
@@ -137,6 +183,8 @@ def all_layers(rank, n):
             row(rank, n, input_is_parallel, skip_bias_add)
     vocabulary(rank, n)
     block(rank, n)
+    on_parts(rank, n)
+    vocabulary_on_parts(rank, n)
     return edges(rank, n)
 
 
