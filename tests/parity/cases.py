@@ -1,26 +1,46 @@
 """What is compared: cases over the axes of parity, and a small choice of them that meets every pair of values."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import combinations, product
+from functools import cache
+from itertools import combinations, islice, product
+from random import Random
 
 from megatron_merak.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_merak.errors import ScheduleError
+from megatron_merak.pipeline_parallel.builders import build_schedule
 
-from .families import FAMILIES
+from .families import FAMILIES, LAYERS
 
 MICRO_BATCH, GLOBAL_BATCH = 2, 12  # 6 micro-batches of one replica, 3 of two: more and fewer than 4 stages
 FIRST, PEAK, WARMUP, STEPS, WEIGHT_DECAY = 5e-4, 2e-3, 3, 10, 0.1
+
+DRAWS, CANDIDATES = 60, 2  # in search of combinations with two given values
+
+LAYERS_RECOMPUTED = {"uniform": 2, "block": 1}
 
 AXES: dict[str, tuple] = {
     "family": tuple(FAMILIES),
     "tp": (1, 2, 4),
     "pp": (1, 2, 4),
     "dp": (1, 2),
-    "schedule": ("gpipe", "1f1b"),
-    "recompute": ("none", "full"),
+    "schedule": ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v"),
+    "recompute": ("none", "full", "uniform", "block"),
+    "overlap": ("weight-gradient", "none", "sub-pipeline", "pair"),
+    "sequence_parallel": (False, True),
     "dtype": ("fp32", "bf16"),
     "loss": ("full", "masked", "per-token"),
 }
+
+
+@cache
+def stages_of(schedule: str, ranks: int, microbatches: int) -> float:
+    """Stages of a schedule, infinitely many where it is not defined."""
+    try:
+        return build_schedule(schedule, ranks, microbatches).stages
+    except ScheduleError:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -29,7 +49,7 @@ class Case:
 
     loss: 'full' masks no token; 'masked' masks unevenly, mean of micro-batch means; 'per-token' too, mean over tokens.
     hidden_dropout, attention_dropout: probabilities. clip: largest gradient norm, 0 for any. steps: optimizer steps.
-    bucket: elements of a gradient bucket (all models hold several times more). overlap: reduce during the backward.
+    bucket: elements of a gradient bucket (all models hold several times more). early: reduce during the backward.
     """
 
     family: str
@@ -38,6 +58,8 @@ class Case:
     dp: int = 1
     schedule: str = "1f1b"
     recompute: str = "none"
+    overlap: str = "weight-gradient"
+    sequence_parallel: bool = False
     dtype: str = "fp32"
     loss: str = "masked"
     hidden_dropout: float = 0.0
@@ -45,7 +67,7 @@ class Case:
     clip: float = 1.0
     steps: int = STEPS
     bucket: int = 4000
-    overlap: bool = True
+    early: bool = True
 
     @property
     def world(self) -> int:
@@ -57,7 +79,15 @@ class Case:
 
     def __str__(self) -> str:
         degrees = f"tp{self.tp}-pp{self.pp}-dp{self.dp}"
-        return f"{self.family}-{degrees}-{self.schedule}-{self.recompute}-{self.dtype}-{self.loss}"
+        ways = f"{self.schedule}-{self.recompute}-{self.overlap}" + ("-sp" if self.sequence_parallel else "")
+        return f"{self.family}-{degrees}-{ways}-{self.dtype}-{self.loss}"
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is such a run: enough units and micro-batches for the schedule, and collectives to overlap."""
+        if self.tp == 1 and (self.sequence_parallel or self.overlap != "weight-gradient"):
+            return False
+        return stages_of(self.schedule, self.pp, GLOBAL_BATCH // MICRO_BATCH // self.dp) <= LAYERS + 2
 
     def config(self) -> Config:
         return Config(
@@ -66,9 +96,13 @@ class Case:
                 tensor_model_parallel_size=self.tp,
                 pipeline_model_parallel_size=self.pp,
                 pipeline_schedule=self.schedule,
-                recompute_granularity="full" if self.recompute == "full" else None,
+                recompute_granularity=None if self.recompute == "none" else "full",
+                recompute_method=self.recompute if self.recompute in LAYERS_RECOMPUTED else None,
+                recompute_num_layers=LAYERS_RECOMPUTED.get(self.recompute),
+                tp_comm_overlap=self.overlap,
+                sequence_parallel=self.sequence_parallel,
                 ddp_bucket_size=self.bucket,
-                no_overlap_grad_reduce=not self.overlap,
+                no_overlap_grad_reduce=not self.early,
             ),
             train=TrainConfig(
                 micro_batch_size=MICRO_BATCH,
@@ -88,15 +122,41 @@ class Case:
         )
 
 
-def all_cases(largest_world: int = 8) -> list[Case]:
-    """Every combination of ``AXES`` that runs on at most ``largest_world`` ranks."""
-    cases = [Case(**dict(zip(AXES, values, strict=True))) for values in product(*AXES.values())]
-    return [case for case in cases if case.world <= largest_world]
+def combinations_of(largest_world: int = 8, **given: tuple) -> list[Case]:
+    """Every possible combination of ``AXES`` on at most ``largest_world`` ranks; ``given`` values of some axes only."""
+    axes = AXES | given
+    cases = (Case(**dict(zip(axes, values, strict=True))) for values in product(*axes.values()))
+    return [case for case in cases if case.world <= largest_world and case.possible]
+
+
+def layouts() -> list[Case]:
+    """Every layout of every model, with unevenly masked tokens, as Megatron-LM would run it."""
+    plain = {"schedule": ("gpipe", "1f1b"), "recompute": ("none", "full"), "overlap": ("weight-gradient",)}
+    return combinations_of(loss=("masked",), sequence_parallel=(False,), **plain)
+
+
+def accelerated() -> list[Case]:
+    """Every schedule with every recomputation and overlap, where all of them meet tensor and pipeline parallelism."""
+    where = {"tp": (2,), "pp": (2, 4), "dp": (1,), "dtype": ("fp32",), "loss": ("masked",)}
+    return combinations_of(family=("llama",), **where)
 
 
 def sweep() -> list[Case]:
-    """The full comparison, layout by layout: every combination with unevenly masked tokens."""
-    return sorted((case for case in all_cases() if case.loss == "masked"), key=lambda case: (case.world, *case.layout))
+    """The full comparison, layout by layout."""
+    cases = dict.fromkeys([*layouts(), *accelerated()])
+    return sorted(cases, key=lambda case: (case.world, *case.layout))
+
+
+def some_cases() -> list[Case]:
+    """Combinations that meet every pair of values of ``AXES`` that can meet; few enough to choose from."""
+    drawn = Random(7)
+    found: dict[Case, None] = {}
+    for (a, xs), (b, ys) in combinations(AXES.items(), 2):
+        for x, y in product(xs, ys):
+            draws = ({axis: drawn.choice(options) for axis, options in AXES.items()} for _ in range(DRAWS))
+            cases = (Case(**values | {a: x, b: y}) for values in draws)
+            found |= dict.fromkeys(islice((c for c in cases if c.world <= 8 and c.possible), CANDIDATES))
+    return list(found)
 
 
 def pairs(case: Case) -> frozenset[tuple]:

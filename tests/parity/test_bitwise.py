@@ -46,7 +46,7 @@ LAYOUTS = [
 def variants(case: Case) -> list[Case]:
     changes = [{"schedule": "gpipe"}, {"recompute": "full"}, {"schedule": "gpipe", "recompute": "full"}]
     if case.dp > 1:
-        changes += [{"overlap": False}, {"bucket": 10**9}]
+        changes += [{"early": False}, {"bucket": 10**9}]
     return [replace(case, **change) for change in changes]
 
 
