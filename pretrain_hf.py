@@ -22,7 +22,9 @@ def main() -> None:
         rank, size = position()
         config.validate(size)
         parallel, deterministic = config.parallel, config.train.deterministic_mode
-        world = launch(parallel.distributed_backend, parallel.distributed_timeout_minutes, deterministic)
+        world = launch(
+            parallel.distributed_backend, parallel.distributed_timeout_minutes, deterministic, parallel.emulate
+        )
         pretrain_hf(config, world)
     except MerakError as error:
         sys.stderr.write(f"rank {rank}: {error}\n")

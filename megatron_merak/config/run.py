@@ -6,6 +6,7 @@ from typing import Any, Self
 from .checks import (
     check_checkpoint,
     check_data,
+    check_emulation,
     check_model,
     check_optimizer,
     check_pipeline,
@@ -61,6 +62,7 @@ class RunConfig:
         learning rate. Raises ConfigError."""
         self.check_model()
         check_ranks(self.parallel, self.train, world_size)
+        check_emulation(self.parallel)
         check_checkpoint(self.checkpoint)
         if training:
             check_optimizer(self.optimizer, self.train)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from .. import cluster as costs
-from ..cluster import Cluster, Link
+from ..cluster import Link
 from .clock import LogicalClock, Queue
 
 CHANNEL_TAGS = 1 << 24  # tags t with equal t // CHANNEL_TAGS are one channel between two ranks
@@ -32,12 +32,11 @@ _STAMP_TAG = 1 << 30  # the time stamps of channel c travel under this tag + c
 _STAMPS_KEPT = 4096  # of messages that may be under way; those before them were read long ago
 
 
-def register(cluster: Cluster) -> LogicalClock:
-    """Make ``dist.init_process_group("emu")`` and ``new_group(backend="emu")`` work; returns this rank's clock.
+def register(clock: LogicalClock) -> None:
+    """Make ``dist.init_process_group("emu")`` and ``new_group(backend="emu")`` work, for groups made from here on.
 
-    Groups made from here on are modelled on ``cluster``; global rank r is on node r // ranks_per_node.
+    ``clock``: this rank's, of a cluster; global rank r is on node r // ranks_per_node.
     """
-    clock = LogicalClock(cluster)
 
     def create(options, _) -> EmulatedGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -47,7 +46,6 @@ def register(cluster: Cluster) -> LogicalClock:
         return EmulatedGroup(gloo, ranks, clock, options.group_id)
 
     dist.Backend.register_backend("emu", create, extended_api=True, devices=["cpu"])
-    return clock
 
 
 class Stamp:

@@ -88,7 +88,7 @@ def _signature(func) -> Signature:
 
 def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
     """Bytes read and written."""
-    outs = out if isinstance(out, (tuple, list)) and len(signature.returns_new) > 1 else (out,)
+    outs = out if len(signature.returns_new) > 1 else (out,) * len(signature.returns_new)
     made = sum(_bytes(value) for value, new in zip(outs, signature.returns_new, strict=True) if new)
     values = {signature.names[place]: value for place, value in enumerate(args)} | kwargs
     if packet in _GATHER:

@@ -2,23 +2,31 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from ..cluster import Cluster, find_cluster
 from ..errors import LaunchError
+from .clock import Clock, LogicalClock, WallClock
+from .emulated import register
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among ``size``; alone (``size`` 1, no process group) when it was not started by torchrun."""
+    """This process among ``size``; alone (``size`` 1, no process group) when it was not started by torchrun.
+
+    ``cluster`` is the one that is emulated, None for real ones; ``clock`` is then the modelled time on it.
+    """
 
     rank: int
     size: int
     device: torch.device
+    cluster: Cluster | None = None
+    clock: Clock = field(default_factory=WallClock, compare=False)
 
     @property
     def is_last(self) -> bool:
@@ -42,7 +50,7 @@ def position() -> tuple[int, int]:
 
 
 def _device(backend: str, size: int) -> torch.device:
-    if backend == "gloo" or (backend == "auto" and not torch.cuda.is_available()):
+    if backend in ("gloo", "emu") or (backend == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
@@ -60,12 +68,16 @@ def _check_rendezvous() -> None:
             raise LaunchError(f"environment variable {name}", "(unset)", reason, "Start ranks with torchrun")
 
 
-def launch(backend: str = "auto", timeout_minutes: float = 10, deterministic: bool = False) -> World:
+def launch(
+    backend: str = "auto", timeout_minutes: float = 10, deterministic: bool = False, emulate: str | None = None
+) -> World:
     """Pick the device and join the job. Raises LaunchError before anything is sent.
 
-    ``deterministic``: only kernels that give the same bits every time; torch raises where there is none.
+    ``deterministic``: only kernels that give the same bits every time; torch raises where there is none. ``emulate``:
+    the cluster that the backend "emu" models, see ``find_cluster`` for its errors.
     """
     rank, size = position()
+    cluster, clock = _emulation(backend, emulate)
     device = _device(backend, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -75,11 +87,22 @@ def launch(backend: str = "auto", timeout_minutes: float = 10, deterministic: bo
     if size > 1:
         _check_rendezvous()
         dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl",
+            "emu" if cluster else "gloo" if device.type == "cpu" else "nccl",
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
-    return World(rank, size, device)
+    return World(rank, size, device, cluster, clock)
+
+
+def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock]:
+    if backend != "emu":
+        return None, WallClock()
+    if emulate is None:
+        raise LaunchError("--emulate", "(missing)", "--distributed-backend emu models a cluster", "Name it")
+    cluster = find_cluster(emulate)
+    clock = LogicalClock(cluster)
+    register(clock)
+    return cluster, clock
 
 
 def leave(world: World) -> None:

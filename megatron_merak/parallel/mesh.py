@@ -1,12 +1,13 @@
 """This process's place in the rank grid, and the process groups that follow from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..plan import Grid
+from .clock import Clock, WallClock
 
 AXES = ("tp", "dp", "pp", "tp-pp")
 
@@ -17,7 +18,8 @@ class Mesh:
 
     tp: share a layer. dp: hold the same parameters. pp: hold the stages of one replica. model: tp x pp, one replica.
     control: all ranks, over a backend that moves CPU tensors; for agreement, never for training data.
-    timeout: of every collective of these groups and of those made later; None is torch's default.
+    timeout: of every collective of these groups and of those made later; None is torch's default. clock: what time it
+    is for this rank.
     """
 
     grid: Grid
@@ -29,6 +31,7 @@ class Mesh:
     model: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
+    clock: Clock = field(default_factory=WallClock)
 
     @property
     def tp_rank(self) -> int:
@@ -62,11 +65,17 @@ def new_groups(rank: int, members: list[list[int]], timeout: timedelta | None) -
     return mine
 
 
-def build_mesh(grid: Grid, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:
-    """All groups of ``grid``; the default process group must exist unless the grid is a single rank."""
+def build_mesh(
+    grid: Grid, rank: int, device: torch.device, timeout: timedelta | None = None, clock: Clock | None = None
+) -> Mesh:
+    """All groups of ``grid``; the default process group must exist unless the grid is a single rank.
+
+    Where that is an emulated one, agreement still goes by gloo and takes no modelled time. ``clock``: the world's.
+    """
+    clock = clock or WallClock()
     if grid.size == 1:
-        return Mesh(grid, rank, device)
+        return Mesh(grid, rank, device, clock=clock)
     tp, dp, pp, model = (new_groups(rank, grid.groups(axis), timeout) for axis in AXES)
     on_cpu = dist.get_backend() == "gloo"
     control = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
-    return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout)
+    return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..pipeline_parallel.ops import RECEIVES, Kind, Op, Schedule, ops_of
+from .emulated import CHANNEL_TAGS
 from .mesh import Mesh, new_groups
 
 MOST_VALUES = 64  # that one transfer may carry
@@ -13,13 +14,14 @@ MOST_VALUES = 64  # that one transfer may carry
 class Pipes:
     """One rank's ends of all transfers of a schedule (with communication ops).
 
-    gloo matches messages by tag inside the pipeline group. Other backends match by order alone, so there each channel
-    (source, destination, direction) has a group, and on CUDA a stream, of its own: no transfer waits behind another's.
+    gloo, emulated or not, matches messages by tag inside the pipeline group. Other backends match by order alone, so
+    there each channel (source, destination, direction) has a group, and on CUDA a stream, of its own: no transfer waits
+    behind another's. The tags of a channel are those of one emulated channel.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule):
         self.mesh, self.schedule = mesh, schedule
-        self._by_tag = mesh.pp is not None and dist.get_backend(mesh.pp) == "gloo"
+        self._by_tag = mesh.pp is not None and dist.get_backend(mesh.pp) in ("gloo", "emu")
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
         if mesh.pp is not None and not self._by_tag:
             self._make_groups()
@@ -39,7 +41,9 @@ class Pipes:
             return {"group": self._groups[channel], "peer": other, "tag": 0}
         stage = op.stage if op.kind not in RECEIVES else op.counterpart().stage
         assert place < MOST_VALUES, f"{op} carries more than {MOST_VALUES} values"
-        tag = MOST_VALUES * (2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B)) + place
+        tag = MOST_VALUES * (op.microbatch * self.schedule.stages + stage) + place
+        assert tag < CHANNEL_TAGS, f"{op} has no tag"
+        tag += CHANNEL_TAGS * (kind is Kind.SEND_B)
         return {"group": self.mesh.pp, "peer": other, "tag": tag}
 
     def send(self, op: Op, tensor: Tensor, place: int = 0) -> None:

@@ -1,6 +1,5 @@
 """Executes a schedule: one handler per kind of op, no knowledge of any particular schedule."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -89,7 +88,7 @@ class Executor:
         computes = self.trace is not None and ops[0].kind.is_compute
         if computes:
             self._await(ops)
-            began = time.perf_counter()
+            began = self.mesh.clock.now()
         if ops[0].kind in self._handlers:
             for op in ops:
                 self._handlers[op.kind](self.stages[op.stage], op)
@@ -98,7 +97,7 @@ class Executor:
             for op in ops:
                 self._hand_over(self.stages[op.stage], op)
         if computes:
-            self.trace += [(str(op), began, time.perf_counter()) for op in ops]
+            self.trace += [(str(op), began, self.mesh.clock.now()) for op in ops]
 
     def _await(self, ops: Sequence[Op]) -> None:
         """Wait for what the ops receive, so that a trace shows when they could run."""

@@ -8,7 +8,7 @@ import torch
 
 from ..arguments import deviation_report
 from ..checkpoint import store
-from ..cluster import find_device
+from ..cluster import CLUSTERS, find_device
 from ..config import RunConfig
 from ..data.build import Datasets
 from ..data.loader import BatchLoader
@@ -26,7 +26,11 @@ from .state import RunState
 
 
 def known(device: str, otherwise: str | None = "H100") -> str | None:
-    """The planner's name for a device, ``otherwise`` for one that it does not know: the ratios are what matters."""
+    """The planner's name for a device or cluster, ``otherwise`` for one that it does not know: the ratios are what
+    matters.
+    """
+    if device in CLUSTERS:
+        return device
     try:
         return find_device(device).name
     except PlanError:
@@ -49,10 +53,11 @@ def opening(config: RunConfig, plan: Plan, world: World, precision: str, device:
     precision = f"fp32 matrix products at torch's '{precision}' precision" if config.train.dtype == "float32" else ""
     parts = [
         f"megatron_merak on {world.size} {world.device.type} rank(s) {precision}".rstrip(),
+        f"Times of training steps are {world.clock.label}: this machine computes, its speed plays no part"
+        if world.clock.label
+        else "",
         deviation_report(config),
-        ""
-        if plan.device == known(device, None)
-        else f"{device} is not in the table of devices: planned as {plan.device}",
+        "" if known(device, None) is not None else f"{device} is not in the table of devices: planned as {plan.device}",
         "\n".join(notes),
         str(plan),
     ]
@@ -60,7 +65,9 @@ def opening(config: RunConfig, plan: Plan, world: World, precision: str, device:
 
 
 def device_name(world: World) -> str:
-    """The name of what a rank computes with, as its driver gives it."""
+    """The name of what a rank computes with, as its driver gives it; of the cluster that is emulated."""
+    if world.cluster is not None:
+        return world.cluster.name if world.cluster.name in CLUSTERS else world.cluster.device.name
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
 
 
@@ -79,7 +86,9 @@ def throughput(config: RunConfig, plan: Plan, world: World, device: str, flops: 
         peak = find_device(device).flops(config.train.dtype) if world.device.type == "cuda" else None
     except PlanError:
         peak = None
-    return Throughput(samples, samples * plan.sequence_length, flops, world.size, peak)
+    if world.cluster is not None:
+        peak = world.cluster.device.flops(config.train.dtype)
+    return Throughput(samples, samples * plan.sequence_length, flops, world.size, peak, world.clock.label)
 
 
 class Job:
@@ -161,9 +170,10 @@ class Job:
         trainer, executor = self.trainer, self.trainer.executor
         drawn = self.config.logging.timeline is not None and trainer.iteration + 1 == self.config.train.train_iters
         executor.trace = [] if drawn else None
-        began = time.perf_counter()
-        result = trainer.step(batches)
-        seconds = time.perf_counter() - began
+        began = self.mesh.clock.now()
+        with self.mesh.clock.kernels():
+            result = trainer.step(batches)
+        seconds = self.mesh.clock.now() - began
         zeros = trainer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
         if self.report is not None:
             self.report.step(trainer.iteration, trainer.consumed_samples, seconds, result, zeros)
@@ -173,7 +183,7 @@ class Job:
     def _draw_timeline(self, trace: list) -> None:
         timeline, path = measured_timeline(self.plan.schedule, trace, self.mesh), self.config.logging.timeline
         if self.report is not None:
-            draw(timeline, path, f"{self.plan.schedule.name}, one measured step")
+            draw(timeline, path, f"{self.plan.schedule.name}, one {self.mesh.clock.label or 'measured'} step")
             self.report.print(f"pipeline timeline: {path}")
 
     def _save(self) -> int:

@@ -13,13 +13,16 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Throughput:
-    """Per step: samples, tokens and model FLOPs of the global batch. peak: FLOP/s of one rank, None if unknown."""
+    """Per step: samples, tokens and model FLOPs of the global batch. peak: FLOP/s of one rank, None if unknown.
+    clock: where times come from, empty for this machine's.
+    """
 
     samples: int
     tokens: int
     flops: int
     ranks: int
     peak: float | None
+    clock: str = ""
 
     def per_rank(self, seconds: float) -> float:
         """Model FLOP/s of one rank."""
@@ -42,15 +45,19 @@ class Interval:
 
 
 def console_line(interval: Interval, work: Throughput, detailed: bool, now: datetime) -> str:
-    """Megatron-LM's fields in Megatron-LM's order, then ours: throughput, MFU or GFLOP/s, time left."""
+    """Megatron-LM's fields in Megatron-LM's order, then ours: throughput, MFU or GFLOP/s, time left.
+
+    With modelled times every field that is made from one says so, and the time left is not known.
+    """
+    modelled = f" ({work.clock})" if work.clock else ""
     rate = work.per_rank(interval.seconds)
     fields = [
         f"iteration {interval.iteration:8d}/{interval.train_iters:8d}",
         f"consumed samples: {interval.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {1000 * interval.seconds:.1f}",
+        f"elapsed time per iteration (ms): {1000 * interval.seconds:.{3 if modelled else 1}f}{modelled}",
     ]
     if detailed:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}")
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}{modelled}")
     fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {work.samples:5d}"]
     if not math.isnan(interval.loss):
         fields.append(f"lm loss: {interval.loss:.6E}")
@@ -59,11 +66,13 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
         fields.append(f"num zeros: {interval.zeros}")
     fields.append(f"number of skipped iterations: {interval.skipped:3d}")
     fields.append(f"number of nan iterations: {interval.skipped:3d}")
-    fields.append(f"tokens/s: {work.tokens / interval.seconds:.0f}")
+    fields.append(f"tokens/s: {work.tokens / interval.seconds:.0f}{modelled}")
     known = work.peak is not None
-    fields.append(f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}")
-    left = timedelta(seconds=round((interval.train_iters - interval.iteration) * interval.seconds))
-    fields.append(f"ETA: {left}")
+    share = f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}"
+    fields.append(share + modelled)
+    if not modelled:
+        left = timedelta(seconds=round((interval.train_iters - interval.iteration) * interval.seconds))
+        fields.append(f"ETA: {left}")
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
 
 
@@ -103,7 +112,8 @@ class Report:
     def step(self, iteration: int, consumed_samples: int, seconds: float, report, zeros: int | None = None) -> None:
         """One training step (``report``: a StepReport with a loss); prints a line at each log interval."""
         values = {k: v for k, v in asdict(report).items() if v is not None}
-        self.note("train", iteration, consumed_samples=consumed_samples, seconds=seconds, **values)
+        time = {"modelled_seconds" if self.work.clock else "seconds": seconds}
+        self.note("train", iteration, consumed_samples=consumed_samples, **time, **values)
         self._pending.append({"seconds": seconds, **values})
         if report.skipped:
             self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped")
