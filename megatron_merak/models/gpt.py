@@ -21,6 +21,8 @@ from ..tensor_parallel import (
     local_max,
     local_terms,
     loss_from_terms,
+    own_part,
+    scatter_to_sequence_parallel_region,
     vocab_parallel_cross_entropy,
 )
 from ..tensor_parallel.layout import ParameterLayout
@@ -38,6 +40,10 @@ class Unit(nn.Module):
         self.name, self.index, self.config, self.place = name, index, config, place
         self.source, self.target = f"hidden.{index - 1}", f"hidden.{index}"
         self.layouts: dict[str, ParameterLayout] = {}
+
+    def border_shape(self, samples: int, length: int) -> tuple[int, int, int]:
+        """The shape on each rank of the hidden state of ``samples`` sequences of ``length``."""
+        return self.place.border_shape(samples, length, self.config.hidden_size)
 
     def segments(self) -> list[Segment]:
         """This unit's work in order; numbered, and without edges where the layers call their own collectives."""
@@ -91,10 +97,17 @@ class Embedding(Unit):
 
     def chain(self) -> list[Segment]:
         looked_up = self._value("tokens")
-        random = self.config.hidden_dropout > 0
+        random, place = self.config.hidden_dropout > 0, self.place
         return [
-            self._segment(self._lookup, [], [Out(looked_up, "sum", inplace=True)], [self.tokens], sharded=True),
-            self._segment(self._embed, [In(looked_up)], [Out(self.target)], [self.positions], random=random),
+            self._segment(self._lookup, [], [Out(looked_up, place.sums, inplace=True)], [self.tokens], sharded=True),
+            self._segment(
+                self._embed,
+                [In(looked_up, place.joins)],
+                [Out(self.target)],
+                [self.positions],
+                sharded=place.on_parts,
+                random=random,
+            ),
         ]
 
     def _lookup(self, common: Common) -> tuple[Tensor]:
@@ -102,8 +115,15 @@ class Embedding(Unit):
 
     def _embed(self, common: Common, x: Tensor) -> tuple[Tensor]:
         if self.positions is not None:
-            x = x + self.positions(common["position_ids"])
-        return (nn.functional.dropout(x, self.config.hidden_dropout, self.training),)
+            x = x + self._positions(common["position_ids"])
+        with self.place.own_stream():
+            return (nn.functional.dropout(x, self.config.hidden_dropout, self.training),)
+
+    def _positions(self, ids: Tensor) -> Tensor:
+        if self.place.on_parts and self.place.edges:
+            return self.positions(own_part(ids, self.place.group))
+        found = self.positions(ids)
+        return scatter_to_sequence_parallel_region(found, self.place.group) if self.place.on_parts else found
 
 
 class TransformerLayer(Unit):
@@ -111,9 +131,9 @@ class TransformerLayer(Unit):
 
     def __init__(self, index: int, config: ModelConfig, place: Placement):
         super().__init__(f"layer.{index - 1}", index, config, place)
-        self.input_norm = Norm(config.hidden_size, config, place)
+        self.input_norm = Norm(config.hidden_size, config, place, partial=place.on_parts)
         self.attention = SelfAttention(config, place)
-        self.post_norm = Norm(config.hidden_size, config, place)
+        self.post_norm = Norm(config.hidden_size, config, place, partial=place.on_parts)
         self.mlp = FeedForward(config, place)
         places = {"attention": ("qkv", "proj", "q_norm", "k_norm"), "mlp": ("fc1", "fc2")}
         owner = {role: f"{module}." for module, roles in places.items() for role in roles}
@@ -126,35 +146,42 @@ class TransformerLayer(Unit):
         )
         attention, mlp, dropout = self.attention, self.mlp, self.config.hidden_dropout > 0
         inner = [attention.qkv, attention.q_norm, attention.k_norm, attention.proj.weight]
+        sums, joins, parts = self.place.sums, self.place.joins, self.place.on_parts
         return [
-            self._segment(self._enter, [In(self.source)], [Out(normed)], [self.input_norm]),
+            self._segment(self._enter, [In(self.source)], [Out(normed, joins)], [self.input_norm], sharded=parts),
             self._segment(
                 self._attend,
-                [In(normed, reduce="sum")],
-                [Out(context, "sum", inplace=True)],
+                [In(normed, sums)],
+                [Out(context, sums, inplace=True)],
                 inner,
                 sharded=True,
                 random=self.config.attention_dropout > 0,
             ),
             self._segment(
                 self._middle,
-                [In(self.source), In(context)],
-                [Out(residual), Out(again)],
+                [In(self.source), In(context, joins)],
+                [Out(residual), Out(again, joins)],
                 [attention.proj.bias, self.post_norm],
+                sharded=parts,
                 random=dropout,
             ),
             self._segment(
-                self._feed,
-                [In(again, reduce="sum")],
-                [Out(fed, "sum", inplace=True)],
-                [mlp.fc1, mlp.fc2.weight],
-                sharded=True,
+                self._feed, [In(again, sums)], [Out(fed, sums, inplace=True)], [mlp.fc1, mlp.fc2.weight], sharded=True
             ),
-            self._segment(self._leave, [In(residual), In(fed)], [Out(self.target)], [mlp.fc2.bias], random=dropout),
+            self._segment(
+                self._leave,
+                [In(residual), In(fed, joins)],
+                [Out(self.target)],
+                [mlp.fc2.bias],
+                sharded=parts,
+                random=dropout,
+            ),
         ]
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        return ops.bias_dropout_add(x, bias, residual, self.config.hidden_dropout, self.training)
+        bias = None if bias is None else self.place.whole_gradient(bias)
+        with self.place.own_stream():
+            return ops.bias_dropout_add(x, bias, residual, self.config.hidden_dropout, self.training)
 
     def _enter(self, common: Common, x: Tensor) -> tuple[Tensor]:
         return (self.input_norm(x),)
@@ -180,7 +207,7 @@ class Head(Unit):
     def __init__(self, index: int, config: ModelConfig, place: Placement):
         super().__init__("head", index, config, place)
         names = names_for(config, place.tp)
-        self.norm = Norm(config.hidden_size, config, place)
+        self.norm = Norm(config.hidden_size, config, place, partial=place.on_parts)
         padded = config.padded_vocab_size(place.tp)
         self.output = ColumnParallelLinear(config.hidden_size, padded, bias=False, **place.kwargs())
         self.layouts |= {f"norm.{name}": layout for name, layout in names.final_norm().items()}
@@ -193,11 +220,14 @@ class Head(Unit):
         if not self.place.edges:
             return [self._segment(self._serial, [In(self.source)], [Out("loss")], [self.norm, self.output])]
         normed, logits, maximum, terms = (self._value(name) for name in ("normed", "logits", "maximum", "terms"))
+        place = self.place
         return [
-            self._segment(self._enter, [In(self.source)], [Out(normed)], [self.norm]),
+            self._segment(
+                self._enter, [In(self.source)], [Out(normed, place.joins)], [self.norm], sharded=place.on_parts
+            ),
             self._segment(
                 self._project,
-                [In(normed, reduce="sum")],
+                [In(normed, place.sums)],
                 [Out(logits), Out(maximum, "max", inplace=True)],
                 [self.output],
                 sharded=True,

@@ -1,5 +1,6 @@
 """The blocks that the native GPT's units are made of."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,18 +15,24 @@ from ..tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     group_size,
 )
+from ..tensor_parallel.layers import divide
 from ..tensor_parallel.mappings import Group
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype, device, own RNG."""
+    """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype, device, own RNG.
+
+    ``sequence_parallel``: where tensor parallelism does not split the work (norms, dropout, residuals), each rank does
+    its part of the sequence; of one rank it means nothing.
+    """
 
     group: Group = None
     collectives: str = "call"
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     rng: RngTracker | None = None
+    sequence_parallel: bool = False
 
     @property
     def tp(self) -> int:
@@ -36,14 +43,50 @@ class Placement:
         """Whether collectives stand between the segments instead of inside the layers."""
         return self.collectives == "edge" and self.tp > 1
 
+    @property
+    def on_parts(self) -> bool:
+        """Whether ranks divide the sequence between the parallel layers."""
+        return self.sequence_parallel and self.tp > 1
+
+    @property
+    def sums(self) -> str:
+        """What becomes of partial results: values that leave a parallel layer, gradients that leave its input."""
+        return "scatter" if self.on_parts else "sum"
+
+    @property
+    def joins(self) -> str:
+        """What a value needs on its way into a parallel layer, and the gradient of one that comes out of it."""
+        return "gather" if self.on_parts else ""
+
+    def own_stream(self) -> AbstractContextManager[None]:
+        """Random numbers of this rank's own where each has its part of the sequence, the shared ones elsewhere."""
+        return self.rng.fork() if self.rng is not None and self.on_parts else nullcontext()
+
+    def whole_gradient(self, parameter: Tensor) -> Tensor:
+        """A replicated parameter as it is used on parts of the sequence: its gradient is summed over the ranks, here
+        or by whoever owns the collectives.
+        """
+        return copy_to_tensor_model_parallel_region(parameter, self.group if self.on_parts and not self.edges else None)
+
+    def border_shape(self, samples: int, length: int, hidden: int) -> tuple[int, int, int]:
+        """What a rank has of the hidden state [samples, length, hidden] between two units."""
+        return samples, divide(length, self.tp) if self.on_parts else length, hidden
+
     def kwargs(self) -> dict:
-        return {"group": self.group, "collectives": self.collectives, "dtype": self.dtype, "device": self.device}
+        return {
+            "group": self.group,
+            "collectives": self.collectives,
+            "sequence_parallel": self.on_parts,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
 
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm, as the configuration says.
 
-    ``partial``: each tensor-parallel rank norms other rows (its heads), so the parameters' gradients must be summed.
+    ``partial``: each tensor-parallel rank norms other rows (its heads, or its part of the sequence), so the parameters'
+    gradients must be summed.
     """
 
     def __init__(self, size: int, config: ModelConfig, place: Placement, partial: bool = False):

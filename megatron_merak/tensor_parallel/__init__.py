@@ -14,6 +14,7 @@ from .mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from .random import RngTracker, default_generator, derive_seed, model_parallel_seed
+from .sequence import own_part
 
 __all__ = [
     "ColumnParallelLinear",
@@ -32,6 +33,7 @@ __all__ = [
     "local_terms",
     "loss_from_terms",
     "model_parallel_seed",
+    "own_part",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",

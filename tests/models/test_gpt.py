@@ -1,6 +1,7 @@
 """The native GPT against HuggingFace's models: loss and every gradient, alone and over tensor-parallel ranks, its
 layers calling their own collectives or the engine owning them."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_merak.models.layers import Placement
 from megatron_merak.runtime.engine import Engine, State
 from megatron_merak.runtime.weights import WeightGradients
 from megatron_merak.segment import Common, fuse
+from megatron_merak.tensor_parallel import model_parallel_seed
 from megatron_merak.training.materialize import take
 from tests.models.families import FAMILIES, batch, huggingface, load, pieces, reference
 from tests.oplog import OpLog
@@ -32,16 +34,16 @@ def weights_of(name):
     return {key: parameter.detach() for key, parameter in huggingface(name).named_parameters()}
 
 
-def standalone(name, weights, rank, tp):
-    gpt = GPT(FAMILIES[name], Placement(group_of(tp)))
+def standalone(name, weights, rank, tp, parts=False):
+    gpt = GPT(FAMILIES[name], Placement(group_of(tp), sequence_parallel=parts))
     load(gpt.units, weights, rank, tp)
     loss = gpt(batch())
     loss.backward()
     return loss.detach(), grads_of(gpt.units, rank, tp, lambda parameter: parameter.grad)
 
 
-def through_engine(name, weights, rank, tp, recompute=()):
-    config, place = FAMILIES[name], Placement(group_of(tp), "edge")
+def through_engine(name, weights, rank, tp, parts=False, recompute=()):
+    config, place = FAMILIES[name], Placement(group_of(tp), "edge", sequence_parallel=parts)
     units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
     if not config.untie_embeddings_and_output_weights:
         units[-1].output.weight = units[0].tokens.weight
@@ -69,33 +71,39 @@ def through_engine(name, weights, rank, tp, recompute=()):
     return loss, grads_of(units, rank, tp, lambda parameter: grads[parameter])
 
 
-def both(rank, tp, weights):
+def both(rank, tp, weights, parts=False):
     results = {}
     for name, config in FAMILIES.items():
-        layers, given = tuple(range(1, config.num_layers + 1)), (name, weights[name], rank, tp)
+        layers, given = tuple(range(1, config.num_layers + 1)), (name, weights[name], rank, tp, parts)
         results[name] = standalone(*given), through_engine(*given), through_engine(*given, layers)
     return results
 
 
-def count(rank, tp, weights):
+def count(rank, tp, weights, parts=False):
+    """Collectives of a stand-alone model by kind, forward and backward."""
     config = FAMILIES["llama"]
-    gpt = GPT(config, Placement(dist.group.WORLD))
+    gpt = GPT(config, Placement(dist.group.WORLD, sequence_parallel=parts))
     load(gpt.units, weights, rank, tp)
-    with OpLog() as log:
+    with OpLog() as forward:
         loss = gpt(batch())
-        forward = len(log.collectives)
+    with OpLog() as backward:
         loss.backward()
-    return forward, len(log.collectives) - forward
+    return Counter(forward.collectives), Counter(backward.collectives)
 
 
-def over_two_ranks(rank, tp, weights):
-    return both(rank, tp, weights) | {"collectives": count(rank, tp, weights["llama"])}
+def over_ranks(rank, tp, weights, parts):
+    return both(rank, tp, weights, parts) | {"collectives": count(rank, tp, weights["llama"], parts)}
+
+
+# Tensor-parallel size, and whether its ranks divide the sequence.
+LAYOUTS = [(1, False), (2, False), (2, True)]
 
 
 @pytest.fixture(scope="module")
 def measured():
     weights = {name: weights_of(name) for name in FAMILIES}
-    return {1: [both(0, 1, weights)], 2: run_ranks(over_two_ranks, 2, weights)}
+    ranks = {(2, parts): run_ranks(over_ranks, 2, weights, parts) for parts in (False, True)}
+    return {(1, False): [both(0, 1, weights)]} | ranks
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +111,12 @@ def truth():
     return {name: reference(huggingface(name), batch()) for name in FAMILIES}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_loss_and_every_gradient_equal_huggingface(measured, truth, name, tp):
+def test_loss_and_every_gradient_equal_huggingface(measured, truth, name, layout):
+    tp, _ = layout
     loss, grads = truth[name]
-    for rank, results in enumerate(measured[tp]):
+    for rank, results in enumerate(measured[layout]):
         for our_loss, ours in results[name]:
             torch.testing.assert_close(our_loss, loss, rtol=2e-6, atol=0)
             assert set(ours) == set(grads)
@@ -117,12 +126,12 @@ def test_loss_and_every_gradient_equal_huggingface(measured, truth, name, tp):
                 assert (grad - expected).abs().max() <= 5e-6 * scale, (tensor, rank)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_engine_and_one_autograd_graph_agree(measured, name, tp):
+def test_the_engine_and_one_autograd_graph_agree(measured, name, layout):
     """Bitwise, but for a tied table, whose two uses are added in another order."""
     tied = not FAMILIES[name].untie_embeddings_and_output_weights
-    for results in measured[tp]:
+    for results in measured[layout]:
         (loss, grads), *engines = results[name]
         for engine_loss, engine_grads in engines:
             assert torch.equal(loss, engine_loss)
@@ -133,10 +142,10 @@ def test_the_engine_and_one_autograd_graph_agree(measured, name, tp):
                     assert torch.equal(engine_grads[tensor][1], grad), tensor
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_recomputation_changes_no_bit(measured, name, tp):
-    for results in measured[tp]:
+def test_recomputation_changes_no_bit(measured, name, layout):
+    for results in measured[layout]:
         _, (loss, grads), (again, grads_again) = results[name]
         assert torch.equal(loss, again)
         assert all(torch.equal(grads[tensor][1], grads_again[tensor][1]) for tensor in grads)
@@ -158,7 +167,18 @@ def test_every_tensor_of_the_family_has_a_layout():
 
 def test_number_of_collectives(measured):
     """Forward: embedding, two per layer, maximum and sums of the loss. Backward: two per layer, and the head's."""
-    assert [results["collectives"] for results in measured[2]] == [(1 + 2 * 2 + 2, 2 * 2 + 1)] * 2
+    sums, layers = "allreduce_", 2
+    forward, backward = Counter({sums: 1 + 2 * layers + 2}), Counter({sums: 2 * layers + 1})
+    assert [results["collectives"] for results in measured[2, False]] == [(forward, backward)] * 2
+
+
+def test_number_of_collectives_on_parts_of_the_sequence(measured):
+    """Every all-reduce of the residual stream becomes a gathering and a reduce-scatter; the loss's remain, and in the
+    backward every norm's weight has one."""
+    sums, gather, scatter, layers = "allreduce_", "_allgather_base_", "_reduce_scatter_base_", 2
+    forward = Counter({scatter: 1 + 2 * layers, gather: 2 * layers + 1, sums: 2})
+    backward = Counter({gather: 1 + 2 * layers, scatter: 2 * layers + 1, sums: 2 * layers + 1})
+    assert [results["collectives"] for results in measured[2, True]] == [(forward, backward)] * 2
 
 
 def test_dropout_is_off_in_eval_mode():
@@ -187,3 +207,27 @@ def test_an_empty_mask_gives_zero_and_no_nan():
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad.count_nonzero() == 0 for p in gpt.parameters())
+
+
+def _parts_dropped(rank, tp):
+    """Which elements dropout zeroes in an embedding of ones: this rank's part, on a stream of its own."""
+    config = replace(FAMILIES["llama"], hidden_dropout=0.5)
+    place = Placement(dist.group.WORLD, rng=model_parallel_seed(5, rank, CPU), sequence_parallel=True)
+    embedding = build_unit(0, config, place)
+    torch.nn.init.ones_(embedding.tokens.weight)
+    (segment, embed) = embedding.segments()
+    x = embed.fn(Common(batch()), *segment.fn(Common(batch())))[0]
+    assert x.shape == embedding.border_shape(2, 12) == (2, 12 // tp, 32)
+    return (x == 0).detach()
+
+
+def test_on_parts_of_the_sequence_ranks_draw_their_own_masks():
+    first, second = run_ranks(_parts_dropped, 2)
+    assert not torch.equal(first, second)
+    assert 0.3 < first.float().mean() < 0.7
+
+
+def test_of_one_rank_sequence_parallelism_means_nothing():
+    place = Placement(sequence_parallel=True)
+    assert not place.on_parts
+    assert build_unit(1, FAMILIES["gpt2"], place).border_shape(2, 13) == (2, 13, 32)
