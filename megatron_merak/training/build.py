@@ -104,7 +104,7 @@ def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
 def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     """Build, initialise and bind this rank's stages. Collective over all ranks: it makes groups for tied parameters."""
     dtype, model = DTYPES[config.train.dtype], config.model
-    place = Placement(mesh.tp, "edge", dtype, "meta")
+    place = Placement(mesh.tp, "edge", dtype, "meta", sequence_parallel=plan.sequence_parallel)
     chain = [build_unit(index, model, place) for index in range(model.num_layers + 2)]
     mine = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
     units = [unit for stage in mine.values() for unit in stage]
@@ -162,7 +162,7 @@ class _Programs:
         return self.made[samples]
 
     def _make(self, samples: int) -> Program:
-        hidden = ((samples, self.plan.sequence_length, self.prelude.config.hidden_size), self.dtype)
+        hidden = (self.units[0].border_shape(samples, self.plan.sequence_length), self.dtype)
         return Program(
             self.segments,
             self.prelude,
