@@ -1,0 +1,142 @@
+"""A lower bound of the makespan of any schedule of a problem.
+
+Every op has a head, the earliest it can start, and a tail, the least time from its end to the end of the step. Heads
+follow the dependencies (with transfer and latency), the order of micro-batches, the memory limit (F of micro-batch k
+waits for B of k - depth), and the load: all that a stage must have run before a backward, each op no earlier than its
+head. Tails are the heads of the mirrored problem. Then the ops of one stage are one machine with heads and tails, and
+running them preemptively by longest tail (Jackson; Carlier, "The one-machine sequencing problem", 1982) takes at least
+as long as any schedule. The bound is the largest of the stages.
+"""
+
+from heapq import heappop, heappush
+
+from megatron_merak.pipeline_parallel.search_problem import Problem
+
+_BEFORE, _FORWARD, _MIDDLE, _BACKWARD, _AFTER = range(5)
+Heads = list[list[list[float]]]  # [stage][part][micro-batch]
+_WINDOW = 64
+
+
+def lower_bound(problem: Problem) -> float:
+    """Seconds that no schedule of the problem can beat, of those that keep micro-batches in order."""
+    parts = _parts(problem)
+    heads, tails = heads_and_tails(problem)
+    return max(
+        _one_machine(parts[stage], heads[stage], tails[stage], problem.microbatches) for stage in range(problem.stages)
+    )
+
+
+def heads_and_tails(problem: Problem) -> tuple[Heads, Heads]:
+    """``heads[s][part][k]`` and ``tails[s][part][k]``; parts as in ``_parts``."""
+    parts = _parts(problem)
+    heads = _heads(problem, parts)
+    mirrored = _heads(problem, [tuple(reversed(stage)) for stage in parts])
+    tails = []
+    for stage, seconds in enumerate(parts):
+        ends = []
+        for part in range(5):
+            starts = mirrored[stage][4 - part]
+            ends.append([starts[-1 - k] for k in range(problem.microbatches)])
+        tails.append(ends)
+        assert len(seconds) == 5
+    return heads, tails
+
+
+def _parts(problem: Problem) -> list[tuple[float, ...]]:
+    """Seconds of the parts of a micro-batch on a stage: nothing, F, R, B, W; R and W are in B if they may not leave it.
+
+    The mirrored problem has them in the opposite order, with the micro-batches from the last to the first.
+    """
+    costs, parts = problem.costs, []
+    for stage in range(problem.stages):
+        middle = costs.recompute[stage] if problem.early[stage] else 0.0
+        after = costs.weight[stage] if problem.split[stage] else 0.0
+        backward = costs.backward[stage] - after + costs.recompute[stage] - middle
+        parts.append((0.0, costs.forward[stage], middle, backward, after))
+    return parts
+
+
+def _heads(problem: Problem, parts: list[tuple[float, ...]]) -> Heads:
+    stages, costs = problem.stages, problem.costs
+    heads: Heads = [[[] for _ in range(5)] for _ in range(stages)]
+    loads = [_Load() for _ in range(stages)]
+    depths = [problem.depth(stage) for stage in range(stages)]
+    through_forward, through_backward = [0.0] * stages, [0.0] * stages
+    for k in range(problem.microbatches):
+        for s in range(stages):
+            before, forward, middle, _, _ = parts[s]
+            own, load = heads[s], loads[s]
+            own[_BEFORE].append(before * k)
+            load.add(before * k, before)
+            head = max(before * (k + 1), own[_FORWARD][-1] + forward if k else 0.0)
+            if s:
+                sent = heads[s - 1][_FORWARD][k] + parts[s - 1][_FORWARD]
+                through_forward[s] = max(sent, through_forward[s]) + costs.transfer[s - 1]
+                head = max(head, through_forward[s] + costs.latency[s - 1])
+            if k >= depths[s]:
+                head = max(head, own[_BACKWARD][k - depths[s]] + parts[s][_BACKWARD])
+            own[_FORWARD].append(head)
+            load.add(head, forward)
+            own[_MIDDLE].append(head + forward)
+            load.add(head + forward, middle)
+        for s in reversed(range(stages)):
+            own = heads[s]
+            head = own[_MIDDLE][k] + parts[s][_MIDDLE]
+            if s < stages - 1:
+                sent = heads[s + 1][_BACKWARD][k] + parts[s + 1][_BACKWARD]
+                through_backward[s] = max(sent, through_backward[s]) + costs.transfer[s]
+                head = max(head, through_backward[s] + costs.latency[s])
+            head = max(head, loads[s].completion())
+            own[_BACKWARD].append(head)
+            loads[s].add(head, parts[s][_BACKWARD])
+            own[_AFTER].append(head + parts[s][_BACKWARD])
+    return heads
+
+
+class _Load:
+    """Jobs of one machine, each with a release: the earliest that all of them can be over."""
+
+    def __init__(self):
+        self.jobs: list[tuple[float, float]] = []
+
+    def add(self, release: float, seconds: float) -> None:
+        if not seconds:
+            return
+        jobs, i = self.jobs, len(self.jobs)
+        while i and jobs[i - 1][0] > release:
+            i -= 1
+        jobs.insert(i, (release, seconds))
+        if len(jobs) > _WINDOW:  # merged: the first of two jobs as soon as both are there is no later than the second
+            (first, seconds), (_, more) = jobs[:2]
+            jobs[:2] = [(first, seconds + more)]
+
+    def completion(self) -> float:
+        now = 0.0
+        for release, seconds in self.jobs:
+            now = max(now, release) + seconds
+        return now
+
+
+def _one_machine(parts: tuple[float, ...], heads: list[list[float]], tails: list[list[float]], count: int) -> float:
+    """Jackson's preemptive schedule: at each moment the released job of the longest tail runs."""
+    jobs = [(heads[p][k], tails[p][k], parts[p]) for p in range(5) if parts[p] for k in range(count)]
+    jobs.sort()
+    ready: list[list[float]] = []
+    now = bound = 0.0
+    i = 0
+    while i < len(jobs) or ready:
+        if not ready:
+            now = max(now, jobs[i][0])
+        while i < len(jobs) and jobs[i][0] <= now:
+            heappush(ready, [-jobs[i][1], jobs[i][2]])
+            i += 1
+        tail, left = ready[0]
+        until = jobs[i][0] if i < len(jobs) else float("inf")
+        if now + left <= until:
+            now += left
+            heappop(ready)
+            bound = max(bound, now - tail)
+        else:
+            ready[0][1] = left - (until - now)
+            now = until
+    return bound

@@ -1,0 +1,125 @@
+"""Merak's shifted critical path for any costs: recomputation as early as dependencies and memory allow.
+
+Lai et al., Merak (2023), gives the order of 1F1B for forward = 1, backward = 2, recompute = 1 and free links. What it
+does has three parts: (a) the last stage does not recompute, (b) at the end, a stage recomputes while it waits for a
+gradient, (c) at the start too, and may run a forward earlier. Here (a) is a matter of the costs; (b) and (c) are found
+on the clock, for any order of forwards and backwards. With Merak's times 1F1B gets its makespan, 4 m + 3 S - 6:
+
+    rank 0 | F0 F1 F2 F3 R0 R1 .  .  .  .  B0--- F4 B1--- F5 R2 B2--- R3 R4 B3--- R5 .  B4--- .  B5---
+    rank 1 | .  F0 F1 F2 R0 R1 .  .  B0--- F3 B1--- F4 R2 B2--- F5 R3 B3--- R4 R5 B4--- .  B5--- .  .
+    rank 2 | .  .  F0 F1 R0 R1 B0--- F2 B1--- F3 B2------ F4 B3------ F5 B4------ B5------ .  .  .  .
+    rank 3 | .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  F4 B4--- .  F5 B5--- .  .  .  .  .  .  .
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_merak.errors import ScheduleError
+from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
+from megatron_merak.pipeline_parallel.search_list import Rule, Stage, play
+from megatron_merak.pipeline_parallel.search_problem import B, F, Limits, Problem, Program, R, W
+from megatron_merak.pipeline_parallel.simulate import StageCosts
+
+
+def shift_recompute(
+    schedule: Schedule,
+    costs: StageCosts,
+    limits: Limits | None = None,
+    *,
+    recompute: Sequence[bool] | None = None,
+    drain: bool = True,
+    warmup: bool = True,
+) -> Schedule:
+    """The schedule, of compute ops and one stage per rank, with R ops where its stages would wait.
+
+    Forwards, backwards and weight gradients keep their order, but for the first forward after the first backward of a
+    stage, which goes before it where that shortens the step. R ops that were there are placed anew. `drain`: R may run
+    after the last forward of its stage; `warmup`: before it, and forwards may go earlier. `recompute[s]`: whether stage
+    s may run R (default: all that recompute). The result is never longer than the schedule without any R.
+    """
+    split = any(isinstance(op, Op) and op.kind is Kind.W for op in schedule.entries())
+    problem = Problem(costs, schedule.microbatches, limits, recompute, split)
+    plain = [tuple(op for op in ops if not (isinstance(op, Op) and op.kind is Kind.R)) for ops in schedule.ranks]
+    best = problem.from_schedule(replace(schedule, ranks=tuple(plain)))
+    if best is None:
+        reason = "it has several stages on a rank, ops that run together or out of order, or holds more than the limits"
+        raise ScheduleError("schedule", schedule.name, reason, "Pass such as build_schedule makes, or raise the limits")
+    unshifted, makespan = best, problem.makespan(best)
+    best, makespan = _better(problem, unshifted, best, makespan, drain, warmup)
+    for stage in reversed(range(problem.stages - 1 if warmup else 0)):
+        advanced = _advance(unshifted, stage)
+        if advanced is not None and problem.fits(stage, advanced[stage]):
+            found, shorter = _better(problem, advanced, best, makespan, drain, warmup)
+            if shorter < makespan:
+                unshifted, best, makespan = advanced, found, shorter
+    return problem.to_schedule(schedule.name, best)
+
+
+def _better(
+    problem: Problem, programs: list[Program], best: list[Program], makespan: float, drain: bool, warmup: bool
+) -> tuple[list[Program], float]:
+    """The shortest of `best` and of the programs with R inserted, few or many micro-batches ahead."""
+    for ahead in sorted({1, 2, problem.microbatches}):
+        stages = [_Fixed(problem, programs, s, ahead, drain, warmup) for s in range(problem.stages)]
+        candidate = play(stages)
+        if any(stage.left for stage in stages):
+            continue  # a forward that went earlier waits for one that waits for it
+        shorter = problem.makespan(candidate)
+        if shorter < makespan:
+            best, makespan = candidate, shorter
+    return best, makespan
+
+
+def _advance(programs: list[Program], stage: int) -> list[Program] | None:
+    """The programs with the first forward after the first backward of a stage before that backward."""
+    program = programs[stage]
+    first = program.index(B)
+    later = next((i for i in range(first, len(program)) if program[i] & 3 == F), None)
+    if later is None:
+        return None
+    moved = [*program[:first], program[later], *program[first:later], *program[later + 1 :]]
+    return [*programs[:stage], moved, *programs[stage + 1 :]]
+
+
+class _Fixed(Stage):
+    """A stage that runs a given program, and recomputes while it would wait."""
+
+    def __init__(self, problem: Problem, programs: list[Program], index: int, ahead: int, drain: bool, warmup: bool):
+        super().__init__(problem, Rule((problem.microbatches,) * problem.stages, early=ahead), index)
+        self.problem, self.index = problem, index
+        self.left = [*reversed(programs[index])]
+        self.drain, self.may_warm_up = drain, warmup
+
+    def run(self, code: int, now: float) -> None:
+        if code & 3 != R:
+            self.left.pop()
+        super().run(code, now)
+
+    def choose(self, now: float) -> tuple[int | None, float | None]:
+        if not self.left:
+            return None, None
+        code = self.left[-1]
+        ready = self._arrival(code)
+        if ready is not None and ready <= now:
+            return code, None
+        recompute = 4 * self.done[R] + R
+        if not self._may_recompute() or not self._has_memory(recompute):
+            return None, None
+        needed_now = code & 3 == B and self.done[R] == self.done[B]
+        if needed_now or ready is None or ready >= now + self.seconds[R]:
+            return recompute, None
+        return None, None
+
+    def _arrival(self, code: int) -> float | None:
+        kind, k = code & 3, code >> 2
+        if kind == W or (self.first if kind == F else self.last):
+            return 0.0
+        return self.arrivals[kind][k] if k < len(self.arrivals[kind]) else None
+
+    def _may_recompute(self) -> bool:
+        if not (self.drain if self.done[F] == self.count else self.may_warm_up):
+            return False
+        return self.early and self.done[B] <= self.done[R] < min(self.done[F], self.done[B] + self.rule.early)
+
+    def _has_memory(self, code: int) -> bool:
+        return self.problem.fits(self.index, [*self.program, code, *reversed(self.left)])
