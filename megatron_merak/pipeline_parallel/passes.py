@@ -1,7 +1,6 @@
 """Passes: a Schedule in, a Schedule out."""
 
-from collections.abc import Iterator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_merak.errors import ScheduleError
@@ -30,11 +29,28 @@ def without(schedule: Schedule, kind: Kind, stages: Collection[int] | None = Non
     return replace(schedule, ranks=tuple(ranks))
 
 
+def resize(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule of compute ops for another number of micro-batches: it leaves out the last ones, or runs again from
+    the start for those that it does not know."""
+    rounds = -(-microbatches // schedule.microbatches)
+
+    def program_of(program: tuple[Entry, ...]) -> Iterator[Entry]:
+        for past in range(0, rounds * schedule.microbatches, schedule.microbatches):
+            for entry in program:
+                moved = [replace(op, microbatch=op.microbatch + past) for op in ops_of(entry)]
+                kept = tuple(op for op in moved if op.microbatch < microbatches)
+                if kept:
+                    yield kept if len(kept) > 1 else kept[0]
+
+    programs = tuple(tuple(program_of(program)) for program in schedule.ranks)
+    return replace(schedule, microbatches=microbatches, ranks=programs)
+
+
 def add_communication(schedule: Schedule) -> Schedule:
     """Adds the sends and receives of a schedule of compute ops.
 
     A send stands right after the entry that produces its value. A receive is posted one forward or backward ahead of
-    its consumer, so that the transfer overlaps that and the recomputations and weight gradients between them, or earlier
+    its consumer, so that the transfer overlaps that and the recomputations and weight gradients in between, or earlier
     where the messages of its channel were sent in another order than they are consumed: the two ends of a channel are
     matched by order alone. Stages that share a rank exchange nothing. Raises ScheduleError where communication is
     already there.
@@ -88,23 +104,6 @@ def _place_receives(schedule: Schedule, sends: list[list[list[Op]]]) -> list[lis
             latest[channel] = at
             receives[rank][at].insert(0, receive)
     return receives
-
-
-def resize(schedule: Schedule, microbatches: int) -> Schedule:
-    """The schedule of compute ops for another number of micro-batches: it leaves out the last ones, or runs again from
-    the start for those that it does not know."""
-    rounds = -(-microbatches // schedule.microbatches)
-
-    def program_of(program: tuple[Entry, ...]) -> Iterator[Entry]:
-        for past in range(0, rounds * schedule.microbatches, schedule.microbatches):
-            for entry in program:
-                moved = [replace(op, microbatch=op.microbatch + past) for op in ops_of(entry)]
-                kept = tuple(op for op in moved if op.microbatch < microbatches)
-                if kept:
-                    yield kept if len(kept) > 1 else kept[0]
-
-    programs = tuple(tuple(program_of(program)) for program in schedule.ranks)
-    return replace(schedule, microbatches=microbatches, ranks=programs)
 
 
 def _ahead(program: Sequence[Entry], consumer: int) -> int:

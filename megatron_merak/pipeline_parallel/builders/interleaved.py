@@ -45,6 +45,6 @@ def _legal(group: int, ranks: int, microbatches: int) -> int:
     least, rest = min(ranks, microbatches), microbatches % group
     if least <= group <= microbatches and (rest == 0 or rest >= least):
         return group
-    reason = f"{microbatches} micro-batches on {ranks} ranks need groups and a rest of {least} to {microbatches}"
+    reason = f"{microbatches} micro-batches on {ranks} ranks: a group, and a rest, are of {least} to {microbatches}"
     remedy = f"Use {default_group(ranks, microbatches)}, as when it is unset"
     raise ScheduleError("--microbatch-group-size-per-virtual-pipeline-stage", group, reason, remedy)

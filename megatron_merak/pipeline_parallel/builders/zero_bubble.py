@@ -10,8 +10,8 @@ from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """1F1B with W apart. Time m (F + B + W) + (S - 1) max(F, B, F + B - W), m >= S.
 
-    With three equal ops it has a third of the bubble of 1F1B. Stage s runs the W of a micro-batch s backwards later. Every stage holds min(S, m) micro-batches until their W, as
-    many as the first stage of 1F1B.
+    With three equal ops its bubble is a third of that of 1F1B. Stage s runs the W of a micro-batch s backwards later.
+    Every stage holds min(S, m) micro-batches until their W, as many as the first stage of 1F1B.
 
     rank 0 | F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
     rank 1 | .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
@@ -34,8 +34,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
     The authors' handcrafted order: with three equal ops a rank waits only for the first forward to arrive and, early
     ranks, for the last one to end. Rank r has the stages r and 2S - 1 - r and holds 2S micro-batches of one or the
-    other, like the first rank of 1F1B with its stages of twice the size. Fewer micro-batches run the start of that order.
-    In the figure small letters are the second stage of a rank.
+    other: as much as the first rank of 1F1B, whose stages are twice the size. Fewer micro-batches run the start of that
+    order. In the figure small letters are the second stage of a rank.
 
     rank 0 | F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 .
     rank 1 | .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
