@@ -32,14 +32,15 @@ def early_recompute(stages: int, microbatches: int) -> Schedule:
 def shifted(stages: int, microbatches: int) -> Schedule:
     """The shifted critical path of Merak. Time 4m + 3S - 6 with the costs of the figure, for m >= max(S, 4), S >= 2.
 
-    Lai et al. (2023). As 1F1B, but stage S - 2 runs a forward ahead, and recomputes two micro-batches while it waits for
-    its first gradient; stage S - 3 recomputes one there; and all stages up to that recompute in the drain before the
+    Lai et al. (2023). As 1F1B, but stage S - 2 runs a forward ahead and recomputes two micro-batches while it waits for
+    its first gradient; stage S - 3 recomputes one there; all stages up to that one recompute in the drain, before the
     gradient comes. Stage S - 2 holds 3 micro-batches, the others what they hold in 1F1B.
 
     rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0------ F4 B1------ F5 B2------ R3 B3--- R4 B4--- R5 B5---
     rank 1 | .  F0 F1 F2 R0 .  .  .  B0--- F3 B1------ F4 B2------ F5 B3------ R4 B4--- R5 B5--- .  .
     rank 2 | .  .  F0 F1 F2 R0 B0--- R1 B1--- F3 B2------ F4 B3------ F5 B4------ B5------ .  .  .  .
-    rank 3 | .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  F4 B4--- .  F5 B5--- .  .  .  .  .  .  ."""
+    rank 3 | .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  F4 B4--- .  F5 B5--- .  .  .  .  .  .  .
+    """
     orders = []
     for stage in range(stages):
         order, later = alternate(microbatches, stages - stage), stages - 1 - stage
