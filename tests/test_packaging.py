@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-SHIPPED = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron_merak").rglob("*.py")}
+SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron_merak").rglob("*.py")}
+ASSETS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron_merak").rglob("assets/*")}
+SHIPPED = SOURCES | ASSETS
 LOOK = (
     "import site, sys; site.addsitedir(sys.argv[1]); import megatron_merak.errors as e, importlib.metadata as m; "
     "print(e.__file__, m.version('megatron-merak'))"
@@ -70,7 +72,7 @@ def test_every_library_that_is_imported_is_declared():
     requirements = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["tracking"]]
     declared = {re.match(r"[\w-]+", requirement).group().replace("-", "_") for requirement in requirements}
     imported = set()
-    for path in SHIPPED:
+    for path in SOURCES:
         for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[0] for alias in node.names}

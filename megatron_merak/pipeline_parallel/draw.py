@@ -1,20 +1,14 @@
-"""Pictures of a simulated schedule: lines of text, or a PNG."""
+"""Pictures of timelines: lines of text, or a PNG of one or several below each other over one time axis."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_merak.pipeline_parallel.ops import Kind
+from megatron_merak.pipeline_parallel.palette import FACES, NAMES, ink, time_unit
 from megatron_merak.pipeline_parallel.simulate import Event, Timeline
+from megatron_merak.pipeline_parallel.view import View
 
-# Face colours of the even and the odd stages of a rank, so that virtual stages can be told apart.
-_COLOURS = {
-    Kind.F: ("#4C86C6", "#8DB8E8"),
-    Kind.B: ("#E8953A", "#F6C177"),
-    Kind.R: ("#9A7FC1", "#C3AEE0"),
-    Kind.W: ("#4FA37C", "#93CFB1"),
-}
-_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.R: "recompute", Kind.W: "weight gradient"}
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+# Inches: of a row, and around the rows of a view.
+_ROW, _LEFT, _RIGHT, _ABOVE, _BELOW, _LAST = 0.46, 0.85, 1.55, 0.78, 0.12, 0.5
 
 
 def draw_text(timeline: Timeline, unit: float = 1.0) -> str:
@@ -35,40 +29,44 @@ def draw_text(timeline: Timeline, unit: float = 1.0) -> str:
     return "\n".join(lines)
 
 
-def draw(timeline: Timeline, path: str | Path, title: str | None = None) -> None:
+def draw(views: Sequence[View], path: str | Path) -> None:
     """Writes a PNG: a row per pipeline rank, ops coloured by kind with their micro-batch, the bubble in the margin.
 
-    Needs matplotlib, and no display.
+    Several views share the time axis. Needs matplotlib, and no display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ranks = len(timeline.busy)
-    scale, unit = next(((s, u) for s, u in _UNITS if timeline.makespan >= s), _UNITS[-1])
-    span = timeline.makespan / scale or 1.0
-    figure = Figure(figsize=(min(24.0, max(10.0, 0.42 * _columns(timeline) + 2.4)), 1.7 + 0.46 * ranks), dpi=150)
+    longest = max(view.timeline.makespan for view in views)
+    scale, unit = time_unit(longest)
+    span = longest / scale or 1.0
+    columns = max(_columns(view.timeline) for view in views)
+    width = min(24.0, max(10.0, 0.42 * columns + _LEFT + _RIGHT))
+    height = 0.3 + _LAST + sum(_ABOVE + _BELOW + _ROW * view.ranks for view in views)
+    figure = Figure(figsize=(width, height), dpi=150)
     FigureCanvasAgg(figure)
-    left, right, top, bottom = 0.85, 1.55, 0.95, 0.55
-    width, height = figure.get_size_inches()
-    axes = figure.add_axes(
-        (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
-    )
-    axes.set(xlim=(0, span), ylim=(ranks - 0.4, -0.6), yticks=range(ranks), xlabel=f"time ({unit})")
-    axes.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
-    axes.tick_params(length=0, labelsize=9, colors="#3A3F47")
-    axes.set_facecolor("#EEF0F3")
-    axes.spines[:].set_visible(False)
-    for rank in range(1, ranks):
-        axes.axhline(rank - 0.5, color="white", linewidth=2, zorder=1)
-    _boxes(axes, timeline, scale, points=72 * (width - left - right) / span)
-    _margin(axes, timeline, span)
-    schedule = timeline.schedule
-    title = title or f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} micro-batches"
-    figure.text(left / width, 1 - 0.36 / height, title, fontsize=13, fontweight="bold", color="#22262C")
-    summary = f"makespan {span:.4g} {unit},  bubble {timeline.bubble:.1%}"
-    figure.text(left / width, 1 - 0.66 / height, summary, fontsize=10, color="#3A3F47")
-    _legend(figure, timeline, (1 - 0.12 / width, 1 - 0.18 / height))
+    top = 0.3
+    for place, view in enumerate(views):
+        top += _ABOVE
+        tall = _ROW * view.ranks
+        box = (_LEFT / width, 1 - (top + tall) / height, (width - _LEFT - _RIGHT) / width, tall / height)
+        axes = figure.add_axes(box)
+        _title(figure, view, (_LEFT / width, 1 - (top - 0.28) / height))
+        _rows(axes, view, span)
+        _idle(axes, view.timeline, scale)
+        _boxes(axes, view, scale, points=72 * (width - _LEFT - _RIGHT) / span)
+        _margin(axes, view, span)
+        if place == len(views) - 1:
+            axes.set_xlabel(f"time ({unit}), {_clocks(views)}", fontsize=9, color="#3A3F47")
+        else:
+            axes.tick_params(labelbottom=False)
+        top += tall + _BELOW
+    _legend(figure, views, (1 - 0.12 / width, 1 - 0.14 / height))
     figure.savefig(path, format="png", facecolor="white")
+
+
+def _clocks(views: Sequence[View]) -> str:
+    return " and ".join(sorted({view.clock for view in views}))
 
 
 def _columns(timeline: Timeline) -> float:
@@ -78,46 +76,80 @@ def _columns(timeline: Timeline) -> float:
     return timeline.makespan / median if median else 0.0
 
 
-def _boxes(axes, timeline: Timeline, scale: float, points: float) -> None:
+def _title(figure, view: View, corner: tuple[float, float]) -> None:
+    timeline = view.timeline
+    scale, unit = time_unit(timeline.makespan)
+    words = figure.text(*corner, view.name, fontsize=13, fontweight="bold", color="#22262C", va="bottom")
+    figures = f"   {view.size},  {view.clock} makespan {timeline.makespan / scale:.4g} {unit},  "
+    figures += f"bubble {timeline.bubble:.1%}"
+    style = {"fontsize": 10, "color": "#3A3F47", "va": "bottom", "annotation_clip": False}
+    figure.axes[-1].annotate(figures, (1, 0), xycoords=words, **style)
+
+
+def _rows(axes, view: View, span: float) -> None:
+    axes.set(xlim=(0, span), ylim=(view.ranks - 0.4, -0.6), yticks=range(view.ranks))
+    axes.set_yticklabels([f"rank {rank}" for rank in range(view.ranks)])
+    axes.tick_params(length=0, labelsize=9, colors="#3A3F47")
+    axes.set_facecolor("#FFFFFF")
+    axes.spines[:].set_visible(False)
+
+
+def _idle(axes, timeline: Timeline, scale: float) -> None:
+    """The lanes up to the end of the step, hatched: what no op covers is bubble."""
+    for rank in range(len(timeline.busy)):
+        lane = {"facecolor": "#F5EBE3", "edgecolor": "#D3B69F", "hatch": "////", "linewidth": 0, "zorder": 1}
+        axes.broken_barh([(0, timeline.makespan / scale)], (rank - 0.39, 0.78), **lane)
+
+
+def _boxes(axes, view: View, scale: float, points: float) -> None:
     """`points` is the width in typographic points of one unit of the time axis."""
-    ranks, digits = len(timeline.busy), len(str(timeline.schedule.microbatches - 1))
-    for event in timeline.events:
-        start, duration = event.start / scale, (event.end - event.start) / scale
+    from matplotlib.collections import PolyCollection
+
+    shades = {stage: place % 2 for rank in range(view.ranks) for place, stage in enumerate(view.stages_of(rank))}
+    digits = len(str(view.timeline.schedule.microbatches - 1))
+    corners, faces, borders = [], [], []
+    for event in view.timeline.events:
+        start, end = event.start / scale, event.end / scale
         height = 0.78 / event.parts
         low = event.rank - 0.39 + event.part * height
-        colour = _COLOURS[event.op.kind][event.op.stage // ranks % 2]
-        border = min(0.8, 0.12 * duration * points)
-        axes.broken_barh(
-            [(start, duration)], (low, height), facecolor=colour, edgecolor="white", linewidth=border, zorder=2
-        )
-        size = min(9.0 if event.parts == 1 else 6.5, duration * points * 0.8 / (0.62 * digits))
-        if size >= 4.5:
-            middle = (start + duration / 2, low + height / 2)
-            style = {"ha": "center", "va": "center_baseline", "color": _ink(event), "clip_on": True}
-            axes.text(*middle, str(event.op.microbatch), fontsize=size, zorder=3, **style)
+        face = FACES[event.op.kind][shades[event.op.stage]]
+        corners.append([(start, low), (end, low), (end, low + height), (start, low + height)])
+        faces.append(face)
+        borders.append(min(0.8, 0.12 * (end - start) * points))
+        _label(axes, event, ((start + end) / 2, low + height / 2), (end - start) * points, digits, ink(face))
+    boxes = PolyCollection(corners, facecolors=faces, edgecolors="white", linewidths=borders, zorder=2)
+    axes.add_collection(boxes, autolim=False)
 
 
-def _ink(event: Event) -> str:
-    return "white" if event.op.kind in (Kind.F, Kind.R, Kind.W) else "#3B2405"
+def _label(axes, event: Event, middle: tuple[float, float], points: float, digits: int, colour: str) -> None:
+    """The kind and the micro-batch, or the micro-batch alone, where there is room for the one of most digits."""
+    number = str(event.op.microbatch)
+    most = 9.0 if event.parts == 1 else 6.5
+    for text, least in ((event.op.kind.value + number, 6.5), (number, 4.5)):
+        size = min(most, points * 0.86 / (0.62 * (len(text) - len(number) + digits)))
+        if size >= least:
+            style = {"ha": "center", "va": "center_baseline", "color": colour, "clip_on": True}
+            axes.text(*middle, text, fontsize=size, zorder=3, **style)
+            return
 
 
-def _margin(axes, timeline: Timeline, span: float) -> None:
-    ranks = len(timeline.busy)
+def _margin(axes, view: View, span: float) -> None:
     columns: Sequence[tuple[float, str]] = ((0.62, "bubble"), (1.32, "in flight"))
     inch = span / (axes.get_position().width * axes.figure.get_size_inches()[0])
+    held = view.peak_in_flight()
     for offset, header in columns:
         axes.text(span + offset * inch, -0.62, header, ha="right", va="bottom", fontsize=8, color="#7A808A")
-    for rank in range(ranks):
-        held = sum(timeline.peak_in_flight[rank::ranks])
-        for (offset, _), text in zip(columns, (f"{timeline.bubbles[rank]:.1%}", str(held)), strict=True):
+    for rank in range(view.ranks):
+        for (offset, _), text in zip(columns, (f"{view.timeline.bubbles[rank]:.1%}", str(held[rank])), strict=True):
             axes.text(span + offset * inch, rank, text, ha="right", va="center", fontsize=9, color="#3A3F47")
 
 
-def _legend(figure, timeline: Timeline, corner: tuple[float, float]) -> None:
+def _legend(figure, views: Sequence[View], corner: tuple[float, float]) -> None:
     from matplotlib.patches import Patch
 
-    present = {event.op.kind for event in timeline.events}
-    patches = [Patch(color=_COLOURS[kind][0], label=_NAMES[kind]) for kind in _COLOURS if kind in present]
+    present = {event.op.kind for view in views for event in view.timeline.events}
+    patches = [Patch(color=FACES[kind][0], label=NAMES[kind]) for kind in FACES if kind in present]
+    patches.append(Patch(facecolor="#F5EBE3", edgecolor="#D3B69F", hatch="////", linewidth=0, label="bubble"))
     figure.legend(
         handles=patches,
         loc="upper right",

@@ -98,21 +98,6 @@ class Timeline:
         """The mean of ``bubbles``."""
         return sum(self.bubbles) / len(self.bubbles)
 
-    def to_chrome_trace(self) -> dict:
-        """JSON-safe, for chrome://tracing or Perfetto: a process per rank, its compute and its sends as threads."""
-        threads = {0: "compute", 1: "sends activations", 2: "sends gradients"}
-        trace: list[dict] = []
-        for rank in range(len(self.schedule.ranks)):
-            trace.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}})
-            for thread, name in threads.items():
-                trace.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
-        for event in self.events:
-            trace.append(_span(event.op, event.rank, 0, event.start, event.end))
-        for message in self.transfers:
-            thread = 1 if message.op.kind is Kind.SEND_F else 2
-            trace.append(_span(message.op, message.source, thread, message.start, message.end))
-        return {"traceEvents": trace, "displayTimeUnit": "ms"}
-
 
 def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Timeline:
     """Runs the schedule on a clock: a rank starts an entry when it is free and all messages it consumes have arrived.
@@ -203,10 +188,3 @@ class _Channel:
             arrived[send] = self.free + self.costs.latency[boundary]
             self.delivered.append(Transfer(send, self.source, self.destination, start, arrived[send]))
         return arrived
-
-
-def _span(op: Op, process: int, thread: int, start: float, end: float) -> dict:
-    """A complete event of the trace format; its times are microseconds."""
-    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-    labels = {"stage": op.stage, "kind": op.kind.value, "microbatch": op.microbatch}
-    return {"ph": "X", "name": str(op), "cat": op.kind.value, "pid": process, "tid": thread, **times, "args": labels}

@@ -18,9 +18,9 @@ from ..parallel.launch import World
 from ..parallel.memory import keep_freed_memory
 from ..parallel.mesh import Mesh
 from ..parallel.precision import choose_fp32_matmul
-from ..pipeline_parallel.draw import draw
+from ..pipeline_parallel.pictures import write
 from ..plan import Plan
-from .pictures import draw_curve, measured_timeline
+from .pictures import draw_curve, step_view
 from .report import Report, Throughput
 from .state import RunState
 
@@ -181,9 +181,9 @@ class Job:
             self._draw_timeline(executor.trace)
 
     def _draw_timeline(self, trace: list) -> None:
-        timeline, path = measured_timeline(self.plan.schedule, trace, self.mesh), self.config.logging.timeline
+        view, path = step_view(self.plan.schedule, trace, self.mesh), self.config.logging.timeline
         if self.report is not None:
-            draw(timeline, path, f"{self.plan.schedule.name}, one {self.mesh.clock.label or 'measured'} step")
+            write([view], path)
             self.report.print(f"pipeline timeline: {path}")
 
     def _save(self) -> int:

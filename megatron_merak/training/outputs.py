@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..config import HFCheckpointConfig, RunConfig
 from ..errors import ConfigError
+from ..pipeline_parallel.pictures import check_suffix
 
 
 def check_directory(flag: str, value: str, directory: Path) -> None:
@@ -39,3 +40,5 @@ def check_outputs(config: RunConfig, reports: bool) -> None:
     for flag, value in (("--metrics", logging.metrics), ("--timeline", logging.timeline), ("--curve", logging.curve)):
         if value is not None:
             check_file(flag, value)
+    if logging.timeline is not None:
+        check_suffix("--timeline", logging.timeline)

@@ -5,29 +5,33 @@ from pathlib import Path
 
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
-from ..pipeline_parallel.check import peak_in_flight
-from ..pipeline_parallel.ops import Op, Schedule
-from ..pipeline_parallel.simulate import Event, Timeline
+from ..pipeline_parallel.ops import Op, Schedule, ops_of
+from ..pipeline_parallel.simulate import Event
+from ..pipeline_parallel.trace import messages_between, timeline_of
+from ..pipeline_parallel.view import View
 
 Trace = Sequence[tuple[str, float, float]]
 
 
-def measured_timeline(schedule: Schedule, trace: Trace, mesh: Mesh) -> Timeline:
+def step_view(schedule: Schedule, trace: Trace, mesh: Mesh) -> View:
     """The traces of the first replica's pipeline ranks (tensor rank 0) as one timeline. Collective over all ranks.
 
-    trace: (op, start, end) in seconds of this host's monotonic clock; ranks on hosts with other clocks cannot be
-    compared.
+    trace: (op, start, end) in seconds of ``mesh.clock``, in the order of the schedule; ranks on hosts with other clocks
+    cannot be compared. Nobody times the messages: each is shown from the end of the op that makes it to the start of
+    the op that reads it.
     """
     traces = gather_json(list(trace), mesh.control, "cpu")
     rows = [traces[mesh.grid.rank(pp=pp)] for pp in range(mesh.grid.pp)]
     origin = min(start for row in rows for _, start, _ in row)
-    events = [
-        Event(rank, Op.parse(op), start - origin, end - origin)
-        for rank, row in enumerate(rows)
-        for op, start, end in row
-    ]
-    busy = tuple(sum(end - start for _, start, end in row) for row in rows)
-    return Timeline(schedule, tuple(events), (), max(e.end for e in events), busy, peak_in_flight(schedule))
+    events: list[Event] = []
+    for rank, row in enumerate(rows):
+        groups = [ops for entry in schedule.ranks[rank] if (ops := ops_of(entry))[0].kind.is_compute]
+        places = [(part, len(ops)) for ops in groups for part in range(len(ops))]
+        for (op, start, end), (part, parts) in zip(row, places, strict=True):
+            events.append(Event(rank, Op.parse(op), start - origin, end - origin, part, parts))
+    words = f"{schedule.name}, one step"
+    timeline = timeline_of(schedule, events, messages_between(schedule, events))
+    return View(timeline, words, "modelled" if mesh.clock.label else "measured", mesh.clock.label)
 
 
 def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str, float] | None = None) -> None:

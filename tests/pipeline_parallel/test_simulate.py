@@ -1,7 +1,5 @@
-"""The simulator against times that are known by hand or from literature, and what is made of a timeline."""
+"""The simulator against times that are known by hand or from literature."""
 
-import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,6 @@ import pytest
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import build_schedule
-from megatron_merak.pipeline_parallel.draw import draw, draw_text
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
 
@@ -109,69 +106,9 @@ def test_costs_of_another_pipeline_are_refused():
         StageCosts((1, 1), (1, 1), (0, 0), (0, 0), (0, 0), (0,))
 
 
-def test_chrome_trace_holds_every_event_in_microseconds():
-    timeline = simulate(build_schedule("1f1b", 3, 4), StageCosts.uniform(3, 0.001, 0.002, transfer=0.001))
-    trace = json.loads(json.dumps(timeline.to_chrome_trace()))["traceEvents"]
-    spans = [event for event in trace if event["ph"] == "X"]
-    assert len(spans) == 3 * 4 * 2 + 2 * 4 * 2
-    assert {(span["pid"], span["name"]): span["dur"] for span in spans}[0, "0B3"] == pytest.approx(2000)
-    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(timeline.makespan * 1e6)
-
-
-def test_text_drawing():
-    text = draw_text(simulate(build_schedule("gpipe", 2, 2), StageCosts.uniform(2, 0.1, 0.2)), unit=0.1)
-    assert text.splitlines() == ["rank 0 | F0 F1 .  .  .  B0--- B1---", "rank 1 | .  F0 F1 B0--- B1--- .  ."]
-
-
-def test_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    grouped = Schedule.parse("pair stages=2 microbatches=2\nrank 0: 0F0 0F1 0R0 0B0 0W0 0B1\nrank 1: 1F0 1F1|1B0 1B1")
-    for name, schedule in (("plain", build_schedule("1f1b", 4, 8)), ("grouped", grouped)):
-        path = tmp_path / f"{name}.png"
-        draw(simulate(schedule, StageCosts.uniform(schedule.stages, 0.01, 0.02, 0.01, 0.01)), path, title="A title")
-        data = path.read_bytes()
-        assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000
-    draw(simulate(build_schedule("1f1b", 2, 2), StageCosts.uniform(2, 0, 0)), tmp_path / "zero.png")
-
-
 def test_planning_a_schedule_loads_neither_torch_nor_matplotlib():
     code = (
-        "import sys, megatron_merak.pipeline_parallel.draw, megatron_merak.pipeline_parallel.builders;"
+        "import sys, megatron_merak.pipeline_parallel.pictures, megatron_merak.pipeline_parallel.builders;"
         "sys.exit(bool({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def run_tool(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["simulate.py", *arguments])
-    runpy.run_path(str(ROOT / "tools" / "simulate.py"), run_name="__main__")
-
-
-def test_tool(monkeypatch, capsys, tmp_path):
-    run_tool(monkeypatch, "--stages", "4", "--microbatches", "8", "--trace", str(tmp_path / "trace.json"))
-    printed = capsys.readouterr().out
-    assert "makespan 330.000 ms, bubble 27.3%" in printed
-    assert printed.splitlines()[-1].split() == ["3", "3", "240.000", "90.000", "27.3%", "1"]
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    path = tmp_path / "shifted.txt"
-    path.write_text(SHIFTED)
-    run_tool(monkeypatch, "--schedule-file", str(path), "--recompute", "10,10,10,0", "--print-schedule")
-    printed = capsys.readouterr().out
-    assert "makespan 300.000 ms" in printed and "2RECV_F0" in printed
-
-
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (("--stages", "0"), "0 pipeline ranks"),
-        (("--forward", "1,2"), "--forward 1,2: 2 values, 4 or 1 are needed"),
-        (("--transfer", "x"), "--transfer x: it is not a list of numbers"),
-        (("--weight", "99"), "exceeds the backward"),
-        (("--schedule-file", "no such file"), "No such file"),
-        (("--out", f"{__file__}/a.png"), f"--out {__file__}/a.png: it cannot be written"),
-        (("--trace", str(ROOT)), f"--trace {ROOT}: it is a directory"),
-    ],
-)
-def test_tool_tells_mistakes_without_a_traceback(monkeypatch, arguments, message):
-    with pytest.raises(SystemExit, match=f"simulate.py: .*{message}"):
-        run_tool(monkeypatch, *arguments)

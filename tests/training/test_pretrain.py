@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_merak.pipeline_parallel.page import views_of
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
     --global-batch-size 8 --lr 1e-2 --mock-data --vocab-size 60 --log-interval 2 --eval-iters 1 --hidden-dropout 0
@@ -33,12 +35,16 @@ def test_one_process_and_four_tell_the_same_story(tmp_path):
     told = pretrain(f"--train-iters 6 --metrics {alone}").stdout
     pretrain(
         f"--train-iters 6 --metrics {together} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-        f"--timeline {tmp_path}/timeline.png --curve {tmp_path}/curve.png",
+        f"--timeline {tmp_path}/timeline.html --curve {tmp_path}/curve.png",
         ranks=4,
     )
     assert losses(together) == pytest.approx(losses(alone), abs=1e-5) and len(losses(alone)) == 6
     assert losses(together, "valid") == pytest.approx(losses(alone, "valid"), abs=1e-5)
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("timeline.png", "curve.png"))
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    (view,) = views_of((tmp_path / "timeline.html").read_text(encoding="utf-8"))
+    assert view.clock == "measured" and 0 < view.timeline.makespan < 100 and len(view.timeline.events) == 2 * 2 * 4
+    assert view.peak_in_flight() == (2, 1) and len(view.timeline.transfers) == 2 * 4
+    assert all(message.start <= message.end for message in view.timeline.transfers)
     assert "iteration        6/       6 | consumed samples:           48 |" in told
     assert "--adam-beta2 0.95 (Megatron-LM: 0.999)" in told
 

@@ -17,6 +17,7 @@ from megatron_merak.data.mock import MockIndexedDataset
 from megatron_merak.data.tokenizer import Tokenizer
 from megatron_merak.errors import DataError
 from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.pipeline_parallel.trace import from_trace
 from megatron_merak.plan import Grid
 from megatron_merak.training.hf_model import build_model
 from megatron_merak.training.pretrain_hf import TokenTrainer, with_tokenizer
@@ -78,13 +79,14 @@ def test_four_ranks_write_a_directory_that_transformers_opens(tmp_path, shape):
     told = pretrain(
         "pretrain_hf.py",
         f"--model {shape} --metrics {together} {layout} --save-hf {tmp_path}/out --save {tmp_path}/c "
-        f"--timeline {tmp_path}/t.png --make-vocab-size-divisible-by 8",
+        f"--timeline {tmp_path}/t.json --make-vocab-size-divisible-by 8",
         ranks=4,
     ).stdout
     assert losses(together) == pytest.approx(losses(alone), abs=1e-5) and len(losses(alone)) == 4
     assert losses(together, "valid") == pytest.approx(losses(alone, "valid"), abs=1e-5)
     assert "Captured as it is, is_causal kept." in told and f"saved {tmp_path}/out for HuggingFace" in told
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    (view,) = from_trace(json.loads((tmp_path / "t.json").read_text()))
+    assert view.clock == "measured" and view.peak_in_flight() == (2, 1)
     # From the directory, and from the checkpoint with another layout, evaluation finds the trained weights.
     pretrain("pretrain_hf.py", f"--model {tmp_path}/out --skip-train --metrics {again}")
     assert losses(again, "valid")[0] == pytest.approx(losses(together, "valid")[4], abs=1e-5)

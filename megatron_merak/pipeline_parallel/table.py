@@ -1,0 +1,56 @@
+"""The figures of timelines as rows of text: one row per timeline, or one per rank. The first row is the header."""
+
+from collections.abc import Sequence
+
+from megatron_merak.pipeline_parallel.palette import time_text
+from megatron_merak.pipeline_parallel.view import View
+
+Rows = list[tuple[str, ...]]
+
+
+def summary_rows(views: Sequence[View]) -> Rows:
+    """The times of all against the first; the last column where bytes are known of any."""
+    several, known = len(views) > 1, any(view.memory for view in views)
+    header = ("schedule", "times", "makespan", "bubble", "of the ranks", "in flight")
+    rows = [header[:3] + ("against the first",) * several + header[3:] + ("peak bytes",) * known]
+    first = views[0].timeline.makespan
+    for view in views:
+        timeline, held = view.timeline, view.peak_in_flight()
+        against = f"{timeline.makespan / first:.3f}x" if first else "-"
+        rows.append(
+            (view.name, view.clock, time_text(timeline.makespan))
+            + (against,) * several
+            + (f"{timeline.bubble:.1%}", f"{min(timeline.bubbles):.1%} to {max(timeline.bubbles):.1%}", str(max(held)))
+            + ((bytes_text(max(view.peak_bytes())) if view.memory else "-"),) * known
+        )
+    return rows
+
+
+def rank_rows(view: View) -> Rows:
+    """One row per pipeline rank."""
+    timeline, held = view.timeline, view.peak_in_flight()
+    known = bool(view.memory)
+    rows = [("rank", "stages", "busy", "idle", "bubble", "in flight") + ("peak bytes",) * known]
+    for rank, busy in enumerate(timeline.busy):
+        stages = ",".join(map(str, view.stages_of(rank)))
+        times = (time_text(busy), time_text(timeline.makespan - busy), f"{timeline.bubbles[rank]:.1%}")
+        size = (bytes_text(view.peak_bytes()[rank]),) if known else ()
+        rows.append((str(rank), stages, *times, str(held[rank]), *size))
+    return rows
+
+
+def bytes_text(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def aligned(rows: Rows) -> str:
+    """The rows as lines of text, the first column to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return "\n".join(lines)

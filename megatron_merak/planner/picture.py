@@ -1,0 +1,49 @@
+"""What a plan looks like: its simulated step, and the bytes that each pipeline rank holds meanwhile."""
+
+from megatron_merak.cluster import Cluster
+from megatron_merak.pipeline_parallel.ops import Op
+from megatron_merak.pipeline_parallel.simulate import Timeline
+from megatron_merak.pipeline_parallel.view import Curve, View
+from megatron_merak.plan import Plan
+from megatron_merak.planner.memory import rank_memory
+from megatron_merak.planner.predict import timeline
+from megatron_merak.planner.saved import Footprint, Moment, footprint, walk
+
+
+def view(plan: Plan, cluster: Cluster, title: str = "") -> View:
+    """The forwards and backwards of one step of the plan on this cluster."""
+    grid, step = plan.grid, timeline(plan, cluster)
+    detail = f"{grid.size} ranks of {cluster.device.name} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
+    detail += f"{len(plan.units)} units, {plan.micro_batch_size} samples per micro-batch"
+    return View(step, title, "modelled", detail, memory_curves(plan, step), cluster.device.memory)
+
+
+def memory_curves(plan: Plan, step: Timeline) -> tuple[Curve, ...]:
+    """The bytes of each pipeline rank over a step; its peak is the one that the plan predicts for the rank.
+
+    Weights, gradients, optimizer state, and buffers of transfers and of the largest unit count all the time; what
+    micro-batches keep counts while ops run and between them.
+    """
+    when = {event.op: (event.start, event.end) for event in step.events}
+    curves = []
+    for rank, total in enumerate(rank_memory(plan)):
+        footprints = {stage: footprint(plan.units, plan.stages[stage]) for stage in plan.stages_of(rank)}
+        curves.append(_curve(plan, rank, footprints, when, total.total - total.activations))
+    return tuple(curves)
+
+
+def _curve(
+    plan: Plan, rank: int, footprints: dict[int, Footprint], when: dict[Op, tuple[float, float]], base: int
+) -> Curve:
+    points: list[tuple[float, int]] = [(0.0, base)]
+    for ops, running, after in walk(plan.schedule, rank):
+        start, end = when[ops[0]]
+        for time, moment in ((start, running), (end, after)):
+            if points[-1][0] == time:
+                points.pop()  # what an op leaves behind and the next op takes over lasts no time
+            points.append((time, base + _kept(moment, footprints)))
+    return tuple(points)
+
+
+def _kept(moment: Moment, footprints: dict[int, Footprint]) -> int:
+    return sum(count * getattr(footprints[stage], state) for (stage, state), count in moment)

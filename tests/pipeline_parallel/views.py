@@ -1,0 +1,26 @@
+"""Timelines that are known by hand, for the tests of pictures."""
+
+from megatron_merak.pipeline_parallel.builders import build_schedule
+from megatron_merak.pipeline_parallel.ops import Schedule
+from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
+from megatron_merak.pipeline_parallel.view import View
+
+# Two stages on one rank in a V, with every kind of op, a group, and messages in both directions.
+MIXED = """mixed stages=4 microbatches=2 placement=0,1,1,0
+rank 0: 0F0 0F1 3F0 3B0 3F1 3B1|3W0 3W1 0R0 0B0 0W0 0R1 0B1 0W1
+rank 1: 1F0 2F0 1F1 2F1 2B0 2W0 1B0|2B1 1W0|2W1 1B1 1W1
+"""
+
+
+def view(name: str, ranks: int = 4, microbatches: int = 8, **costs: float) -> View:
+    schedule = build_schedule(name, ranks, microbatches)
+    given = {"forward": 0.01, "backward": 0.02, "weight": 0.01, "transfer": 0.001, "latency": 0.0005} | costs
+    return View(simulate(schedule, StageCosts.uniform(schedule.stages, **given)))
+
+
+def mixed() -> View:
+    """With memory curves that nobody computed, a capacity, and a title that is no HTML."""
+    costs = StageCosts.uniform(4, 0.01, 0.02, 0.01, 0.01, 0.001, 0.0005)
+    timeline = simulate(Schedule.parse(MIXED), costs, overlap=0.5)
+    memory = (((0.0, 2**30), (0.01, 3 * 2**30)), ((0.0, 5), (0.02, 0)))
+    return View(timeline, "</script><b>mixed & paired", "modelled", 'some "detail"', memory, 2 * 2**30)
