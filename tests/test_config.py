@@ -141,6 +141,13 @@ def test_valid_combinations_pass(sections, world_size):
     make(**sections).validate(world_size)
 
 
+def test_sequence_parallelism_of_one_rank_is_ignored_and_told():
+    alone = make(parallel={"sequence_parallel": True})
+    alone.validate(1)
+    assert alone.ignored() == ("--sequence-parallel has no effect: --tensor-model-parallel-size is 1.",)
+    assert make(parallel={"sequence_parallel": True, TP: 2}).ignored() == make().ignored() == ()
+
+
 def test_planning_needs_neither_data_nor_learning_rate():
     config = Config(model=ModelConfig(**MODEL), train=TrainConfig(micro_batch_size=1))
     config.validate(1, training=False)
@@ -354,6 +361,30 @@ REFUSED = [
         "vocabulary. Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer with --vocab-size.",
     ),
     (
+        {"model": {"seq_length": 30}, "parallel": {TP: 4, "sequence_parallel": True}},
+        4,
+        "--seq-length 30: is not a multiple of --tensor-model-parallel-size 4, and --sequence-parallel divides it. "
+        "Use 28 or 32, or leave --sequence-parallel out.",
+    ),
+    (
+        {
+            "model": {"seq_length": 30, "max_position_embeddings": 31},
+            "parallel": {TP: 4, "sequence_parallel": True},
+        },
+        4,
+        "--seq-length 30: is not a multiple of --tensor-model-parallel-size 4, and --sequence-parallel divides it. "
+        "Use 28, or leave --sequence-parallel out.",
+    ),
+    (
+        {
+            "model": {"seq_length": 3, "max_position_embeddings": 3},
+            "parallel": {TP: 4, "sequence_parallel": True},
+        },
+        4,
+        "--seq-length 3: is not a multiple of --tensor-model-parallel-size 4, and --sequence-parallel divides it. "
+        "Leave --sequence-parallel out.",
+    ),
+    (
         {"checkpoint": {"save_interval": 5}},
         1,
         "--save-interval 5: has no effect without --save. Give --save DIRECTORY, or leave it out.",
@@ -530,6 +561,7 @@ def test_the_directory_of_a_captured_model_knows_its_vocabulary_and_tokenizer(da
         ({"train": {"global_batch_size": 3}}, 1, "--global-batch-size 3: is not a multiple"),
         ({"optimizer": {"lr": None}}, 1, "--lr (missing)"),
         ({"checkpoint": {"save_interval": 2}}, 1, "--save-interval 2: has no effect without --save"),
+        ({"parallel": {TP: 2, "sequence_parallel": True}}, 2, "--sequence-parallel True: is for native models"),
     ],
 )
 def test_a_run_of_a_captured_model_is_checked_like_any_other(sections, world_size, message):

@@ -106,6 +106,22 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     raise ConfigError("--tensor-model-parallel-size", size, reason, f"Use {fitting}")
 
 
+def check_sequence_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Of one tensor-parallel rank the flag means nothing, as in Megatron-LM, and is told."""
+    size, length = parallel.tensor_model_parallel_size, model.seq_length
+    if parallel.sequence_parallel and length % size:
+        fitting = [m for m in (length // size * size, -(-length // size) * size) if m > 0]
+        if model.max_position_embeddings is not None:
+            fitting = [m for m in fitting if m <= model.max_position_embeddings]
+        use = f"Use {closest(length, fitting)}, or leave" if fitting else "Leave"
+        raise ConfigError(
+            "--seq-length",
+            length,
+            f"is not a multiple of --tensor-model-parallel-size {size}, and --sequence-parallel divides it",
+            f"{use} --sequence-parallel out",
+        )
+
+
 def check_pipeline(model: ModelConfig, size: int) -> None:
     if size > model.num_layers + 2:
         raise ConfigError(

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, Self
 
+from ..errors import ConfigError
 from .checks import (
     check_checkpoint,
     check_data,
@@ -11,6 +12,7 @@ from .checks import (
     check_optimizer,
     check_pipeline,
     check_ranks,
+    check_sequence_parallel,
     check_sources,
     check_tensor_parallel,
     check_tokenizer_model,
@@ -101,7 +103,15 @@ class Config(RunConfig):
     def check_model(self) -> None:
         check_model(self.model)
         check_tensor_parallel(self.model, self.parallel.tensor_model_parallel_size)
+        check_sequence_parallel(self.model, self.parallel)
         check_pipeline(self.model, self.parallel.pipeline_model_parallel_size)
+
+    def ignored(self) -> tuple[str, ...]:
+        """What was asked for and has no effect, in sentences."""
+        parallel = self.parallel
+        if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+            return ("--sequence-parallel has no effect: --tensor-model-parallel-size is 1.",)
+        return ()
 
     def check_data(self) -> None:
         check_data(self.data, self.model)
@@ -115,7 +125,14 @@ class HFConfig(RunConfig):
     checkpoint: HFCheckpointConfig = HFCheckpointConfig()
 
     def check_model(self) -> None:
-        """Nothing to check before the model is read."""
+        """What can be checked before the model is read."""
+        if self.parallel.sequence_parallel:
+            raise ConfigError(
+                "--sequence-parallel",
+                True,
+                "is for native models: nothing says where a captured one may be divided along its sequence",
+                "Leave it out, or train a native model with pretrain_gpt.py",
+            )
 
     def check_data(self) -> None:
         check_sources(self.data)
