@@ -16,6 +16,9 @@ examples:
   # recomputation on all stages but the last, which is slower (it has the output layer)
   python tools/simulate.py --schedule 1f1b shifted --forward 10,10,10,14 --backward 20,20,20,28 --recompute 10,10,10,0
 
+  # a schedule searched for uneven stages and a slow link, in the memory of 1F1B, beside what formulas give
+  python tools/simulate.py --schedule auto 1f1b zb-h1 --forward 10,10,10,14 --backward 20,20,20,28 --latency 4
+
   # a slow link: the steady state pays for the round trip, not only the fill and the drain
   python tools/simulate.py --ranks 8 --microbatches 8 --forward 20 --backward 40 --latency 8.4
 
@@ -35,10 +38,14 @@ from pathlib import Path
 from megatron_merak.cluster import find_cluster
 from megatron_merak.errors import ConfigError, MerakError, PlanError, ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
+from megatron_merak.pipeline_parallel.check import peak_in_flight
 from megatron_merak.pipeline_parallel.draw import draw_text
 from megatron_merak.pipeline_parallel.ops import Schedule
+from megatron_merak.pipeline_parallel.palette import time_text
 from megatron_merak.pipeline_parallel.passes import add_communication
 from megatron_merak.pipeline_parallel.pictures import write
+from megatron_merak.pipeline_parallel.search import search
+from megatron_merak.pipeline_parallel.search_problem import Limits
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
 from megatron_merak.pipeline_parallel.table import aligned, rank_rows, summary_rows
 from megatron_merak.pipeline_parallel.trace import from_trace
@@ -49,12 +56,14 @@ from megatron_merak.training.outputs import check_file
 
 OUTPUTS = {"--png": ".png", "--html": ".html", "--perfetto": ".json"}
 WIDTH = 160  # columns of text
+AUTO = "auto"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what is shown, several after each other")
-    schedules = f"schedules by name ({', '.join(BUILDERS)}), or files with a schedule as text [1f1b]"
+    names = ", ".join([*BUILDERS, AUTO])
+    schedules = f"schedules by name ({names}: one that is searched for), or files with a schedule as text [1f1b]"
     what.add_argument("--schedule", "--pipeline-schedule", nargs="+", default=[], metavar="NAME", help=schedules)
     what.add_argument("--plan", nargs="+", default=[], metavar="PLAN.json", help="stored plans, with their own costs")
     traces = "steps as they ran, from --timeline FILE.json of a run, or from --perfetto"
@@ -64,6 +73,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     size.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step [%(default)s]")
     size.add_argument("--chunks", type=int, help="stages per rank, of schedules that leave a choice [their own]")
     size.add_argument("--group", type=int, help="micro-batches of an interleaved group [--ranks]")
+    held = "most micro-batches that each stage may hold in a searched schedule [as 1F1B]"
+    size.add_argument("--in-flight", metavar="N", help=held)
     costs = parser.add_argument_group("their costs")
     for name, default, text in (
         ("forward", "10", "forward"),
@@ -136,8 +147,28 @@ def words(arguments: argparse.Namespace) -> str:
     return ", ".join(f"{name} {value} ms" for name, value in given.items() if value not in (None, "0"))
 
 
+def searched(arguments: argparse.Namespace) -> View:
+    """The best schedule found for the costs, one stage per rank, within the micro-batches that stages may hold."""
+    ranks, microbatches = arguments.ranks, arguments.microbatches
+    built = build_schedule("1f1b", ranks, microbatches)
+    held = peak_in_flight(built)
+    if arguments.in_flight is not None:
+        given = tuple(round(1e3 * value) for value in numbers("--in-flight", arguments.in_flight))
+        if len(given) not in (1, ranks):
+            reason = f"{len(given)} values, {ranks} or 1 are needed"
+            raise ConfigError("--in-flight", arguments.in_flight, reason, "Correct the list")
+        held = given * ranks if len(given) == 1 else given
+    costs = stage_costs(arguments, built)
+    found = search(costs, microbatches, limits=Limits.in_flight(held), split_weights=True)
+    detail = f"{words(arguments)}; no schedule is below {time_text(found.bound)}, {found.builder} takes "
+    detail += time_text(found.builder_makespan)
+    return View(simulate(found.schedule, costs, arguments.overlap), detail=detail)
+
+
 def scheduled(arguments: argparse.Namespace, name: str) -> View:
     """A schedule by name or from a file, with the costs of the command line."""
+    if name == AUTO:
+        return searched(arguments)
     if name in BUILDERS:
         builder = BUILDERS[name]
         chunks = arguments.chunks if builder.chunked else None

@@ -39,11 +39,12 @@ def rank_rows(view: View) -> Rows:
     return rows
 
 
-def bytes_text(count: float) -> str:
+def bytes_text(count: int) -> str:
+    """A size as people read it."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
+    return f"{count} B"
 
 
 def aligned(rows: Rows) -> str:

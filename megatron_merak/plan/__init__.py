@@ -1,9 +1,9 @@
 """The frozen plan of a training step and its parts."""
 
+from megatron_merak.pipeline_parallel.table import bytes_text
 from megatron_merak.plan.frozen import Plan
 from megatron_merak.plan.parts import AXES, DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
 from megatron_merak.plan.sharding import TensorSharding
-from megatron_merak.plan.table import bytes_text
 
 __all__ = [
     "AXES",

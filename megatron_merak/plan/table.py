@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from megatron_merak.pipeline_parallel.table import bytes_text
+
 
 def table(plan: Any, width: int = 120) -> str:
     """A ``Plan`` (which imports this file) as text, lines of the schedule cut at ``width``."""
@@ -50,11 +52,3 @@ def _prediction_text(plan: Any) -> str:
         return ""
     time = f"{plan.predicted_time:.3f} s" if plan.predicted_time >= 1 else f"{plan.predicted_time * 1e3:.3g} ms"
     return f", predicted on {plan.device}: {time} per step, bubble {plan.predicted_bubble:.1%}"
-
-
-def bytes_text(count: int) -> str:
-    """A size as people read it."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

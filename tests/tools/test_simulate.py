@@ -73,6 +73,19 @@ def test_several_beside_each_other(run, tmp_path):
     assert again.splitlines()[-4:] == printed.splitlines()[-4:]
 
 
+def test_a_schedule_that_is_searched_for(run, tmp_path):
+    """In the memory of 1F1B it is no slower than 1F1B; given more, no slower than that."""
+    costs = ["--forward", "10,10,10,14", "--backward", "20,20,20,28", "--latency", 4, "--html", tmp_path / "a.html"]
+    printed = run("--schedule", "1f1b", "auto", *costs)
+    plain, found = views_of((tmp_path / "a.html").read_text(encoding="utf-8"))
+    assert found.timeline.makespan < plain.timeline.makespan
+    assert all(mine <= other for mine, other in zip(found.peak_in_flight(), plain.peak_in_flight(), strict=True))
+    assert "auto: 4 stages on 4 ranks" in printed and "no schedule is below" in found.detail
+    run("--schedule", "auto", "--in-flight", 8, *costs)
+    (roomy,) = views_of((tmp_path / "a.html").read_text(encoding="utf-8"))
+    assert roomy.timeline.makespan <= found.timeline.makespan
+
+
 def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
     flags = """--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500
         --micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 2"""
@@ -97,6 +110,7 @@ def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
         (("--transfer", "1,2"), "--transfer 1,2: 2 values, 3 or 1 are needed"),
         (("--transfer", "x"), "--transfer x: it is not a list of numbers"),
         (("--weight", "99"), "exceeds the backward"),
+        (("--schedule", "auto", "--in-flight", "1,2"), "--in-flight 1,2: 2 values, 4 or 1 are needed"),
         (("--png", f"{__file__}/a.png"), f"--png {__file__}/a.png: it cannot be written"),
         (("--perfetto", str(ROOT)), f"--perfetto {ROOT}: it is a directory"),
         (("--html", "/tmp/a.png"), "--html /tmp/a.png: its suffix says otherwise"),

@@ -138,14 +138,15 @@ function addLegend(app) {
   const present = new Set(app.views.flatMap((view) => [...new Set(view.events.kind)]));
   const entries = [...LETTERS].filter((kind) => present.has(kind)).map((kind) => {
     const colours = shades.map((shade) => app.faces[kind][shade][0]);
-    return [app.data.names[kind] + (shades.length > 1 ? ", stages in turn" : ""), colours, kind];
+    return [app.data.names[kind], colours, kind];
   });
   if (app.views.some((view) => view.transfers.count))
     for (const kind of "FB") entries.push([app.data.names[`SEND_${kind}`], [app.messages[kind]], "message"]);
   entries.push(["bubble", [app.colours.track], "bubble"]);
+  if (shades.length > 1) entries.push(["light: every second stage of a rank", [], ""]);
   legend.replaceChildren(...entries.map(([name, colours, kind]) => {
     const entry = element("span", name);
-    entry.prepend(swatch(app, colours, kind));
+    if (colours.length) entry.prepend(swatch(app, colours, kind));
     return entry;
   }));
 }

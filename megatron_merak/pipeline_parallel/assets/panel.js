@@ -215,7 +215,7 @@ function drawOp(panel, ink, i, rank, face, label, pattern) {
   ink.textBaseline = "middle";
   ink.fillText(text, (from + to) / 2, top + height / 2 + 0.5);
   const stage = `stage ${view.events.stage[i]}`;
-  if (view.stages > view.ranks && width > 110) {
+  if (view.stages > view.ranks && to - from > 130) {
     ink.textAlign = "left";
     ink.globalAlpha *= 0.8;
     ink.fillText(stage, from + 6, top + height / 2 + 0.5);
