@@ -16,7 +16,7 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full test-slow bench clean
+.PHONY: help install train test lint parity parity-full test-slow bench bench-schedules bench-overlap clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -25,6 +25,8 @@ help:
 	@echo "make parity-full  every layout of the native models against one process (long)"
 	@echo "make test-slow    the other long sweeps: every model type's weights, the largest shapes"
 	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
+	@echo "make bench-schedules  every pipeline schedule, modelled and measured, into docs/schedules.md (15 minutes)"
+	@echo "make bench-overlap    tensor-parallel communication left exposed, into docs/overlap.md (10 minutes)"
 	@echo "make install      only the set-up that all of these share; idempotent"
 	@echo "make clean        remove build products and caches; .venv and runs/ stay"
 
@@ -52,6 +54,12 @@ test-slow: install
 
 bench: install
 	@$(PY) benchmarks/step.py $(ARGS)
+
+bench-schedules: install
+	@$(PY) benchmarks/schedules.py $(ARGS)
+
+bench-overlap: install
+	@$(PY) benchmarks/overlap.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

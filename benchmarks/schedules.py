@@ -1,0 +1,106 @@
+"""How long a step takes under each pipeline schedule: by formula, simulated, emulated, and on the machine's clock.
+
+    python benchmarks/schedules.py                 # everything, into docs/schedules.md; under 15 minutes, wants quiet
+    python benchmarks/schedules.py --modelled      # prints all that no other work on the machine can disturb
+    python benchmarks/schedules.py --quick         # prints few cells with short kernels: does it all still run?
+
+On the machine's clock kernels sleep, so that eight ranks need no eight cores, and several jobs run at once; transfers,
+gradients and the executor are real. Beside ours the schedules of torch.distributed.pipelining run on the same stages.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import worlds
+from cells import FACTORS, RANKS, TIMED_RANKS, Cell, all_cells
+from schedules_page import Measured, Modelled, page
+
+PAGE = worlds.HERE.parent / "docs" / "schedules.md"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modelled", action="store_true", help="formula, simulation and emulation only")
+    parser.add_argument("--quick", action="store_true", help="few cells, short kernels, one repeat")
+    parser.add_argument("--repeats", type=int, default=5, help="measured steps per cell (5)")
+    parser.add_argument("--forward-ms", type=float, default=50.0, help="a stage's forward where kernels sleep (50)")
+    parser.add_argument("--at-once", type=int, default=6, help="how many pipelines sleep at the same time (6)")
+    parser.add_argument("--only", action="append", default=[], metavar="SCHEDULE", help="measure these schedules")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(TIMED_RANKS), help="measure these sizes (4 8)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the page here")
+    return parser.parse_args(argv)
+
+
+def model(cells: Sequence[Cell]) -> dict[Cell, Modelled]:
+    """Formula, simulation and emulation of every cell that there is."""
+    from timed_runs import emulate
+
+    found: dict[Cell, Modelled] = {}
+    inside = [cell for cell in cells if not cell.outside]
+    groups = [[cell for cell in inside if cell.ranks == ranks] for ranks in sorted({cell.ranks for cell in inside})]
+    work = [sum(cell.microbatches * cell.chunks for cell in group) * group[0].ranks / 300 for group in groups]
+    jobs = [
+        worlds.Job(f"emulation of {group[0].ranks} ranks", emulate, group[0].ranks, (group,), seconds)
+        for group, seconds in zip(groups, work, strict=True)
+    ]
+
+    def done(job: worlds.Job, ranks: list[list[float]]) -> str:
+        for cell, seconds in zip(job.args[0], zip(*ranks, strict=True), strict=True):
+            found[cell] = Modelled(cell.formula(), cell.simulated(), max(seconds))
+        return f"{len(job.args[0])} schedules"
+
+    worlds.run_jobs(jobs, 1, done)
+    return found
+
+
+def measure(cells: Sequence[Cell], repeats: int, at_once: int) -> dict[Cell, Measured]:
+    """Steps on the machine's clock, of every cell that there is."""
+    from timed_runs import measure
+
+    found: dict[Cell, Measured] = {}
+    simulated = {cell: cell.simulated() for cell in cells if not cell.outside}
+    jobs = []
+    for cell, seconds in simulated.items():
+        name = f"{cell.schedule}, {cell.ranks} ranks, {cell.microbatches} micro-batches"
+        lasts = 3 + repeats * seconds * (2 if cell.peer else 1)
+        jobs.append(worlds.Job(name, measure, cell.ranks, (cell, repeats), lasts))
+
+    def done(job: worlds.Job, ranks: list) -> str:
+        cell = job.args[0]
+        found[cell] = Measured.of(simulated[cell], ranks)
+        return found[cell].line()
+
+    worlds.run_jobs(jobs, at_once, done)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    load = os.getloadavg()[0]
+    if options.quick:
+        options.forward_ms, options.repeats, options.ranks = 5.0, 1, [2]
+    sizes, factors = ((2,), (1, 2)) if options.quick else (RANKS, FACTORS)
+    worlds.prepare("timed_runs")
+    modelled = model(all_cells(sizes, factors))
+    timed = [] if options.modelled else all_cells(tuple(options.ranks), factors, options.forward_ms / 1e3)
+    timed = [replace(cell, forward=cell.forward * cell.chunks) for cell in timed]
+    timed = [cell for cell in timed if cell.schedule in (options.only or [cell.schedule])]
+    measured = measure(timed, options.repeats, options.at_once)
+    text = page(all_cells(sizes, factors), modelled, timed, measured, options, load)
+    complete = not (options.quick or options.modelled or options.only)
+    if out := options.out or (PAGE if complete else None):
+        out.write_text(text, encoding="utf-8")
+        print(f"written: {out}", file=sys.stderr)
+    else:
+        print(text)
+    wrong = [cell for cell, one in measured.items() if not one.same_gradients]
+    wrong += [cell for cell, one in modelled.items() if one.distance > 0.01]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
