@@ -55,9 +55,9 @@ def search(
     """The best schedule found, one stage per rank.
 
     `recompute[s]`: stage s may run R as its own op where it recomputes (default: every stage). `split_weights`: W may
-    be its own op. `evaluations`: how many schedules to time (default: 2000, fewer for pipelines of more than 256 ops);
-    the answer depends on the arguments alone, so every rank finds the same. Raises ScheduleError for limits under which
-    no micro-batch runs, and for lists of the wrong length.
+    be its own op. `evaluations`: how many schedules to time (default: 2000, fewer where stages x micro-batches exceed
+    256); the answer depends on the arguments alone, so every rank finds the same. Raises ScheduleError for limits under
+    which no micro-batch runs, and for lists of the wrong length.
     """
     problem = Problem(costs, microbatches, limits, recompute, split_weights)
     if evaluations is None:

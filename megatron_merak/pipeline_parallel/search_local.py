@@ -38,7 +38,7 @@ class LocalSearch:
         while self.evaluations < evaluations and self.makespan > goal:
             self.programs = [*self.best]
             self._clock()
-            for _ in range(kicks):
+            for _ in range(min(kicks, evaluations - self.evaluations)):
                 self._kick()
             kicks = self.random.randint(1, _KICKS)
             self._round(min(evaluations, self.evaluations + _ROUND), goal)
@@ -48,9 +48,10 @@ class LocalSearch:
         stage = self.random.randrange(self.problem.stages)
         program = self.programs[stage]
         i = self.random.randrange(1, len(program))
+        before = self.evaluations
         for _, moved in _moved(stage, program, i, i - 1):
             self._try(stage, moved, heat=_ANY)
-        self.evaluations += 1
+        self.evaluations = before + 1
 
     def _clock(self) -> None:
         self.compiled = [self.problem.compile(stage, program) for stage, program in enumerate(self.programs)]

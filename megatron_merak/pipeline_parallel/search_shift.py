@@ -65,7 +65,7 @@ def _better(
         if any(stage.left for stage in stages):
             continue  # a forward that went earlier waits for one that waits for it
         shorter = problem.makespan(candidate)
-        if shorter < makespan:
+        if shorter < makespan and all(map(problem.allows, range(problem.stages), candidate)):
             best, makespan = candidate, shorter
     return best, makespan
 
@@ -85,8 +85,10 @@ class _Fixed(Stage):
     """A stage that runs a given program, and recomputes while it would wait."""
 
     def __init__(self, problem: Problem, programs: list[Program], index: int, ahead: int, drain: bool, warmup: bool):
-        super().__init__(problem, Rule((problem.microbatches,) * problem.stages, early=ahead), index)
-        self.problem, self.index = problem, index
+        weighs = [any(code & 3 == W for code in program) for program in programs]
+        super().__init__(
+            problem, Rule((problem.microbatches,) * problem.stages, early=ahead, split=tuple(weighs)), index
+        )
         self.left = [*reversed(programs[index])]
         self.drain, self.may_warm_up = drain, warmup
 
@@ -102,12 +104,11 @@ class _Fixed(Stage):
         ready = self._arrival(code)
         if ready is not None and ready <= now:
             return code, None
-        recompute = 4 * self.done[R] + R
-        if not self._may_recompute() or not self._has_memory(recompute):
+        if not self._may_recompute() or not self._has_memory():
             return None, None
         needed_now = code & 3 == B and self.done[R] == self.done[B]
         if needed_now or ready is None or ready >= now + self.seconds[R]:
-            return recompute, None
+            return 4 * self.done[R] + R, None
         return None, None
 
     def _arrival(self, code: int) -> float | None:
@@ -121,5 +122,19 @@ class _Fixed(Stage):
             return False
         return self.early and self.done[B] <= self.done[R] < min(self.done[F], self.done[B] + self.rule.early)
 
-    def _has_memory(self, code: int) -> bool:
-        return self.problem.fits(self.index, [*self.program, code, *reversed(self.left)])
+    def _has_memory(self) -> bool:
+        """Whether the next R leaves enough for what follows, up to the B that frees its tape."""
+        last, held = self.done[R], self.held() + self.taped
+        for code in reversed(self.left):
+            if held > self.cap:
+                return False
+            kind = code & 3
+            if kind == F:
+                held += self.kept
+            elif kind == W:
+                held -= self.weight_held
+            elif code >> 2 == last:
+                return True
+            else:
+                held += (self.weight_held if self.split else 0.0) - self.kept - self.taped
+        return True

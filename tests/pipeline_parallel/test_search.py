@@ -260,3 +260,13 @@ def test_the_shift_replaces_recomputation_and_refuses_virtual_stages():
     virtual = Schedule.parse("two stages=2 microbatches=1\nrank 0: 0F0 1F0 1B0 0B0")
     with pytest.raises(ScheduleError, match="several stages on a rank"):
         shift_recompute(virtual, StageCosts.uniform(2, recompute=1))
+
+
+def test_the_benchmark_writes_its_report(tmp_path):
+    out = tmp_path / "search.md"
+    command = [sys.executable, "benchmarks/search.py", "--instances", "5", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    text = out.read_text()
+    assert "5 random pipelines" in text and "modelled" in text
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| all | 5")]
+    assert len(rows) == 1 and all(float(row.split()[0]) >= 0 for row in rows[0][3:4])
