@@ -109,9 +109,9 @@ def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Tim
     if len(costs.forward) != schedule.stages:
         reason = f"it has {schedule.stages} stages, the costs {len(costs.forward)}"
         raise ScheduleError("schedule", schedule.name, reason, "Give one cost per stage")
+    check(schedule)
     if not schedule.has_communication:
         schedule = add_communication(schedule)
-    check(schedule)
     durations = _Durations(schedule, costs)
     channels: dict[tuple[int, int, Kind], _Channel] = {}
     over: dict[Op, float] = {}
