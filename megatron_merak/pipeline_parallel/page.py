@@ -80,6 +80,7 @@ def _encode(view: View) -> dict:
         "transfers": _columns(timeline.transfers),
         "memory": [[[time for time, _ in curve], [value for _, value in curve]] for curve in view.memory],
         "capacity": view.capacity,
+        "timed": view.timed,
     }
 
 
@@ -110,7 +111,7 @@ def _decode(data: Mapping) -> View:
     ]
     memory: tuple[Curve, ...] = tuple(tuple(zip(*columns, strict=True)) for columns in data["memory"])
     timeline = replace(timeline_of(schedule, events, transfers), makespan=data["makespan"], busy=tuple(data["busy"]))
-    return View(timeline, data["title"], data["clock"], data["detail"], memory, data["capacity"])
+    return View(timeline, data["title"], data["clock"], data["detail"], memory, data["capacity"], data["timed"])
 
 
 def _ops(rows: Mapping, kinds: Mapping[str, Kind]) -> list[Op]:

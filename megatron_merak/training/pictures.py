@@ -31,7 +31,7 @@ def step_view(schedule: Schedule, trace: Trace, mesh: Mesh) -> View:
             events.append(Event(rank, Op.parse(op), start - origin, end - origin, part, parts))
     words = f"{schedule.name}, one step"
     timeline = timeline_of(schedule, events, messages_between(schedule, events))
-    return View(timeline, words, "modelled" if mesh.clock.label else "measured", mesh.clock.label)
+    return View(timeline, words, "modelled" if mesh.clock.label else "measured", mesh.clock.label, timed=False)
 
 
 def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str, float] | None = None) -> None:

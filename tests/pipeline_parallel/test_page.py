@@ -16,7 +16,7 @@ from megatron_merak.pipeline_parallel.page import encode, page, views_of
 from megatron_merak.pipeline_parallel.palette import time_text
 from megatron_merak.pipeline_parallel.view import in_flight
 
-from .views import mixed, view
+from .views import measured, mixed, view
 
 ASSETS = files("megatron_merak.pipeline_parallel") / "assets"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
@@ -25,7 +25,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 @pytest.fixture(scope="module")
 def views():
-    return [view("1f1b"), view("interleaved"), view("zb-v"), mixed()]
+    return [view("1f1b"), view("interleaved"), view("zb-v"), mixed(), measured()]
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +148,15 @@ def test_the_script_finds_what_every_op_waited_for(counted):
         path, at = found["path"], {str(event.op): event for event in shown.timeline.events}
         assert at[path[0]].end == shown.timeline.makespan and at[path[-1]].start == 0
         assert all(at[later].start >= at[earlier].end for later, earlier in zip(path, path[1:], strict=False))
+
+
+def test_untimed_messages_are_no_causes_by_themselves():
+    """What an op of a real run waited for last is the op that ended last, not a message that lasts until it starts."""
+    shown = measured()
+    program = """const [view] = data.views.map(readView);
+    console.log(JSON.stringify(Array.from(view.events.start, (_, i) => causes(view, i).map((one) => one.end))))"""
+    for event, ends in zip(shown.timeline.events, node(program, encode([shown])), strict=True):
+        assert ends == sorted(ends, reverse=True) and all(end < event.start for end in ends)
 
 
 def test_hovering_tells(counted):

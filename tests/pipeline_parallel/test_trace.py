@@ -8,7 +8,7 @@ import pytest
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.trace import from_trace, messages_between, to_trace
 
-from .views import mixed, view
+from .views import measured, mixed, view
 
 
 def rows_of(views, phase):
@@ -56,11 +56,11 @@ def test_counters_end_at_nothing_held():
 
 
 def test_a_trace_reads_back():
-    views = [view("1f1b"), view("zb-v"), mixed()]
+    views = [view("1f1b"), view("zb-v"), mixed(), measured()]
     again = from_trace(json.loads(json.dumps(to_trace(views))))
     assert len(again) == len(views)
     for one, other in zip(views, again, strict=True):
-        for name in ("title", "clock", "detail", "capacity"):
+        for name in ("title", "clock", "detail", "capacity", "timed"):
             assert getattr(one, name) == getattr(other, name)
         assert one.timeline.schedule == other.timeline.schedule
         assert one.peak_in_flight() == other.peak_in_flight() and one.peak_bytes() == other.peak_bytes()

@@ -2,7 +2,8 @@
 
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
-from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
+from megatron_merak.pipeline_parallel.simulate import Event, StageCosts, simulate
+from megatron_merak.pipeline_parallel.trace import messages_between, timeline_of
 from megatron_merak.pipeline_parallel.view import View
 
 # Two stages on one rank in a V, with every kind of op, a group, and messages in both directions.
@@ -24,3 +25,12 @@ def mixed() -> View:
     timeline = simulate(Schedule.parse(MIXED), costs, overlap=0.5)
     memory = (((0.0, 2**30), (0.01, 3 * 2**30)), ((0.0, 5), (0.02, 0)))
     return View(timeline, "</script><b>mixed & paired", "modelled", 'some "detail"', memory, 2 * 2**30)
+
+
+def measured() -> View:
+    """As a run is seen: nobody timed its messages, and ops start some time after they could."""
+    plain = simulate(build_schedule("1f1b", 3, 4), StageCosts.uniform(3, 0.01, 0.02, transfer=0.002)).schedule
+    late = simulate(plain, StageCosts.uniform(3, 0.0113, 0.0217, latency=0.0007))
+    events = [Event(e.rank, e.op, e.start + 0.0003, e.end, e.part, e.parts) for e in late.events]
+    timeline = timeline_of(plain, events, messages_between(plain, events))
+    return View(timeline, "a run", "measured", timed=False)

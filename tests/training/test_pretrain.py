@@ -42,7 +42,12 @@ def test_one_process_and_four_tell_the_same_story(tmp_path):
     assert losses(together, "valid") == pytest.approx(losses(alone, "valid"), abs=1e-5)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     (view,) = views_of((tmp_path / "timeline.html").read_text(encoding="utf-8"))
-    assert view.clock == "measured" and 0 < view.timeline.makespan < 100 and len(view.timeline.events) == 2 * 2 * 4
+    assert (
+        view.clock == "measured"
+        and not view.timed
+        and 0 < view.timeline.makespan < 100
+        and len(view.timeline.events) == 2 * 2 * 4
+    )
     assert view.peak_in_flight() == (2, 1) and len(view.timeline.transfers) == 2 * 4
     assert all(message.start <= message.end for message in view.timeline.transfers)
     assert "iteration        6/       6 | consumed samples:           48 |" in told

@@ -129,7 +129,7 @@ function causes(view, index) {
     const producer = view.byOp.get(stage + (last ? "F" : kind) + events.microbatch[i]);
     if (producer === undefined) continue;
     const message = view.arriving.get(opName(events, i)) ?? -1;
-    const arrived = message >= 0 && view.clock === "modelled" ? transfers.end[message] : events.end[producer];
+    const arrived = message >= 0 && view.timed ? transfers.end[message] : events.end[producer];
     found.push({ event: producer, message, end: arrived });
   }
   if (first) found.push({ event: row[first - 1], message: -1, end: events.end[row[first - 1]], rank: true });
@@ -189,7 +189,7 @@ function describe(view, names, hit) {
   ];
   if (hit.kind === "message") {
     const to = items.stage[i] + (kind === "F" ? 1 : -1);
-    if (view.clock === "measured") rows.push(["note", "from when it was made to when it was read"]);
+    if (!view.timed) rows.push(["note", "from when it was made to when it was read"]);
     const ends = `rank ${view.placement[items.stage[i]]} to ${view.placement[to]}`;
     return { head: `${names["SEND_" + kind]} · micro-batch ${items.microbatch[i]} · stage ${items.stage[i]} to ${to} · ${ends}`, rows };
   }

@@ -17,7 +17,7 @@ function utilisation(view, end) {
 }
 
 function makeOverview(app, canvas) {
-  const overview = { canvas, shares: app.views.map((view) => utilisation(view, app.axis.end)) };
+  const overview = { canvas, shares: [], own: null };
   overview.layout = () => {
     overview.scale = window.devicePixelRatio || 1;
     overview.strip = Math.max(6, Math.min(22, Math.floor(90 / app.views.length)));
@@ -27,6 +27,9 @@ function makeOverview(app, canvas) {
     canvas.width = Math.round(overview.width * overview.scale);
     canvas.height = Math.round(overview.height * overview.scale);
     overview.still = null;
+    if (overview.own === app.show.own) return;
+    overview.own = app.show.own;
+    overview.shares = app.panels.map((panel) => utilisation(panel.view, app.axis.end / panel.stretch()));
   };
   overview.draw = () => drawOverview(app, overview);
   const timeAt = (event) => ((event.clientX - canvas.getBoundingClientRect().left) / overview.width) * app.axis.end;
@@ -56,7 +59,7 @@ function drawStrips(app, { canvas, shares, width, scale, strip }) {
   shares.forEach((share, place) => {
     const bottom = 2 + place * (strip + 3) + strip;
     ink.fillStyle = app.colours.track;
-    ink.fillRect(0, bottom - strip, (width * app.views[place].makespan) / (app.axis.end || 1), strip);
+    ink.fillRect(0, bottom - strip, (width * app.views[place].makespan * app.panels[place].stretch()) / (app.axis.end || 1), strip);
     const level = new Float64Array(BINS);
     for (const kind of LETTERS) {
       ink.fillStyle = app.faces[kind][0][0];

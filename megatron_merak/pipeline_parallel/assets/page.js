@@ -7,7 +7,7 @@ function start(data) {
   const views = data.views.map(readView);
   const app = {
     data, views, faces: data.faces, messages: { F: data.messages.SEND_F, B: data.messages.SEND_B },
-    show: { messages: true, memory: "micro-batches", path: false }, theme: "auto",
+    show: { messages: true, memory: "micro-batches", path: false, own: false }, theme: "auto",
     hovered: null, pinned: null, range: null, queued: false,
   };
   app.axis = makeAxis(Math.max(...views.map((view) => view.makespan)), () => redraw(app));
@@ -21,7 +21,7 @@ function start(data) {
   readColours(app);
   addLegend(app);
   for (const button of document.querySelectorAll("button[data-key]")) button.addEventListener("click", () => key(app, button.dataset.key));
-  document.querySelector('[data-key="l"]').hidden = views.length < 2;
+  for (const letter of "ln") document.querySelector(`[data-key="${letter}"]`).hidden = views.length < 2;
   window.addEventListener("keydown", (event) => onKey(app, event));
   window.addEventListener("resize", () => relayout(app));
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => readColours(app));
@@ -179,8 +179,8 @@ function listen(app, panel) {
   };
   canvas.addEventListener("wheel", (event) => {
     const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
-    if (event.ctrlKey || event.metaKey) app.axis.zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.01), panel.time(at(event)[0]));
-    else if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) app.axis.pan(panel.time(sideways) - panel.time(0));
+    if (event.ctrlKey || event.metaKey) app.axis.zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.01), panel.at(at(event)[0]));
+    else if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) app.axis.pan(panel.at(sideways) - panel.at(0));
     else return;
     event.preventDefault();
   }, { passive: false });
@@ -189,7 +189,7 @@ function listen(app, panel) {
     canvas.setPointerCapture(event.pointerId);
     pointers.set(event.pointerId, at(event)[0]);
     moved = 0;
-    if (event.shiftKey) app.range = { from: panel.time(at(event)[0]), to: panel.time(at(event)[0]) };
+    if (event.shiftKey) app.range = { from: panel.at(at(event)[0]), to: panel.at(at(event)[0]) };
   });
   canvas.addEventListener("pointermove", (event) => {
     const [x, y] = at(event);
@@ -203,30 +203,30 @@ function listen(app, panel) {
     canvas.classList.remove("dragging");
     const range = app.range;
     app.range = null;
-    if (range && Math.abs(panel.x(range.to) - panel.x(range.from)) > 4) app.axis.show(Math.min(range.from, range.to), Math.max(range.from, range.to));
+    if (range && Math.abs(panel.put(range.to) - panel.put(range.from)) > 4) app.axis.show(Math.min(range.from, range.to), Math.max(range.from, range.to));
     else if (moved <= 4) pin(app, panel.hit(...at(event)));
   };
   canvas.addEventListener("pointerup", release);
   canvas.addEventListener("pointercancel", release);
   canvas.addEventListener("pointerleave", () => leave(app));
-  canvas.addEventListener("dblclick", (event) => app.axis.zoom(0.5, panel.time(at(event)[0])));
+  canvas.addEventListener("dblclick", (event) => app.axis.zoom(0.5, panel.at(at(event)[0])));
 }
 
 /** One pointer moves or measures, two pinch. */
 function drag(app, panel, pointers, id, x) {
   const before = pointers.get(id), others = [...pointers.keys()].filter((other) => other !== id);
   leave(app);
-  if (app.range) app.range.to = panel.time(x);
+  if (app.range) app.range.to = panel.at(x);
   else if (others.length) {
     const fixed = pointers.get(others[0]);
-    app.axis.zoom(Math.abs(before - fixed) / Math.max(Math.abs(x - fixed), 1), panel.time(fixed));
-  } else app.axis.pan(panel.time(before) - panel.time(x));
+    app.axis.zoom(Math.abs(before - fixed) / Math.max(Math.abs(x - fixed), 1), panel.at(fixed));
+  } else app.axis.pan(panel.at(before) - panel.at(x));
   pointers.set(id, x);
   redraw(app);
 }
 
 function hover(app, panel, x, y, event) {
-  const time = panel.time(x);
+  const time = panel.at(x);
   app.axis.cursor = x >= GUTTER && x <= panel.width - MARGIN ? time : null;
   app.hovered = panel.hit(x, y);
   if (app.hovered) tell(app, app.hovered, event.clientX, event.clientY);
@@ -261,7 +261,7 @@ function goTo(app, panel, index) {
   const { view } = panel, { events } = view;
   const rank = view.placement[events.stage[index]];
   pin(app, { panel, kind: "op", index, rank, microbatch: events.microbatch[index], time: events.start[index] });
-  app.axis.reveal(events.start[index], events.end[index]);
+  app.axis.reveal(events.start[index] * panel.stretch(), events.end[index] * panel.stretch());
   const box = panel.canvas.getBoundingClientRect(), [left, top] = boxOf(panel, index, rank);
   tell(app, app.pinned, box.left + Math.max(left, GUTTER), box.top + top + panel.lanes.op);
 }
@@ -302,6 +302,7 @@ function key(app, name) {
     "0": axis.reset, "+": () => axis.zoom(1 / 1.5, middle), "=": () => axis.zoom(1 / 1.5, middle), "-": () => axis.zoom(1.5, middle),
     w: () => axis.zoom(1 / 1.5, middle), s: () => axis.zoom(1.5, middle), a: () => axis.pan(-span / 6), d: () => axis.pan(span / 6),
     c: () => (show.messages = !show.messages), p: () => (show.path = !show.path), m: () => (show.memory = nextMemory(app)),
+    n: () => (show.own = !show.own),
     l: () => document.getElementById("panels").classList.toggle("beside"),
     t: () => (app.theme = { auto: "light", light: "dark", dark: "auto" }[app.theme]),
     "?": () => document.getElementById("help").showModal(), Escape: () => (pin(app, null), leave(app)),
@@ -310,11 +311,11 @@ function key(app, name) {
   if (!action) return false;
   action();
   if (name.toLowerCase() === "t") readColours(app);
-  const pressed = { c: show.messages, m: show.memory !== "off", p: show.path, l: document.getElementById("panels").classList.contains("beside") };
+  const pressed = { c: show.messages, m: show.memory !== "off", p: show.path, n: show.own, l: document.getElementById("panels").classList.contains("beside") };
   for (const [letter, on] of Object.entries(pressed)) document.querySelector(`[data-key="${letter}"]`).setAttribute("aria-pressed", on);
   document.querySelector('[data-key="m"]').textContent = `Memory: ${show.memory}`;
   document.querySelector('[data-key="t"]').textContent = `Theme: ${app.theme}`;
-  if ("cmlt".includes(name.toLowerCase())) relayout(app);
+  if ("cmltn".includes(name.toLowerCase())) relayout(app);
   else redraw(app);
   return true;
 }

@@ -8,8 +8,12 @@ function makePanel(app, view) {
   panel.canvas.tabIndex = 0;
   panel.canvas.setAttribute("role", "application");
   panel.canvas.setAttribute("aria-label", `Timeline of ${view.name}: ${view.size}. Arrow keys go from op to op.`);
-  panel.x = (time) => GUTTER + ((time - app.axis.from) / (app.axis.to - app.axis.from)) * plotWidth(panel);
-  panel.time = (x) => app.axis.from + ((x - GUTTER) / plotWidth(panel)) * (app.axis.to - app.axis.from);
+  // Times of the view, and times of the axis: the same, unless every view has its own scale.
+  panel.stretch = () => (app.show.own && view.makespan ? app.axis.end / view.makespan : 1);
+  panel.put = (time) => GUTTER + ((time - app.axis.from) / (app.axis.to - app.axis.from)) * plotWidth(panel);
+  panel.at = (x) => app.axis.from + ((x - GUTTER) / plotWidth(panel)) * (app.axis.to - app.axis.from);
+  panel.x = (time) => panel.put(time * panel.stretch());
+  panel.time = (x) => panel.at(x) / panel.stretch();
   panel.layout = () => layout(app, panel);
   panel.draw = () => draw(app, panel);
   panel.hit = (x, y) => hit(app, panel, x, y);
@@ -36,6 +40,7 @@ const rowTop = (panel, rank) => TOP + rank * panel.lanes.row;
 
 function draw(app, panel) {
   const { view, canvas, width, height, scale } = panel;
+  [panel.from, panel.to] = [app.axis.from, app.axis.to].map((time) => time / panel.stretch());
   const ink = canvas.getContext("2d");
   ink.setTransform(scale, 0, 0, scale, 0, 0);
   ink.clearRect(0, 0, width, height);
@@ -94,11 +99,11 @@ function peakText(app, view, rank) {
 }
 
 function drawTime(app, panel, ink) {
-  const { axis, colours } = app;
+  const { colours } = app;
   ink.font = `11px ${FONT}`;
   ink.textAlign = "center";
   ink.textBaseline = "middle";
-  for (const { time, text } of ticks(axis.from, axis.to, plotWidth(panel))) {
+  for (const { time, text } of ticks(panel.from, panel.to, plotWidth(panel))) {
     const x = Math.round(panel.x(time)) + 0.5;
     ink.fillStyle = colours.grid;
     ink.fillRect(x - 0.5, TOP - 4, 1, panel.height - TOP);
@@ -118,8 +123,8 @@ function drawTrack(app, panel, ink, rank) {
   ink.font = `10.5px ${FONT}`;
   ink.textAlign = "center";
   for (let i = 0; i < gaps.start.length; i++) {
-    if (gaps.end[i] < app.axis.from) continue;
-    if (gaps.start[i] > app.axis.to) break;
+    if (gaps.end[i] < panel.from) continue;
+    if (gaps.start[i] > panel.to) break;
     const from = Math.max(panel.x(gaps.start[i]), GUTTER), to = Math.min(panel.x(gaps.end[i]), GUTTER + plotWidth(panel));
     ink.fillStyle = app.colours.bubble;
     ink.fillRect(from, top, to - from, lanes.op);
@@ -145,7 +150,7 @@ function drawOps(app, panel, ink) {
   const { view, scale } = panel;
   const { events, rows } = view;
   const pinned = app.pinned === null ? -1 : app.pinned.microbatch;
-  const ranges = rows.map((row) => rangeOf(app, events, row));
+  const ranges = rows.map((row) => rangeOf(panel, events, row));
   const patterns = app.patterns(ink, scale);
   let count = 0;
   for (const kind of LETTERS) {
@@ -167,12 +172,12 @@ function drawOps(app, panel, ink) {
   return count;
 }
 
-function rangeOf(app, items, row) {
-  const first = firstAfter(items, row, app.axis.from);
+function rangeOf(panel, items, row) {
+  const first = firstAfter(items, row, panel.from);
   let last = first, high = row.length;
   while (last < high) {
     const middle = (last + high) >> 1;
-    if (items.start[row[middle]] < app.axis.to) last = middle + 1;
+    if (items.start[row[middle]] < panel.to) last = middle + 1;
     else high = middle;
   }
   return [first, last];
@@ -232,10 +237,10 @@ function drawMessages(app, panel, ink) {
     ink.fillStyle = app.messages[kind];
     for (let rank = 0; rank < view.ranks; rank++) {
       const top = rowTop(panel, rank) + lanes.op + (kind === "F" ? 1 : 5);
-      const [, last] = rangeOf(app, transfers, messages[rank]);
+      const [, last] = rangeOf(panel, transfers, messages[rank]);
       for (let at = 0; at < last; at++) {
         const i = messages[rank][at];
-        if (transfers.kind[i] !== kind || transfers.end[i] < app.axis.from) continue;
+        if (transfers.kind[i] !== kind || transfers.end[i] < panel.from) continue;
         ink.globalAlpha = pinned < 0 || transfers.microbatch[i] === pinned ? 1 : 0.2;
         const from = panel.x(transfers.start[i]);
         ink.fillRect(from, top, Math.max(panel.x(transfers.end[i]) - from, 1), 3);
@@ -279,29 +284,21 @@ function drawHeld(app, panel, ink, rank) {
   const bottom = rowTop(panel, rank) + lanes.op + lanes.message + lanes.memory + 3;
   const high = app.most[app.show.memory] || 1;
   const y = (value) => bottom - (value / high) * lanes.memory;
-  const [times, values] = curve;
-  ink.beginPath();
-  ink.moveTo(panel.x(0), bottom);
+  const [times, values] = curve, points = [];
   for (let i = 0; i < times.length; i++) {
     const next = i + 1 < times.length ? times[i + 1] : view.makespan;
-    if (next < app.axis.from || times[i] > app.axis.to) continue;
-    ink.lineTo(panel.x(times[i]), y(values[i]));
-    ink.lineTo(panel.x(next), y(values[i]));
+    if (next < panel.from || times[i] > panel.to) continue;
+    points.push([panel.x(times[i]), y(values[i])], [panel.x(next), y(values[i])]);
   }
-  const trace = new Path2D();
-  ink.lineTo(panel.x(Math.min(view.makespan, app.axis.to * 1.01)), bottom);
-  ink.lineTo(panel.x(Math.max(0, app.axis.from)), bottom);
+  if (!points.length) return;
+  const line = new Path2D(), area = new Path2D();
+  points.forEach(([left, top]) => line.lineTo(left, top));
+  [[points[0][0], bottom], ...points, [points.at(-1)[0], bottom]].forEach(([left, top]) => area.lineTo(left, top));
   ink.fillStyle = app.colours.hold;
-  ink.fill();
-  for (let i = 0; i < times.length; i++) {
-    const next = i + 1 < times.length ? times[i + 1] : view.makespan;
-    if (next < app.axis.from || times[i] > app.axis.to) continue;
-    trace.lineTo(panel.x(times[i]), y(values[i]));
-    trace.lineTo(panel.x(next), y(values[i]));
-  }
+  ink.fill(area);
   ink.strokeStyle = app.colours.holdLine;
   ink.lineWidth = 1;
-  ink.stroke(trace);
+  ink.stroke(line);
   if (bytes && view.capacity && view.capacity <= high) {
     ink.fillStyle = app.colours.path;
     ink.fillRect(Math.max(panel.x(0), GUTTER), y(view.capacity), panel.x(view.makespan) - Math.max(panel.x(0), GUTTER), 1);
@@ -314,7 +311,7 @@ function drawPath(app, panel, ink) {
   ink.strokeStyle = app.colours.path;
   ink.lineWidth = 2;
   for (const i of panel.path.events) {
-    if (view.events.end[i] < app.axis.from || view.events.start[i] > app.axis.to) continue;
+    if (view.events.end[i] < panel.from || view.events.start[i] > panel.to) continue;
     const [left, top, width, height] = boxOf(panel, i, view.placement[view.events.stage[i]]);
     ink.strokeRect(left, top + 1, Math.max(width, 1), height - 2);
   }
@@ -337,15 +334,15 @@ function drawFocus(app, panel, ink) {
   ink.fillStyle = app.colours.soft;
   ink.fillRect(panel.x(view.makespan), TOP - 4, 1, height - TOP);
   if (app.range && app.range.to !== app.range.from) {
-    const [from, to] = [app.range.from, app.range.to].sort((a, b) => a - b).map(panel.x);
+    const [from, to] = [app.range.from, app.range.to].sort((a, b) => a - b).map(panel.put);
     ink.fillStyle = app.colours.shade;
     ink.fillRect(from, 0, to - from, height);
-    badge(app, ink, timeText(Math.abs(app.range.to - app.range.from)), (from + to) / 2, panel);
+    badge(app, ink, timeText(Math.abs(app.range.to - app.range.from) / panel.stretch()), (from + to) / 2, panel);
   } else if (app.axis.cursor !== null) {
-    const x = panel.x(app.axis.cursor);
+    const x = panel.put(app.axis.cursor);
     ink.fillStyle = app.colours.accent;
     ink.fillRect(Math.round(x), TOP - 4, 1, height - TOP);
-    badge(app, ink, timeText(app.axis.cursor, 5), x, panel);
+    badge(app, ink, timeText(app.axis.cursor / panel.stretch(), 5), x, panel);
   }
   for (const [focus, thick] of [[app.hovered, 1.5], [app.pinned, 2.5]]) {
     if (!focus || focus.panel !== panel || focus.kind !== "op") continue;
