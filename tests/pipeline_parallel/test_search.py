@@ -124,21 +124,26 @@ def test_tapes_are_held_from_an_early_recomputation_and_during_any_other():
         assert (problem.fits(0, early), problem.fits(0, inside)) == (early_fits, inside_fits)
 
 
+@pytest.mark.parametrize("capped", [False, True], ids=["free", "capped"])
 @pytest.mark.parametrize("kinds", [(F, B), (F, R, B), (F, B, W)], ids=["FB", "FRB", "FBW"])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_schedule_of_a_tiny_pipeline(kinds, seed):
+def test_every_schedule_of_a_tiny_pipeline(kinds, seed, capped):
     """Among all orders of all stages none beats the bound, and the search finds one of the best."""
     draw = random.Random(100 + seed)
     stages, count = (3, 3) if kinds == (F, B) else (2, 3)
     costs = random_costs(draw, stages, recompute=R in kinds, transfer=1)
-    problem = Problem(costs, count, None, None, W in kinds)
-    candidates = {(F, B), kinds}
-    choices = [program for some in sorted(candidates) for program in merges(count, some)]
-    compiled = [[problem.compile(stage, program) for program in choices] for stage in range(stages)]
+    caps = tuple(draw.choice([3.0, 4.0, 5.0, 6.0]) for _ in range(stages))
+    limits = Limits(caps, (1.0,) * stages, (2.0,) * stages, (0.7,) * stages) if capped else None
+    problem = Problem(costs, count, limits, None, W in kinds)
+    choices = [program for some in sorted({(F, B), kinds}) for program in merges(count, some)]
+    compiled = [
+        [problem.compile(stage, program) for program in choices if problem.allows(stage, program)]
+        for stage in range(stages)
+    ]
     best = float("inf")
     for combination in itertools.product(*compiled):
         best = min(best, max((end[-1] for end in problem.clock(combination)), default=best))
-    found = search(costs, count, split_weights=W in kinds)
+    found = search(costs, count, limits=limits, split_weights=W in kinds)
     assert found.bound <= best * (1 + 1e-12)
     assert found.makespan <= best * (1 + 1e-12)
 
