@@ -34,11 +34,11 @@ from megatron_merak.arguments import build_parser, read
 from megatron_merak.cluster import DEVICES, find_cluster
 from megatron_merak.config import Config, HFConfig, RunConfig
 from megatron_merak.errors import ConfigError, MerakError, PlanError
-from megatron_merak.pipeline_parallel.draw import draw
+from megatron_merak.pipeline_parallel.pictures import check_suffix, write
 from megatron_merak.plan import Plan
 from megatron_merak.planner import plan
-from megatron_merak.planner.memory import overflowing_stages
-from megatron_merak.planner.predict import timeline
+from megatron_merak.planner.memory import overflowing_ranks
+from megatron_merak.planner.picture import view
 from megatron_merak.planner.tables import difference, memory_table, tensor_table
 from megatron_merak.training.outputs import check_file
 
@@ -90,7 +90,9 @@ def shown(found: Plan, notes: Sequence[str] = ()) -> str:
     parts += [tensor_table(found)] if found.reasons else []
     device = find_cluster(found.device).device
     full = f"{device.memory / 2**30:.0f} GiB of {device.name}"
-    parts += ["\n".join(f"stage {stage} does not fit into the {full}" for stage in overflowing_stages(found, device))]
+    parts += [
+        "\n".join(f"pipeline rank {rank} does not fit into the {full}" for rank in overflowing_ranks(found, device))
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -104,13 +106,15 @@ def show(arguments: Sequence[str]) -> None:
     for flag, path in {**copies, "--timeline": picture}.items():
         if path is not None:
             check_file(flag, path)
+    if picture is not None:
+        check_suffix("--timeline", picture)
     found, notes = made(config, world_size(own.world_size), own.device)
     print(shown(found, notes))
     for path in copies.values():
         if path is not None:
             Path(path).write_text(found.to_json(), encoding="utf-8")
     if picture is not None:
-        draw(timeline(found, find_cluster(found.device)), picture)
+        write([view(found, find_cluster(found.device))], picture)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -73,7 +73,8 @@ class Unit:
     ``output_bytes``: what crosses a stage border behind it, ``passed_bytes`` of which earlier units made.
     ``transient_bytes``: live only while it runs (the logits and their gradient). In pairs of (forward, backward):
     ``reduces``, its all-reduces over the tensor-parallel ranks, their ``reduced_bytes`` together, and ``operations``
-    that the host starts.
+    that the host starts. ``weight_bytes``: what its weight gradients are made of (inputs and output gradients of its
+    matrix products), kept where they are computed apart from the backward; 0: as much as ``saved_bytes``.
     """
 
     name: str
@@ -88,6 +89,12 @@ class Unit:
     reduces: tuple[int, int] = (0, 0)
     reduced_bytes: tuple[int, int] = (0, 0)
     operations: tuple[int, int] = (0, 0)
+    weight_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Kept between a backward and the weight gradients that it left."""
+        return self.weight_bytes or self.saved_bytes
 
 
 @dataclass(frozen=True)

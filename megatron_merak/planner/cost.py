@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
-from megatron_merak.cluster import Cluster, all_reduce
+from megatron_merak.cluster import Cluster, Link, all_reduce
 from megatron_merak.config import ModelConfig
 from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
+# The same of a model whose tensor-parallel ranks divide the sequence: a gathering and a reduce-scatter cost what an
+# all-reduce does. At both ends of the chain there is one of them.
+SEQUENCE_ALL_REDUCES = {"embedding": (0.5, 0.5), "layer": (2, 2), "head": (0.5, 0.5)}
 # Operations that the host starts in a unit's (forward, backward).
 OPERATIONS = {"embedding": (3, 6), "layer": (65, 150), "head": (25, 40)}
 # The name under which a tied table is told.
@@ -19,20 +23,31 @@ SHORT_ATTENTION = 512
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Seconds: of one micro-batch's ``forward`` and ``backward`` (recomputation not included), and of one optimizer
-    ``step`` on the unit's parameters, tied ones included."""
+    """Seconds: of one micro-batch's ``forward`` and ``backward`` (``weight`` of it for weight gradients, recomputation
+    not included) without collectives, and of one optimizer ``step`` on the unit's parameters, tied ones included.
+
+    In pairs of (forward, backward): ``reduces``, its all-reduces over the tensor-parallel ranks one after the other,
+    ``half_reduces``, those of two halves of the micro-batch, ``last_reduces``, the one of these that comes last, and
+    ``halving``, what computing in halves costs more.
+    """
 
     forward: float
     backward: float
     step: float
-
-    def per_step(self, microbatches: int, recompute: bool) -> float:
-        """Seconds of one training step."""
-        return microbatches * (self.forward * (2 if recompute else 1) + self.backward) + self.step
+    weight: float = 0.0
+    reduces: tuple[float, float] = (0.0, 0.0)
+    half_reduces: tuple[float, float] = (0.0, 0.0)
+    last_reduces: tuple[float, float] = (0.0, 0.0)
+    halving: tuple[float, float] = (0.0, 0.0)
 
 
 def gpt_units(
-    model: ModelConfig, micro_batch_size: int, bytes_per_value: int, tp: int, fused_dropout: bool = True
+    model: ModelConfig,
+    micro_batch_size: int,
+    bytes_per_value: int,
+    tp: int,
+    fused_dropout: bool = True,
+    sequence_parallel: bool = False,
 ) -> tuple[Unit, ...]:
     """The chain of a native model: "embedding", "layer.0" ... "layer.L-1", "head".
 
@@ -41,24 +56,25 @@ def gpt_units(
     half of the attention scores included. ``bytes_per_value`` is of an activation. With ``fused_dropout``, as on GPUs,
     a dropout mask is a byte per value and attention keeps no scores; without it, as on CPUs, masks are values,
     attention with dropout keeps its scores (and, not counted here, copies of grouped or rotated heads), and that of
-    short sequences without dropout no statistics.
+    short sequences without dropout no statistics. With ``sequence_parallel`` a rank has its part of the hidden state,
+    and the parallel layers keep the whole of their input.
     """
-    tokens = micro_batch_size * model.seq_length
+    tokens, parts = micro_batch_size * model.seq_length, tp if sequence_parallel else 1
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
     activation = tokens * hidden * bytes_per_value
-    dropout_mask = tokens * hidden * (1 if fused_dropout else bytes_per_value) if model.hidden_dropout else 0
+    dropout_mask = tokens // parts * hidden * (1 if fused_dropout else bytes_per_value) if model.hidden_dropout else 0
     positions = model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
     output = vocabulary * hidden
     untied = model.untie_embeddings_and_output_weights
     tied = () if untied else ((TIED_TABLE, output),)
-    work = {kind: _started(kind, activation, tp) for kind in OPERATIONS}
+    work = {kind: _started(kind, activation, tp, parts) for kind in OPERATIONS}
     layer = (
         _layer_parameters(model, tp),
         _layer_flops(model, tokens, tp),
-        _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout) + 2 * dropout_mask,
-        activation,
+        _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout, parts) + 2 * dropout_mask,
+        activation // parts,
     )
-    statistics = 4 * tokens * _norm_vectors(model)
+    statistics = 4 * tokens // parts * _norm_vectors(model)
     # Whole rows become exponentials in place and keep their sum; parts of rows an fp32 copy, target, its mask, sum and
     # loss.
     logits = vocabulary * bytes_per_value + 4 if tp == 1 else 4 * vocabulary + 17
@@ -71,22 +87,26 @@ def gpt_units(
         output_bytes=4,
         tied=tied,
         transient_bytes=0 if tp == 1 else tokens * vocabulary * bytes_per_value,
+        weight_bytes=tokens * (hidden + vocabulary) * bytes_per_value,
         **work["head"],
     )
     own = positions + (output if untied else 0)
+    looked_up = 9 * tokens if tp > 1 else 0  # rows of the part of the table, and which tokens are in it
+    table = {"weight_bytes": activation} | work["embedding"]
+    inner = {"weight_bytes": _layer_weight_bytes(model, tokens, bytes_per_value, tp)} | work["layer"]
     return (
-        Unit("embedding", "embedding", own, 0, dropout_mask, activation, tied, **work["embedding"]),
-        *(Unit(f"layer.{index}", "layer", *layer, **work["layer"]) for index in range(model.num_layers)),
+        Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, activation // parts, tied, **table),
+        *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
         head,
     )
 
 
-def _started(kind: str, activation: int, tp: int) -> dict[str, tuple[int, int]]:
+def _started(kind: str, activation: int, tp: int, parts: int) -> dict[str, tuple[int, int]]:
     """What a unit asks of the host and of the links between tensor-parallel ranks."""
-    forward, backward = TENSOR_ALL_REDUCES[kind] if tp > 1 else (0, 0)
+    forward, backward = (SEQUENCE_ALL_REDUCES if parts > 1 else TENSOR_ALL_REDUCES)[kind] if tp > 1 else (0, 0)
     return {
-        "reduces": (forward, backward),
-        "reduced_bytes": (forward * activation, backward * activation),
+        "reduces": (ceil(forward), ceil(backward)),
+        "reduced_bytes": (int(forward * activation), int(backward * activation)),
         "operations": OPERATIONS[kind],
     }
 
@@ -119,22 +139,31 @@ def _layer_flops(model: ModelConfig, tokens: int, tp: int) -> int:
     return 2 * tokens * hidden * (queries + 2 * keys + queries + first + second) + attention
 
 
-def _layer_saved_bytes(model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool) -> int:
+def _layer_saved_bytes(
+    model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool, parts: int
+) -> int:
     """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors.
-    The fused product stays alive beside rotated or normed queries and keys, for the values in it."""
+    The fused product stays alive beside rotated or normed queries and keys, for the values in it. Of the residual sum
+    and of the norms' statistics a rank has one of ``parts`` of the sequence."""
     hidden, heads = model.hidden_size, model.num_attention_heads // tp
     queries, keys, first, second = _widths(model, tp)
-    values = 3 * hidden + queries + 2 * keys + queries + first + second
+    values = 2 * hidden + queries + 2 * keys + queries + first + second
     if model.qk_layernorm or model.rotary_dim:
         values += queries + keys
-    row = values * bytes_per_value + 2 * 4 * _norm_vectors(model)
+    row, divided = values * bytes_per_value, hidden * bytes_per_value + 2 * 4 * _norm_vectors(model)
     if model.qk_layernorm:
         row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
     if model.attention_dropout and not fused_dropout:
         row += heads * model.seq_length * 3 * bytes_per_value  # probabilities before and after dropout, and the mask
     elif fused_dropout or model.seq_length > SHORT_ATTENTION:
         row += 4 * heads  # log-sum-exp
-    return tokens * row
+    return tokens * row + tokens // parts * divided
+
+
+def _layer_weight_bytes(model: ModelConfig, tokens: int, bytes_per_value: int, tp: int) -> int:
+    """Inputs and output gradients of the four matrix products."""
+    queries, keys, first, second = _widths(model, tp)
+    return tokens * (4 * model.hidden_size + 2 * queries + 2 * keys + first + second) * bytes_per_value
 
 
 def model_flops(model: ModelConfig, batch_samples: int) -> int:
@@ -147,8 +176,9 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
     """Times of each unit on one rank: matrix products at the device's rate, element-wise work at its memory's rate.
 
     Every saved or transient value is written once and read once in the forward, twice that in the backward, where a
-    unit of matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs. What
-    the host needs to start the operations comes on top where nothing hides it.
+    unit of matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs, half
+    of them for weight gradients. What the host needs to start the operations comes on top where nothing hides it. In
+    halves, weights are read and their gradients written once more, and every operation and collective starts twice.
     """
     device, link = cluster.device, cluster.link(range(grid.tp))
     update = device.compute_time(0, optimizer_bytes(dtype), dtype)
@@ -157,14 +187,34 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
         moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
         weights = held_parameters([unit])
         gradient = 8 * weights if unit.flops else 0
-        forward, backward = (
-            count * all_reduce(grid.tp, message / max(count, 1), link) + device.dispatch * started
-            for count, message, started in zip(unit.reduces, unit.reduced_bytes, unit.operations, strict=True)
+        again = weights * DTYPE_BYTES[dtype] if unit.flops else 0
+        halves = _reduce_times(unit, grid.tp, link, 2)
+        host = tuple(device.dispatch * started for started in unit.operations)
+        costs.append(
+            UnitCost(
+                forward=device.compute_time(unit.flops, moved, dtype) + host[0],
+                backward=device.compute_time(2 * unit.flops, 2 * moved + gradient, dtype) + host[1],
+                step=weights * update,
+                weight=device.compute_time(unit.flops, gradient, dtype),
+                reduces=_reduce_times(unit, grid.tp, link, 1),
+                half_reduces=halves,
+                last_reduces=(halves[0] / (2 * max(unit.reduces[0], 1)), halves[1] / (2 * max(unit.reduces[1], 1))),
+                halving=(
+                    device.compute_time(0, again, dtype) + host[0],
+                    device.compute_time(0, again + gradient, dtype) + host[1],
+                ),
+            )
         )
-        forward += device.compute_time(unit.flops, moved, dtype)
-        backward += device.compute_time(2 * unit.flops, 2 * moved + gradient, dtype)
-        costs.append(UnitCost(forward, backward, weights * update))
     return tuple(costs)
+
+
+def _reduce_times(unit: Unit, tp: int, link: Link, parts: int) -> tuple[float, float]:
+    """Seconds of the (forward, backward) all-reduces of a unit, each in so many parts."""
+    forward, backward = (
+        parts * count * all_reduce(tp, message / max(parts * count, 1), link)
+        for count, message in zip(unit.reduces, unit.reduced_bytes, strict=True)
+    )
+    return forward, backward
 
 
 def optimizer_bytes(dtype: str) -> int:

@@ -1,29 +1,36 @@
 """From a chain of units, or a configuration of the native model, to a Plan."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_merak.cluster import Cluster, find_cluster
-from megatron_merak.config import Config
+from megatron_merak.config import Config, ParallelConfig
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
-from megatron_merak.pipeline_parallel.check import peak_in_flight
 from megatron_merak.pipeline_parallel.ops import Schedule
-from megatron_merak.plan import DTYPE_BYTES, Grid, Plan, StagePlan, TensorSharding, Unit, bytes_text
-from megatron_merak.planner.cost import gpt_units, optimizer_bytes, unit_costs
-from megatron_merak.planner.memory import memory_of, reaches, stage_memory
-from megatron_merak.planner.partition import partition
+from megatron_merak.pipeline_parallel.pairs import pair
+from megatron_merak.plan import DTYPE_BYTES, Grid, Plan, TensorSharding, Unit
+from megatron_merak.planner.automatic import searched
+from megatron_merak.planner.cost import gpt_units
+from megatron_merak.planner.layout import Layout
+from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.predict import step_time, timeline
+from megatron_merak.planner.recompute import Recompute, check_limit
 from megatron_merak.planner.tables import by_family
 
 GIB = 2**30
+OVERLAPS = ("weight-gradient", "none", "sub-pipeline", "pair")
+# What auto starts from: the schedule whose stages it is given.
+_FIRST_GUESS = "1f1b"
 
 
 def plan(config: Config, world_size: int, device: str = "cpu", shardings: tuple[TensorSharding, ...] = ()) -> Plan:
     """The plan of a native model with the degrees and schedule of ``config``, its layers cut into stages by cost.
 
-    ``device`` is a name that ``cluster.find_device`` knows. Raises ConfigError for degrees and sizes that do not fit
-    ``world_size``, PlanError for more stages than units, an unknown device or too little memory.
+    ``device`` is a name that ``cluster.find_cluster`` knows. Raises ConfigError for degrees and sizes that do not fit
+    ``world_size``, PlanError for more stages than units, an unknown device or too little memory, ScheduleError for a
+    schedule that is not defined for these numbers.
     """
     config.validate(world_size, training=False)
     model, parallel, train = config.model, config.parallel, config.train
@@ -34,19 +41,39 @@ def plan(config: Config, world_size: int, device: str = "cpu", shardings: tuple[
     )
     fused_dropout = find_cluster(device).device.name != "cpu"
     return plan_chain(
-        gpt_units(model, train.micro_batch_size, DTYPE_BYTES[train.dtype], grid.tp, fused_dropout),
+        gpt_units(
+            model,
+            train.micro_batch_size,
+            DTYPE_BYTES[train.dtype],
+            grid.tp,
+            fused_dropout,
+            parallel.sequence_parallel,
+        ),
         grid,
         microbatches=config.num_microbatches(world_size),
         micro_batch_size=train.micro_batch_size,
         sequence_length=model.seq_length,
         dtype=train.dtype,
         device=device,
-        schedule=parallel.pipeline_schedule,
-        recompute=parallel.recompute_granularity == "full",
-        overlap=not parallel.no_overlap_grad_reduce,
-        memory_gb=parallel.device_memory_gb,
         shardings=shardings,
+        **choices(parallel),
     )
+
+
+def choices(parallel: ParallelConfig) -> dict[str, Any]:
+    """The arguments of ``plan_chain`` that the flags of parallelism give."""
+    return {
+        "schedule": parallel.pipeline_schedule,
+        "chunks": parallel.num_virtual_stages_per_pipeline_rank,
+        "group": parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        "recompute": Recompute.of(
+            parallel.recompute_granularity, parallel.recompute_method, parallel.recompute_num_layers
+        ),
+        "overlap": parallel.tp_comm_overlap,
+        "sequence_parallel": parallel.sequence_parallel,
+        "overlap_grad_reduce": not parallel.no_overlap_grad_reduce,
+        "memory_gb": parallel.device_memory_gb,
+    }
 
 
 def plan_chain(
@@ -59,98 +86,79 @@ def plan_chain(
     dtype: str = "float32",
     device: str = "cpu",
     schedule: str = "1f1b",
-    recompute: bool = False,
-    overlap: bool = True,
+    chunks: int | None = None,
+    group: int | None = None,
+    recompute: Recompute | None = None,
+    overlap: str = "weight-gradient",
+    sequence_parallel: bool = False,
+    overlap_grad_reduce: bool = True,
     memory_gb: float | None = None,
     shardings: tuple[TensorSharding, ...] = (),
     reasons: Iterable[tuple[str, str]] = (),
 ) -> Plan:
     """The plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
 
-    ``microbatches`` per step and replica; ``overlap``: gradients are reduced during the backward. ``memory_gb`` is the
-    memory of a rank in GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor,
-    why it is divided as it is. Raises PlanError for more
-    stages than units, an unknown device or schedule, or where ``memory_gb`` does not suffice.
+    ``microbatches`` per step and replica. ``schedule`` may be "auto", as may ``overlap`` (of tensor-parallel
+    collectives): the fastest by the model is taken. ``chunks`` and ``group``: see ``build_schedule``.
+    ``overlap_grad_reduce``: gradients are reduced during the backward. ``memory_gb`` is the memory of a rank in GiB;
+    without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as it
+    is. Raises PlanError for more stages than units, an unknown device or where ``memory_gb`` does not suffice,
+    ScheduleError for an unknown schedule or one that is not defined for these numbers.
     """
-    cluster, units = find_cluster(device), tuple(units)
-    if schedule not in BUILDERS:
-        raise PlanError("schedule", schedule, "there is no such one", f"Use one of {', '.join(BUILDERS)}")
-    built = build_schedule(schedule, grid.pp, microbatches)
-    again = recomputed_units(units) if recompute else ()
-    bounds = _Chain(units, built, again, dtype, cluster, grid).cut(memory_gb)
-    stages = tuple(
-        StagePlan(first, last, tuple(unit for unit in again if first <= unit < last))
-        for first, last in zip(bounds, bounds[1:], strict=False)
-    )
-    made = Plan(
-        grid, units, stages, built, micro_batch_size, sequence_length, dtype, shardings, reasons=by_family(reasons)
-    )
+    cluster, units, recompute = find_cluster(device), tuple(units), recompute or Recompute()
+    limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
+    check_limit(recompute, limit, cluster.device.name)
+    built = _built(schedule, grid.pp, microbatches, chunks, group, len(units))
+    found: list[Plan] = []
+    for mode in [overlap] if overlap != "auto" else _modes(grid, microbatches, micro_batch_size):
+        order = pair(built) if mode == "pair" else built
+        draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
+        draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
+        layout = Layout(draft, cluster, recompute, limit, overlap_grad_reduce)
+        for made in layout.plans(memory_gb):
+            found.append(_predicted(made, cluster, overlap_grad_reduce))
+            if schedule == "auto":
+                found += [_predicted(one, cluster, overlap_grad_reduce) for one in searched(made, cluster, limit)]
+    best = min(found, key=lambda made: made.predicted_time)
+    return replace(best, sequence_parallel=sequence_parallel and grid.tp > 1, reasons=by_family(reasons))
+
+
+def _predicted(made: Plan, cluster: Cluster, overlap_grad_reduce: bool) -> Plan:
     pipeline = timeline(made, cluster)
     return replace(
         made,
         device=cluster.device.name,
-        predicted_time=step_time(made, cluster, pipeline, overlap),
+        predicted_time=step_time(made, cluster, pipeline, overlap_grad_reduce),
         predicted_bubble=pipeline.bubble,
         predicted_bytes=tuple(memory.total for memory in stage_memory(made)),
     )
 
 
-def recomputed_units(units: Sequence[Unit]) -> tuple[int, ...]:
-    """Full recomputation: every unit that keeps more than an activation (an embedding has a dropout mask at most), but
-    not the last, whose output product is the costliest of the model while its backward follows its forward at once."""
-    return tuple(index for index, unit in enumerate(units[:-1]) if unit.saved_bytes > unit.output_bytes)
+def _modes(grid: Grid, microbatches: int, micro_batch_size: int) -> Iterator[str]:
+    """The overlaps that are worth a look, the default first: it is taken where nothing is faster."""
+    yield "weight-gradient"
+    if grid.tp > 1:
+        yield "none"
+        if micro_batch_size > 1:
+            yield "sub-pipeline"
+        if microbatches > 1:
+            yield "pair"
 
 
-class _Chain:
-    """A chain of units to be cut into the stages of a schedule."""
-
-    def __init__(
-        self,
-        units: tuple[Unit, ...],
-        schedule: Schedule,
-        recompute: Collection[int],
-        dtype: str,
-        cluster: Cluster,
-        grid: Grid,
-    ):
-        self.units, self.schedule, self.recompute, self.dtype = units, schedule, recompute, dtype
-        self.device = cluster.device
-        costs = unit_costs(units, cluster, dtype, grid)
-        update = self.device.compute_time(0, optimizer_bytes(dtype), dtype)
-        users: dict[tuple[str, int], list[int]] = {}
-        for index, unit in enumerate(units):
-            for tensor in unit.tied:
-                users.setdefault(tensor, []).append(index)
-        # A stage updates its copy of a tied tensor once, whichever number of its units use it.
-        self.shared = [(values * update, found) for (_, values), found in users.items()]
-        self.costs = [
-            cost.per_step(schedule.microbatches, index in recompute) - sum(values for _, values in unit.tied) * update
-            for index, (unit, cost) in enumerate(zip(units, costs, strict=True))
-        ]
-
-    def cut(self, memory_gb: float | None) -> tuple[int, ...]:
-        """The bounds of the stages. Raises PlanError."""
-        stages = self.schedule.stages
-        memory = self.device.memory if memory_gb is None else memory_gb * GIB
-        if memory and stages <= len(self.units):
-            reach = reaches(self.units, self.schedule, self.recompute, self.dtype, memory)
-            try:
-                return partition(self.costs, stages, reach, self.shared)
-            except PlanError:
-                if memory_gb is not None:
-                    raise self._too_little(memory_gb) from None
-        return partition(self.costs, stages, None, self.shared)
-
-    def _too_little(self, memory_gb: float) -> PlanError:
-        """The error that names the stage which needs most when memory is not looked at."""
-        bounds, in_flight = self.cut(0), peak_in_flight(self.schedule)
-        needs = [
-            memory_of(self.units, range(first, last), self.recompute, in_flight[stage], self.dtype).total
-            for stage, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False))
-        ]
-        stage = needs.index(max(needs))
-        first, last = self.units[bounds[stage]].name, self.units[bounds[stage + 1] - 1].name
-        reason = f"no cut into {len(needs)} stages fits; cut by cost, stage {stage} ({first} .. {last}) needs "
-        reason += bytes_text(needs[stage])
-        remedy = "Use more tensor- or pipeline-parallel ranks, a smaller micro-batch or full recomputation"
-        return PlanError("--device-memory-gb", memory_gb, reason, remedy)
+def _built(name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None, units: int) -> Schedule:
+    if name == "auto":
+        name = _FIRST_GUESS
+    elif name not in BUILDERS:
+        raise PlanError("--pipeline-schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}, auto")
+    built = build_schedule(name, ranks, microbatches, chunks, group)
+    if built.stages > units:
+        reason = (
+            f"{built.stages} stages ({name} on {ranks} ranks) need as many units, and the model is a chain of {units}"
+        )
+        each = built.stages // ranks
+        if each > 1:
+            flag, value, most = "--num-virtual-stages-per-pipeline-rank", each, units // ranks
+        else:
+            flag, value, most = "--pipeline-model-parallel-size", ranks, units
+        raise PlanError(flag, value, reason, f"Use at most {most}" if most else "Use fewer pipeline ranks")
+    return built

@@ -1,62 +1,86 @@
 """How long one step of a plan takes on a cluster."""
 
 from megatron_merak.cluster import Cluster, all_reduce
+from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
-from megatron_merak.plan import Plan
-from megatron_merak.planner.cost import optimizer_bytes, unit_costs
+from megatron_merak.plan import Plan, held_parameters
+from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
+from megatron_merak.planner.overlap import Times, times
 
 
 def stage_costs(plan: Plan, cluster: Cluster) -> StageCosts:
-    """The times of one micro-batch on each stage, and of its transfers between neighbours."""
-    units = unit_costs(plan.units, cluster, plan.dtype, plan.grid)
+    """The times of one micro-batch on each stage, and of its transfers between neighbours.
+
+    Collectives of tensor parallelism count as far as ``plan.overlap`` leaves them exposed, in recomputation too.
+    """
+    costs = unit_costs(plan.units, cluster, plan.dtype, plan.grid)
     transfer, latency = [], []
     for border, stage in enumerate(plan.stages[:-1]):
         ends = [plan.grid.rank(pp=plan.schedule.rank_of(border + side)) for side in (0, 1)]
         link = cluster.link(ends)
         transfer.append(plan.units[stage.last - 1].output_bytes / link.bandwidth)
         latency.append(link.latency)
+    found = _stage_times(plan, costs)
+    again = [times([costs[unit] for unit in stage.recompute], plan.overlap).forward for stage in plan.stages]
     return StageCosts(
-        forward=tuple(sum(units[unit].forward for unit in stage.units) for stage in plan.stages),
-        backward=tuple(sum(units[unit].backward for unit in stage.units) for stage in plan.stages),
-        weight=(0.0,) * len(plan.stages),
-        recompute=tuple(sum(units[unit].forward for unit in stage.recompute) for stage in plan.stages),
+        forward=tuple(one.forward for one in found),
+        backward=tuple(one.backward for one in found),
+        weight=tuple(min(one.weight, one.backward) for one in found),
+        recompute=tuple(again),
         transfer=tuple(transfer),
         latency=tuple(latency),
     )
 
 
+def _stage_times(plan: Plan, costs: tuple[UnitCost, ...]) -> list[Times]:
+    split = {op.stage for entry in plan.schedule.entries() for op in ops_of(entry) if op.kind is Kind.W}
+    return [
+        times([costs[unit] for unit in stage.units], plan.overlap, index in split)
+        for index, stage in enumerate(plan.stages)
+    ]
+
+
+def hidden_share(plan: Plan, cluster: Cluster) -> float:
+    """The part of the shorter of a forward and a backward that run together which takes no time, 0 to 1."""
+    found = _stage_times(plan, unit_costs(plan.units, cluster, plan.dtype, plan.grid))
+    return min((one.hidden / max(min(one.forward, one.backward), one.hidden) if one.hidden else 0.0) for one in found)
+
+
 def timeline(plan: Plan, cluster: Cluster) -> Timeline:
     """The simulated forwards and backwards of one step."""
-    return simulate(plan.schedule, stage_costs(plan, cluster))
+    return simulate(plan.schedule, stage_costs(plan, cluster), hidden_share(plan, cluster))
 
 
 def step_time(plan: Plan, cluster: Cluster, pipeline: Timeline, overlap_grad_reduce: bool) -> float:
-    """Seconds of the pipeline, then of what follows on the slowest stage: the data-parallel all-reduce of the fp32
-    gradients (behind the last backward of the stage as far as it reaches, with overlap), the all-reduces of tied
-    tensors among the stages that hold them, and the optimizer."""
+    """Seconds of the pipeline, then of what follows on the slowest rank: the data-parallel all-reduce of the fp32
+    gradients (behind the last backwards of its stages as far as they reach, with overlap), the all-reduces of tied
+    tensors among the ranks that hold them, and the optimizer."""
     units = unit_costs(plan.units, cluster, plan.dtype, plan.grid)
     grid = plan.grid
     replicas = cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
     update = cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype)
     ties = _tie_times(plan, cluster)
     tails = []
-    for index, stage in enumerate(plan.stages):
-        reduce = all_reduce(grid.dp, 4 * plan.stage_parameters(index), replicas)
+    for rank in range(grid.pp):
+        mine = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
+        parameters = held_parameters([plan.units[unit] for unit in mine])
+        reduce = all_reduce(grid.dp, 4 * parameters, replicas)
         if overlap_grad_reduce:
-            reduce = max(0.0, reduce - sum(units[unit].backward for unit in stage.units))
-        tails.append(reduce + ties[index] + plan.stage_parameters(index) * update)
+            reduce = max(0.0, reduce - sum(units[unit].backward for unit in mine))
+        tails.append(reduce + ties[rank] + parameters * update)
     return pipeline.makespan + max(tails)
 
 
 def _tie_times(plan: Plan, cluster: Cluster) -> list[float]:
-    """Seconds that each stage spends on summing the gradients of tensors that other stages hold as well."""
+    """Seconds that each pipeline rank spends on summing the gradients of tensors that other ranks hold as well."""
     holders: dict[tuple[str, int], list[int]] = {}
-    for index in range(len(plan.stages)):
-        for tensor in dict.fromkeys(pair for unit in plan.stage_units(index) for pair in unit.tied):
-            holders.setdefault(tensor, []).append(index)
-    times = [0.0] * len(plan.stages)
-    for (_, values), stages in holders.items():
-        link = cluster.link([plan.grid.rank(pp=plan.schedule.rank_of(stage)) for stage in stages])
-        for stage in stages if len(stages) > 1 else ():
-            times[stage] += all_reduce(len(stages), 4 * values, link)
-    return times
+    for rank in range(plan.grid.pp):
+        units = [unit for stage in plan.stages_of(rank) for unit in plan.stage_units(stage)]
+        for tensor in dict.fromkeys(pair for unit in units for pair in unit.tied):
+            holders.setdefault(tensor, []).append(rank)
+    seconds = [0.0] * plan.grid.pp
+    for (_, values), ranks in holders.items():
+        link = cluster.link([plan.grid.rank(pp=rank) for rank in ranks])
+        for rank in ranks if len(ranks) > 1 else ():
+            seconds[rank] += all_reduce(len(ranks), 4 * values, link)
+    return seconds

@@ -40,7 +40,7 @@ def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
 
 def memory_table(plan: Plan) -> str:
     """What fills one rank of each stage."""
-    rows = [["stage", "weights", "gradients", "optimizer", "activations", "working", "peak"]]
+    rows = [["stage", "weights", "gradients", "optimizer", "activations", "working", "transfers", "peak"]]
     for index, memory in enumerate(stage_memory(plan)):
         rows.append([str(index), *map(bytes_text, (*astuple(memory), memory.total))])
     return "\n".join(align(rows, ()))

@@ -23,7 +23,7 @@ from ..graph.shard import Sharding, TensorRules, shard
 from ..graph.split import Parts, split
 from ..parallel.mesh import Mesh
 from ..plan import Grid, Plan
-from ..planner.make import plan_chain
+from ..planner.make import choices, plan_chain
 from ..runtime.program import Program
 from ..tensor_parallel import group_rank
 
@@ -137,7 +137,7 @@ class Blueprint:
 
     def _plan(self, example: Batch) -> Plan:
         samples, length = batch_size(example)
-        parallel, settings = self.settings.parallel, self.settings
+        settings = self.settings
         return plan_chain(
             self.units,
             self.grid,
@@ -146,12 +146,9 @@ class Blueprint:
             sequence_length=length,
             dtype=settings.dtype,
             device=settings.device,
-            schedule=parallel.pipeline_schedule,
-            recompute=parallel.recompute_granularity == "full",
-            overlap=not parallel.no_overlap_grad_reduce,
-            memory_gb=parallel.device_memory_gb,
             shardings=tuple(self.sharding.tensors.values()),
             reasons=tuple(self.sharding.reasons.items()),
+            **choices(settings.parallel),
         )
 
     def stages_of(self) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, StagePlan, Unit
 from megatron_merak.planner import plan
-from megatron_merak.planner.memory import overflowing_stages, stage_memory
+from megatron_merak.planner.memory import overflowing_ranks, stage_memory
 from megatron_merak.planner.predict import stage_costs, step_time, timeline
 
 
@@ -86,11 +86,11 @@ def test_memory_adds_up():
     made = Plan(Grid(pp=2), units, stages, build_schedule("1f1b", 2, 4), 1, 16, "bfloat16", predicted_bytes=(900, 2000))
     first, last = stage_memory(made)
     assert (first.weights, first.gradients, first.optimizer) == (140 * 2, 140 * 4, 140 * 12)
-    assert first.activations == 2 * (64 + 7) and first.working == 256
+    assert first.activations == 2 * (64 + 7) + 256 and first.working == 0 and first.transfers == 2 * 64
     assert (last.weights, last.activations, last.working) == (144 * 2, 64 + 64 + 256 + 128, 512)
-    assert last.total == 144 * 18 + 512 + 512
+    assert last.total == 144 * 18 + 512 + 512 + 128
     device = find_cluster("cpu").device
-    assert overflowing_stages(made, device) == () and overflowing_stages(made, replace(device, memory=1000)) == (1,)
+    assert overflowing_ranks(made, device) == () and overflowing_ranks(made, replace(device, memory=1000)) == (1,)
 
 
 def test_the_step_time_adds_up():
@@ -150,4 +150,4 @@ def test_sixteen_thousand_ranks():
     assert made.grid == Grid(tp=8, dp=128, pp=16) and made.num_microbatches == 16
     layers = [sum(made.units[unit].kind == "layer" for unit in stage.units) for stage in made.stages]
     assert sum(layers) == 126 and max(layers) == 8
-    assert overflowing_stages(made, find_cluster("H100").device)
+    assert overflowing_ranks(made, find_cluster("H100").device)
