@@ -17,8 +17,8 @@ from statistics import median
 from search_instances import Instance, instance
 
 from megatron_merak.pipeline_parallel.builders import build_schedule
-from megatron_merak.pipeline_parallel.search import builder_makespans
-from megatron_merak.pipeline_parallel.search_shift import shift_recompute
+from megatron_merak.pipeline_parallel.search.search import builder_makespans
+from megatron_merak.pipeline_parallel.search.shift import shift_recompute
 from megatron_merak.pipeline_parallel.simulate import simulate
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -149,7 +149,7 @@ even or uneven stages, links of a hundredth or of up to the whole of a forward, 
 caps and separate weight gradients. **All times but those of the search are modelled.**
 
 - Ratios are medians; in brackets the 10th and the 90th percentile and the largest.
-- The bound (`pipeline_parallel/search_bound.py`) is one that no schedule beats, not one that some schedule reaches.
+- The bound (`pipeline_parallel/search/bound.py`) is one that no schedule beats, not one that some schedule reaches.
 - The best builder is the best of naive, gpipe, 1f1b, shifted, early-recompute and zb-h1, as far as the memory cap and
   the permission to split W allow. Shifted is Merak's order as it stands, on instances that recompute and have the
   memory for it; the general shift is `shift_recompute` of 1F1B, on all instances that recompute.

@@ -7,8 +7,8 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_merak.pipeline_parallel.search import Found, search  # noqa: E402
-from megatron_merak.pipeline_parallel.search_problem import Limits, Problem  # noqa: E402
+from megatron_merak.pipeline_parallel.search.problem import Limits, Problem  # noqa: E402
+from megatron_merak.pipeline_parallel.search.search import Found, search  # noqa: E402
 from megatron_merak.pipeline_parallel.simulate import StageCosts  # noqa: E402
 
 

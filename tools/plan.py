@@ -34,7 +34,7 @@ from megatron_merak.arguments import build_parser, read
 from megatron_merak.cluster import DEVICES, find_cluster
 from megatron_merak.config import Config, HFConfig, RunConfig
 from megatron_merak.errors import ConfigError, MerakError, PlanError
-from megatron_merak.pipeline_parallel.pictures import check_suffix, write
+from megatron_merak.pipeline_parallel.pictures.files import check_suffix, write
 from megatron_merak.plan import Plan
 from megatron_merak.planner import plan
 from megatron_merak.planner.memory import overflowing_ranks

@@ -39,17 +39,17 @@ from megatron_merak.cluster import find_cluster
 from megatron_merak.errors import ConfigError, MerakError, PlanError, ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.check import peak_in_flight
-from megatron_merak.pipeline_parallel.draw import draw_text
 from megatron_merak.pipeline_parallel.ops import Schedule
-from megatron_merak.pipeline_parallel.palette import time_text
 from megatron_merak.pipeline_parallel.passes import add_communication
-from megatron_merak.pipeline_parallel.pictures import write
-from megatron_merak.pipeline_parallel.search import search
-from megatron_merak.pipeline_parallel.search_problem import Limits
+from megatron_merak.pipeline_parallel.pictures.draw import draw_text
+from megatron_merak.pipeline_parallel.pictures.files import write
+from megatron_merak.pipeline_parallel.pictures.palette import time_text
+from megatron_merak.pipeline_parallel.pictures.table import aligned, rank_rows, summary_rows
+from megatron_merak.pipeline_parallel.pictures.trace import from_trace
+from megatron_merak.pipeline_parallel.pictures.view import View
+from megatron_merak.pipeline_parallel.search.problem import Limits
+from megatron_merak.pipeline_parallel.search.search import search
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
-from megatron_merak.pipeline_parallel.table import aligned, rank_rows, summary_rows
-from megatron_merak.pipeline_parallel.trace import from_trace
-from megatron_merak.pipeline_parallel.view import View
 from megatron_merak.plan import Plan
 from megatron_merak.planner.picture import view
 from megatron_merak.training.outputs import check_file

@@ -327,7 +327,7 @@ class LoggingConfig(Section):
     log_num_zeros_in_grad: bool = setting(False)
     """Count the zeros in the gradient."""
     timeline: str | None = setting(None, ours=True)
-    """Draw the pipeline timeline of the last step: a .png, an .html page to zoom into, or a .json trace for Perfetto."""
+    """Draw the timeline of the last step: a .png, an .html page to zoom into, or a .json trace for Perfetto."""
     metrics: str | None = setting(None, ours=True)
     """Append the loss of every iteration to this JSON-lines file."""
     curve: str | None = setting(None, ours=True)

@@ -1,6 +1,6 @@
 """The frozen plan of a training step and its parts."""
 
-from megatron_merak.pipeline_parallel.table import bytes_text
+from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.plan.frozen import Plan
 from megatron_merak.plan.parts import AXES, DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
 from megatron_merak.plan.sharding import TensorSharding

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_merak.pipeline_parallel.table import bytes_text
+from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 
 
 def table(plan: Any, width: int = 120) -> str:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from megatron_merak.cluster import Cluster
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import build_schedule
-from megatron_merak.pipeline_parallel.search import search
-from megatron_merak.pipeline_parallel.search_problem import Limits
+from megatron_merak.pipeline_parallel.search.problem import Limits
+from megatron_merak.pipeline_parallel.search.search import search
 from megatron_merak.plan import Plan
 from megatron_merak.planner.memory import rank_memory
 from megatron_merak.planner.predict import stage_costs

@@ -2,8 +2,8 @@
 
 from megatron_merak.cluster import Cluster
 from megatron_merak.pipeline_parallel.ops import Op
+from megatron_merak.pipeline_parallel.pictures.view import Curve, View
 from megatron_merak.pipeline_parallel.simulate import Timeline
-from megatron_merak.pipeline_parallel.view import Curve, View
 from megatron_merak.plan import Plan
 from megatron_merak.planner.memory import rank_memory
 from megatron_merak.planner.predict import timeline

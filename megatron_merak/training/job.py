@@ -18,7 +18,7 @@ from ..parallel.launch import World
 from ..parallel.memory import keep_freed_memory
 from ..parallel.mesh import Mesh
 from ..parallel.precision import choose_fp32_matmul
-from ..pipeline_parallel.pictures import write
+from ..pipeline_parallel.pictures.files import write
 from ..plan import Plan
 from .pictures import draw_curve, step_view
 from .report import Report, Throughput

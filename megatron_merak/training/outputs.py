@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..config import HFCheckpointConfig, RunConfig
 from ..errors import ConfigError
-from ..pipeline_parallel.pictures import check_suffix
+from ..pipeline_parallel.pictures.files import check_suffix
 
 
 def check_directory(flag: str, value: str, directory: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.ops import Op, Schedule, ops_of
+from ..pipeline_parallel.pictures.trace import messages_between, timeline_of
+from ..pipeline_parallel.pictures.view import View
 from ..pipeline_parallel.simulate import Event
-from ..pipeline_parallel.trace import messages_between, timeline_of
-from ..pipeline_parallel.view import View
 
 Trace = Sequence[tuple[str, float, float]]
 

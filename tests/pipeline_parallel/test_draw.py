@@ -5,10 +5,10 @@ import json
 import pytest
 
 from megatron_merak.errors import ConfigError
-from megatron_merak.pipeline_parallel.draw import draw, draw_text
-from megatron_merak.pipeline_parallel.page import views_of
-from megatron_merak.pipeline_parallel.pictures import write
-from megatron_merak.pipeline_parallel.trace import from_trace
+from megatron_merak.pipeline_parallel.pictures.draw import draw, draw_text
+from megatron_merak.pipeline_parallel.pictures.files import write
+from megatron_merak.pipeline_parallel.pictures.page import views_of
+from megatron_merak.pipeline_parallel.pictures.trace import from_trace
 
 from .views import mixed, view
 

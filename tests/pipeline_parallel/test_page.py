@@ -12,13 +12,13 @@ import pytest
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS
-from megatron_merak.pipeline_parallel.page import encode, page, views_of
-from megatron_merak.pipeline_parallel.palette import time_text
-from megatron_merak.pipeline_parallel.view import in_flight
+from megatron_merak.pipeline_parallel.pictures.page import encode, page, views_of
+from megatron_merak.pipeline_parallel.pictures.palette import time_text
+from megatron_merak.pipeline_parallel.pictures.view import in_flight
 
 from .views import measured, mixed, view
 
-ASSETS = files("megatron_merak.pipeline_parallel") / "assets"
+ASSETS = files("megatron_merak.pipeline_parallel.pictures") / "assets"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 

@@ -14,11 +14,11 @@ from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.check import check, peak_in_flight
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule
-from megatron_merak.pipeline_parallel.search import builder_makespans, search
-from megatron_merak.pipeline_parallel.search_bound import lower_bound
-from megatron_merak.pipeline_parallel.search_list import Rule, list_programs
-from megatron_merak.pipeline_parallel.search_problem import B, F, Limits, Problem, R, W
-from megatron_merak.pipeline_parallel.search_shift import shift_recompute
+from megatron_merak.pipeline_parallel.search.bound import lower_bound
+from megatron_merak.pipeline_parallel.search.listing import Rule, list_programs
+from megatron_merak.pipeline_parallel.search.problem import B, F, Limits, Problem, R, W
+from megatron_merak.pipeline_parallel.search.search import builder_makespans, search
+from megatron_merak.pipeline_parallel.search.shift import shift_recompute
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 from megatron_merak.errors import ScheduleError
-from megatron_merak.pipeline_parallel.trace import from_trace, messages_between, to_trace
+from megatron_merak.pipeline_parallel.pictures.trace import from_trace, messages_between, to_trace
 
 from .views import measured, mixed, view
 

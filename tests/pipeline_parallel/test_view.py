@@ -4,9 +4,9 @@ import pytest
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS
-from megatron_merak.pipeline_parallel.palette import FACES, ink, time_text
-from megatron_merak.pipeline_parallel.table import aligned, rank_rows, summary_rows
-from megatron_merak.pipeline_parallel.view import View, in_flight
+from megatron_merak.pipeline_parallel.pictures.palette import FACES, ink, time_text
+from megatron_merak.pipeline_parallel.pictures.table import aligned, rank_rows, summary_rows
+from megatron_merak.pipeline_parallel.pictures.view import View, in_flight
 
 from .views import mixed, view
 

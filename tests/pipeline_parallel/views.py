@@ -2,9 +2,9 @@
 
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
+from megatron_merak.pipeline_parallel.pictures.trace import messages_between, timeline_of
+from megatron_merak.pipeline_parallel.pictures.view import View
 from megatron_merak.pipeline_parallel.simulate import Event, StageCosts, simulate
-from megatron_merak.pipeline_parallel.trace import messages_between, timeline_of
-from megatron_merak.pipeline_parallel.view import View
 
 # Two stages on one rank in a V, with every kind of op, a group, and messages in both directions.
 MIXED = """mixed stages=4 microbatches=2 placement=0,1,1,0

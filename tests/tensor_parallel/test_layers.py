@@ -129,7 +129,7 @@ def on_parts(rank, n):
     gather, scatter = "_allgather_base_", "_reduce_scatter_base_"
     assert forward == [gather, scatter]
     assert log.collectives == [gather, scatter, "allreduce_", gather, scatter]  # the bias's gradient is a part, too
-    whole, weight, bias, turned, last = leaves = [
+    whole, weight, bias, turned, last = [
         t.clone().requires_grad_() for t in (x, p["weight"], p["bias"], p["weight"].t(), p["bias"][:INPUT])
     ]
     out = F.linear(F.linear(whole, weight, bias).relu(), turned, last)

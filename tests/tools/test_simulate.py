@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_merak.arguments import parse
-from megatron_merak.pipeline_parallel.page import views_of
+from megatron_merak.pipeline_parallel.pictures.page import views_of
 from megatron_merak.planner import plan
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_merak.pipeline_parallel.page import views_of
+from megatron_merak.pipeline_parallel.pictures.page import views_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2

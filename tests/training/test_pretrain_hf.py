@@ -17,7 +17,7 @@ from megatron_merak.data.mock import MockIndexedDataset
 from megatron_merak.data.tokenizer import Tokenizer
 from megatron_merak.errors import DataError
 from megatron_merak.parallel.mesh import build_mesh
-from megatron_merak.pipeline_parallel.trace import from_trace
+from megatron_merak.pipeline_parallel.pictures.trace import from_trace
 from megatron_merak.plan import Grid
 from megatron_merak.training.hf_model import build_model
 from megatron_merak.training.pretrain_hf import TokenTrainer, with_tokenizer

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from megatron_merak.pipeline_parallel.search_problem import B, F, Problem, Program, R, W
+from megatron_merak.pipeline_parallel.search.problem import B, F, Problem, Program, R, W
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_merak.errors import ConfigError
-from megatron_merak.pipeline_parallel.draw import draw
-from megatron_merak.pipeline_parallel.page import page
-from megatron_merak.pipeline_parallel.trace import to_trace
-from megatron_merak.pipeline_parallel.view import View
+from megatron_merak.pipeline_parallel.pictures.draw import draw
+from megatron_merak.pipeline_parallel.pictures.page import page
+from megatron_merak.pipeline_parallel.pictures.trace import to_trace
+from megatron_merak.pipeline_parallel.pictures.view import View
 
 SUFFIXES = (".png", ".html", ".json")
 

@@ -10,7 +10,7 @@ as long as any schedule. The bound is the largest of the stages.
 
 from heapq import heappop, heappush
 
-from megatron_merak.pipeline_parallel.search_problem import Problem
+from megatron_merak.pipeline_parallel.search.problem import Problem
 
 _BEFORE, _FORWARD, _MIDDLE, _BACKWARD, _AFTER = range(5)
 Heads = list[list[list[float]]]  # [stage][part][micro-batch]

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_merak.pipeline_parallel.palette import FACES, NAMES, ink, time_unit
+from megatron_merak.pipeline_parallel.pictures.palette import FACES, NAMES, ink, time_unit
+from megatron_merak.pipeline_parallel.pictures.view import View
 from megatron_merak.pipeline_parallel.simulate import Event, Timeline
-from megatron_merak.pipeline_parallel.view import View
 
 # Inches: of a row, and around the rows of a view.
 _ROW, _LEFT, _RIGHT, _ABOVE, _BELOW, _LAST = 0.46, 0.85, 1.55, 0.78, 0.12, 0.5

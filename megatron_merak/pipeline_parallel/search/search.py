@@ -13,11 +13,11 @@ from random import Random
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
-from megatron_merak.pipeline_parallel.search_bound import lower_bound
-from megatron_merak.pipeline_parallel.search_list import Rule, list_programs
-from megatron_merak.pipeline_parallel.search_local import LocalSearch
-from megatron_merak.pipeline_parallel.search_problem import Limits, Problem, Program
-from megatron_merak.pipeline_parallel.search_shift import shift_recompute
+from megatron_merak.pipeline_parallel.search.bound import lower_bound
+from megatron_merak.pipeline_parallel.search.listing import Rule, list_programs
+from megatron_merak.pipeline_parallel.search.local import LocalSearch
+from megatron_merak.pipeline_parallel.search.problem import Limits, Problem, Program
+from megatron_merak.pipeline_parallel.search.shift import shift_recompute
 from megatron_merak.pipeline_parallel.simulate import StageCosts
 
 EVALUATIONS = 2000

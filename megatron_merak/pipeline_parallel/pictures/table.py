@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from megatron_merak.pipeline_parallel.palette import time_text
-from megatron_merak.pipeline_parallel.view import View
+from megatron_merak.pipeline_parallel.pictures.palette import time_text
+from megatron_merak.pipeline_parallel.pictures.view import View
 
 Rows = list[tuple[str, ...]]
 

@@ -8,7 +8,7 @@ may also be a recomputation or a weight gradient that leaves its backward, or re
 from collections.abc import Iterator
 from random import Random
 
-from megatron_merak.pipeline_parallel.search_problem import B, F, Problem, Program, R, W
+from megatron_merak.pipeline_parallel.search.problem import B, F, Problem, Program, R, W
 
 Compiled = list[tuple[int, int, float]]
 _REACH = 4

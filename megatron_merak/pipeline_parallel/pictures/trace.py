@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from megatron_merak.errors import MerakError, ScheduleError
 from megatron_merak.pipeline_parallel.check import peak_in_flight
 from megatron_merak.pipeline_parallel.ops import COMPUTE, Kind, Op, Schedule
-from megatron_merak.pipeline_parallel.palette import NAMES
+from megatron_merak.pipeline_parallel.pictures.palette import NAMES
+from megatron_merak.pipeline_parallel.pictures.view import Curve, View, in_flight
 from megatron_merak.pipeline_parallel.simulate import Event, Timeline, Transfer
-from megatron_merak.pipeline_parallel.view import Curve, View, in_flight
 
 FORMAT = 1
 _MICRO = 1e6

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
-from megatron_merak.pipeline_parallel.search_list import Rule, Stage, play
-from megatron_merak.pipeline_parallel.search_problem import B, F, Limits, Problem, Program, R, W
+from megatron_merak.pipeline_parallel.search.listing import Rule, Stage, play
+from megatron_merak.pipeline_parallel.search.problem import B, F, Limits, Problem, Program, R, W
 from megatron_merak.pipeline_parallel.simulate import StageCosts
 
 

@@ -13,11 +13,11 @@ from importlib.resources import files
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.ops import SENDS, Kind, Op, Schedule
-from megatron_merak.pipeline_parallel.palette import FACES, MESSAGES, NAMES, ink
+from megatron_merak.pipeline_parallel.pictures.palette import FACES, MESSAGES, NAMES, ink
+from megatron_merak.pipeline_parallel.pictures.table import rank_rows, summary_rows
+from megatron_merak.pipeline_parallel.pictures.trace import timeline_of
+from megatron_merak.pipeline_parallel.pictures.view import Curve, View
 from megatron_merak.pipeline_parallel.simulate import Event, Transfer
-from megatron_merak.pipeline_parallel.table import rank_rows, summary_rows
-from megatron_merak.pipeline_parallel.trace import timeline_of
-from megatron_merak.pipeline_parallel.view import Curve, View
 
 _SCRIPTS = ("model.js", "axis.js", "panel.js", "overview.js", "page.js")
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)

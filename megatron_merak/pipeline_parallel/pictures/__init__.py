@@ -1,0 +1,1 @@
+"""Timelines as text, PNG, HTML page and trace."""

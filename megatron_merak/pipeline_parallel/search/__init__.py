@@ -1,0 +1,1 @@
+"""Schedules found by search, for given costs, links and memory."""
