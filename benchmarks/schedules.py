@@ -28,7 +28,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few cells, short kernels, one repeat")
     parser.add_argument("--repeats", type=int, default=5, help="measured steps per cell (5)")
     parser.add_argument("--forward-ms", type=float, default=50.0, help="a stage's forward where kernels sleep (50)")
-    parser.add_argument("--at-once", type=int, default=6, help="how many pipelines sleep at the same time (6)")
+    parser.add_argument("--at-once", type=int, default=5, help="how many pipelines sleep at the same time (5)")
     parser.add_argument("--only", action="append", default=[], metavar="SCHEDULE", help="measure these schedules")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(TIMED_RANKS), help="measure these sizes (4 8)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the page here")

@@ -84,7 +84,7 @@ def page(
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -105,7 +105,7 @@ def _modelled_table(cells: Sequence[Cell], modelled: Mapping[Cell, Modelled]) ->
         plain = modelled[Cell("1f1b", cell.ranks, cell.microbatches, cell.forward)].simulated
         times = map(_milliseconds, (found.formula, found.simulated, found.emulated))
         rows.append([*start, *times, f"{1 - cell.work / found.simulated:.1%}", f"{found.simulated / plain:.3f}x"])
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _modelled_summary(modelled: Mapping[Cell, Modelled]) -> str:
@@ -130,7 +130,7 @@ def _measured_table(cells: Sequence[Cell], measured: Mapping[Cell, Measured]) ->
         ours = [_milliseconds(one.simulated), _milliseconds(median(one.ours)), spread, f"{1 + one.excess:.3f}"]
         theirs = [_milliseconds(median(one.torch)), f"{one.ratio:.3f}"] if one.torch else ["has none", ""]
         rows.append([*start, *ours, *theirs])
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _measured_summary(measured: Mapping[Cell, Measured], load: float) -> str:

@@ -94,7 +94,7 @@ def _start_together() -> float:
     while met >= start - HEAD_START / 2:
         start = _agree(time.perf_counter() + HEAD_START, dist.ReduceOp.MIN)
         met = _agree(time.perf_counter(), dist.ReduceOp.MAX)
-    time.sleep(start - time.perf_counter())
+    time.sleep(max(0.0, start - time.perf_counter()))
     return start
 
 
