@@ -55,8 +55,8 @@ def gpt_units(
     with its padding. The head is final norm, output layer and loss. FLOPs are those of the matrix products, the causal
     half of the attention scores included. ``bytes_per_value`` is of an activation. With ``fused_dropout``, as on GPUs,
     a dropout mask is a byte per value and attention keeps no scores; without it, as on CPUs, masks are values,
-    attention with dropout keeps its scores (and, not counted here, copies of grouped or rotated heads), and that of
-    short sequences without dropout no statistics. With ``sequence_parallel`` a rank has its part of the hidden state,
+    attention with dropout keeps its scores and a copy of every head, and that of short sequences without dropout no
+    statistics. With ``sequence_parallel`` a rank has its part of the hidden state,
     and the parallel layers keep the whole of their input.
     """
     tokens, parts = micro_batch_size * model.seq_length, tp if sequence_parallel else 1
@@ -92,8 +92,13 @@ def gpt_units(
     )
     own = positions + (output if untied else 0)
     looked_up = 9 * tokens if tp > 1 else 0  # rows of the part of the table, and which tokens are in it
-    table = {"weight_bytes": activation} | work["embedding"]
-    inner = {"weight_bytes": _layer_weight_bytes(model, tokens, bytes_per_value, tp)} | work["layer"]
+    learned = activation // parts if positions and tp > 1 else 0  # the tokens' gradients are masked then, so copied
+    table = {"weight_bytes": activation + learned} | work["embedding"]
+    queries, keys, first, _ = _widths(model, tp)
+    inner = {
+        "weight_bytes": _layer_weight_bytes(model, tokens, bytes_per_value, tp),
+        "transient_bytes": tokens * max(first, queries + 2 * keys, hidden) * bytes_per_value,  # a gradient
+    } | work["layer"]
     return (
         Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, activation // parts, tied, **table),
         *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
@@ -143,17 +148,18 @@ def _layer_saved_bytes(
     model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool, parts: int
 ) -> int:
     """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors.
-    The fused product stays alive beside rotated or normed queries and keys, for the values in it. Of the residual sum
+    The fused product stays alive beside rotated or normed queries and keys, for the values in it, or for its norm. Of the residual sum
     and of the norms' statistics a rank has one of ``parts`` of the sequence."""
     hidden, heads = model.hidden_size, model.num_attention_heads // tp
     queries, keys, first, second = _widths(model, tp)
-    values = 2 * hidden + queries + 2 * keys + queries + first + second
-    if model.qk_layernorm or model.rotary_dim:
-        values += queries + keys
+    scored = model.attention_dropout and not fused_dropout  # on copies of queries, keys and values, one per head
+    values = 2 * hidden + first + second + (4 * queries if scored else 2 * queries + 2 * keys)
+    if model.qk_layernorm or (model.rotary_dim and not scored):
+        values += queries + (2 * keys if scored else keys)
     row, divided = values * bytes_per_value, hidden * bytes_per_value + 2 * 4 * _norm_vectors(model)
     if model.qk_layernorm:
         row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
-    if model.attention_dropout and not fused_dropout:
+    if scored:
         row += heads * model.seq_length * 3 * bytes_per_value  # probabilities before and after dropout, and the mask
     elif fused_dropout or model.seq_length > SHORT_ATTENTION:
         row += 4 * heads  # log-sum-exp

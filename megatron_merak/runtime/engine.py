@@ -112,7 +112,8 @@ class Engine:
 
     segments: in forward order. recompute: runs of units that keep no tape, only what enters each run. outputs: values
     that leave the stage. group: tensor-parallel ranks, None for one. weights: where weight gradients go. overlap: let
-    collectives run while other work is done; else wait for each at once.
+    collectives run while other work is done; else wait for each at once. ``kept``: values that a forward keeps for
+    recomputation.
     """
 
     def __init__(
@@ -139,18 +140,18 @@ class Engine:
     def _analyse(self, outputs: Collection[str]) -> None:
         """Who reads a value last, in the forward and in the recomputation of its block."""
         self._block_of = {s: block for block in self.blocks for s in block.segments}
-        self._kept = frozenset(name for block in self.blocks if block.recompute for name in block.enters)
+        self.kept = frozenset(name for block in self.blocks if block.recompute for name in block.enters)
         self._dies: dict[Segment, list[str]] = {s: [] for s in self.segments}
         self._dies_again: dict[Segment, list[str]] = {s: [] for s in self.segments}
         for name, segment in {i.value: s for s in self.segments for i in s.ins}.items():
             if name not in outputs:
                 self._dies[segment].append(name)
         first_reader = {i.value: self._block_of[s] for s in reversed(self.segments) for i in s.ins}
-        for block in self.blocks if self._kept else ():
+        for block in self.blocks if self.kept else ():
             readers = {i.value: s for s in block.segments for i in s.ins}
             for name, segment in readers.items() if block.recompute else ():
                 # Blocks recompute last to first: a kept input dies with the first block that reads it.
-                if name not in self._kept or first_reader[name] is block:
+                if name not in self.kept or first_reader[name] is block:
                     self._dies_again[segment].append(name)
 
     def _backward_steps(self, recomputed: bool) -> Iterator[Step]:
@@ -184,12 +185,12 @@ class Engine:
         keeps = not self._block_of[segment].recompute
         self._forward(state, segment, state.training and (keeps or again), again)
         for name in (self._dies_again if again else self._dies)[segment]:
-            if again or not (state.training and name in self._kept):
+            if again or not (state.training and name in self.kept):
                 state.values.pop(name, None)
 
     def take(self, state: State, name: str) -> Tensor:
         """A value of ``outputs``; the state forgets it unless a recomputation will read it."""
-        if state.training and name in self._kept:
+        if state.training and name in self.kept:
             return state.value(name)
         state.wait(name)
         return state.values.pop(name)
