@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
+from ..config.sections import OVERLAPS, SCHEDULES
 from ..errors import ConfigError
 from ..parallel.launch import World, launch
 
@@ -89,6 +90,10 @@ POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
+PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
+    *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
+    *("recompute_method", "recompute_num_layers", "device_memory_gb"),
+)
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers")
 
 
@@ -122,7 +127,29 @@ class MerakArguments(TrainingArguments):
 
     tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share every layer."})
     pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Stages that the layers are cut into."})
-    pipeline_schedule: str = field(default="1f1b", metadata={"help": "Order of micro-batches: gpipe or 1f1b."})
+    pipeline_schedule: str = field(
+        default="1f1b", metadata={"help": f"Order of the pipeline's work: {', '.join(SCHEDULES)}."}
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = field(
+        default=None, metadata={"help": "Stages of each pipeline rank, where the schedule leaves a choice."}
+    )
+    tp_comm_overlap: str = field(
+        default="weight-gradient",
+        metadata={"help": f"What runs behind tensor-parallel collectives: {', '.join(OVERLAPS)}."},
+    )
+    recompute_method: str | None = field(
+        default=None,
+        metadata={
+            "help": "With activation_checkpointing, which units: all (unset), uniform, block, stage-aware or "
+            "capacity (as few as fit into device_memory_gb)."
+        },
+    )
+    recompute_num_layers: int | None = field(
+        default=None, metadata={"help": "Layers in a run (uniform) or per stage (block)."}
+    )
+    device_memory_gb: float | None = field(
+        default=None, metadata={"help": "Memory that a rank may use, in GiB; unset: the device's, where it is known."}
+    )
     graph_sharding: str = field(
         default="cut", metadata={"help": "How the graph becomes a chain of units: cut or farthest-dependency."}
     )
@@ -238,7 +265,12 @@ def _check_numbers(args: "MerakArguments") -> None:
                 raise ConfigError(name, repr(value), "it is not a number", "Give a number")
             if not value >= least:
                 raise ConfigError(name, value, f"it is below {least}", f"Give {least} or more")
-    for name, choices in (("pipeline_schedule", ("gpipe", "1f1b")), ("graph_sharding", ("cut", "farthest-dependency"))):
+    choices_of = {
+        "pipeline_schedule": SCHEDULES,
+        "tp_comm_overlap": OVERLAPS,
+        "graph_sharding": ("cut", "farthest-dependency"),
+    }
+    for name, choices in choices_of.items():
         if (value := getattr(args, name)) not in choices:
             raise ConfigError(name, repr(value), "there is no such choice", f"Use {' or '.join(choices)}")
     if args.pad_to_multiple_of is not None and args.pad_to_multiple_of < 1:

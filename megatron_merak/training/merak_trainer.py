@@ -52,7 +52,7 @@ from .batches import Batch
 from .blueprint import CapturedSettings
 from .captured import CapturedTrainer
 from .feed import Feed
-from .merak_arguments import MerakArguments
+from .merak_arguments import PARALLEL_FIELDS, MerakArguments
 from .merak_loop import TrainingLoop
 from .model_facts import ModelFacts, decayed_parameters, padding_of
 from .outputs import check_directory
@@ -226,8 +226,8 @@ class MerakTrainer:
         parallel = ParallelConfig(
             tensor_model_parallel_size=args.tensor_model_parallel_size,
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            pipeline_schedule=args.pipeline_schedule,
             recompute_granularity="full" if args.activation_checkpointing else None,
+            **{name: getattr(args, name) for name in PARALLEL_FIELDS},
         )
         optimizer = OptimizerConfig(
             lr=args.learning_rate or None,

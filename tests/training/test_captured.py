@@ -18,12 +18,10 @@ RATE, DECAY, STEPS = 1e-2, 0.1, 3
 OPTIMIZER = OptimizerConfig(clip_grad=1.0)
 
 
-def trainer_of(model, batch, grid, rank, micro_batches, recompute=False, seed=1234):
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=grid.tp,
-        pipeline_model_parallel_size=grid.pp,
-        recompute_granularity="full" if recompute else None,
-    )
+def trainer_of(model, batch, grid, rank, micro_batches, ways=None, seed=1234):
+    """``ways``: further fields of ParallelConfig."""
+    degrees = {"tensor_model_parallel_size": grid.tp, "pipeline_model_parallel_size": grid.pp}
+    parallel = ParallelConfig(**degrees, **(ways or {}))
     settings = CapturedSettings(parallel, OPTIMIZER, micro_batches // grid.dp, seed)
     return CapturedTrainer(model, batch, settings, build_mesh(grid, rank, torch.device("cpu")))
 
@@ -51,12 +49,12 @@ def _moved(key, value, order, shift):
     return value.roll(shift, 1) if value.dim() == 2 and not value.is_floating_point() else value
 
 
-def _train(rank, world_size, name, grid, recompute, options):
+def _train(rank, world_size, name, grid, ways, options):
     torch.set_num_threads(1)
     real, _, batch = tiny(name, **options)
     model = randomise(real())
     batches = micro_batches(name)
-    trainer = trainer_of(model, batch, grid, rank, len(batches), recompute)
+    trainer = trainer_of(model, batch, grid, rank, len(batches), ways)
     mine = batches[trainer.mesh.dp_rank :: grid.dp]
     loss = trainer.gradients(mine)
     grads = parts_of(trainer, trainer.buffer.main_grad)
@@ -91,22 +89,33 @@ def eager(name):
     return sum(loss.item() for loss in losses) / len(batches), grads, curve
 
 
+FULL = {"recompute_granularity": "full"}
 CASES = [
-    ("llama", Grid(), False),
-    ("llama", Grid(tp=2, pp=2), True),
-    ("t5", Grid(tp=2, pp=2), False),
-    ("mixtral", Grid(tp=2, pp=2), False),
-    ("recurrent_gemma", Grid(tp=2, pp=2), True),
-    ("bert", Grid(pp=3), False),
-    ("gpt2", Grid(tp=2, pp=1, dp=2), False),
+    ("llama", Grid(), {}),
+    ("llama", Grid(tp=2, pp=2), FULL),
+    ("llama", Grid(pp=2), FULL | {"pipeline_schedule": "zb-v"}),
+    ("t5", Grid(tp=2, pp=2), {"pipeline_schedule": "interleaved"}),
+    ("mixtral", Grid(tp=2, pp=2), {"pipeline_schedule": "zb-h1", "tp_comm_overlap": "none"}),
+    ("recurrent_gemma", Grid(tp=2, pp=2), FULL | {"pipeline_schedule": "shifted"}),
+    ("bert", Grid(pp=3), {"pipeline_schedule": "auto"}),
+    ("gpt2", Grid(tp=2, pp=1, dp=2), {"tp_comm_overlap": "pair"}),
+    (
+        "gpt2",
+        Grid(pp=2),
+        {"pipeline_schedule": "early-recompute"} | FULL | {"recompute_method": "block", "recompute_num_layers": 1},
+    ),
 ]
 
 
+def told(value):
+    return "-".join(map(str, value.values())) if isinstance(value, dict) else value if isinstance(value, str) else None
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "grid", "recompute"), CASES, ids=lambda v: v if isinstance(v, str) else None)
-def test_a_layout_computes_what_the_model_computes(name, grid, recompute):
+@pytest.mark.parametrize(("name", "grid", "ways"), CASES, ids=told)
+def test_a_layout_computes_what_the_model_computes(name, grid, ways):
     loss, grads, curve = eager(name)
-    ranks = run_ranks(_train, grid.size, name, grid, recompute, {}, timeout=200)
+    ranks = run_ranks(_train, grid.size, name, grid, ways, {}, timeout=200)
     # A key bias has no gradient but rounding: below this scale a difference is compared with the model's largest one.
     floor = 1e-4 * max(grad.abs().max().item() for grad in grads.values())
     seen = set()
@@ -123,15 +132,52 @@ def test_a_layout_computes_what_the_model_computes(name, grid, recompute):
 
 def test_dropout_draws_the_same_masks_on_every_pipeline_layout_and_again_in_recomputation():
     options = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    ((loss, grads, curve, _),) = run_ranks(_train, 1, "gpt2", Grid(), False, options)
+    ((loss, grads, curve, _),) = run_ranks(_train, 1, "gpt2", Grid(), {}, options)
     whole = {shard.name: shard.tensor for shard in grads}
-    plain = run_ranks(_train, 1, "gpt2", Grid(), False, {})[0]
+    plain = run_ranks(_train, 1, "gpt2", Grid(), {}, {})[0]
     assert plain[0] != loss and len(set(curve)) == STEPS
-    for grid, recompute in ((Grid(), True), (Grid(pp=2), False), (Grid(pp=2), True), (Grid(dp=2), True)):
-        for found, shards, _, _ in run_ranks(_train, grid.size, "gpt2", grid, recompute, options):
+    early = FULL | {"pipeline_schedule": "shifted"}
+    for grid, ways in ((Grid(), FULL), (Grid(pp=2), {}), (Grid(pp=2), early), (Grid(dp=2), FULL)):
+        for found, shards, _, _ in run_ranks(_train, grid.size, "gpt2", grid, ways, options):
             assert found == pytest.approx(loss, abs=1e-6)
             for shard in shards:
                 torch.testing.assert_close(shard.tensor, whole[shard.name], rtol=1e-4, atol=1e-6)
+
+
+def _halves(rank, world_size, name, grid, ways):
+    """Micro-batches of three samples with unequal numbers of targets; losses are shares of the step's."""
+    torch.set_num_threads(1)
+    real, _, _ = tiny(name)
+    model = randomise(real())
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (4, 3, 12), generator=generator)
+    batches = [{"input_ids": rows, "labels": rows.clone()} for rows in ids]
+    for number, batch in enumerate(batches):
+        batch["labels"][0, : 2 + number] = -100
+        batch["labels"][2, 5:] = -100
+    count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches).float()
+    batches = [batch | {"num_items_in_batch": count} for batch in batches]
+    if grid is None:
+        losses, every = zip(*(gradients(model, batch) for batch in batches), strict=True)
+        return sum(losses).item(), {key: sum(found[key] for found in every) for key in every[0]}
+    trainer = trainer_of(model, batches[0], grid, rank, len(batches), ways)
+    loss = trainer.gradients(batches)
+    made = [len(programs._made) for programs in trainer.programs.values()]
+    return loss, parts_of(trainer, trainer.buffer.main_grad), made
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "schedule"), [("llama", "1f1b"), ("mixtral", "zb-h1")])
+def test_halves_of_a_micro_batch_compute_what_the_whole_computes(name, schedule):
+    loss, grads = _halves(0, 1, name, None, {})
+    ways = FULL | {"tp_comm_overlap": "sub-pipeline", "pipeline_schedule": schedule}
+    for found, shards, made in run_ranks(_halves, 4, name, Grid(tp=2, pp=2), ways, timeout=200):
+        assert found == pytest.approx(loss, abs=1e-5)
+        assert made == [2], "one program for two samples, one for one"
+        for shard in shards:
+            expected = part(grads[shard.name], shard)
+            limit = 1e-4 * max(grads[shard.name].abs().max().item(), 1e-4)
+            assert (shard.tensor - expected).abs().max() <= limit, shard.name
 
 
 def _resume(rank, world_size, grid, directory):
