@@ -148,6 +148,13 @@ def test_sequence_parallelism_of_one_rank_is_ignored_and_told():
     assert make(parallel={"sequence_parallel": True, TP: 2}).ignored() == make().ignored() == ()
 
 
+def test_overlap_within_one_rank_is_ignored_and_told():
+    told = ("--tp-comm-overlap pair has no effect: --tensor-model-parallel-size is 1.",)
+    assert make(parallel={"tp_comm_overlap": "pair"}).ignored() == told
+    assert make(parallel={"tp_comm_overlap": "pair", TP: 2}).ignored() == ()
+    assert make(parallel={"tp_comm_overlap": "auto"}).ignored() == ()
+
+
 def test_planning_needs_neither_data_nor_learning_rate():
     config = Config(model=ModelConfig(**MODEL), train=TrainConfig(micro_batch_size=1))
     config.validate(1, training=False)
@@ -155,8 +162,26 @@ def test_planning_needs_neither_data_nor_learning_rate():
         config.validate(1)
 
 
+FULL = {"recompute_granularity": "full"}
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REFUSED = [
+    (
+        {"parallel": {"recompute_method": "block"}},
+        1,
+        "--recompute-method block: has no effect without --recompute-granularity. Add --recompute-granularity full, "
+        "or leave it out.",
+    ),
+    (
+        {"parallel": FULL | {"recompute_method": "block"}},
+        1,
+        "--recompute-num-layers (missing): is needed with --recompute-method block. Give a number of layers.",
+    ),
+    (
+        {"parallel": FULL | {"recompute_num_layers": 2}},
+        1,
+        "--recompute-num-layers 2: has an effect with --recompute-method uniform or block only. Choose one of them, "
+        "or leave it out.",
+    ),
     (
         {"model": {"hidden_size": 65}},
         1,

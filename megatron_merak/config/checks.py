@@ -132,6 +132,19 @@ def check_pipeline(model: ModelConfig, size: int) -> None:
         )
 
 
+def check_recompute(parallel: ParallelConfig) -> None:
+    method, layers = parallel.recompute_method, parallel.recompute_num_layers
+    if method is not None and parallel.recompute_granularity is None:
+        reason = "has no effect without --recompute-granularity"
+        raise ConfigError("--recompute-method", method, reason, "Add --recompute-granularity full, or leave it out")
+    if method in ("uniform", "block") and layers is None:
+        reason = f"is needed with --recompute-method {method}"
+        raise ConfigError("--recompute-num-layers", "(missing)", reason, "Give a number of layers")
+    if layers is not None and method not in ("uniform", "block"):
+        reason = "has an effect with --recompute-method uniform or block only"
+        raise ConfigError("--recompute-num-layers", layers, reason, "Choose one of them, or leave it out")
+
+
 def check_ranks(parallel: ParallelConfig, train: TrainConfig, world_size: int) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world_size < 1 or world_size % (tp * pp):

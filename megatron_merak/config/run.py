@@ -12,6 +12,7 @@ from .checks import (
     check_optimizer,
     check_pipeline,
     check_ranks,
+    check_recompute,
     check_sequence_parallel,
     check_sources,
     check_tensor_parallel,
@@ -64,6 +65,7 @@ class RunConfig:
         learning rate. Raises ConfigError."""
         self.check_model()
         check_ranks(self.parallel, self.train, world_size)
+        check_recompute(self.parallel)
         check_emulation(self.parallel)
         check_checkpoint(self.checkpoint)
         if training:
@@ -93,6 +95,17 @@ class RunConfig:
         known_keys("configuration", sections, types)
         return cls(**{name: section_type.from_dict(sections.get(name, {})) for name, section_type in types.items()})
 
+    def ignored(self) -> tuple[str, ...]:
+        """What was asked for and has no effect, in sentences."""
+        parallel = self.parallel
+        alone, asked = parallel.tensor_model_parallel_size == 1, parallel.tp_comm_overlap
+        flags = {
+            "--sequence-parallel": parallel.sequence_parallel,
+            f"--tp-comm-overlap {asked}": asked not in ("weight-gradient", "auto"),
+        }
+        why = "has no effect: --tensor-model-parallel-size is 1."
+        return tuple(f"{flag} {why}" for flag, given in flags.items() if alone and given)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
@@ -105,13 +118,6 @@ class Config(RunConfig):
         check_tensor_parallel(self.model, self.parallel.tensor_model_parallel_size)
         check_sequence_parallel(self.model, self.parallel)
         check_pipeline(self.model, self.parallel.pipeline_model_parallel_size)
-
-    def ignored(self) -> tuple[str, ...]:
-        """What was asked for and has no effect, in sentences."""
-        parallel = self.parallel
-        if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-            return ("--sequence-parallel has no effect: --tensor-model-parallel-size is 1.",)
-        return ()
 
     def check_data(self) -> None:
         check_data(self.data, self.model)

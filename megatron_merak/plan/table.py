@@ -34,6 +34,9 @@ def table(plan: Any, width: int = 120) -> str:
     if plan.shardings:
         divided = sum(sharding.dim is not None for sharding in plan.shardings)
         lines.append(f"{len(plan.shardings)} tensors, {divided} of them divided over {grid.tp} tensor-parallel ranks")
+    if grid.tp > 1:
+        divided = ", sequence parallelism" if plan.sequence_parallel else ""
+        lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{divided}")
     lines.append("")
     for row in [header, *rows]:
         aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]

@@ -1,6 +1,6 @@
 """From a chain of units, or a configuration of the native model, to a Plan."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,7 +110,7 @@ def plan_chain(
     check_limit(recompute, limit, cluster.device.name)
     built = _built(schedule, grid.pp, microbatches, chunks, group, len(units))
     found: list[Plan] = []
-    for mode in [overlap] if overlap != "auto" else _modes(grid, microbatches, micro_batch_size):
+    for mode in _modes(overlap, grid, microbatches, micro_batch_size):
         order = pair(built) if mode == "pair" else built
         draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
@@ -134,15 +134,18 @@ def _predicted(made: Plan, cluster: Cluster, overlap_grad_reduce: bool) -> Plan:
     )
 
 
-def _modes(grid: Grid, microbatches: int, micro_batch_size: int) -> Iterator[str]:
-    """The overlaps that are worth a look, the default first: it is taken where nothing is faster."""
-    yield "weight-gradient"
-    if grid.tp > 1:
-        yield "none"
-        if micro_batch_size > 1:
-            yield "sub-pipeline"
-        if microbatches > 1:
-            yield "pair"
+def _modes(overlap: str, grid: Grid, microbatches: int, micro_batch_size: int) -> tuple[str, ...]:
+    """The overlaps that are worth a look, the default first: it is taken where nothing is faster, and where there are
+    no collectives to overlap. Raises PlanError for halves of one sample."""
+    if grid.tp == 1:
+        return ("weight-gradient",)
+    if overlap == "sub-pipeline" and micro_batch_size == 1:
+        reason = "a micro-batch of one sample has no halves, as attention reads the whole of its sequence"
+        raise PlanError("--tp-comm-overlap", overlap, reason, "Use a micro-batch of 2 or more, or pair")
+    if overlap != "auto":
+        return (overlap,)
+    halves = ("sub-pipeline",) if micro_batch_size > 1 else ()
+    return ("weight-gradient", "none", *halves, *(("pair",) if microbatches > 1 else ()))
 
 
 def _built(name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None, units: int) -> Schedule:

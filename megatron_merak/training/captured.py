@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import store
 from ..checkpoint.hf import save_hf
+from ..config.checks import check_recompute
 from ..errors import PlanError
 from ..graph.capture import accepts_num_items
 from ..optimizer.adamw import AdamW
@@ -43,11 +44,13 @@ class CapturedTrainer:
         mesh: Mesh,
         decay: Decay = decay_matrices,
     ):
+        check_recompute(settings.parallel)
         self.model, self.settings, self.mesh = model, settings, mesh
         self.accepts_num_items = accepts_num_items(model)
         self.blueprint = Blueprint(model, example, settings, mesh.grid)
         self._check_case()
         self.plan = self.blueprint.plan
+        self._check_halves()
         self.holdings = Holdings(self.blueprint, mesh, decay)
         self.holdings.fill()
         self.buffer, self.shards = self.holdings.buffer, self.holdings.shards
@@ -73,6 +76,12 @@ class CapturedTrainer:
             line = guards.lines[0] if guards else "the model"
             reason = f"{line} decides by its values, and they differ between ranks"
             raise PlanError("example batch", f"(rank {self.mesh.rank})", reason, "Pass the same one on every rank")
+
+    def _check_halves(self) -> None:
+        """Losses of halves add up where they are shares of the step's, or PlanError."""
+        if self.plan.overlap == "sub-pipeline" and not self.accepts_num_items:
+            reason = "the losses of two halves do not add up: the model's forward takes no num_items_in_batch"
+            raise PlanError("--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient")
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ def opening(config: RunConfig, plan: Plan, world: World, precision: str, device:
         else "",
         deviation_report(config),
         "" if known(device, None) is not None else f"{device} is not in the table of devices: planned as {plan.device}",
-        "\n".join(notes),
+        "\n".join((*config.ignored(), *notes)),
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

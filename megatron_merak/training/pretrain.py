@@ -31,7 +31,7 @@ def pretrain(config: Config, world: World) -> None:
     agree(config, mesh)
     precision = prepare(world)
     if world.rank == 0:
-        print(opening(config, plan, world, precision, name, config.ignored()), flush=True)
+        print(opening(config, plan, world, precision, name), flush=True)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)
