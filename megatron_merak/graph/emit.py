@@ -11,8 +11,8 @@ from .. import ops
 from .flow import Flow
 from .local import embedding_part
 
-# Operations that hand the gradient of a weight to a sink, and which of their arguments that weight is.
-_TAKE_SINK = {ops.linear: 1, ops.embedding: 1, ops.linear_cross_entropy: 1}
+# Operations that hand the gradient of a weight, their second argument, to a sink.
+_TAKE_SINK = (ops.linear, ops.embedding, ops.linear_cross_entropy)
 
 
 class Emitter:
@@ -66,20 +66,26 @@ class Emitter:
 
     def _with_sink(self, node: Node, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
         """The operation that hands its weight's gradient to the sink, where the weight is a parameter."""
-        target, operands = node.target, node.args
-        if self._sink is None:
-            return target, args, kwargs
-        if target in _TAKE_SINK and self._is_weight(operands[_TAKE_SINK[target]]):
-            return target, args, {**kwargs, "sink": self._sink}
-        found = _SINKING[target](operands) if target in _SINKING and not node.kwargs else None
-        if found is None or not self._is_weight(found[1][1]):
-            return target, args, kwargs
+        found = sinking(self.flow, node) if self._sink is not None else None
+        if found is None:
+            return node.target, args, kwargs
         function, operands, options = found
-        return function, self._translated(operands), {**options, "sink": self._sink}
+        return function, self._translated(operands), {**self._translated(options), "sink": self._sink}
 
-    def _is_weight(self, node: object) -> bool:
-        """A parameter, as it is, with two dimensions."""
-        return isinstance(node, Node) and self.flow.is_parameter(self.flow.behind(node)) and _dims(node) == 2
+
+def sinking(flow: Flow, node: Node) -> tuple[Callable, tuple, dict] | None:
+    """The operation, its arguments and options, that does the work of ``node`` and hands the gradient of its weight to
+    a sink; None where there is none, or the weight is no parameter of two dimensions as it is."""
+    target, operands = node.target, node.args
+    if target in _TAKE_SINK:
+        found = target, operands, dict(node.kwargs)
+    else:
+        found = _SINKING[target](operands) if target in _SINKING and not node.kwargs else None
+    if found is None:
+        return None
+    weight = found[1][1]
+    known = isinstance(weight, Node) and flow.is_parameter(flow.behind(weight)) and _dims(weight) == 2
+    return found if known else None
 
 
 def _dims(node: Node) -> int:

@@ -18,13 +18,15 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import ops
 from ..plan import TensorSharding, Unit
 from .captured import Captured
 from .cut import Chain
+from .emit import sinking
 from .flow import Flow
 from .fuse import fuse
 from .marks import copy_in, reduce_max, reduce_sum
-from .nodes import flops, nbytes, op_name, values
+from .nodes import flops, is_op, nbytes, op_name, values
 from .rewrite import rewrite
 from .shard import Sharding
 
@@ -44,6 +46,8 @@ class Work:
     reduces: tuple[int, int] = (0, 0)
     reduced_bytes: tuple[int, int] = (0, 0)
     operations: tuple[int, int] = (0, 0)
+    weight_bytes: int = 0
+    unread_bytes: int = 0
 
 
 def measure(captured: Captured, chain: Chain, sharding: Sharding, tp: int, device: str = "cpu") -> tuple[Unit, ...]:
@@ -138,7 +142,9 @@ def signature(nodes: Sequence[Node], flow: Flow) -> Hashable:
             return ("inner", places[source])
         shape = [(tuple(value.shape), value.dtype) for value in values(source)]
         place = outside.setdefault(source, len(outside))
-        return ("outer", place, shape, flow.differentiable.get(source, False), flow.is_parameter(source))
+        kind = flow.differentiable.get(source, False), flow.is_parameter(source), _only_reader(nodes, flow, source)
+        kind += (_held_before(nodes, flow, source),)
+        return ("outer", place, shape, *kind)
 
     return tuple((node.target, repr(map_arg((node.args, node.kwargs), told))) for node in nodes)
 
@@ -154,7 +160,62 @@ def work(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False) -> Wo
         reduces=(len(ahead), len(behind)),
         reduced_bytes=(sum(map(nbytes, ahead)), sum(map(nbytes, behind))),
         operations=(replay.started, round(_BACKWARD_OPERATIONS * replay.started)),
+        weight_bytes=_weight_bytes(nodes, flow, replay),
+        unread_bytes=sum(
+            tensor.untyped_storage().nbytes()
+            for node, value in replay.outside.items()
+            for tensor in _tensors(value)
+            if _only_reader(nodes, flow, node) and _storage(tensor) not in replay.entering
+        ),
     )
+
+
+def _only_reader(nodes: Sequence[Node], flow: Flow, source: Node) -> bool:
+    """Whether another unit makes a value for this one alone."""
+    mine = flow.unit[nodes[0]]
+    return flow.unit.get(source, mine) != mine and all(flow.unit.get(user) == mine for user in source.users)
+
+
+def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
+    """What the weight gradients that go to a sink are made of: inputs, and the gradients of outputs."""
+    held: dict[object, int] = {}
+    for node in nodes:
+        found = sinking(flow, node)
+        if found is None:
+            continue
+        function, operands, options = found
+        (output,) = values(node)
+        if function is ops.linear_cross_entropy:  # the factors of the logits' gradient, the input scaled anew
+            rows, weight = replay.value(operands[0]), replay.value(operands[1])
+            held[node] = (len(rows) * weight.shape[0] + rows.numel()) * rows.element_size()
+            continue
+        if function is ops.linear:
+            input = replay.value(operands[0])
+            if not _held_before(nodes, flow, flow.behind(operands[0])):
+                held[_storage(input)] = input.untyped_storage().nbytes()
+        masked = function is ops.embedding_part or options.get("padding") is not None  # a copy of the gradient
+        held[(node, "masked") if masked else _same_gradient(node)] = output.numel() * output.element_size()
+    return sum(held.values())
+
+
+def _held_before(nodes: Sequence[Node], flow: Flow, source: Node) -> bool:
+    """Whether a unit before this one reads a value for the gradient of a weight, too."""
+    mine = flow.unit[nodes[0]]
+    before = [user for user in source.users if flow.unit.get(user, mine) < mine]
+    before += [user for copy in before if copy.target is copy_in for user in copy.users]
+    return any(sinking(flow, user) is not None for user in before)
+
+
+def _same_gradient(node: Node) -> Node:
+    """The last of the sums behind a value: its gradient is the value's, as it is."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is not reduce_sum and not is_op(user, "add"):
+            break
+        if values(user)[0].shape != values(node)[0].shape or user.kwargs:
+            break
+        node = user
+    return node
 
 
 class _Counter(TorchDispatchMode):
@@ -171,8 +232,8 @@ class _Counter(TorchDispatchMode):
 
 class Replay:
     """A unit run once on tensors without memory. ``saved``: bytes of each storage that its backward needs, beside its
-    inputs, parameters and constants. ``transient``: the most that other values but its outputs take while it runs, or
-    the gradient of the largest where that is more. ``started``: operations."""
+    inputs, parameters and constants; ``entering``: which of these it needs. ``transient``: the most that other values
+    but its outputs take while it runs, or the gradient of the largest where that is more. ``started``: operations."""
 
     def __init__(self, nodes: Sequence[Node], flow: Flow, fused_attention: bool):
         self.nodes, self.flow, self.fused_attention = nodes, flow, fused_attention
@@ -186,6 +247,7 @@ class Replay:
                     self.made[node] = self._run(node)
         self.started = counter.started
         known = {_storage(tensor) for value in self.outside.values() for tensor in _tensors(value)}
+        self.entering = [key for key in self.saved if key in known]
         self.saved = {key: size for key, size in self.saved.items() if key not in known}
         self.transient = self._transient(known)
 
@@ -195,7 +257,7 @@ class Replay:
         return tensor
 
     def _run(self, node: Node) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), self._value)
+        args, kwargs = map_arg((node.args, node.kwargs), self.value)
         if node.target in _MARKS:
             return args[0].detach() if node.target is reduce_max else args[0]
         if self.fused_attention and op_name(node) in _ATTENTION:
@@ -212,7 +274,7 @@ class Replay:
             self._save(tensor)
         return result.requires_grad_(any(tensor.requires_grad for tensor in args[:3]))
 
-    def _value(self, node: Node) -> Any:
+    def value(self, node: Node) -> Any:
         node = self.flow.behind(node)
         if node in self.made:
             return self.made[node]

@@ -75,6 +75,7 @@ class Unit:
     ``reduces``, its all-reduces over the tensor-parallel ranks, their ``reduced_bytes`` together, and ``operations``
     that the host starts. ``weight_bytes``: what its weight gradients are made of (inputs and output gradients of its
     matrix products), kept where they are computed apart from the backward; 0: as much as ``saved_bytes``.
+    ``unread_bytes``: of what enters it, what no backward reads.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Unit:
     reduced_bytes: tuple[int, int] = (0, 0)
     operations: tuple[int, int] = (0, 0)
     weight_bytes: int = 0
+    unread_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:

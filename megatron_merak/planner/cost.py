@@ -94,11 +94,7 @@ def gpt_units(
     looked_up = 9 * tokens if tp > 1 else 0  # rows of the part of the table, and which tokens are in it
     learned = activation // parts if positions and tp > 1 else 0  # the tokens' gradients are masked then, so copied
     table = {"weight_bytes": activation + learned} | work["embedding"]
-    queries, keys, first, _ = _widths(model, tp)
-    inner = {
-        "weight_bytes": _layer_weight_bytes(model, tokens, bytes_per_value, tp),
-        "transient_bytes": tokens * max(first, queries + 2 * keys, hidden) * bytes_per_value,  # a gradient
-    } | work["layer"]
+    inner = _layer_work(model, tokens, bytes_per_value, tp) | work["layer"]
     return (
         Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, activation // parts, tied, **table),
         *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
@@ -166,10 +162,13 @@ def _layer_saved_bytes(
     return tokens * row + tokens // parts * divided
 
 
-def _layer_weight_bytes(model: ModelConfig, tokens: int, bytes_per_value: int, tp: int) -> int:
-    """Inputs and output gradients of the four matrix products."""
-    queries, keys, first, second = _widths(model, tp)
-    return tokens * (4 * model.hidden_size + 2 * queries + 2 * keys + first + second) * bytes_per_value
+def _layer_work(model: ModelConfig, tokens: int, bytes_per_value: int, tp: int) -> dict[str, int]:
+    """Inputs and output gradients of the four matrix products; the gradient of the widest value."""
+    hidden, (queries, keys, first, second) = model.hidden_size, _widths(model, tp)
+    return {
+        "weight_bytes": tokens * (4 * hidden + 2 * queries + 2 * keys + first + second) * bytes_per_value,
+        "transient_bytes": tokens * max(hidden, queries + 2 * keys, first) * bytes_per_value,
+    }
 
 
 def model_flops(model: ModelConfig, batch_samples: int) -> int:

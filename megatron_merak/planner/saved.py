@@ -44,8 +44,11 @@ def footprint(units: Sequence[Unit], stage: StagePlan) -> Footprint:
     for run in _blocks(stage):
         entering, *inner = inputs[run[0] - stage.first : run[-1] + 1 - stage.first]
         saved, held = [units[each].saved_bytes for each in run], sum(units[each].held_bytes for each in run)
-        again = run[0] in stage.recompute
-        blocks.append((entering, sum(saved) + sum(inner), held) if again else (entering + sum(saved), 0, held))
+        again, unread = run[0] in stage.recompute, sum(units[each].unread_bytes for each in run)
+        if again:
+            blocks.append((entering, sum(saved) + sum(inner) - unread, held))
+        else:
+            blocks.append((entering + sum(saved) - unread, 0, held))
         kept += blocks[-1][0]
         forward = max(forward, kept + (max(map(sum, zip(saved, (0, *inner), strict=True))) if again else 0))
     taped = kept + sum(tape for _, tape, _ in blocks)
