@@ -33,7 +33,8 @@ class Layout:
         self.ledger = Ledger(self.units, self.schedule, draft["dtype"])
         seconds = [one.forward for one in exposed]
         self.chooser = Chooser(recompute, self.units, seconds, self.ledger, limit)
-        self.free = Chooser(recompute, self.units, seconds, self.ledger, 0)
+        most = Recompute("full") if recompute.method == "capacity" else recompute
+        self.free = Chooser(most, self.units, seconds, self.ledger, 0)
         count = self.schedule.microbatches
         users: dict[tuple[str, int], list[int]] = {}
         for index, unit in enumerate(self.units):

@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_merak.errors import PlanError
+from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, ops_of
 from megatron_merak.plan import StagePlan, Unit
 from megatron_merak.planner.memory import Ledger
 
@@ -47,6 +48,10 @@ class Chooser:
     ):
         self.recompute, self.units, self.seconds, self.ledger, self.memory = recompute, units, seconds, ledger, memory
         self.usual = recomputed_units(units)
+        early = {op.stage for op in _ops(ledger.schedule) if op.kind is Kind.R}
+        last = ledger.schedule.stages - 1
+        # Where other stages recompute ahead of their backwards the last one has no time to: it keeps its tapes.
+        self._keeping = last if early and last not in early else None
         kinds: dict[tuple, int] = {}
         self._kinds = [
             kinds.setdefault((unit.saved_bytes, unit.output_bytes, unit.passed_bytes, unit.transient_bytes,
@@ -76,6 +81,9 @@ class Chooser:
             case "capacity":
                 found = self._fewest(index, first, last)
                 return StagePlan(first, last, tuple(range(first, last)) if found is None else found)
+        whole = StagePlan(first, last)
+        if index == self._keeping and (not self.memory or self._fits(index, whole)):
+            return whole
         return StagePlan(first, last, tuple(usual))
 
     def extra(self, index: int, first: int, last: int) -> float:
@@ -166,6 +174,10 @@ class Chooser:
         """The bytes of the rank that needs most."""
         found = self.ledger.together(stages)
         return max(sum(found[stage].total for stage in mine) for mine in self.ledger.stages_of)
+
+
+def _ops(schedule: Schedule) -> Iterator[Op]:
+    return (op for entry in schedule.entries() for op in ops_of(entry))
 
 
 def _least(most: int, enough: Callable[[int], bool]) -> int:
