@@ -91,8 +91,6 @@ class Cluster:
         values = _fields(cls, found, str(path), {"name"})
         for key, table in (("device", DEVICES), ("inside", LINKS), ("between", LINKS)):
             values[key] = _row(values[key], table, f"{path}: {key}")
-        if values["ranks_per_node"] < 1:
-            raise ConfigError(f"{path}: ranks_per_node", values["ranks_per_node"], "it is below 1", "Give at least 1")
         return cls(**{"name": Path(path).stem, **values})
 
 

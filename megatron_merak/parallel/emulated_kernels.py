@@ -25,6 +25,7 @@ _FREE = frozenset(
 _OVERWRITE = frozenset(
     {aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.normal_, aten.uniform_, aten.random_, aten.exponential_}
 )
+_KEEP_GRADS = frozenset({aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_})  # written only when unscaled
 _GATHER = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
 _SCATTER = frozenset({aten.index_add_, aten.index_put_, aten.scatter_add_, aten.index_copy_, aten.scatter_})
 
@@ -79,7 +80,7 @@ def _signature(func) -> Signature:
     for place, argument in enumerate(schema.arguments):
         mutable = argument.alias_info is not None and argument.alias_info.is_write
         read.append(not (mutable and (argument.is_out or (write_only and place == 0))))
-        written.append(mutable)
+        written.append(mutable and not (func.overloadpacket in _KEEP_GRADS and argument.name == "grads"))
         names.append(argument.name)
     new = tuple(value.alias_info is None for value in schema.returns)
     free = func.is_view or func.overloadpacket in _FREE or func.namespace in ("c10d", "profiler", "prim")
