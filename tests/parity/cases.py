@@ -141,9 +141,16 @@ def accelerated() -> list[Case]:
     return combinations_of(family=("llama",), **where)
 
 
+def divided() -> list[Case]:
+    """Every model whose tensor-parallel ranks divide the sequence, in whole micro-batches and in halves."""
+    where = {"tp": (2, 4), "pp": (1, 2), "dp": (1,), "schedule": ("1f1b",), "loss": ("masked",)}
+    ways = {"recompute": ("none", "full"), "overlap": ("weight-gradient", "sub-pipeline")}
+    return combinations_of(sequence_parallel=(True,), **where, **ways)
+
+
 def sweep() -> list[Case]:
     """The full comparison, layout by layout."""
-    cases = dict.fromkeys([*layouts(), *accelerated()])
+    cases = dict.fromkeys([*layouts(), *accelerated(), *divided()])
     return sorted(cases, key=lambda case: (case.world, *case.layout))
 
 

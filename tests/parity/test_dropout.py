@@ -140,3 +140,12 @@ def test_every_random_segment_has_a_stream_of_its_own():
             streams.setdefault(values.numpy().tobytes(), set()).add((*place, rank % 2 if sharded else None))
     assert all(len(places) == 1 for places in streams.values()), "two places draw the same numbers"
     assert len(streams) == 2 * 4 * (random + 4)  # 2 steps, 4 micro-batches; each of two ranks has its own attention
+
+
+@pytest.mark.timeout(300)
+def test_every_part_of_the_sequence_has_a_stream_of_its_own():
+    """So masks depend on the tensor-parallel size, and equality with one process holds without dropout only."""
+    by_rank = run_ranks(_drawn, 2, Case("llama", tp=2, sequence_parallel=True, **BOTH))
+    assert all(sharded for drawn in by_rank for *_, sharded in drawn)
+    streams = [values.numpy().tobytes() for drawn in by_rank for values in drawn.values()]
+    assert len(streams) == len(set(streams)) == 2 * 2 * 2 * (1 + 4 * 3)  # ranks, steps, micro-batches, segments

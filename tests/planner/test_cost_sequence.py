@@ -1,0 +1,91 @@
+"""What units of a model keep and send whose tensor-parallel ranks divide the sequence, against what they really do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_merak.cluster import find_cluster
+from megatron_merak.models.gpt import Prelude, build_unit
+from megatron_merak.models.layers import Placement
+from megatron_merak.plan import Grid
+from megatron_merak.planner.cost import gpt_units, unit_costs
+from tests.models.families import FAMILIES, LENGTH, batch
+
+SAMPLES = 2
+
+
+class Rank:
+    """Stands for a process group of which this is the second rank; nothing is sent."""
+
+    def __init__(self, size):
+        self._size = size
+
+    def rank(self):
+        return 1
+
+    def size(self):
+        return self._size
+
+
+def collective(kind, tensor, size):
+    """What a collective leaves on a rank if all ranks have the same: a tensor of the right shape and of its own."""
+    if kind == "gather":
+        return torch.cat([tensor] * size, 1)
+    return tensor.chunk(size, 1)[1].clone() if kind == "scatter" else tensor.clone()
+
+
+def kept(unit, size):
+    """Bytes of the storages that the unit's forward saves, besides its input, its parameters and the batch; the bytes
+    of its output, and of what it sends, both ways, as the ring sends it."""
+    common = Prelude(unit.config, torch.device("cpu"))(batch(SAMPLES))
+    border = unit.border_shape(SAMPLES, LENGTH)
+    values = {unit.source: torch.randn(border, requires_grad=True)}
+    known = [values[unit.source], *unit.parameters(), *common.values()]
+    outside, saved = {tensor.untyped_storage().data_ptr() for tensor in known}, {}
+    hidden = SAMPLES * LENGTH * unit.config.hidden_size * 4
+    shares = {"": 0, "sum": 1, "gather": 0.5, "scatter": 0.5}  # of an all-reduce of the hidden state
+    sent = [0.0, 0.0]
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for segment in unit.segments():
+            results = segment.fn(common, *[values[source.value] for source in segment.ins])
+            sent[1] += sum(shares[source.reduce] * hidden for source in segment.ins)
+            for out, result in zip(segment.outs, results, strict=True):
+                if result.dim() == 3 and result.shape[-1] == unit.config.hidden_size:
+                    sent[0] += shares[out.reduce] * hidden
+                result = result.detach()
+                values[out.value] = collective(out.reduce, result, size).requires_grad_() if out.reduce else result
+                values[out.value].requires_grad_()
+    total = sum(storage.nbytes() for address, storage in saved.items() if address not in outside)
+    return total, values.get(unit.target), tuple(sent)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "dropout"), [("gpt2", 0.1), ("gpt2", 0.0), ("llama", 0.0), ("qwen3", 0.0)])
+def test_units_keep_and_send_what_is_planned(name, dropout, size, divided):
+    model = replace(FAMILIES[name], hidden_dropout=dropout, attention_dropout=0.0, num_query_groups=4)
+    model = replace(model, num_query_groups=1) if name == "gpt2" else model
+    planned = gpt_units(model, SAMPLES, 4, size, fused_dropout=False, sequence_parallel=divided)
+    for index in (0, 1, model.num_layers + 1):
+        unit = build_unit(index, model, Placement(Rank(size), "edge", sequence_parallel=divided)).train()
+        saved, output, sent = kept(unit, size)
+        assert planned[index].saved_bytes == saved, unit.name
+        assert planned[index].reduced_bytes == sent, unit.name
+        if output is not None:
+            assert planned[index].output_bytes == output.numel() * 4
+
+
+def test_dividing_the_sequence_costs_the_links_no_more_in_a_layer():
+    model, cluster = FAMILIES["llama"], find_cluster("A100")
+    plain, divided = (
+        unit_costs(gpt_units(model, 1, 4, 2, sequence_parallel=parts), cluster, "float32", Grid(tp=2))
+        for parts in (False, True)
+    )
+    assert [cost.reduces for cost in divided[1:-1]] == [cost.reduces for cost in plain[1:-1]]
