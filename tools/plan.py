@@ -25,64 +25,32 @@ examples:
 """
 
 import argparse
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_merak.arguments import build_parser, read
-from megatron_merak.cluster import DEVICES, find_cluster
-from megatron_merak.config import Config, HFConfig, RunConfig
-from megatron_merak.errors import ConfigError, MerakError, PlanError
+from megatron_merak.cluster import find_cluster
+from megatron_merak.config import RunConfig
+from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.pipeline_parallel.pictures.files import check_suffix, write
 from megatron_merak.plan import Plan
-from megatron_merak.planner import plan
 from megatron_merak.planner.memory import overflowing_ranks
 from megatron_merak.planner.picture import view
 from megatron_merak.planner.tables import difference, memory_table, tensor_table
 from megatron_merak.training.outputs import check_file
+from megatron_merak.training.planned import configured, kind_of, planned, stored
+from megatron_merak.training.planned import parser as planned_parser
 
 USAGE = """python tools/plan.py show --world-size N [--device NAME] [--save FILE.json] TRAINING FLAGS
        python tools/plan.py show PLAN.json
        python tools/plan.py diff PLAN.json OTHER.json"""
 
 
-def parser(config: type[RunConfig]) -> argparse.ArgumentParser:
-    flags = build_parser(__doc__, config)
-    flags.usage = USAGE
+def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
+    flags, own = planned_parser(__doc__, USAGE, kind)
     flags.add_argument("command", choices=("show", "diff"), help="print a plan, or what differs between two")
-    own = flags.add_argument_group("plan")
-    own.add_argument("--world-size", metavar="N", default=None, help="number of ranks [required]")
-    own.add_argument("--device", metavar="NAME", default="cpu", help=f"one of {', '.join(DEVICES)} [cpu]")
     own.add_argument("--json", metavar="FILE", default=None, help="store the plan; so does --save FILE.json [unset]")
     return flags
-
-
-def world_size(text: str | None) -> int:
-    if text is None or not text.isdecimal() or int(text) < 1:
-        raise ConfigError("--world-size", text or "(missing)", "it is a number of ranks", "Give it, 1 or more")
-    return int(text)
-
-
-def stored(path: str) -> Plan:
-    remedy = "Name a file that --save PLAN.json wrote"
-    try:
-        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError("plan", path, f"it cannot be read ({error})", remedy) from error
-    except PlanError as error:
-        raise PlanError("plan", path, f"{error.what} {error.value}: {error.reason}", remedy) from error
-
-
-def made(config: RunConfig, ranks: int, device: str) -> tuple[Plan, tuple[str, ...]]:
-    """The plan, and what its making brought to light."""
-    if isinstance(config, Config):
-        return plan(config, ranks, device), ()
-    from megatron_merak.training.hf_model import blueprint_of  # here, since it takes seconds
-
-    gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
-    blueprint = blueprint_of(config, ranks, device)
-    return blueprint.plan, (f"Captured {blueprint.captured.how}.", *blueprint.captured.notes)
 
 
 def shown(found: Plan, notes: Sequence[str] = ()) -> str:
@@ -98,9 +66,7 @@ def shown(found: Plan, notes: Sequence[str] = ()) -> str:
 
 def show(arguments: Sequence[str]) -> None:
     """Print the plan that flags describe."""
-    captured = any(argument.split("=")[0] == "--model" for argument in arguments)
-    kind: type[RunConfig] = HFConfig if captured else Config
-    config, own = read(parser(kind), arguments, kind)
+    config, own = configured(parser(kind_of(arguments)), arguments)
     save, picture = config.checkpoint.save, config.logging.timeline
     copies = {"--json": own.json, "--save": save if save and save.endswith(".json") else None}  # else a run's directory
     for flag, path in {**copies, "--timeline": picture}.items():
@@ -108,7 +74,7 @@ def show(arguments: Sequence[str]) -> None:
             check_file(flag, path)
     if picture is not None:
         check_suffix("--timeline", picture)
-    found, notes = made(config, world_size(own.world_size), own.device)
+    found, notes = planned(config, own)
     print(shown(found, notes))
     for path in copies.values():
         if path is not None:

@@ -144,8 +144,8 @@ def _layer_saved_bytes(
     model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool, parts: int
 ) -> int:
     """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors.
-    The fused product stays alive beside rotated or normed queries and keys, for the values in it, or for its norm. Of the residual sum
-    and of the norms' statistics a rank has one of ``parts`` of the sequence."""
+    The fused product stays alive beside rotated or normed queries and keys, for the values in it, or for its norm. Of
+    the residual sum and of the norms' statistics a rank has one of ``parts`` of the sequence."""
     hidden, heads = model.hidden_size, model.num_attention_heads // tp
     queries, keys, first, second = _widths(model, tp)
     scored = model.attention_dropout and not fused_dropout  # on copies of queries, keys and values, one per head

@@ -6,7 +6,7 @@ from dataclasses import astuple, fields
 from math import prod
 
 from megatron_merak.plan import Plan, TensorSharding, Unit, bytes_text, held_parameters
-from megatron_merak.planner.memory import stage_memory
+from megatron_merak.planner.memory import StageMemory, rank_memory, stage_memory
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
@@ -39,11 +39,19 @@ def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
 
 
 def memory_table(plan: Plan) -> str:
-    """What fills one rank of each stage."""
-    rows = [["stage", "weights", "gradients", "optimizer", "activations", "working", "transfers", "peak"]]
+    """What each stage fills of its rank when that is at its peak, and the ranks where they hold several stages."""
+    parts = [field.name for field in fields(StageMemory)]
+    rows = [["stage", *parts, "peak"]]
     for index, memory in enumerate(stage_memory(plan)):
         rows.append([str(index), *map(bytes_text, (*astuple(memory), memory.total))])
-    return "\n".join(align(rows, ()))
+    tables = ["\n".join(align(rows, ()))]
+    if len(plan.stages) > plan.grid.pp:
+        rows = [["rank", "stages", *parts, "peak"]]
+        for rank, memory in enumerate(rank_memory(plan)):
+            stages = ",".join(map(str, plan.stages_of(rank)))
+            rows.append([str(rank), stages, *map(bytes_text, (*astuple(memory), memory.total))])
+        tables.append("\n".join(align(rows, ())))
+    return "\n\n".join(tables)
 
 
 def tensor_table(plan: Plan) -> str:

@@ -1,0 +1,64 @@
+"""The plan that a command line asks for, for tools that only look at it: made from training flags, or stored."""
+
+import argparse
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..arguments import build_parser, read
+from ..cluster import DEVICES
+from ..config import Config, HFConfig, RunConfig
+from ..errors import ConfigError, PlanError
+from ..plan import Plan
+from ..planner import plan
+
+
+def kind_of(arguments: Sequence[str]) -> type[RunConfig]:
+    """The configuration whose flags these are: with --model those of pretrain_hf.py."""
+    return HFConfig if any(argument.split("=")[0] == "--model" for argument in arguments) else Config
+
+
+def parser(
+    description: str, usage: str, kind: type[RunConfig]
+) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
+    """All training flags, and a group of those that say where the plan would run, to which a tool adds its own."""
+    flags = build_parser(description, kind)
+    flags.usage = usage
+    own = flags.add_argument_group("plan")
+    own.add_argument("--world-size", metavar="N", default=None, help="number of ranks [required]")
+    own.add_argument("--device", metavar="NAME", default="cpu", help=f"one of {', '.join(DEVICES)} [cpu]")
+    return flags, own
+
+
+def configured(flags: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
+    """The configuration and the tool's own values of a command line."""
+    return read(flags, arguments, kind_of(arguments))
+
+
+def planned(config: RunConfig, own: argparse.Namespace) -> tuple[Plan, tuple[str, ...]]:
+    """The plan, and what its making brought to light."""
+    ranks, device = world_size(own.world_size), own.device
+    if isinstance(config, Config):
+        return plan(config, ranks, device), ()
+    from .hf_model import blueprint_of  # here, since it takes seconds
+
+    gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
+    blueprint = blueprint_of(config, ranks, device)
+    return blueprint.plan, (f"Captured {blueprint.captured.how}.", *blueprint.captured.notes)
+
+
+def world_size(text: str | None) -> int:
+    if text is None or not text.isdecimal() or int(text) < 1:
+        raise ConfigError("--world-size", text or "(missing)", "it is a number of ranks", "Give it, 1 or more")
+    return int(text)
+
+
+def stored(path: str) -> Plan:
+    """The plan of a JSON file. Raises PlanError."""
+    remedy = "Name a file that --save PLAN.json wrote"
+    try:
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError("plan", path, f"it cannot be read ({error})", remedy) from error
+    except PlanError as error:
+        raise PlanError("plan", path, f"{error.what} {error.value}: {error.reason}", remedy) from error
