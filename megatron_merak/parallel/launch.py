@@ -91,6 +91,8 @@ def launch(
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
+        if device.type == "cpu":
+            dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
     return World(rank, size, device, cluster, clock)
 
 
