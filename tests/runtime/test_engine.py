@@ -24,9 +24,10 @@ CPU = torch.device("cpu")
 class Machine:
     """An engine over the whole chain of a family, random weights, and the seeds that a stage would give."""
 
-    def __init__(self, config, recompute=(), group=None, rank=0, fused=True):
+    def __init__(self, config, recompute=(), group=None, rank=0, fused=True, sequence_parallel=False):
         self.config, self.rank, tp = config, rank, 1 if group is None else group.size()
-        units = [build_unit(i, config, Placement(group, "edge")) for i in range(config.num_layers + 2)]
+        place = Placement(group, "edge", sequence_parallel=sequence_parallel)
+        units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
         generator = torch.Generator().manual_seed(rank)
         parameters = [p for unit in units for p in unit.parameters()]
         with torch.no_grad():
