@@ -95,7 +95,7 @@ def _cell(one: Outcome, phase: str) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+    return "" if share is None else f"{share:.0%}".replace("-0%", "0%")
 
 
 def _table(links: Mapping[str, Outcomes], recompute: bool) -> str:

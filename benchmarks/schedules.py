@@ -31,6 +31,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=5, help="how many pipelines sleep at the same time (5)")
     parser.add_argument("--only", action="append", default=[], metavar="SCHEDULE", help="measure these schedules")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(TIMED_RANKS), help="measure these sizes (4 8)")
+    parser.add_argument(
+        "--factors", type=int, nargs="+", default=list(FACTORS), help="micro-batches by ranks (1 2 4 8)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the page here")
     return parser.parse_args(argv)
 
@@ -82,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     load = os.getloadavg()[0]
     if options.quick:
-        options.forward_ms, options.repeats, options.ranks = 5.0, 1, [2]
-    sizes, factors = ((2,), (1, 2)) if options.quick else (RANKS, FACTORS)
+        options.forward_ms, options.repeats, options.ranks, options.factors = 5.0, 1, [2], [1, 2]
+    sizes, factors = (2,) if options.quick else RANKS, tuple(options.factors)
     worlds.prepare("timed_runs")
     modelled = model(all_cells(sizes, factors))
     timed = [] if options.modelled else all_cells(tuple(options.ranks), factors, options.forward_ms / 1e3)
@@ -91,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     timed = [cell for cell in timed if cell.schedule in (options.only or [cell.schedule])]
     measured = measure(timed, options.repeats, options.at_once)
     text = page(all_cells(sizes, factors), modelled, timed, measured, options, load)
-    complete = not (options.quick or options.modelled or options.only)
+    partial = options.quick or options.modelled or options.only
+    complete = not partial and (factors, tuple(options.ranks)) == (FACTORS, TIMED_RANKS)
     if out := options.out or (PAGE if complete else None):
         out.write_text(text, encoding="utf-8")
         print(f"written: {out}", file=sys.stderr)

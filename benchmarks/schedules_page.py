@@ -1,7 +1,7 @@
 """The page of `schedules.py`: tables of modelled and of measured times, never in one column."""
 
 import argparse
-import platform
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -139,7 +139,7 @@ def _measured_summary(measured: Mapping[Cell, Measured], load: float) -> str:
     near = sum(one.excess <= NEAR for one in found)
     faster = sum(one.ratio <= FASTER for one in beside)
     lines = [
-        f"- Machine: {platform.machine()}, load average {load:.1f} before the run.",
+        f"- {os.cpu_count()} cores; load average {load:.1f} before the run.",
         f"- {near} of {len(found)} cells are within {NEAR:.0%} of their own simulation: the median is "
         f"{median(one.excess for one in found):+.2%}, the worst {max(one.excess for one in found):+.2%}.",
     ]
