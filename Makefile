@@ -16,7 +16,7 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full test-slow bench bench-schedules bench-overlap bench-search bench-paper clean
+.PHONY: help install train test lint parity parity-full test-slow bench bench-schedules bench-overlap bench-search bench-paper bench-recompute clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench-schedules  every pipeline schedule, modelled and measured, into docs/schedules.md (15 minutes)"
 	@echo "make bench-overlap    tensor-parallel communication left exposed, into docs/overlap.md (10 minutes)"
 	@echo "make bench-search     searched schedules beside bounds and builders, into docs/search.md (2 minutes)"
+	@echo "make bench-recompute  what recomputing no more than necessary gains, modelled, into docs/recompute.md (2 minutes)"
 	@echo "make bench-paper      Merak's paper on modelled clusters, into docs/paper.md (5 minutes)"
 	@echo "make install      only the set-up that all of these share; idempotent"
 	@echo "make clean        remove build products and caches; .venv and runs/ stay"
@@ -65,6 +66,9 @@ bench-overlap: install
 
 bench-search: install
 	@$(PY) benchmarks/search.py $(ARGS)
+
+bench-recompute: install
+	@$(PY) benchmarks/recompute.py --write $(ARGS)
 
 bench-paper: install
 	@$(PY) benchmarks/paper.py --write $(ARGS)
