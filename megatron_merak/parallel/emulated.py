@@ -206,7 +206,10 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._name
 
     def shutdown(self) -> None:
-        self.gloo.shutdown()
+        """Let go of gloo, whose threads must end before the interpreter does."""
+        self._channels.clear()
+        self._stamps.clear()
+        self.gloo = None
 
     def _launch(self, data: Work, cost: float, result: Any) -> Collective:
         queue = self.clock.queue(self.link)

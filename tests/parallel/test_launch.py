@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_merak.errors import LaunchError
+from megatron_merak.cluster import all_reduce, find_cluster
+from megatron_merak.errors import ConfigError, LaunchError, PlanError
 from megatron_merak.parallel.launch import World, launch, leave, position
 from tests.ranks import run_ranks
 
@@ -64,6 +65,39 @@ def test_more_local_ranks_than_devices(monkeypatch):
     assert launch("gloo").device.type == "cpu"
 
 
+def test_an_emulated_cluster_needs_a_name():
+    with pytest.raises(LaunchError, match="--emulate \\(missing\\): --distributed-backend emu models a cluster"):
+        launch("emu")
+    with pytest.raises(PlanError, match="cluster abacus: there is no such one. Use one of cpu, laptop"):
+        launch("emu", emulate="abacus")
+    with pytest.raises(ConfigError, match="cluster file nowhere.json: No such file"):
+        launch("emu", emulate="nowhere.json")
+    world = launch("emu", emulate="rtx3090")
+    assert world.cluster is find_cluster("rtx3090") and world.device.type == "cpu"
+    assert world.clock.label == "modelled on rtx3090" and world.clock.now() == 0
+    real = launch("gloo", emulate="rtx3090")
+    assert real.cluster is None and real.clock.label == ""
+
+
+def emulate(rank, world_size, port):
+    """Join an emulated world of two nodes."""
+    dist.destroy_process_group()
+    values = (rank, world_size, rank, "127.0.0.1", port)
+    os.environ.update({name: str(value) for name, value in zip(VARIABLES, values, strict=True)})
+    world = launch("emu", emulate="laptop")
+    start = world.clock.now()
+    dist.all_reduce(torch.ones(1000))
+    seconds, backend = world.clock.now() - start, dist.get_backend()
+    leave(world)
+    return seconds, backend, dist.is_initialized()
+
+
+def test_ranks_join_an_emulated_cluster():
+    link = find_cluster("laptop").between
+    expected = all_reduce(2, 4000, link)
+    assert run_ranks(emulate, 2, free_port()) == [(pytest.approx(expected), "emu", False)] * 2
+
+
 def join(rank, world_size, port):
     """Leave the group that the test launcher made and join by torchrun's variables instead."""
     dist.destroy_process_group()
@@ -77,9 +111,12 @@ def join(rank, world_size, port):
     return world.rank, world.size, str(world.device), world.is_last, total.item(), deterministic, dist.is_initialized()
 
 
-def test_ranks_join_and_leave():
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = run_ranks(join, 2, port)
+        return free.getsockname()[1]
+
+
+def test_ranks_join_and_leave():
+    results = run_ranks(join, 2, free_port())
     assert results == [(rank, 2, "cpu", rank == 1, 3, True, False) for rank in range(2)]

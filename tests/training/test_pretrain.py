@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_merak.cluster import CLUSTERS
 from megatron_merak.pipeline_parallel.pictures.page import views_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,25 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
     assert sorted(losses(second)) == [4, 5, 6]
 
 
+def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
+    CLUSTERS["rtx3090"].to_json(tmp_path / "mine.json")
+    layout = "--train-iters 3 --tensor-model-parallel-size 2 --timeline {0}/{1}.html --metrics {0}/{1}.jsonl"
+    pretrain(layout.format(tmp_path, "real"), ranks=2)
+    told = {}
+    for name, cluster in (("3090", "rtx3090"), ("file", tmp_path / "mine.json"), ("laptop", "laptop")):
+        flags = f"{layout.format(tmp_path, name)} --distributed-backend emu --emulate {cluster}"
+        told[name] = pretrain(flags, ranks=2).stdout
+        assert losses(tmp_path / f"{name}.jsonl") == losses(tmp_path / "real.jsonl")
+    assert "Times of training steps are modelled on rtx3090" in told["3090"]
+    assert "(ms): " in told["laptop"] and "(modelled on laptop)" in told["laptop"]
+    rows = {n: [json.loads(row) for row in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in told}
+    times = {n: [row["modelled_seconds"] for row in rows[n] if row["kind"] == "train"] for n in told}
+    assert len(times["3090"]) == 3 and times["3090"] == times["file"], "equal runs have equal times"
+    assert min(times["laptop"]) > 10 * max(times["3090"]) > 0
+    (view,) = views_of((tmp_path / "3090.html").read_text(encoding="utf-8"))
+    assert view.clock == "modelled" and 0 < view.timeline.makespan <= times["3090"][-1]
+
+
 def test_another_layout_resumes(tmp_path):
     pretrain(f"--train-iters 2 --save {tmp_path}/c --metrics {tmp_path}/m", ranks=2)
     told = pretrain(f"--train-iters 4 --save {tmp_path}/c --load {tmp_path}/c --metrics {tmp_path}/m").stdout
@@ -76,6 +96,13 @@ def test_another_layout_resumes(tmp_path):
     [
         ("--train-iters 2 --tensor-model-parallel-size 2", 3, "the number of ranks 3"),
         ("--train-iters 2 --load nowhere --exit-on-missing-checkpoint", 2, "it holds no complete checkpoint"),
+        (
+            "--train-iters 2 --distributed-backend emu",
+            2,
+            "--emulate (missing): is needed with --distributed-backend emu",
+        ),
+        ("--train-iters 2 --emulate laptop", 2, "--emulate laptop: has no effect with --distributed-backend auto"),
+        ("--train-iters 2 --distributed-backend emu --emulate x", 2, "cluster x: there is no such one"),
         ("--train-iters 2 --metrics /dev/null/x", 2, "--metrics /dev/null/x"),
         ("--train-iters 2 --save /dev/null/x", 2, "--save /dev/null/x"),
         ("--train-iters 2 --timeline /dev/null/x.png", 2, "--timeline /dev/null/x.png"),

@@ -36,6 +36,21 @@ def test_without_a_known_peak_it_tells_the_rate():
     assert "MFU" not in console_line(INTERVAL, work, False, NOW)
 
 
+def test_modelled_times_say_so_wherever_they_are_shown(tmp_path):
+    work = Throughput(8, 1024, 4 * 10**12, 2, 10**13, "modelled on laptop")
+    line = console_line(INTERVAL, work, True, NOW)
+    assert "elapsed time per iteration (ms): 500.000 (modelled on laptop) |" in line
+    assert "throughput per GPU (TFLOP/s/GPU): 4.0 (modelled on laptop) |" in line
+    assert "tokens/s: 2048 (modelled on laptop) | MFU: 40.0 % (modelled on laptop) |" in line
+    assert "ETA" not in line, "how long it takes here is another matter"
+    path, out = tmp_path / "metrics.jsonl", io.StringIO()
+    report = Report(LoggingConfig(log_interval=1, metrics=str(path)), work, 4, out)
+    report.step(1, 8, 0.5, StepReport(3.0, 1.0, 1e-3, False))
+    report.close()
+    row = json.loads(path.read_text())
+    assert row["modelled_seconds"] == 0.5 and "seconds" not in row
+
+
 def test_losses_are_means_over_good_steps_and_records_keep_all(tmp_path):
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
     report = Report(LoggingConfig(log_interval=2, metrics=str(path)), WORK, 4, out)
