@@ -1,7 +1,9 @@
 """The process's side of torchrun: who am I, on which device, joining and leaving the job. Only here is it asked."""
 
+import atexit
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
@@ -13,6 +15,9 @@ from ..cluster import Cluster, find_cluster
 from ..errors import LaunchError
 from .clock import Clock, LogicalClock, WallClock
 from .emulated import register
+
+_PATIENCE = 60.0  # seconds that a rank at its end waits for the others
+_LAST_WORKS = 0.2  # seconds for the threads of collectives to finish
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ def launch(
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
+        atexit.register(_end)
         if device.type == "cpu":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
     return World(rank, size, device, cluster, clock)
@@ -111,7 +117,26 @@ def leave(world: World) -> None:
     """Leave the job in order: no rank takes its connections down while another still uses them."""
     if world.size > 1 and dist.is_initialized():
         dist.barrier()
-        dist.destroy_process_group()
+        _destroy()
+
+
+def _destroy() -> None:
+    dist.destroy_process_group()
+    # A thread of gloo may still want the interpreter to let go of what its last work held. One that asks for it while
+    # the interpreter ends is killed, and takes the process with it (SIGABRT).
+    time.sleep(_LAST_WORKS)
+
+
+def _end() -> None:
+    """The end of a script that does not `leave`: connections that are still open abort the interpreter's own exit."""
+    if hasattr(sys, "last_value"):  # an exception that nobody caught, and that has been printed
+        abandon(1)
+    if dist.is_initialized():
+        try:
+            dist.barrier(async_op=True).wait(timedelta(seconds=_PATIENCE))
+        except RuntimeError:
+            abandon(1)  # others ended otherwise, or wait for this rank elsewhere
+        _destroy()
 
 
 def abandon(status: int) -> NoReturn:
