@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, islice, product
+from itertools import combinations, product
 from random import Random
 
 from megatron_merak.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -155,14 +155,16 @@ def sweep() -> list[Case]:
 
 
 def some_cases() -> list[Case]:
-    """Combinations that meet every pair of values of ``AXES`` that can meet; few enough to choose from."""
+    """Combinations that meet every pair of values of ``AXES`` that can meet, on 4 ranks where these do; few enough to
+    choose from."""
     drawn = Random(7)
     found: dict[Case, None] = {}
     for (a, xs), (b, ys) in combinations(AXES.items(), 2):
         for x, y in product(xs, ys):
-            draws = ({axis: drawn.choice(options) for axis, options in AXES.items()} for _ in range(DRAWS))
-            cases = (Case(**values | {a: x, b: y}) for values in draws)
-            found |= dict.fromkeys(islice((c for c in cases if c.world <= 8 and c.possible), CANDIDATES))
+            draws = [{axis: drawn.choice(options) for axis, options in AXES.items()} for _ in range(DRAWS)]
+            cases = [case for values in draws if (case := Case(**values | {a: x, b: y})).world <= 8 and case.possible]
+            small = [case for case in cases if case.world <= 4]
+            found |= dict.fromkeys((small or cases)[:CANDIDATES])
     return list(found)
 
 
