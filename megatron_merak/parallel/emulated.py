@@ -4,9 +4,9 @@ The rules, a conservative discrete-event simulation:
 
 - A collective starts when the last of its ranks has launched it and those launched before it on links of the same class
   are through; it lasts what ``cluster`` says. Waiting for it is a stream's wait: the clock goes on at its end.
-- A message starts when it is sent, its receive is posted and the previous one of its channel is through; it occupies
-  the channel for bytes / bandwidth and arrives the latency later. Sending takes no time of the sender. This is the rule
-  of ``pipeline_parallel.simulate``.
+- A message starts when it is sent, its receive is posted and those that were ready before it, from the same rank to the
+  same rank, are through; it occupies the wire for bytes / bandwidth and arrives the latency later. Sending takes no
+  time of the sender. This is the rule of ``pipeline_parallel.simulate``.
 - The wall clock is never read. Time stamps travel beside the data, so that equal runs have equal times.
 
 Every receive names its source. Ranks launch the collectives of a link class in orders that agree, as on one stream.
@@ -26,9 +26,7 @@ from .. import cluster as costs
 from ..cluster import Link
 from .clock import LogicalClock, Queue
 
-CHANNEL_TAGS = 1 << 24  # tags t with equal t // CHANNEL_TAGS are one channel between two ranks
-_STAMP_TAG = 1 << 30  # the time stamps of channel c travel under this tag + c
-
+_STAMP_TAG = 1 << 30  # under which time stamps travel, above the tags of messages
 _STAMPS_KEPT = 4096  # of messages that may be under way; those before them were read long ago
 
 
@@ -112,55 +110,61 @@ class Collective(EmulatedWork):
         self.clock.communication += self.cost
 
 
-class Channel:
-    """The receiver's end of the messages from one rank: they go in the order in which they were sent, those without a
-    posted receive left aside.
-    """
+class Wire:
+    """The receiver's end of the messages from one rank: one at a time, in the order in which they become ready."""
 
-    def __init__(self, gloo, source: int, number: int, link: Link, clock: LogicalClock):
-        self.gloo, self.source, self.number, self.link, self.clock = gloo, source, number, link, clock
+    def __init__(self, gloo, source: int, link: Link, clock: LogicalClock):
+        self.gloo, self.source, self.link, self.clock = gloo, source, link, clock
         self.free = 0.0
         self._posted: dict[int, deque[Receive]] = {}
         self._sent: list[Stamp] = []
+        self._met: list[Receive] = []
 
     def post(self, receive: "Receive") -> None:
         self._posted.setdefault(receive.tag, deque()).append(receive)
 
     def find_end(self, wanted: "Receive") -> None:
-        """Read time stamps up to that of ``wanted``."""
-        self._match()
-        while wanted.end is None:
+        """Read time stamps, which come in the order of the sends, up to that of ``wanted``; then let through what was
+        ready before it.
+        """
+        self._meet()
+        while wanted.ready is None:
             stamp = Stamp(0.0, 0.0)
-            self.gloo.recv([stamp.tensor], self.source, _STAMP_TAG + self.number).wait()
+            self.gloo.recv([stamp.tensor], self.source, _STAMP_TAG).wait()
             self._sent.append(stamp)
-            self._match()
-
-    def _match(self) -> None:
-        left = []
-        for stamp in self._sent:
-            posted = self._posted.get(int(stamp[1]))
-            if not posted:
-                left.append(stamp)
-                continue
-            receive = posted.popleft()
-            receive.ready = max(stamp[0], receive.posted)
+            self._meet()
+        self._met.sort(key=lambda receive: receive.ready)
+        while wanted.end is None:
+            receive = self._met.pop(0)
             self.free = max(receive.ready, self.free) + receive.nbytes / self.link.bandwidth
             receive.end = self.free + self.link.latency
             self.clock.communication += costs.send(receive.nbytes, self.link)
+
+    def _meet(self) -> None:
+        """Bring together what was sent and what was posted."""
+        left = []
+        for stamp in self._sent:
+            posted = self._posted.get(int(stamp[1]))
+            if posted:
+                receive = posted.popleft()
+                receive.ready = max(stamp[0], receive.posted)
+                self._met.append(receive)
+            else:
+                left.append(stamp)
         self._sent = left
 
 
 class Receive(EmulatedWork):
     """A posted receive of one message."""
 
-    def __init__(self, data: Work, channel: Channel, tag: int, tensors: list[Tensor]):
-        super().__init__(data, channel.clock, tensors)
-        self.channel, self.tag, self.nbytes = channel, tag, _bytes(tensors)
-        self.posted, self._arrived = channel.clock.now(), False
-        channel.post(self)
+    def __init__(self, data: Work, wire: Wire, tag: int, tensors: list[Tensor]):
+        super().__init__(data, wire.clock, tensors)
+        self.wire, self.tag, self.nbytes = wire, tag, _bytes(tensors)
+        self.posted, self._arrived = wire.clock.now(), False
+        wire.post(self)
 
     def find_end(self) -> None:
-        self.channel.find_end(self)
+        self.wire.find_end(self)
 
     def wait(self, timeout=None) -> bool:
         if not self._arrived:
@@ -194,7 +198,7 @@ class EmulatedGroup(dist.ProcessGroup):
         self._name = name
         self.gloo, self.ranks, self.clock, self.n = gloo, ranks, clock, len(ranks)
         self.link = clock.cluster.link(ranks)
-        self._channels: dict[tuple[int, int], Channel] = {}
+        self._wires: dict[int, Wire] = {}
         self._stamps: deque[tuple[Work, Stamp]] = deque()
 
     def getBackendName(self) -> str:
@@ -207,7 +211,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Let go of gloo, whose threads must end before the interpreter does."""
-        self._channels.clear()
+        self._wires.clear()
         self._stamps.clear()
         self.gloo = None
 
@@ -268,16 +272,16 @@ class EmulatedGroup(dist.ProcessGroup):
         if len(self._stamps) == _STAMPS_KEPT:  # gloo never says of a send that it is over, so it is waited for
             self._stamps.popleft()[0].wait()
         stamp = Stamp(self.clock.now(), tag)
-        stamping = self.gloo.send([stamp.tensor], destination, _STAMP_TAG + tag // CHANNEL_TAGS)
+        assert tag < _STAMP_TAG, tag
+        stamping = self.gloo.send([stamp.tensor], destination, _STAMP_TAG)
         self._stamps.append((stamping, stamp))
         return Sent(self.gloo.send(tensors, destination, tag), tensors)
 
     def recv(self, tensors, source: int, tag: int = 0):
-        key = source, tag // CHANNEL_TAGS
-        if key not in self._channels:
+        if source not in self._wires:
             link = self.clock.cluster.link([self.ranks[source], self.ranks[self.rank()]])
-            self._channels[key] = Channel(self.gloo, *key, link, self.clock)
-        return Receive(self.gloo.recv(tensors, source, tag), self._channels[key], tag, tensors)
+            self._wires[source] = Wire(self.gloo, source, link, self.clock)
+        return Receive(self.gloo.recv(tensors, source, tag), self._wires[source], tag, tensors)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

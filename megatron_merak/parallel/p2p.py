@@ -5,7 +5,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..pipeline_parallel.ops import RECEIVES, Kind, Op, Schedule, ops_of
-from .emulated import CHANNEL_TAGS
 from .mesh import Mesh, new_groups
 
 MOST_VALUES = 64  # that one transfer may carry
@@ -16,7 +15,7 @@ class Pipes:
 
     gloo, emulated or not, matches messages by tag inside the pipeline group. Other backends match by order alone, so
     there each channel (source, destination, direction) has a group, and on CUDA a stream, of its own: no transfer waits
-    behind another's. The tags of a channel are those of one emulated channel.
+    behind another's.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule):
@@ -41,9 +40,7 @@ class Pipes:
             return {"group": self._groups[channel], "peer": other, "tag": 0}
         stage = op.stage if op.kind not in RECEIVES else op.counterpart().stage
         assert place < MOST_VALUES, f"{op} carries more than {MOST_VALUES} values"
-        tag = MOST_VALUES * (op.microbatch * self.schedule.stages + stage) + place
-        assert tag < CHANNEL_TAGS, f"{op} has no tag"
-        tag += CHANNEL_TAGS * (kind is Kind.SEND_B)
+        tag = MOST_VALUES * (2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B)) + place
         return {"group": self.mesh.pp, "peer": other, "tag": tag}
 
     def send(self, op: Op, tensor: Tensor, place: int = 0) -> None:

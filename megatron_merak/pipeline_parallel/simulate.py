@@ -15,7 +15,7 @@ class StageCosts:
     """Seconds of one micro-batch, one value per stage; transfers have one value per boundary (stage b to b+1).
 
     `backward` is the whole backward; `weight` is the part of it that a separate W takes over. `recompute` is the time
-    of an R, and is added to a B that had none (0: the stage keeps its activations). A message occupies its channel for
+    of an R, and is added to a B that had none (0: the stage keeps its activations). A message occupies the wire for
     `transfer` seconds and arrives `latency` seconds later.
     """
 
@@ -103,7 +103,8 @@ def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Tim
     """Runs the schedule on a clock: a rank starts an entry when it is free and all messages it consumes have arrived.
 
     Communication is added by ``add_communication`` where there is none. A transfer starts when it is sent, its receive
-    is posted and the previous message of its channel is through; it takes no time of its ranks. Ops run together take
+    is posted and those that were ready before it, from the same rank to the same rank, are through; it takes no time of
+    its ranks. Ops run together take
     the sum of their times less `overlap` (0..1) times all but the longest. Raises ScheduleError as ``check`` does.
     """
     if len(costs.forward) != schedule.stages:
@@ -113,21 +114,20 @@ def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Tim
     if not schedule.has_communication:
         schedule = add_communication(schedule)
     durations = _Durations(schedule, costs)
-    channels: dict[tuple[int, int, Kind], _Channel] = {}
+    wires: dict[tuple[int, int], _Wire] = {}
     over: dict[Op, float] = {}
     clock, busy = [0.0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
     events: list[Event] = []
     for rank, entry in execution_order(schedule):
         if isinstance(entry, Op) and not entry.kind.is_compute:
-            source, destination, _ = key = schedule.channel(entry)
-            if key not in channels:
-                channels[key] = _Channel(source, destination, costs)
-            channels[key].post(entry, clock[rank])
-            over.update(channels[key].deliver())
-            over.setdefault(entry, clock[rank])
+            ends = schedule.channel(entry)[:2]
+            wires.setdefault(ends, _Wire(*ends, costs)).post(entry, clock[rank])
+            over[entry] = clock[rank]
             continue
         ops = ops_of(entry)
-        start = max([clock[rank], *(over[need] for op in ops for need in needs(schedule, op))])
+        awaited = [need for op in ops for need in needs(schedule, op)]
+        over.update((need, wires[schedule.channel(need)[:2]].arrival(need)) for need in awaited if need.kind in SENDS)
+        start = max([clock[rank], *(over[need] for need in awaited)])
         times = [durations.of(op) for op in ops]
         duration = sum(times) - overlap * (sum(times) - max(times))
         clock[rank] = start + duration
@@ -135,7 +135,7 @@ def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Tim
         for part, op in enumerate(ops):
             over[op] = clock[rank]
             events.append(Event(rank, op, start, clock[rank], part, len(ops)))
-    transfers = tuple(message for channel in channels.values() for message in channel.delivered)
+    transfers = tuple(message for wire in wires.values() for message in wire.delivered.values())
     return Timeline(schedule, tuple(events), transfers, max(clock), tuple(busy), peak_in_flight(schedule))
 
 
@@ -161,30 +161,44 @@ class _Durations:
         return self.costs.backward[stage] - weight + recompute
 
 
-class _Channel:
-    """The ordered messages of one direction between two ranks: the k-th send meets the k-th receive."""
+class _Wire:
+    """The messages of one rank to another, of all stages and both kinds: one at a time, in the order in which they
+    become ready, that is sent and with their receive posted.
+    """
 
     def __init__(self, source: int, destination: int, costs: StageCosts):
         self.source, self.destination, self.costs = source, destination, costs
         self.sent: deque[tuple[Op, float]] = deque()
-        self.posted: deque[float] = deque()
+        self.posted: dict[Op, float] = {}
+        self.read: dict[Op, float] = {}
         self.free = 0.0
-        self.delivered: list[Transfer] = []
+        self.delivered: dict[Op, Transfer] = {}
 
     def post(self, op: Op, time: float) -> None:
         if op.kind in SENDS:
             self.sent.append((op, time))
         else:
-            self.posted.append(time)
+            self.posted[op.counterpart()] = time
 
-    def deliver(self) -> dict[Op, float]:
-        """Arrival times of the sends that now have both ends."""
-        arrived = {}
-        while self.sent and self.posted:
-            send, time = self.sent.popleft()
-            boundary = send.stage if send.kind is Kind.SEND_F else send.stage - 1
-            start = max(time, self.posted.popleft(), self.free)
-            self.free = start + self.costs.transfer[boundary]
-            arrived[send] = self.free + self.costs.latency[boundary]
-            self.delivered.append(Transfer(send, self.source, self.destination, start, arrived[send]))
-        return arrived
+    def arrival(self, wanted: Op) -> float:
+        """When the message of a send, whose receive is posted, has arrived. What its receiver waits for it knows of
+        this and all earlier sends, as in a run; that is all there is to know where it waits in the order of posting.
+        """
+        if wanted not in self.delivered:
+            while wanted not in self.read:
+                op, time = self.sent.popleft()
+                self.read[op] = time
+            ready = {op: max(time, self.posted[op]) for op, time in self.read.items() if op in self.posted}
+            for op in sorted(ready, key=ready.__getitem__):
+                self._deliver(op, ready[op])
+                if op == wanted:
+                    break
+        return self.delivered[wanted].end
+
+    def _deliver(self, send: Op, ready: float) -> None:
+        del self.read[send]
+        boundary = send.stage if send.kind is Kind.SEND_F else send.stage - 1
+        start = max(ready, self.free)
+        self.free = start + self.costs.transfer[boundary]
+        end = self.free + self.costs.latency[boundary]
+        self.delivered[send] = Transfer(send, self.source, self.destination, start, end)

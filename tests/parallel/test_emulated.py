@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron_merak.cluster import DEVICES, Cluster, Link
 from megatron_merak.parallel.clock import LogicalClock, WallClock
-from megatron_merak.parallel.emulated import CHANNEL_TAGS, register
+from megatron_merak.parallel.emulated import register
 from tests.ranks import run_ranks
 
 # Two ranks in a node. In binary fractions of a second, so that sums of times are exact.
@@ -148,25 +148,25 @@ class Rules:
         spent = self.clock.account() - before
         assert spent.now == spent.exposed == spent.communication == 24 + 4 * self.LATENCY
 
-    def channel(self):
+    def wire(self):
         """Two messages: the second starts when the first is through, which arrives a latency later."""
         before = self.clock.now()
         if self.rank == 0:
-            works = [self.send(), self.send(times=2)]
+            works = [self.send(), self.send(7, 2)]
             self.clock.kernel(1.0)
             [work.wait() for work in works]
             assert self.clock.now() - before == 1.0, "a sender is free at once"
         else:
-            works = [self.receive(), self.receive(times=2)]
+            works = [self.receive(), self.receive(7, 2)]
             works[0].wait()
             assert self.clock.now() - before == 8 + self.LATENCY
             works[1].wait()
             assert self.clock.now() - before == 24 + self.LATENCY
 
-    def channels(self):
-        """Both directions, and tags of another channel, do not wait for each other."""
+    def both_ways(self):
+        """One direction does not wait for the other."""
         before = self.clock.now()
-        works = [self.receive(), self.receive(CHANNEL_TAGS), self.send(), self.send(CHANNEL_TAGS)]
+        works = [self.receive(), self.send()]
         [work.wait() for work in works]
         assert self.clock.now() - before == 8 + self.LATENCY
 
@@ -184,18 +184,34 @@ class Rules:
             dist.barrier(group=self.group)
 
     def tags(self):
-        """Messages go in the order in which they were sent; one that nobody receives yet lets the others through."""
+        """Messages go in the order in which they become ready; one that nobody receives yet lets the others through."""
         before = self.clock.now()
         if self.rank == 0:
             [work.wait() for work in (self.send(1), self.send(2), self.send(3))]
             return
-        third, second = self.receive(3), self.receive(2)
-        third.wait()
-        assert self.clock.now() - before == 16 + self.LATENCY
+        third = self.receive(3)
+        self.clock.kernel(1.0)
+        second = self.receive(2)
         second.wait()
-        assert self.clock.now() - before == 16 + self.LATENCY, "it was sent, and so arrived, before"
+        assert self.clock.now() - before == 9 + self.LATENCY, "nobody can know yet that another comes before"
+        third.wait()
+        assert self.clock.now() - before == 17 + self.LATENCY
         self.receive(1).wait()
-        assert self.clock.now() - before == 24 + 2 * self.LATENCY, "posted only then"
+        assert self.clock.now() - before == 25 + 2 * self.LATENCY, "posted only then"
+
+    def turns(self):
+        """What was posted first goes first, though it was sent last."""
+        before = self.clock.now()
+        if self.rank == 0:
+            [work.wait() for work in (self.send(1, 2), self.send(2))]
+            return
+        second = self.receive(2)
+        self.clock.kernel(1.0)
+        first = self.receive(1, 2)
+        second.wait()
+        assert self.clock.now() - before == 8 + self.LATENCY
+        first.wait()
+        assert self.clock.now() - before == 24 + self.LATENCY
 
     def queued(self):
         """A collective between nodes does not delay a message."""
@@ -224,7 +240,7 @@ class Rules:
         future.wait()
 
 
-RULES = ("hidden", "late", "reverse", "channel", "channels", "posted", "tags", "queued", "together")
+RULES = ("hidden", "late", "reverse", "wire", "both_ways", "posted", "tags", "turns", "queued", "together")
 
 
 def follow_rules(rank, world_size):

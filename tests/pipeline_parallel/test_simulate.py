@@ -58,6 +58,16 @@ def test_messages_of_one_channel_take_turns():
     assert [message.end for message in activations] == [8, 13, 18]
 
 
+def test_messages_of_all_stages_and_both_kinds_share_a_wire():
+    """Rank 0 holds stages 0 and 3 of a V, so it sends rank 1 activations of the one and gradients of the other."""
+    order = "v stages=4 microbatches=2 placement=0,1,1,0\n"
+    order += "rank 0: 0F0 3F0 3B0 0F1 0B0 3F1 3B1 0B1\nrank 1: 1F0 2F0 2B0 1F1 1B0 2F1 2B1 1B1"
+    timeline = simulate(Schedule.parse(order), StageCosts.uniform(4, 1, 2, transfer=5))
+    sent = [(str(m.op), m.start, m.end) for m in sorted(timeline.transfers, key=lambda m: (m.source, m.start))]
+    assert sent[:4] == [("0SEND_F0", 1, 6), ("3SEND_B0", 16, 21), ("0SEND_F1", 21, 26), ("3SEND_B1", 42, 47)]
+    assert sent[4:] == [("2SEND_F0", 8, 13), ("1SEND_B0", 29, 34), ("2SEND_F1", 34, 39), ("1SEND_B1", 51, 56)]
+
+
 def test_a_transfer_waits_for_its_receive_to_be_posted():
     """The receive of 0F1 is posted when stage 1 starts F0, at 6; posted later, the transfer would not be hidden."""
     timeline = simulate(build_schedule("1f1b", 2, 2), StageCosts.uniform(2, 1, 10, transfer=5))
