@@ -1,5 +1,125 @@
-"""Everything about the package is in pyproject.toml; compiled extensions, once there are any, are built from here."""
+"""Builds the compiled parts; everything else about the package is in pyproject.toml.
+
+    pip install -e . --no-build-isolation        python setup.py build_ext --inplace
+
+Three libraries in megatron_merak/, each optional at run time: ``_C`` (host-side cores), ``_ops_cpu`` (CPU kernels),
+``_ops_cuda`` (CUDA kernels, where torch has CUDA and nvcc is there). Environment:
+
+    MERAK_CUDA=auto|0|1       build _ops_cuda when it can be built, never, or fail where it cannot
+    TORCH_CUDA_ARCH_LIST      architectures of _ops_cuda (the GPUs there are, else "8.0;9.0;10.0+PTX")
+    MERAK_PORTABLE=1          for any CPU of x86-64-v3 instead of this machine's own (wheels)
+    MERAK_STRICT=1            a part that does not compile ends the build; else it is left out, with a warning
+"""
+
+import os
+import sys
+from pathlib import Path
 
 from setuptools import setup
 
-setup()
+try:
+    import pybind11
+    import torch
+    from setuptools import Extension
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+except ImportError as error:
+    print(f"megatron_merak: no compiled parts, {error}. Use --no-build-isolation where torch is.", file=sys.stderr)
+    if os.environ.get("MERAK_STRICT") == "1":
+        sys.exit(1)
+    setup()
+    sys.exit()
+
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11: one binary for every torch from there on
+OPTIMISE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fvisibility=hidden", "-g0"]
+ROOT = Path(__file__).parent
+HEADERS = sorted(path.as_posix() for path in Path("csrc").rglob("*") if path.suffix in (".h", ".cuh", ".inc"))
+
+
+def machine() -> list[str]:
+    """The instruction set to compile for. gcc prefers half-wide vectors on AVX-512 machines unless told."""
+    import platform
+
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return []
+    if os.environ.get("MERAK_PORTABLE") == "1":
+        return ["-march=x86-64-v3"]
+    return ["-march=native", "-mprefer-vector-width=512"]
+
+
+def sources(folder: str, *suffixes: str) -> list[str]:
+    return sorted(path.as_posix() for path in Path("csrc", folder).iterdir() if path.suffix in suffixes)
+
+
+def cuda_problem() -> str:
+    """Why the CUDA kernels cannot be built here; empty when they can."""
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA"
+    if CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").exists():
+        return "nvcc was not found: set CUDA_HOME"
+    return "" if sources("cuda", ".cu") else "there are no CUDA sources"
+
+
+def extensions() -> list[Extension]:
+    host = Extension(
+        "megatron_merak._C",
+        sources("py", ".cpp") + sources("comm", ".cpp"),
+        include_dirs=[pybind11.get_include(), "csrc/include"],
+        extra_compile_args=["-std=c++17", *OPTIMISE, *machine()],
+        extra_link_args=["-s", "-lrt"] if sys.platform == "linux" else [],
+        depends=HEADERS,
+    )
+    cpu = CppExtension(
+        "megatron_merak._ops_cpu",
+        sources("cpu", ".cpp"),
+        include_dirs=["csrc/include"],
+        extra_compile_args=["-std=c++20", *OPTIMISE, *machine(), STABLE_ABI],
+        py_limited_api=True,
+        depends=HEADERS,
+    )
+    choice, problem = os.environ.get("MERAK_CUDA", "auto"), cuda_problem()
+    if choice == "1" and problem:
+        sys.exit(f"MERAK_CUDA=1: {problem}. Install a torch with CUDA and its toolkit, or set MERAK_CUDA=0.")
+    if choice == "0" or problem:
+        print(f"megatron_merak: no _ops_cuda, {problem or 'MERAK_CUDA=0'}", file=sys.stderr)
+        return [host, cpu]
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
+    cuda = CUDAExtension(
+        "megatron_merak._ops_cuda",
+        sources("cuda", ".cu", ".cpp"),
+        include_dirs=["csrc/include", "csrc"],
+        define_macros=[("USE_CUDA", None)],
+        extra_compile_args={"cxx": ["-O3", "-g0", STABLE_ABI], "nvcc": ["-O3", "-lineinfo", STABLE_ABI]},
+        py_limited_api=True,
+        depends=HEADERS,
+    )
+    return [host, cpu, cuda]
+
+
+class OptionalBuild(BuildExtension):
+    """Leaves out, with a warning, what does not compile; ends with a summary."""
+
+    def build_extensions(self) -> None:
+        self.results: dict[str, str] = {}
+        super().build_extensions()
+        for name, result in self.results.items():
+            print(f"megatron_merak: {name} {result}", file=sys.stderr)
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+            self.results[ext.name] = "built"
+        except Exception as error:
+            if os.environ.get("MERAK_STRICT") == "1":
+                raise
+            ext.optional = True
+            self.results[ext.name] = f"LEFT OUT, it did not compile: {str(error).splitlines()[0]}"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": OptionalBuild},
+)

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 
-from .cases import GLOBAL_BATCH, MICRO_BATCH, STEPS, Case
+from .cases import AXES, GLOBAL_BATCH, MICRO_BATCH, STEPS, Case, accelerated
 from .compare import TOLERANCE, Distance, distance
 from .families import FAMILIES, HEADS, HIDDEN, LAYERS, SEQUENCE
 from .reference import reference
 
 TEXT = """# Parity of the native models: every layout computes what one process computes
 
-Each cell is the largest difference over both schedules (gpipe, 1f1b), with and without recomputation of every
-layer: {cases} runs in all, each against **one process that runs HuggingFace's own model** (`GPT2LMHeadModel`,
-`LlamaForCausalLM`, and `Qwen3ForCausalLM` with biases on its qkv projections) with plain autograd,
-`torch.optim.AdamW`, no weight decay on biases and norms, and `clip_grad_norm_`.
+{cases} runs, each against **one process that runs HuggingFace's own model** (`GPT2LMHeadModel`, `LlamaForCausalLM`, and
+`Qwen3ForCausalLM` with biases on its qkv projections) with plain autograd, `torch.optim.AdamW`, no weight decay on
+biases and norms, and `clip_grad_norm_`: every layout of up to 8 ranks under gpipe and 1f1b, with and without
+recomputation of every layer, with and without sequence parallelism, whole micro-batches and halves; and every schedule
+with every recomputation and every overlap, where all of them meet tensor and pipeline parallelism. A cell is the
+largest difference over what is not its row or column.
 
 - Gradient: |ours - theirs| / |theirs| after one step, in 2-norms, of the worst tensor and of all tensors as one
   vector. Every rank's part of every gradient is read back under its HuggingFace name; each element has exactly
@@ -38,6 +40,13 @@ What is equal to the bit is in `tests/parity/test_bitwise.py`, with the reason w
 |---|---:|---:|---:|
 {own}
 
+Schedules by overlap of tensor-parallel communication: fp32, worst tensor, over {ways} runs of the llama at
+TP 2 x PP 2 and TP 2 x PP 4 with every recomputation ({recompute}), with and without sequence parallelism.
+
+| schedule | {overlaps} |
+|---|{rules}
+{schedules}
+
 Regenerate: `make parity-full ARGS="--parity-table docs/parity_native.md"`
 """
 
@@ -60,8 +69,20 @@ def markdown(measured: Mapping[Case, Distance]) -> str:
     for family in FAMILIES:
         found = distance(reference(family, "bf16", "masked"), reference(family, "fp32", "masked"))
         own.append(f"| {family} | {' | '.join(cells([found]))} |")
+    ways = [case for case in accelerated() if case in measured]
+    schedules = []
+    for schedule in AXES["schedule"]:
+        here = [[c for c in ways if (c.schedule, c.overlap) == (schedule, overlap)] for overlap in AXES["overlap"]]
+        if all(here):
+            worst = (max(measured[case].tensor for case in cases) for cases in here)
+            schedules.append(f"| {schedule} | {' | '.join(f'{value:.1e}' for value in worst)} |")
     return TEXT.format(
         cases=len(measured),
+        ways=len(ways),
+        recompute=", ".join(AXES["recompute"]),
+        overlaps=" | ".join(AXES["overlap"]),
+        rules="---:|" * len(AXES["overlap"]),
+        schedules="\n".join(schedules),
         steps=STEPS,
         layers=LAYERS,
         hidden=HIDDEN,

@@ -1,7 +1,5 @@
 """tools/plan.py as its users run it: native and captured models, stored plans, differences, mistakes."""
 
-import gc
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +10,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from megatron_merak.plan import Plan
 
+TOOL = "plan"
 ROOT = Path(__file__).parents[2]
 FLAGS = """show --world-size 8 --num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500
     --micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2
@@ -21,28 +20,6 @@ TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".spli
 LLAMA = LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=128, use_cache=False
 )
-
-
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("plan_tool", ROOT / "tools" / "plan.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def run(tool, capsys):
-    """The tool in this process, which has imported torch already: its arguments -> what it prints."""
-
-    def printed(*arguments: object) -> str:
-        try:
-            tool.main([str(argument) for argument in arguments])
-        finally:
-            gc.enable()
-        return capsys.readouterr().out
-
-    return printed
 
 
 @pytest.fixture(scope="module")

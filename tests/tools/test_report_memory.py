@@ -1,7 +1,5 @@
 """tools/report_memory.py as its users run it."""
 
-import gc
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,32 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+TOOL = "report_memory"
 ROOT = Path(__file__).parents[2]
 FLAGS = """--world-size 4 --num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500
     --micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 4""".split()
 FULL = "--recompute-granularity full".split()
-
-
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("memory_tool", ROOT / "tools" / "report_memory.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def run(tool, capsys):
-    """Arguments -> what the tool prints."""
-
-    def printed(*arguments: object) -> str:
-        try:
-            tool.main([str(argument) for argument in arguments])
-        finally:
-            gc.enable()
-        return capsys.readouterr().out
-
-    return printed
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
@@ -68,11 +45,8 @@ def test_recomputation_shows_in_the_activations(run):
     assert rows(kept, "stage")[0] != rows(again, "stage")[0]
 
 
-def test_a_stored_plan(run, tmp_path):
-    spec = importlib.util.spec_from_file_location("plan_tool", ROOT / "tools" / "plan.py")
-    planning = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(planning)
-    planning.main(["show", *FLAGS, "--json", str(tmp_path / "plan.json")])
+def test_a_stored_plan(run, load, tmp_path):
+    load("plan").main(["show", *FLAGS, "--json", str(tmp_path / "plan.json")])
     run("--classic")
     assert run("--plan", tmp_path / "plan.json") == run(*FLAGS)
 

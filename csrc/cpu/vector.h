@@ -1,0 +1,88 @@
+// Element types and elementary functions of the CPU kernels. No torch here; loops over these vectorise for any ISA.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace merak {
+
+inline uint32_t bits(float value) {
+  uint32_t word;
+  std::memcpy(&word, &value, sizeof word);
+  return word;
+}
+
+inline float from_bits(uint32_t word) {
+  float value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+struct bf16 {
+  uint16_t word;
+};
+
+struct fp16 {
+  uint16_t word;
+};
+
+inline float widen(float value) { return value; }
+
+inline float widen(bf16 value) { return from_bits(uint32_t(value.word) << 16); }
+
+// Half to float without branches: normal numbers by a shift and a rescaling, denormal ones by a subtraction.
+inline float widen(fp16 value) {
+  const uint32_t word = uint32_t(value.word) << 16, sign = word & 0x80000000u, twice = word + word;
+  const float normal = from_bits((twice >> 4) + (0xe0u << 23)) * 0x1p-112f;
+  const float denormal = from_bits((twice >> 17) | (126u << 23)) - 0.5f;
+  return from_bits(sign | (twice < (1u << 27) ? bits(denormal) : bits(normal)));
+}
+
+template <class T>
+T narrow(float value);
+
+template <>
+inline float narrow<float>(float value) {
+  return value;
+}
+
+// To nearest, ties to even; NaN stays NaN.
+template <>
+inline bf16 narrow<bf16>(float value) {
+  const uint32_t word = bits(value), rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+  return {uint16_t((word & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
+}
+
+// To nearest, ties to even: adding a power of two of the right size leaves just the bits that a half has.
+template <>
+inline fp16 narrow<fp16>(float value) {
+  const uint32_t word = bits(value), sign = word & 0x80000000u, twice = word + word;
+  const float magnitude = from_bits(word & 0x7fffffffu) * 0x1p+112f * 0x1p-110f;
+  const uint32_t exponent = twice & 0xff000000u, bias = exponent < 0x71000000u ? 0x71000000u : exponent;
+  const uint32_t sum = bits(from_bits((bias >> 1) + 0x07800000u) + magnitude);
+  const uint32_t number = ((sum >> 13) & 0x00007c00u) + (sum & 0x00000fffu);
+  return {uint16_t((sign >> 16) | (twice > 0xff000000u ? 0x7e00u : number))};
+}
+
+// e^x: branch-free, relative error below 1e-7; 0 below -87.3, infinite above 88.7, NaN for NaN. Range reduction by two-part
+// ln 2, then a polynomial of degree 6 (the coefficients of Cephes' expf).
+inline float exponential(float x) {
+  const float low = -87.3f, high = 88.7f;
+  const float y = x < low ? low : (x > high ? high : x);
+  const float shifted = y * 1.44269504f + 12582912.f;
+  const uint32_t power = bits(shifted) - 0x4b400000u;
+  const float whole = shifted - 12582912.f;
+  const float rest = (y - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * rest + 1.3981999507e-3f;
+  p = p * rest + 8.3334519073e-3f;
+  p = p * rest + 4.1665795894e-2f;
+  p = p * rest + 1.6666665459e-1f;
+  p = p * rest + 5.0000001201e-1f;
+  p = p * rest * rest + rest + 1.f;
+  const float found = p * from_bits((power + 127u) << 23);
+  return x < low ? 0.f : (x > high ? std::numeric_limits<float>::infinity() : found);
+}
+
+}  // namespace merak

@@ -1,0 +1,45 @@
+"""How an operation becomes known to PyTorch: its schema, shapes, gradient, and PyTorch twin.
+
+There are two namespaces with the same operations. In ``torch.ops.merak`` the twin serves the devices for which no
+compiled kernel is loaded, so that graphs name the same operations either way; in ``torch.ops.merak_torch`` it serves
+all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .schemas import SCHEMAS
+
+_NAMESPACES = ("merak", "merak_torch")
+_LIBRARIES = tuple(torch.library.Library(namespace, "DEF") for namespace in _NAMESPACES)
+_COMPILED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def operation(
+    name: str, fake: Callable[..., Any], setup: Callable[..., None] | None = None, backward: Callable | None = None
+) -> Callable[[Callable], Callable]:
+    """Decorate the twin of ``torch.ops.merak.<name>``; returns it unchanged.
+
+    fake: the results for fake tensors. setup(ctx, inputs, output) and backward(ctx, *grads) as in
+    ``torch.library.register_autograd``.
+    """
+
+    def register(twin: Callable) -> Callable:
+        for namespace, library in zip(_NAMESPACES, _LIBRARIES, strict=True):
+            library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+            library.impl(name, twin, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+            if backward is not None:
+                torch.library.register_autograd(f"{namespace}::{name}", backward, setup_context=setup, lib=library)
+        return twin
+
+    return register
+
+
+def kernels(*tensors: Tensor | None) -> Any:
+    """``torch.ops.merak``, or ``torch.ops.merak_torch`` for element types that compiled kernels do not know (fp64)."""
+    known = all(tensor is None or tensor.dtype in _COMPILED_TYPES for tensor in tensors)
+    return torch.ops.merak if known else torch.ops.merak_torch
