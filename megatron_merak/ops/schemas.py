@@ -52,17 +52,15 @@ REDUCTIONS = {
     # loss and total, the row's sum, fp32 [t].
     "exponentiate_": "(Tensor(a!) logits, Tensor target, int classes) -> (Tensor loss, Tensor total)",
     # One pass over the classes start .. start + classes of a shard, logits [t, v]: fp32 [t, 3], a row's maximum, sum of
-    # exp(x - maximum), and target's x (-inf: in another shard); with smoothing [t, 5], sum and number of finite x too.
+    # exp(x - maximum), and target's x (-inf: in another shard); with smoothing [t, 5], sum and number of x > -inf too.
     "cross_entropy_stats": "(Tensor logits, Tensor target, int start, int classes, bool smoothing) -> Tensor",
-    # (softmax - smoothed one-hot) * grad, log_sum and grad fp32 [t]: the target has 1 - smoothing, each of the other
-    # finite classes of all shards smoothing / (finite - 1), finite fp32 [t] or None for no smoothing.
+    # Its backward, for stats and their gradient [t, 3 or 5]; the maximum counts as a constant. Of class x that is
+    # exp(x - maximum) grad[1], and at the target grad[2] besides; for x > -inf grad[3].
     "cross_entropy_grad": (
-        "(Tensor logits, Tensor target, Tensor log_sum, Tensor grad, Tensor? finite, int start, int classes,"
-        " float smoothing) -> Tensor"
+        "(Tensor logits, Tensor target, Tensor stats, Tensor grad, int start, int classes) -> Tensor"
     ),
     "cross_entropy_grad_": (
-        "(Tensor(a!) logits, Tensor target, Tensor log_sum, Tensor grad, Tensor? finite, int start, int classes,"
-        " float smoothing) -> ()"
+        "(Tensor(a!) logits, Tensor target, Tensor stats, Tensor grad, int start, int classes) -> ()"
     ),
 }
 
