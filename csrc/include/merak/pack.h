@@ -54,24 +54,19 @@ struct Of<2> {
 };
 }  // namespace word
 
-template <class T, int N>
+// What the caches should expect of data that is read: nothing in particular, nobody reads it again, or the kernel never
+// writes it, so that its loads may move past stores.
+enum class Hint { kNone, kOnce, kConstant };
+
+template <class T, int N, Hint hint = Hint::kNone>
 __device__ __forceinline__ Pack<T, N> load(const T* from) {
   using Word = typename word::Of<sizeof(Pack<T, N>)>::type;
   Pack<T, N> pack;
 #pragma unroll
-  for (int i = 0; i < int(sizeof pack / sizeof(Word)); ++i)
-    reinterpret_cast<Word*>(&pack)[i] = reinterpret_cast<const Word*>(from)[i];
-  return pack;
-}
-
-// For what nobody reads again: first to leave the caches.
-template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load_once(const T* from) {
-  using Word = typename word::Of<sizeof(Pack<T, N>)>::type;
-  Pack<T, N> pack;
-#pragma unroll
-  for (int i = 0; i < int(sizeof pack / sizeof(Word)); ++i)
-    reinterpret_cast<Word*>(&pack)[i] = __ldcs(reinterpret_cast<const Word*>(from) + i);
+  for (int i = 0; i < int(sizeof pack / sizeof(Word)); ++i) {
+    const Word* at = reinterpret_cast<const Word*>(from) + i;
+    reinterpret_cast<Word*>(&pack)[i] = hint == Hint::kOnce ? __ldcs(at) : hint == Hint::kConstant ? __ldg(at) : *at;
+  }
   return pack;
 }
 
@@ -83,26 +78,44 @@ __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
     reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(&pack)[i];
 }
 
-// A tensor that is read as fp32: of the kernel's own type, or, if wide, of fp32.
+// The first `count` elements, zero past them: in one piece if there are N and addresses are aligned (`vector`).
+template <class T, int N, Hint hint = Hint::kNone>
+__device__ __forceinline__ Pack<T, N> load(const T* from, int64_t count, bool vector) {
+  if (vector && count >= N) return load<T, N, hint>(from);
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i < N; ++i) pack.at[i] = i < count ? from[i] : narrow<T>(0.f);
+  return pack;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store(T* to, const Pack<T, N>& pack, int64_t count, bool vector) {
+  if (vector && count >= N) return store(to, pack);
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < count) to[i] = pack.at[i];
+}
+
+// A tensor that is read as fp32 and never written: of the kernel's own type, or, if wide, of fp32.
 struct Values {
   const void* data;
   bool wide;
 };
 
 template <class T, int N>
-__device__ __forceinline__ void read(const Values& values, int64_t at, float (&into)[N]) {
+__device__ __forceinline__ void read(const Values& values, int64_t at, int64_t count, bool vector, float (&into)[N]) {
   if (values.wide) {
-    const auto pack = load<float, N>(static_cast<const float*>(values.data) + at);
+    const auto pack = load<float, N, Hint::kConstant>(static_cast<const float*>(values.data) + at, count, vector);
 #pragma unroll
     for (int i = 0; i < N; ++i) into[i] = pack.at[i];
   } else {
-    const auto pack = load<T, N>(static_cast<const T*>(values.data) + at);
+    const auto pack = load<T, N, Hint::kConstant>(static_cast<const T*>(values.data) + at, count, vector);
 #pragma unroll
     for (int i = 0; i < N; ++i) into[i] = widen(pack.at[i]);
   }
 }
 
-// Whether every address is a multiple of 16; null is.
+// Whether every address is a multiple of 16, as null is.
 template <class... Pointers>
 bool aligned(const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
