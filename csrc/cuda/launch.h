@@ -70,6 +70,67 @@ int merak_rotary(int type, const void* x, const void* cos, const void* sin, int 
                  const int64_t* sizes, const int64_t* x_strides, const int64_t* angle_strides, int64_t features,
                  int64_t rotated, int interleaved, int inverse, void* stream);
 
+// ---- Softmax over keys
+
+// scores [batch, heads, queries, keys]; mask bool with mask_strides[3], 0 where it broadcasts, keys of stride 1.
+int merak_masked_softmax(int type, const void* scores, const bool* mask, const int64_t* mask_strides, void* to,
+                         int64_t batch, int64_t heads, int64_t queries, int64_t keys, double scale, int causal,
+                         void* stream);
+
+// All [matrices, queries, keys].
+int merak_masked_softmax_backward(int type, const void* grad, const void* probabilities, void* to, int64_t matrices,
+                                  int64_t queries, int64_t keys, double scale, int causal, void* stream);
+
+// ---- Cross entropy: logits of `stride` from row to row; classes start .. start + classes, and padding up to columns
+
+// stats [rows, 3], with smoothing [rows, 5].
+int merak_cross_entropy_stats(int type, const void* logits, const int64_t* target, float* stats, int64_t rows,
+                              int64_t stride, int64_t start, int64_t classes, int smoothing, void* stream);
+
+// stats and grad [rows, terms], terms 3 or 5; to, of to_stride, may be logits.
+int merak_cross_entropy_grad(int type, const void* logits, void* to, const int64_t* target, const float* stats,
+                             const float* grad, int terms, int64_t rows, int64_t columns, int64_t stride,
+                             int64_t to_stride, int64_t start, int64_t classes, void* stream);
+
+// In place. The loss of a target that is none of the classes is infinite.
+int merak_exponentiate(int type, void* logits, const int64_t* target, float* loss, float* total, int64_t rows,
+                       int64_t columns, int64_t stride, int64_t classes, void* stream);
+
+// ---- Flat buffers of `count` elements; types where they may differ
+
+// copy may be null.
+int merak_adamw(float* master, float* exp_avg, float* exp_avg_sq, int grad_type, const void* grad, int copy_type,
+                void* copy, int64_t count, double rate, double beta1, double beta2, double eps, double weight_decay,
+                int64_t step, double scale, void* stream);
+
+// Elements of `parts`, which the sum needs to work in: the same for all devices, and so is the sum, to the bit.
+int64_t merak_sum_of_squares_parts(int type, int64_t count);
+
+int merak_sum_of_squares(int type, const void* from, int64_t count, double* parts, double* to, void* stream);
+
+// into += scale * from
+int merak_accumulate(int into_type, void* into, int from_type, const void* from, int64_t count, double scale,
+                     void* stream);
+
+// into = scale * from
+int merak_cast(int into_type, void* into, int from_type, const void* from, int64_t count, double scale, void* stream);
+
+// into[index[k]] += from[order[k]] for rows of `width`: index ascending, order stable, so that rows add up in order. An
+// index outside of the table_rows fails the launch, as it does in torch.
+int merak_add_rows(int into_type, void* into, const int64_t* index, const int64_t* order, int from_type,
+                   const void* from, int64_t count, int64_t table_rows, int64_t width, void* stream);
+
+// ---- Sums over ranks
+
+// Bytes of every rank's buffer, zero at first, for messages of up to `capacity` bytes, a multiple of 16.
+int64_t merak_all_reduce_bytes(int64_t capacity);
+
+// to = the sum over 2, 4 or 8 ranks of from; they may be the same. buffers: those of all ranks, as this process maps
+// them. Calls in the same order on all ranks, one at a time; patience: seconds to wait for a peer before the launch
+// fails.
+int merak_all_reduce(void* const* buffers, int rank, int world, int64_t capacity, const void* from, void* to,
+                     int64_t count, int type, int two_shot, double patience, void* stream);
+
 #ifdef __cplusplus
 }
 #endif
