@@ -16,7 +16,7 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full test-slow bench bench-schedules bench-overlap bench-search bench-paper bench-recompute clean
+.PHONY: help install train test lint parity parity-full test-slow bench bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-ops bench-performance doctor gpu clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -30,6 +30,10 @@ help:
 	@echo "make bench-search     searched schedules beside bounds and builders, into docs/search.md (2 minutes)"
 	@echo "make bench-recompute  what recomputing no more than necessary gains, modelled, into docs/recompute.md (2 minutes)"
 	@echo "make bench-paper      Merak's paper on modelled clusters, into docs/paper.md (5 minutes)"
+	@echo "make bench-ops        compiled operations beside PyTorch's and torch.compile's"
+	@echo "make bench-performance  a training step with and without compiled kernels, into docs/performance.md (30 minutes)"
+	@echo "make doctor           what is compiled and active here, and why the rest is not"
+	@echo "make gpu              on a machine with a GPU: its tests, then its kernels' speed into docs/gpu.md"
 	@echo "make install      only the set-up that all of these share; idempotent"
 	@echo "make clean        remove build products and caches; .venv and runs/ stay"
 
@@ -73,6 +77,19 @@ bench-recompute: install
 bench-paper: install
 	@$(PY) benchmarks/paper.py --write $(ARGS)
 
+bench-ops: install
+	@$(PY) benchmarks/ops.py $(ARGS)
+
+bench-performance: install
+	@$(PY) benchmarks/performance.py $(ARGS)
+
+doctor: install
+	@$(PY) tools/doctor.py $(ARGS)
+
+gpu: install
+	@$(PY) -m pytest -q -m gpu tests/gpu
+	@$(PY) benchmarks/gpu_ops.py --write $(ARGS)
+
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info megatron_merak/*.so .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -type d -prune -exec rm -rf {} +

@@ -12,6 +12,7 @@ Three libraries in megatron_merak/, each optional at run time: ``_C`` (host-side
 """
 
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -31,14 +32,11 @@ except ImportError as error:
 
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11: one binary for every torch from there on
 OPTIMISE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fvisibility=hidden", "-g0"]
-ROOT = Path(__file__).parent
 HEADERS = sorted(path.as_posix() for path in Path("csrc").rglob("*") if path.suffix in (".h", ".cuh", ".inc"))
 
 
 def machine() -> list[str]:
     """The instruction set to compile for. gcc prefers half-wide vectors on AVX-512 machines unless told."""
-    import platform
-
     if platform.machine() not in ("x86_64", "AMD64"):
         return []
     if os.environ.get("MERAK_PORTABLE") == "1":
@@ -47,28 +45,33 @@ def machine() -> list[str]:
 
 
 def sources(folder: str, *suffixes: str) -> list[str]:
-    return sorted(path.as_posix() for path in Path("csrc", folder).iterdir() if path.suffix in suffixes)
+    return sorted(path.as_posix() for path in Path("csrc", folder).glob("*") if path.suffix in suffixes)
 
 
 def cuda_problem() -> str:
     """Why the CUDA kernels cannot be built here; empty when they can."""
+    if os.environ.get("MERAK_CUDA") == "0":
+        return "MERAK_CUDA=0"
     if torch.version.cuda is None:
         return "this build of torch has no CUDA"
     if CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").exists():
         return "nvcc was not found: set CUDA_HOME"
-    return "" if sources("cuda", ".cu") else "there are no CUDA sources"
+    return ""
 
 
-def extensions() -> list[Extension]:
-    host = Extension(
+def host() -> Extension:
+    return Extension(
         "megatron_merak._C",
         sources("py", ".cpp") + sources("comm", ".cpp"),
         include_dirs=[pybind11.get_include(), "csrc/include"],
         extra_compile_args=["-std=c++17", *OPTIMISE, *machine()],
-        extra_link_args=["-s", "-lrt"] if sys.platform == "linux" else [],
+        extra_link_args=["-s", "-lrt", "-pthread"] if sys.platform == "linux" else [],
         depends=HEADERS,
     )
-    cpu = CppExtension(
+
+
+def cpu() -> Extension:
+    return CppExtension(
         "megatron_merak._ops_cpu",
         sources("cpu", ".cpp"),
         include_dirs=["csrc/include"],
@@ -76,15 +79,12 @@ def extensions() -> list[Extension]:
         py_limited_api=True,
         depends=HEADERS,
     )
-    choice, problem = os.environ.get("MERAK_CUDA", "auto"), cuda_problem()
-    if choice == "1" and problem:
-        sys.exit(f"MERAK_CUDA=1: {problem}. Install a torch with CUDA and its toolkit, or set MERAK_CUDA=0.")
-    if choice == "0" or problem:
-        print(f"megatron_merak: no _ops_cuda, {problem or 'MERAK_CUDA=0'}", file=sys.stderr)
-        return [host, cpu]
+
+
+def cuda() -> Extension:
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
-    cuda = CUDAExtension(
+    return CUDAExtension(
         "megatron_merak._ops_cuda",
         sources("cuda", ".cu", ".cpp"),
         include_dirs=["csrc/include", "csrc"],
@@ -93,7 +93,18 @@ def extensions() -> list[Extension]:
         py_limited_api=True,
         depends=HEADERS,
     )
-    return [host, cpu, cuda]
+
+
+def extensions() -> list[Extension]:
+    if not Path("csrc").is_dir():
+        print("megatron_merak: no compiled parts, csrc/ is not here", file=sys.stderr)
+        return []
+    problem = cuda_problem()
+    if problem and os.environ.get("MERAK_CUDA") == "1":
+        sys.exit(f"MERAK_CUDA=1: {problem}. Install a torch with CUDA and its toolkit, or set MERAK_CUDA=0.")
+    if problem:
+        print(f"megatron_merak: no _ops_cuda, {problem}", file=sys.stderr)
+    return [host(), cpu()] if problem else [host(), cpu(), cuda()]
 
 
 class OptionalBuild(BuildExtension):
@@ -101,7 +112,10 @@ class OptionalBuild(BuildExtension):
 
     def build_extensions(self) -> None:
         self.results: dict[str, str] = {}
-        super().build_extensions()
+        try:
+            super().build_extensions()
+        except Exception as error:  # before the first part: there is no compiler, or none that answers
+            self.leave_out(error, *self.extensions)
         for name, result in self.results.items():
             print(f"megatron_merak: {name} {result}", file=sys.stderr)
 
@@ -110,16 +124,14 @@ class OptionalBuild(BuildExtension):
             super().build_extension(ext)
             self.results[ext.name] = "built"
         except Exception as error:
-            if os.environ.get("MERAK_STRICT") == "1":
-                raise
-            ext.optional = True
+            self.leave_out(error, ext)
+
+    def leave_out(self, error: Exception, *parts: Extension) -> None:
+        if os.environ.get("MERAK_STRICT") == "1":
+            raise error
+        for ext in parts:
+            ext.optional = True  # setuptools neither copies nor misses it
             self.results[ext.name] = f"LEFT OUT, it did not compile: {str(error).splitlines()[0]}"
 
-    def get_export_symbols(self, ext: Extension) -> list[str]:
-        return []
 
-
-setup(
-    ext_modules=extensions(),
-    cmdclass={"build_ext": OptionalBuild},
-)
+setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuild})

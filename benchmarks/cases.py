@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 ONE, PIPELINE, TENSOR, DATA = "one", "pp2", "tp2", "dp2"
 LAYOUTS = {ONE: (1, 1, 1), PIPELINE: (1, 2, 1), TENSOR: (2, 1, 1), DATA: (1, 1, 2)}
 PRECISIONS = ("fp32", "bf16")
-OURS = {"ours": "ours", "ours-captured": "ours_captured"}  # contestant -> its module
+OURS = {"ours": "ours", "ours-captured": "ours_captured", "ours-torch": "ours"}  # contestant -> its module
+ROWS = {
+    "ours": "ours",
+    "ours-captured": "ours, from HuggingFace's model",
+    "ours-torch": "ours, without compiled kernels",
+}
+COMPILED = "huggingface-compiled"  # the peer's model under torch.compile
 PEER_OF = {ONE: "huggingface", PIPELINE: "torch-pipelining", TENSOR: "torch-tensor-parallel", DATA: "huggingface-ddp"}
 
 
@@ -78,7 +84,7 @@ class Case:
     def row(self) -> str:
         """What the table calls this contestant inside its group."""
         if self.contestant in OURS:
-            return {"ours": "ours", "ours-captured": "ours, from HuggingFace's model"}[self.contestant]
+            return ROWS[self.contestant]
         flavour = "tuned alike" if self.tuned else "out of the box"
         split = "" if self.first_stage_layers is None else f" (first stage: {self.first_stage_layers} layers)"
         return f"{self.contestant}, {flavour}{split}"
@@ -87,15 +93,27 @@ class Case:
     def name(self) -> str:
         return f"{self.group} {self.row}"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that the ranks of this contestant have besides the common ones."""
+        return {"MERAK_EXT": "0"} if self.contestant == "ours-torch" else {}
+
 
 def all_cases(shape: ModelShape, splits: tuple[int, ...]) -> Iterator[Case]:
     """Every case, group by group. A tuned pipeline runs once per split in `splits`; the fastest one counts."""
     for precision in PRECISIONS:
         for layout, peer in PEER_OF.items():
-            yield from (Case(name, layout, precision, tuned=True) for name in OURS)
+            yield from (Case(name, layout, precision, tuned=True) for name in ("ours", "ours-captured"))
             stock, tuned = Case(peer, layout, precision, False), Case(peer, layout, precision, True)
             if layout != PIPELINE:
                 yield from (stock, tuned)
                 continue
             yield replace(stock, first_stage_layers=shape.layers // 2)
             yield from (replace(tuned, first_stage_layers=split) for split in splits)
+
+
+def kernel_cases() -> Iterator[Case]:
+    """One process: ours with and without compiled kernels, and what PyTorch's compiler makes of the peer."""
+    for precision in PRECISIONS:
+        names = ("ours", "ours-torch", "ours-captured", COMPILED, PEER_OF[ONE])
+        yield from (Case(name, ONE, precision, tuned=True) for name in names)

@@ -77,7 +77,7 @@ def run_case(case: Case, shape: ModelShape, settings: Settings) -> list[dict[str
             request = {**job, "core": settings.cores[rank], "result": str(folder / f"{rank}.json")}
             with open(folder / f"{rank}.err", "w") as errors:
                 command = [sys.executable, str(HERE / "worker.py"), json.dumps(request)]
-                environment = rank_environment(rank, case.world_size, port, settings.keep_memory)
+                environment = rank_environment(rank, case.world_size, port, settings.keep_memory) | case.environment
                 streams = {"stdin": subprocess.PIPE, "stdout": errors, "stderr": errors}
                 ranks.append(subprocess.Popen(command, env=environment, **streams))
         results = [folder / f"{rank}.json" for rank in range(case.world_size)]

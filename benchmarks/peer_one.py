@@ -1,7 +1,7 @@
-"""Plain HuggingFace in one process: gradient accumulation over the micro-batches."""
+"""HuggingFace in one process, as it is or compiled: gradient accumulation over the micro-batches."""
 
 import torch
-from cases import Case, ModelShape
+from cases import COMPILED, Case, ModelShape
 from contract import Runner
 from matmul_precision import use_fastest_fp32
 from peer_model import autocast, parameter_dtype, token_loss, whole_model
@@ -13,11 +13,16 @@ def build(case: Case, shape: ModelShape, seed: int) -> Runner:
     model = whole_model(shape, seed, parameter_dtype(case))
     update = optimizer_step(case, list(model.parameters()))
 
+    def mean_loss(micro: torch.Tensor) -> torch.Tensor:
+        with autocast(case):
+            return token_loss(model(input_ids=micro[:, :-1]).logits, micro[:, 1:]) / shape.micro_batches
+
+    loss_of = torch.compile(mean_loss) if case.contestant == COMPILED else mean_loss
+
     def step(tokens: torch.Tensor) -> float:
         total = torch.zeros(())
         for micro in tokens.split(shape.micro_batch):
-            with autocast(case):
-                loss = token_loss(model(input_ids=micro[:, :-1]).logits, micro[:, 1:]) / shape.micro_batches
+            loss = loss_of(micro)
             loss.backward()
             total += loss.detach()
         update()

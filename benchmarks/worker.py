@@ -16,6 +16,7 @@ from cases import LAYOUTS, OURS, Case, ModelShape
 
 PEERS = {
     "huggingface": "peer_one",
+    "huggingface-compiled": "peer_one",
     "huggingface-ddp": "peer_ddp",
     "torch-pipelining": "peer_pipelining",
     "torch-tensor-parallel": "peer_tensor",

@@ -1,6 +1,7 @@
 """The package as users get it: a wheel and an editable install, without network and without the source on the path."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -27,9 +29,10 @@ def source(tmp_path_factory):
     """A copy, since building leaves files in the source folder."""
     copy = tmp_path_factory.mktemp("packaging") / "source"
     copy.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    shutil.copytree(ROOT / "megatron_merak", copy / "megatron_merak", ignore=shutil.ignore_patterns("__pycache__"))
+    not_source = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "megatron_merak", copy / "megatron_merak", ignore=not_source)
     return copy
 
 
@@ -66,6 +69,40 @@ def test_an_editable_install_runs_the_source_itself(source, tmp_path):
     (site_packages,) = tmp_path.glob("lib*/python*/site-packages")
     path, version = installed(site_packages)
     assert path == str(source / "megatron_merak" / "errors.py") and version == PROJECT["version"]
+
+
+def build(source, **environment):
+    """What building in place says, with a compiler that compiles nothing unless told otherwise."""
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    settings = os.environ | {"CXX": "false", "CC": "false"} | environment
+    return subprocess.run(command, cwd=source, env=settings, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture
+def with_sources(source, tmp_path):
+    """The source folder and a C++ file for each part."""
+    copy = tmp_path / "source"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    shutil.copytree(ROOT / "csrc", copy / "csrc")
+    return copy
+
+
+def test_without_a_compiler_the_package_is_pure_python(with_sources):
+    done = build(with_sources)
+    assert done.returncode == 0, done.stderr
+    for part in ("_C", "_ops_cpu"):
+        assert f"megatron_merak: megatron_merak.{part} LEFT OUT" in done.stderr
+    assert not list((with_sources / "megatron_merak").glob("*.so"))
+
+
+def test_a_strict_build_ends_where_a_part_does_not_compile(with_sources):
+    assert build(with_sources, MERAK_STRICT="1").returncode != 0
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has CUDA")
+def test_cuda_kernels_that_are_asked_for_and_cannot_be_built(with_sources):
+    done = build(with_sources, MERAK_CUDA="1")
+    assert done.returncode != 0 and "MERAK_CUDA=1: this build of torch has no CUDA. Install" in done.stderr
 
 
 def test_every_library_that_is_imported_is_declared():

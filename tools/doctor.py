@@ -25,7 +25,6 @@ ROWS = {
     "_ops_cpu": "CPU kernels",
     "_ops_cuda": "CUDA kernels",
     "apex": "NVIDIA apex",
-    "shared memory": "ranks of one host",
 }
 
 
@@ -50,7 +49,7 @@ def findings() -> dict[str, tuple[bool | None, str]]:
         ),
     }
     for name, problem in PROBLEMS.items():
-        found[name] = (not problem, problem or f"loaded from {_native.library(name)}")
+        found[name] = (not problem, problem or f"loaded from {_native.library(name) or name}")
     return found
 
 

@@ -4,13 +4,15 @@
     python tools/environment.py --venv .venv --find    print its interpreter, install nothing
 
 Looked at in this order: the environment at --venv, then the interpreter that runs this script. Only when neither has
-everything is --venv created or completed, with pip; so an environment that is complete needs no network.
+everything is --venv created or completed, with pip; so an environment that is complete needs no network. Then the
+compiled parts are built in place, where their sources changed; without a C++ compiler everything runs without them.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (ROOT / "pyproject.toml", ROOT / "setup.py")
 STAMP = "megatron-merak-installed"  # in the environment that we installed into; older than SOURCES means: do it again
 MINIMUM = (3, 11)
+BUILT = ROOT / "build" / "compiled-parts"  # what building them said, newer than all sources that it was made from
 
 
 def requirements(extras):
@@ -89,6 +92,26 @@ def install(venv):
     return python
 
 
+def build(python):
+    """Compile what changed since the last try, and say what came of it."""
+    changed = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()] + [ROOT / "setup.py"]
+    libraries = ROOT / "megatron_merak"
+    built = BUILT.exists() and all(path.stat().st_mtime <= BUILT.stat().st_mtime for path in changed)
+    if built and (any(libraries.glob("_ops_cpu*.so")) or "LEFT OUT" in BUILT.read_text(encoding="utf-8")):
+        return
+    print("compiling the C++ kernels (once)", flush=True)
+    started = time.time()
+    command = [str(python), "setup.py", "--quiet", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if line.startswith("megatron_merak: ")]
+    if done.returncode:
+        said.append(f"LEFT OUT: {' '.join(command[1:])} failed with status {done.returncode}:\n{done.stderr[-2000:]}")
+    BUILT.parent.mkdir(exist_ok=True)
+    BUILT.write_text("\n".join(said) + "\n", encoding="utf-8")
+    os.utime(BUILT, (started, started))
+    print("\n".join(said), flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment to use or to make")
@@ -107,6 +130,8 @@ def main():
     if python is None:
         python = install(venv)
     print(f"python environment: {python}")
+    if os.environ.get("MERAK_EXT") != "0":
+        build(python)
 
 
 if __name__ == "__main__":

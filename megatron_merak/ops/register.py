@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .schemas import SCHEMAS
 
-_NAMESPACES = ("merak", "merak_torch")
-_LIBRARIES = tuple(torch.library.Library(namespace, "DEF") for namespace in _NAMESPACES)
+MERAK, MERAK_TORCH = (torch.library.Library(namespace, "DEF") for namespace in ("merak", "merak_torch"))
 _COMPILED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -28,12 +27,12 @@ def operation(
     """
 
     def register(twin: Callable) -> Callable:
-        for namespace, library in zip(_NAMESPACES, _LIBRARIES, strict=True):
+        for library in (MERAK, MERAK_TORCH):
             library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
             library.impl(name, twin, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+            torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
             if backward is not None:
-                torch.library.register_autograd(f"{namespace}::{name}", backward, setup_context=setup, lib=library)
+                torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup, lib=library)
         return twin
 
     return register
