@@ -58,7 +58,10 @@ int merak_bias_activation_backward(int type, int activation, const void* grad, c
 int merak_bias_dropout_add(int type, const void* x, const void* bias, int bias_type, const void* residual, double p,
                            const int64_t* seed, void* y, int64_t rows, int64_t width, void* stream);
 
-// grad_bias of `type`, with parts as above, or both null.
+// Rows of `parts`, float [this many, width], which a backward with a bias needs to work in.
+int64_t merak_residual_parts(int type, int64_t rows, int64_t width);
+
+// grad_bias of `type`, with parts, or both null.
 int merak_bias_dropout_add_backward(int type, const void* grad, double p, const int64_t* seed, void* grad_x,
                                     float* parts, void* grad_bias, int64_t rows, int64_t width, void* stream);
 
