@@ -177,7 +177,7 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
     elif Path(name).is_file():
         schedule = Schedule.parse(Path(name).read_text(encoding="utf-8"))
     else:
-        reason = f"it is no file, and no schedule of {', '.join(BUILDERS)}"
+        reason = f"it is no file, and no schedule of {', '.join([*BUILDERS, 'auto'])}"
         raise ScheduleError("--schedule", name, reason, "Name one of them, or a file")
     timeline = simulate(schedule, stage_costs(arguments, schedule), arguments.overlap)
     return View(timeline, detail=words(arguments))
