@@ -1,0 +1,178 @@
+// Sums over ranks through memory that all of them map, in one kernel per rank.
+//
+// Every rank has a buffer: flags, counters, and two halves of `capacity` bytes. A call copies the message into a half,
+// meets the other ranks, and reads theirs. One shot: every rank sums all of it. Two shots: each rank sums its part, all
+// meet again, and every rank reads the parts of the others.
+//
+//     rank 0   copy in |meet| sum part 0 |meet| read parts 1, 2, 3
+//     rank 1   copy in |meet| sum part 1 |meet| read parts 0, 2, 3      (two shots, four ranks)
+//
+// Blocks meet the blocks of the same number on the other ranks and use only what those wrote, so no barrier spans a
+// grid. Calls alternate between the halves: who has met for call n + 1 has left call n, so call n + 2 may overwrite it.
+// Every call has kPeerBlocks blocks, so all counters of a rank agree, and a captured call can be replayed.
+#pragma once
+
+#include "merak/pack.h"
+
+namespace merak {
+
+constexpr int kPeers = 8;
+constexpr int kPeerBlocks = 32, kPeerThreads = 512;
+constexpr int kPeerHeader = 4096;  // bytes before the halves
+static_assert(kPeerBlocks * (kPeers + 1) * sizeof(uint32_t) <= kPeerHeader);
+
+// base: every rank's buffer, in rank order. patience: nanoseconds to wait for a peer before the launch fails.
+struct Peers {
+  char* base[kPeers];
+  int rank;
+  int64_t capacity;
+  uint64_t patience;
+};
+
+// The threads of a block; tests put threads of the host in their place.
+struct Block {
+  __device__ int thread() const { return threadIdx.x; }
+  __device__ int threads() const { return blockDim.x; }
+  __device__ int number() const { return blockIdx.x; }
+  __device__ int count() const { return gridDim.x; }
+  __device__ void sync() const { __syncthreads(); }
+};
+
+// Flags between devices, at system scope.
+namespace signal {
+#ifdef __CUDACC__
+__device__ __forceinline__ void release(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t acquire(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint64_t now() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+__device__ __forceinline__ void pause() { __nanosleep(20); }
+__device__ __forceinline__ void fail() { __trap(); }
+#else
+inline void release(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+inline uint32_t acquire(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
+uint64_t now();
+void pause();
+void fail();
+#endif
+}  // namespace signal
+
+__device__ __forceinline__ uint32_t* flag_of(const Peers& peers, int owner, int block, int from) {
+  return reinterpret_cast<uint32_t*>(peers.base[owner]) + block * kPeers + from;
+}
+
+// Calls that a block of this rank has made.
+__device__ __forceinline__ uint32_t* calls_of(const Peers& peers, int block) {
+  return reinterpret_cast<uint32_t*>(peers.base[peers.rank]) + kPeerBlocks * kPeers + block;
+}
+
+template <class T>
+__device__ __forceinline__ T* half_of(const Peers& peers, int owner, uint32_t call) {
+  return reinterpret_cast<T*>(peers.base[owner] + kPeerHeader + (call % 2) * peers.capacity);
+}
+
+// What the blocks of this number wrote before, on all ranks, is seen by all of them after. Values only grow.
+template <int WORLD, class Team>
+__device__ __forceinline__ void meet(const Team& team, const Peers& peers, uint32_t value) {
+  team.sync();
+  for (int peer = team.thread(); peer < WORLD; peer += team.threads())
+    signal::release(flag_of(peers, peer, team.number(), peers.rank), value);
+  for (int peer = team.thread(); peer < WORLD; peer += team.threads()) {
+    const uint32_t* flag = flag_of(peers, peers.rank, team.number(), peer);
+    const uint64_t start = signal::now();
+    while (int32_t(signal::acquire(flag) - value) < 0) {
+      if (signal::now() - start > peers.patience) signal::fail();
+      signal::pause();
+    }
+  }
+  team.sync();
+}
+
+// The sum of all ranks' packs at one place, in fp32 and in rank order: the same bits wherever it is taken.
+template <class T, int WORLD>
+__device__ __forceinline__ Pack<T, kPack<T>> sum_at(const Peers& peers, uint32_t call, int64_t pack) {
+  constexpr int N = kPack<T>;
+  Pack<T, N> part[WORLD];
+#pragma unroll
+  for (int rank = 0; rank < WORLD; ++rank) part[rank] = load<T, N>(half_of<T>(peers, rank, call) + pack * N);
+  Pack<T, N> sum;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float total = widen(part[0].at[i]);
+#pragma unroll
+    for (int rank = 1; rank < WORLD; ++rank) total += widen(part[rank].at[i]);
+    sum.at[i] = narrow<T>(total);
+  }
+  return sum;
+}
+
+// to = the sum over ranks of from; they may be the same. At most `capacity` bytes. vector: both are aligned.
+template <class T, int WORLD, class Team>
+__device__ __forceinline__ void one_shot(const Team& team, const Peers& peers, const T* from, T* to, int64_t count,
+                                         bool vector) {
+  constexpr int N = kPack<T>;
+  const uint32_t call = *calls_of(peers, team.number());
+  const int64_t packs = (count + N - 1) / N, step = int64_t(team.count()) * team.threads();
+  const int64_t first = int64_t(team.number()) * team.threads() + team.thread();
+  T* own = half_of<T>(peers, peers.rank, call);
+  for (int64_t pack = first; pack < packs; pack += step)
+    store(own + pack * N, load<T, N>(from + pack * N, count - pack * N, vector));
+  meet<WORLD>(team, peers, 2 * call + 1);
+  for (int64_t pack = first; pack < packs; pack += step)
+    store(to + pack * N, sum_at<T, WORLD>(peers, call, pack), count - pack * N, vector);
+  if (team.thread() == 0) *calls_of(peers, team.number()) = call + 1;
+}
+
+template <class T, int WORLD, class Team>
+__device__ __forceinline__ void two_shot(const Team& team, const Peers& peers, const T* from, T* to, int64_t count,
+                                         bool vector) {
+  constexpr int N = kPack<T>;
+  const uint32_t call = *calls_of(peers, team.number());
+  const int64_t packs = (count + N - 1) / N, part = (packs + WORLD - 1) / WORLD;
+  const int64_t step = int64_t(team.count()) * team.threads();
+  const int64_t first = int64_t(team.number()) * team.threads() + team.thread();
+  T* own = half_of<T>(peers, peers.rank, call);
+  for (int64_t place = first; place < part; place += step) {
+#pragma unroll
+    for (int rank = 0; rank < WORLD; ++rank) {
+      const int64_t pack = rank * part + place;
+      if (pack < packs) store(own + pack * N, load<T, N>(from + pack * N, count - pack * N, vector));
+    }
+  }
+  meet<WORLD>(team, peers, 2 * call + 1);
+  for (int64_t place = first; place < part; place += step) {
+    const int64_t pack = peers.rank * part + place;  // no other rank reads this place before the second meeting
+    if (pack < packs) store(own + pack * N, sum_at<T, WORLD>(peers, call, pack));
+  }
+  meet<WORLD>(team, peers, 2 * call + 2);
+  for (int64_t place = first; place < part; place += step) {
+#pragma unroll
+    for (int rank = 0; rank < WORLD; ++rank) {
+      const int64_t pack = rank * part + place;
+      if (pack >= packs) continue;
+      const auto sum = load<T, N>(half_of<T>(peers, rank, call) + pack * N);
+      store(to + pack * N, sum, count - pack * N, vector);
+    }
+  }
+  if (team.thread() == 0) *calls_of(peers, team.number()) = call + 1;
+}
+
+template <class T, int WORLD, bool TWO>
+__global__ void __launch_bounds__(kPeerThreads)
+    all_reduce(Peers peers, const T* from, T* to, int64_t count, bool vector) {
+  if constexpr (TWO) {
+    two_shot<T, WORLD>(Block(), peers, from, to, count, vector);
+  } else {
+    one_shot<T, WORLD>(Block(), peers, from, to, count, vector);
+  }
+}
+
+}  // namespace merak
