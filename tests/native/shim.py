@@ -19,8 +19,8 @@ BUILDS = ROOT / "build" / "simt"
 NEEDED = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="the SIMT shim needs g++ on x86-64"
 )
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-w")
-SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-w")
+SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SANITIZED = "MERAK_TEST_SANITIZED"  # set by test_sanitizers.py for the tests that it runs
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Half a unit in the last place, relative: what one rounding to the type may cost.
@@ -80,8 +80,8 @@ def _type(declaration: str, numbers: Mapping[str, Any]) -> Any:
 
 def load(family: str, mutate: Edits | None = None) -> Kernels:
     """The launchers of csrc/cuda/launch_<family>.cu, with ``mutate``'s edits of their sources."""
-    sanitized = os.environ.get(SANITIZED) == "1"
-    return Kernels(build([f"cuda/launch_{family}.cu"], mutate, SANITIZERS if sanitized else ()))
+    flags = SANITIZERS if os.environ.get(SANITIZED) == "1" else ("-O0",) if mutate else ()
+    return Kernels(build([f"cuda/launch_{family}.cu"], mutate, flags))
 
 
 def build(sources: Iterable[str], mutate: Edits | None = None, flags: Iterable[str] = ()) -> Path:
