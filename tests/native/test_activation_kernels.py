@@ -37,7 +37,7 @@ def with_gradient(fn, *inputs, grad):
     return out.detach(), *torch.autograd.grad(out, inputs, grad.double())
 
 
-def compare_gated(kernels, kind, gate, up, grad):
+def run_gated(kernels, kind, gate, up, grad):
     """gate and up: views with one distance from row to row; the gradients go to one tensor [rows, 2 width]."""
     rows, width = gate.shape
     code, strides = TYPES[gate.dtype], (gate.stride(0), up.stride(0))
@@ -48,6 +48,11 @@ def compare_gated(kernels, kind, gate, up, grad):
         "merak_gated_backward", code, KINDS[kind], grad, gate, up, grad_gate, grad_up, rows, width, *strides,
         2 * width, 2 * width,
     )  # fmt: skip
+    return y, grad_gate, grad_up
+
+
+def compare_gated(kernels, kind, gate, up, grad, run=run_gated):
+    y, grad_gate, grad_up = run(kernels, kind, gate, up, grad)
     truth = with_gradient(lambda g, u: activation(g, kind) * u, gate, up, grad=grad)
     g, u, upstream = gate.double().abs(), up.double().abs(), grad.double().abs()
     near(y, truth[0], g * u)
@@ -55,7 +60,7 @@ def compare_gated(kernels, kind, gate, up, grad):
     near(grad_up, truth[2], g * upstream)
 
 
-def compare_biased(kernels, kind, x, bias, grad, operations=16):
+def run_biased(kernels, kind, x, bias, grad):
     rows, width = x.shape
     code = TYPES[x.dtype]
     of_bias = code if bias is None else TYPES[bias.dtype]
@@ -67,13 +72,19 @@ def compare_biased(kernels, kind, x, bias, grad, operations=16):
         "merak_bias_activation_backward", code, KINDS[kind], grad, x, bias, of_bias, grad_x,
         None if bias is None else parts, grad_bias, rows, width,
     )  # fmt: skip
+    return y, grad_x, grad_bias
+
+
+def compare_biased(kernels, kind, x, bias, grad, run=run_biased):
+    y, grad_x, grad_bias = run(kernels, kind, x, bias, grad)
+    rows, width = x.shape
     added = torch.zeros(width, dtype=x.dtype) if bias is None else bias
     truth = with_gradient(lambda x, b: activation(x + b, kind), x, added, grad=grad)
     size = x.double().abs() + added.double().abs()
-    near(y, truth[0], 2 * size, operations)
-    near(grad_x, truth[1], (1 + 4 * size) * grad.double().abs(), operations)
+    near(y, truth[0], 2 * size, 16)
+    near(grad_x, truth[1], (1 + 4 * size) * grad.double().abs(), 16)
     if bias is not None:
-        near(grad_bias, truth[2], ((1 + 4 * size) * grad.double().abs()).sum(0), operations + rows)
+        near(grad_bias, truth[2], ((1 + 4 * size) * grad.double().abs()).sum(0), 16 + rows)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

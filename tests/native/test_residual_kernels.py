@@ -41,24 +41,30 @@ def seed_tensor(seed):
     return None if seed is None else torch.tensor([seed], dtype=torch.int64)
 
 
-def compare(kernels, x, bias, residual, p=0.0, seed=None):
+def run(kernels, x, bias, residual, p, seed, grad):
     rows, width = x.shape
     code, of_seed = TYPES[x.dtype], seed_tensor(seed)
     of_bias = code if bias is None else TYPES[bias.dtype]
     y = torch.full_like(x, torch.nan)
     kernels("merak_bias_dropout_add", code, x, bias, of_bias, residual, p, of_seed, y, rows, width)
+    grad_x = torch.full_like(x, torch.nan)
+    parts = torch.full((kernels.count("merak_residual_parts", code, rows, width), width), torch.nan)
+    grad_bias = None if bias is None else torch.full((width,), torch.nan, dtype=x.dtype)
+    name = "merak_bias_dropout_add_backward"
+    kernels(name, code, grad, p, of_seed, grad_x, None if bias is None else parts, grad_bias, rows, width)
+    return y, grad_x, grad_bias
+
+
+def compare(kernels, x, bias, residual, p=0.0, seed=None, run=run):
+    rows, width = x.shape
+    grad = numbers(x.dtype, rows, width, seed=9)
+    y, grad_x, grad_bias = run(kernels, x, bias, residual, p, seed, grad)
     factor = torch.ones(rows, width, dtype=torch.float64)
     if seed is not None:
         factor = kept(seed % (1 << 64), rows * width, p).view(rows, width) / (1 - p)
     inner = x.double() + (0 if bias is None else bias.double())
     rest = 0 if residual is None else residual.double()
     near(y, inner * factor + rest, inner.abs() * factor + abs(rest) + x.double().abs() * factor)
-
-    grad, grad_x = numbers(x.dtype, rows, width, seed=9), torch.full_like(x, torch.nan)
-    parts = torch.full((kernels.count("merak_residual_parts", code, rows, width), width), torch.nan)
-    grad_bias = None if bias is None else torch.full((width,), torch.nan, dtype=x.dtype)
-    name = "merak_bias_dropout_add_backward"
-    kernels(name, code, grad, p, of_seed, grad_x, None if bias is None else parts, grad_bias, rows, width)
     near(grad_x, grad.double() * factor, grad.double().abs() * factor)
     if bias is not None:
         near(grad_bias, (grad.double() * factor).sum(0), (grad.double().abs() * factor).sum(0), 8 + rows)

@@ -49,8 +49,8 @@ def rotate(kernels, x, cos, sin, interleaved=False, inverse=False):
     return y
 
 
-def compare(kernels, x, cos, sin, interleaved, inverse):
-    found = rotate(kernels, x, cos, sin, interleaved, inverse)
+def compare(kernels, x, cos, sin, interleaved, inverse, run=rotate):
+    found = run(kernels, x, cos, sin, interleaved, inverse)
     truth = turned(x, cos, -sin if inverse else sin, interleaved)
     near(
         found, truth, turned(x.abs(), cos.abs(), sin.abs(), interleaved).abs() + x.double().abs().amax(-1, keepdim=True)
