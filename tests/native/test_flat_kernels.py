@@ -36,7 +36,7 @@ def exact_adamw(master, first, second, grad, step, scale=1.0):
 
 
 def check_adamw(kernels, count, grad_dtype=torch.float32, copy_dtype=torch.bfloat16, offset=0, steps=4):
-    """fp32: a handful of roundings a step, each of 2^-24 of the largest that a value, or what is added to it, ever was."""
+    """fp32: a few roundings a step, each of 2^-24 of the largest that a value, or what is added to it, ever was."""
     state = [at_offset(t, offset) for t in (randn(count), torch.zeros(count), torch.zeros(count))]
     truth = [t.double() for t in state]
     largest = [t.abs() for t in truth]

@@ -116,7 +116,7 @@ def test_unaligned_scores(kernels, keys):
 
 @pytest.mark.parametrize("keys", [24, 700, 2048, 8200])
 def test_extremes(kernels, keys):
-    """-inf is a key of no weight, a row of it zero; NaN stays unless it is hidden; the largest numbers do not overflow."""
+    """-inf is a key of no weight, a row of it zero; NaN stays unless hidden; the largest numbers do not overflow."""
     scores = randn(1, 1, 7, keys, seed=6)
     scores[0, 0, 0] = -INF
     scores[0, 0, 1, : keys - 1] = -INF
