@@ -1,4 +1,4 @@
-"""Several data sets read as one, in fixed proportions."""
+"""Several data sets read as one, in fixed proportions; the steps of `csrc/py/indices.cpp` where that is built."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .. import _native
 from ..errors import DataError
 from .gpt_dataset import GPTDataset
 from .index_cache import cached_arrays
@@ -54,6 +55,9 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
     next sample; a tie goes to the lowest d (Megatron-LM, build_blending_indices).
     """
     share = np.array(weights, dtype=np.float64)
+    host = _native.host()
+    if host is not None and np.isfinite(share).all():
+        return host.blend(share.tolist(), [], size)
     taken = np.zeros(len(share))
     dataset_index = np.empty(size, dtype=np.int16)
     for step in range(size):
@@ -68,6 +72,9 @@ def exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[np.ndarray, np.nd
     left = np.array(sizes, dtype=np.int64)
     total = int(left.sum())
     share = left / float(total)
+    host = _native.host()
+    if host is not None and total:
+        return host.blend(share.tolist(), left.tolist(), total)
     taken = np.where(left > 0, 0.0, np.inf)
     dataset_index = np.empty(total, dtype=np.int16)
     for step in range(total):

@@ -1,15 +1,22 @@
 """Which tokens make sample i: Megatron's document, sample and shuffle indices, as pure functions of numpy arrays.
 
 The random numbers come from `numpy.random.RandomState`, whose stream is frozen, in the order in which Megatron-LM
-(megatron/core/datasets/gpt_dataset.py) draws them, so that equal inputs give bit-equal indices.
+(megatron/core/datasets/gpt_dataset.py) draws them, so that equal inputs give bit-equal indices. The loops are those of
+`csrc/py/indices.cpp` where it is built; the NumPy code here gives the same bits without.
 """
 
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from .. import _native
+
 SPLITS = ("train", "valid", "test")
+# Longest array whose places RandomState draws from 32 bits; beyond that it is left to NumPy.
+_SHUFFLED_HERE = 2**32
+_MOST_THREADS = 16
 
 
 class Indices(NamedTuple):
@@ -58,24 +65,48 @@ def count_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length
     return Epochs(count, sans_last if separate else None)
 
 
+def shuffle(items: np.ndarray, random: np.random.RandomState) -> None:
+    """`random.shuffle(items)`: the same order in place, and the same draws taken. `items` has one dense dimension."""
+    host = _native.host()
+    if host is None or items.itemsize not in (4, 8) or len(items) > _SHUFFLED_HERE:
+        random.shuffle(items)
+        return
+    name, words, position, *others = random.get_state()
+    position = host.shuffle(items, words, position)
+    random.set_state((name, words, position, *others))
+
+
 def document_order(documents: np.ndarray, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
     """int32[E * documents]: the passes shuffled together, or all but the last together and then the last."""
     counts = [epochs.count] if epochs.sans_last is None else [epochs.count - 1, 1]
-    parts = []
-    for count in counts:
-        part = np.tile(documents.astype(np.int32), count)
-        random.shuffle(part)
-        parts.append(part)
-    return np.concatenate(parts)
+    order = np.tile(documents.astype(np.int32), epochs.count)
+    for part in np.split(order, [len(documents) * counts[0]]):
+        shuffle(part, random)
+    return order
 
 
-def sample_starts(lengths: np.ndarray, sequence_length: int, drop_last: bool = True) -> np.ndarray:
-    """[N + 1, 2] (position, offset): where each sample starts in documents of `lengths`, read in that order.
+def count_tokens(sequence_lengths: np.ndarray, documents: np.ndarray) -> int:
+    """The tokens of `documents`, ids into `sequence_lengths`."""
+    host = _native.host()
+    if host is None:
+        return int(sequence_lengths[documents].sum(dtype=np.int64))
+    return host.count_tokens(_whole(sequence_lengths), _whole(documents), _threads())
+
+
+def sample_starts(
+    sequence_lengths: np.ndarray, documents: np.ndarray, sequence_length: int, drop_last: bool = True
+) -> np.ndarray:
+    """[N + 1, 2] (position, offset): where each sample starts in `documents`, ids into `sequence_lengths`, in order.
 
     Samples are packed greedily with one extra token, the label of the last position, which is also the first token
     of the next sample: sample k starts at token k * sequence_length of the stream, in the first document that
     reaches beyond it. N = (tokens - 1) // sequence_length, or the ceiling with `drop_last=False`.
     """
+    host = _native.host()
+    if host is not None:
+        lengths, order = _whole(sequence_lengths), _whole(documents)
+        return host.sample_starts(lengths, order, sequence_length, drop_last, _threads())
+    lengths = sequence_lengths[documents]
     ends = np.cumsum(lengths, dtype=np.int64)
     extent = int(ends[-1]) - 1
     samples = extent // sequence_length if drop_last else -(-extent // sequence_length)
@@ -88,16 +119,24 @@ def sample_starts(lengths: np.ndarray, sequence_length: int, drop_last: bool = T
     return np.stack([positions, offsets], axis=1).astype(dtype)
 
 
+def _whole(values: np.ndarray) -> np.ndarray:
+    """Dense, of int32 or int64."""
+    return np.ascontiguousarray(values if values.dtype in (np.int32, np.int64) else values.astype(np.int64))
+
+
+def _threads() -> int:
+    """As many as this process has cores, up to where memory is the limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST_THREADS)
+
+
 def sample_order(samples: int, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
     """A permutation of the samples, or of those before the separate last pass followed by one of the rest."""
     dtype = np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
-    cuts = [0, samples] if epochs.sans_last is None else [0, epochs.sans_last, samples]
-    parts = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        part = np.arange(start, stop, dtype=dtype)
-        random.shuffle(part)
-        parts.append(part)
-    return np.concatenate(parts)
+    order = np.arange(samples, dtype=dtype)
+    for part in np.split(order, [samples if epochs.sans_last is None else epochs.sans_last]):
+        shuffle(part, random)
+    return order
 
 
 def build_indices(
@@ -109,10 +148,10 @@ def build_indices(
     drop_last: bool = True,
 ) -> Indices:
     """The three indices of the split `documents` (ids into `sequence_lengths`, which holds at least one token)."""
-    tokens_per_epoch = int(sequence_lengths[documents].sum(dtype=np.int64))
+    tokens_per_epoch = count_tokens(sequence_lengths, documents)
     assert tokens_per_epoch > 0, "an empty split has no indices"
     epochs = count_epochs(tokens_per_epoch, num_samples, sequence_length)
     random = np.random.RandomState(seed)
     document_index = document_order(documents, epochs, random)
-    sample_index = sample_starts(sequence_lengths[document_index], sequence_length, drop_last)
+    sample_index = sample_starts(sequence_lengths, document_index, sequence_length, drop_last)
     return Indices(document_index, sample_index, sample_order(len(sample_index) - 1, epochs, random))

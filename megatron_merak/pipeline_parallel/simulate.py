@@ -1,13 +1,19 @@
 """The simulator: how long a schedule takes, where its ranks wait, and how many micro-batches they hold."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import reduce
+from itertools import chain
+from operator import add
 
+from megatron_merak import _native
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.check import check, peak_in_flight
+from megatron_merak.pipeline_parallel.doubles import are_doubles
 from megatron_merak.pipeline_parallel.ops import SENDS, Kind, Op, Schedule, ops_of
 from megatron_merak.pipeline_parallel.order import execution_order, needs
 from megatron_merak.pipeline_parallel.passes import add_communication
+from megatron_merak.pipeline_parallel.timeline import KINDS, CompiledTimeline, Event, Timeline, Transfer
 
 
 @dataclass(frozen=True)
@@ -54,51 +60,6 @@ class StageCosts:
         return cls(*compute, *[(value,) * (stages - 1) for value in (transfer, latency)])
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A compute op on a rank, in seconds. Of ops run together, this is number `part` of `parts`, with equal times."""
-
-    rank: int
-    op: Op
-    start: float
-    end: float
-    part: int = 0
-    parts: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A message between two ranks, named by its send; `end` is when the whole of it has arrived."""
-
-    op: Op
-    source: int
-    destination: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A simulated step. `busy[rank]` and `makespan` in seconds, `peak_in_flight[stage]` in micro-batches."""
-
-    schedule: Schedule
-    events: tuple[Event, ...]
-    transfers: tuple[Transfer, ...]
-    makespan: float
-    busy: tuple[float, ...]
-    peak_in_flight: tuple[int, ...]
-
-    @property
-    def bubbles(self) -> tuple[float, ...]:
-        """The fraction of the makespan in which each rank computes nothing."""
-        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
-
-    @property
-    def bubble(self) -> float:
-        """The mean of ``bubbles``."""
-        return sum(self.bubbles) / len(self.bubbles)
-
-
 def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Timeline:
     """Runs the schedule on a clock: a rank starts an entry when it is free and all messages it consumes have arrived.
 
@@ -110,6 +71,21 @@ def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Tim
     if len(costs.forward) != schedule.stages:
         reason = f"it has {schedule.stages} stages, the costs {len(costs.forward)}"
         raise ScheduleError("schedule", schedule.name, reason, "Give one cost per stage")
+    return _compiled(schedule, costs, overlap) or _walked(schedule, costs, overlap)
+
+
+def _compiled(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline | None:
+    """By ``csrc/py/simulate.cpp``; None where that is not there, or has no answer: the walk says why, or has one."""
+    host = _native.host()
+    if host is None or not 0 <= overlap <= 1 or not are_doubles(chain.from_iterable(astuple(costs))):
+        return None
+    home = list(map(schedule.rank_of, range(schedule.stages)))
+    found = host.simulate(tuple(schedule.ranks), KINDS, schedule.microbatches, home, astuple(costs), overlap)
+    return None if found is None else CompiledTimeline(found, schedule)
+
+
+def _walked(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline:
+    """The definition of it, in Python."""
     check(schedule)
     if not schedule.has_communication:
         schedule = add_communication(schedule)
@@ -129,7 +105,8 @@ def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Tim
         over.update((need, wires[schedule.channel(need)[:2]].arrival(need)) for need in awaited if need.kind in SENDS)
         start = max([clock[rank], *(over[need] for need in awaited)])
         times = [durations.of(op) for op in ops]
-        duration = sum(times) - overlap * (sum(times) - max(times))
+        total = reduce(add, times)
+        duration = total - overlap * (total - max(times))
         clock[rank] = start + duration
         busy[rank] += duration
         for part, op in enumerate(ops):

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 
+from megatron_merak import _native
 from megatron_merak.errors import PlanError
+from megatron_merak.pipeline_parallel.doubles import are_doubles
 
-Weigh = Callable[[int, int], float]  # cost of a run, from one unit to before another; more units never cost less
 More = Callable[[int, int, int], float]  # what a run costs beside that as a certain stage
 Score = Callable[[float, float], float]  # (score of the stages before, cost of the next stage) -> their score
+
+_LARGEST_TOTAL = 2**26  # of whole numbers, so that sums of their squares are doubles
 
 
 def partition(
@@ -23,69 +27,95 @@ def partition(
     that the other stages are balanced too. ``more(stage, start, end)`` is what a stage costs beside its units; infinity
     where it must not be, nor with more units. ``shared`` are further costs, each with the units that cause it: a stage
     with one of them or more bears it once. Dynamic programming in O(stages * n * w), w the longest run that is worth a
-    look (about n / stages). Raises PlanError, also where ``more`` allows no cut.
+    look (about n / stages), by ``csrc/py/partition.cpp`` where that is built. Raises PlanError, also where ``more``
+    allows no cut.
     """
     if stages < 1 or stages > len(costs):
         reason = f"every stage needs a unit, and the model is a chain of {len(costs)}"
         raise PlanError("stages", stages, reason, f"Use 1 to {len(costs)} pipeline stages")
     if min(costs) < 0:
         raise PlanError("costs", f"of {len(costs)} units", "there must be none below 0", "Correct the costs")
-    weigh = _weigher(costs, shared)
-    more = more or (lambda stage, start, end: 0.0)
+    line = _Chain(costs, shared, None if more is None else cache(more))
     even = [len(costs) * stage // stages for stage in range(stages + 1)]
-    limit = max(weigh(even[k], even[k + 1]) + more(k, even[k], even[k + 1]) for k in range(stages))
-    least, bounds = _best_cuts(weigh, more, len(costs), stages, limit, max)
+    limit = max(line.cost(k, even[k], even[k + 1]) for k in range(stages))
+    least, bounds = line.best_cuts(stages, limit, square=False)
     if bounds is None:
         raise PlanError("stages", stages, "no cut of the chain keeps each within its bounds", "Use more stages")
-    _, bounds = _best_cuts(weigh, more, len(costs), stages, least, lambda before, stage: before + stage * stage)
+    _, bounds = line.best_cuts(stages, least, square=True)
     assert bounds is not None  # the limit is the cost of a cut that exists
     return bounds
 
 
-def _weigher(costs: Sequence[float], shared: Sequence[tuple[float, Sequence[int]]]) -> Weigh:
-    prefix = [0, *accumulate(costs)]
-    causes = [[0, *accumulate(int(unit in users) for unit in range(len(costs)))] for _, users in shared]
-    extra = [(cost, count) for (cost, _), count in zip(shared, causes, strict=True)]
+class _Chain:
+    """What runs of the units cost. ``prefix[j]``: of the units before j; ``shared``: (cost, how many of the units that
+    cause it are before each)."""
 
-    def weigh(start: int, end: int) -> float:
-        return prefix[end] - prefix[start] + sum(cost for cost, count in extra if count[end] > count[start])
+    def __init__(self, costs: Sequence[float], shared: Sequence[tuple[float, Sequence[int]]], more: More | None):
+        self.units, self.more = len(costs), more
+        self.prefix = [0, *accumulate(costs)]
+        users = [frozenset(units) for _, units in shared]
+        before = [[0, *accumulate(int(unit in mine) for unit in range(self.units))] for mine in users]
+        self.shared = [(cost, counts) for (cost, _), counts in zip(shared, before, strict=True)]
+        numbers = [*costs, *(cost for cost, _ in shared)]
+        whole = more is None and all(isinstance(value, int) for value in numbers)
+        whole = whole and sum(map(abs, numbers)) <= _LARGEST_TOTAL
+        # Of whole numbers that are added to others, Python's sums may be longer than a double.
+        self.compiled = whole or (all(isinstance(value, float) for value in numbers) and are_doubles(numbers))
 
-    return weigh
+    def weigh(self, start: int, end: int) -> float:
+        """The units of a run; more units never weigh less."""
+        extra = 0
+        for cost, before in self.shared:
+            if before[end] > before[start]:
+                extra += cost
+        return self.prefix[end] - self.prefix[start] + extra
+
+    def cost(self, stage: int, start: int, end: int) -> float:
+        return self.weigh(start, end) + (self.more(stage, start, end) if self.more else 0.0)
+
+    def best_cuts(self, stages: int, limit: float, square: bool) -> tuple[float, tuple[int, ...] | None]:
+        """The least score and its bounds, over all cuts whose stages each cost at most ``limit``; no bounds where there
+        is none. The score is the largest cost of a stage, or (``square``) the sum of their squares."""
+        host = _native.host()
+        if host is None or not self.compiled:
+            return self._best_cuts(stages, limit, _add_square if square else max)
+        least, bounds = host.best_cuts(self.prefix, self.shared, stages, limit, square, self.more)
+        return least, tuple(bounds) if bounds else None
+
+    def _best_cuts(self, stages: int, limit: float, score: Score) -> tuple[float, tuple[int, ...] | None]:
+        # best[j]: the least score of units [0, j) in the stages so far.
+        best: list[float | None] = [0] + [None] * self.units
+        choices: list[list[int]] = []
+        for stage in range(stages):
+            reached: list[float | None] = [None] * (self.units + 1)
+            choice = [0] * (self.units + 1)
+            for end in range(stage + 1, self.units - (stages - stage - 1) + 1):
+                for start in range(end - 1, stage - 1, -1):
+                    cost = self.weigh(start, end)
+                    if cost > limit:
+                        break
+                    before = best[start]
+                    if before is None:
+                        continue
+                    cost += self.more(stage, start, end) if self.more else 0.0
+                    if math.isinf(cost):
+                        break
+                    if cost > limit:
+                        continue
+                    total = score(before, cost)
+                    least = reached[end]
+                    if least is None or total < least:
+                        reached[end], choice[end] = total, start
+            best = reached
+            choices.append(choice)
+        least = best[self.units]
+        if least is None:
+            return math.inf, None
+        bounds = [self.units]
+        for choice in reversed(choices):
+            bounds.append(choice[bounds[-1]])
+        return least, tuple(reversed(bounds))
 
 
-def _best_cuts(
-    weigh: Weigh, more: More, units: int, stages: int, limit: float, score: Score
-) -> tuple[float, tuple[int, ...] | None]:
-    """The least score and its bounds, over all cuts whose stages each cost at most ``limit``; no bounds where there is
-    none."""
-    best: list[float | None] = [0] + [None] * units  # best[j]: least score of units [0, j) in the stages so far
-    choices: list[list[int]] = []
-    for stage in range(stages):
-        reached: list[float | None] = [None] * (units + 1)
-        choice = [0] * (units + 1)
-        for end in range(stage + 1, units - (stages - stage - 1) + 1):
-            for start in range(end - 1, stage - 1, -1):
-                cost = weigh(start, end)
-                if cost > limit:
-                    break
-                before = best[start]
-                if before is None:
-                    continue
-                cost += more(stage, start, end)
-                if math.isinf(cost):
-                    break
-                if cost > limit:
-                    continue
-                total = score(before, cost)
-                least = reached[end]
-                if least is None or total < least:
-                    reached[end], choice[end] = total, start
-        best = reached
-        choices.append(choice)
-    least = best[units]
-    if least is None:
-        return math.inf, None
-    bounds = [units]
-    for choice in reversed(choices):
-        bounds.append(choice[bounds[-1]])
-    return least, tuple(reversed(bounds))
+def _add_square(before: float, cost: float) -> float:
+    return before + cost * cost

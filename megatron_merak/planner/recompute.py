@@ -2,6 +2,7 @@
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,11 +56,17 @@ class Chooser:
         kinds: dict[tuple, int] = {}
         self._kinds = [
             kinds.setdefault((unit.saved_bytes, unit.output_bytes, unit.passed_bytes, unit.transient_bytes,
-                              unit.held_bytes, unit.parameters, unit.tied, second), len(kinds))
+                              unit.unread_bytes, unit.held_bytes, unit.parameters, unit.tied, second), len(kinds))
             for unit, second in zip(units, seconds, strict=True)
         ]  # fmt: skip
         self._known: dict[object, tuple[int, ...] | None] = {}
-        self._states: dict[int, object] = {}
+        self._fitting: dict[object, bool] = {}
+        sharing = [len(ledger.stages_of[ledger.schedule.rank_of(index)]) for index in range(last + 1)]
+        states: dict[object, int] = {}
+        self._states = [
+            states.setdefault((ledger.alike(index), share), len(states)) for index, share in enumerate(sharing)
+        ]
+        self._sharing = sharing
 
     def stages(self, bounds: Sequence[int]) -> tuple[StagePlan, ...]:
         """The stages between these bounds, each with what it recomputes."""
@@ -69,7 +76,7 @@ class Chooser:
 
     def stage(self, index: int, first: int, last: int) -> StagePlan:
         """One stage by itself. Where nothing makes it fit, it recomputes all that it may."""
-        usual = [unit for unit in self.usual if first <= unit < last]
+        usual = self.usual[bisect_left(self.usual, first) : bisect_left(self.usual, last)]
         match self.recompute.method:
             case "none":
                 return StagePlan(first, last)
@@ -110,17 +117,22 @@ class Chooser:
         return self.recompute.layers * max(sizes.values(), default=1)
 
     def _fits(self, index: int, stage: StagePlan) -> bool:
-        """Of several stages of a rank each may use its part of the memory."""
-        sharing = len(self.ledger.stages_of[self.ledger.schedule.rank_of(index)])
-        return self.ledger.alone(index, stage).total * sharing <= self.memory
+        """Of several stages of a rank each may use its part of the memory. Stages that are alike are looked at once."""
+        again = tuple(unit - stage.first for unit in stage.recompute)
+        key = *self._alike(index, stage.first, stage.last), again, stage.span
+        if key not in self._fitting:
+            self._fitting[key] = self.ledger.alone(index, stage).total * self._sharing[index] <= self.memory
+        return self._fitting[key]
+
+    def _alike(self, index: int, first: int, last: int) -> tuple[object, ...]:
+        """Equal for runs of units that as these stages need the same memory and take the same time."""
+        before = self.units[first - 1].output_bytes if first else 0
+        return self._states[index], before, last == len(self.units), tuple(self._kinds[first:last])
 
     def _fewest(self, index: int, first: int, last: int) -> tuple[int, ...] | None:
         """The capacity form: cheapest seconds per byte first until the stage fits, the first units of the stage before
         later ones, whose tapes a backward frees first; then the dearest that it fits without. None if none fits."""
-        if index not in self._states:
-            self._states[index] = self.ledger.alike(index)
-        before = self.units[first - 1].output_bytes if first else 0
-        key = self._states[index], before, last == len(self.units), tuple(self._kinds[first:last])
+        key = self._alike(index, first, last)
         if key not in self._known:
             found = self._search(index, first, last)
             self._known[key] = None if found is None else tuple(unit - first for unit in found)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_merak import _native
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, ops_of
 from megatron_merak.plan import StagePlan, Unit
 
@@ -108,7 +109,9 @@ def walk(schedule: Schedule, rank: int) -> Iterator[tuple[tuple[Op, ...], Moment
 def moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     """What a rank holds while each of its entries runs, without repetitions and moments at which it holds no more of
     anything than at another."""
-    return _largest(dict.fromkeys(running for _, running, _ in walk(schedule, rank)))
+    host = _native.host()
+    found = None if host is None else host.moments(schedule.ranks[rank], tuple(Kind))
+    return found if found is not None else _largest(dict.fromkeys(running for _, running, _ in walk(schedule, rank)))
 
 
 def of_stage(found: Sequence[Moment], stage: int) -> tuple[Moment, ...]:

@@ -1,7 +1,7 @@
 """List scheduling: every stage takes, whenever it is free, the op that a rule prefers among those that are ready."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from heapq import heappop, heappush
 
 from megatron_merak.pipeline_parallel.search.problem import B, F, Problem, Program, R, W
@@ -27,6 +27,8 @@ class Rule:
 
 def list_programs(problem: Problem, rule: Rule) -> list[Program]:
     """The programs of all stages under the rule. Deterministic: equal times are taken in the order of stages."""
+    if problem.compiled is not None:
+        return problem.compiled.list(*astuple(rule))
     return play([Stage(problem, rule, index) for index in range(problem.stages)])
 
 

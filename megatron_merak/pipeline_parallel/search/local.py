@@ -55,8 +55,12 @@ class LocalSearch:
 
     def _clock(self) -> None:
         self.compiled = [self.problem.compile(stage, program) for stage, program in enumerate(self.programs)]
-        self.ends = self.problem.clock(self.compiled)
+        self.ends = self._ends(self.programs, self.compiled)
         self.now = max(end[-1] for end in self.ends)
+
+    def _ends(self, programs: list[Program], compiled: list[Compiled]) -> list[list[float]]:
+        core = self.problem.compiled
+        return self.problem.clock(compiled) if core is None else core.ends(programs)
 
     def _round(self, until: int, goal: float) -> None:
         length, moved = until - self.evaluations, True
@@ -74,15 +78,14 @@ class LocalSearch:
         """Makes the move if it is good enough."""
         if not self.problem.allows(stage, program):
             return False
-        compiled = [*self.compiled]
-        compiled[stage] = self.problem.compile(stage, program)
-        ends = self.problem.clock(compiled)
+        programs, compiled = [*self.programs], [*self.compiled]
+        programs[stage], compiled[stage] = program, self.problem.compile(stage, program)
+        ends = self._ends(programs, compiled)
         self.evaluations += 1
         makespan = max((end[-1] for end in ends), default=float("inf"))
         if makespan > self.now * (1 + heat * self.random.random()):
             return False
-        self.programs = [*self.programs]
-        self.programs[stage], self.compiled, self.ends, self.now = program, compiled, ends, makespan
+        self.programs, self.compiled, self.ends, self.now = programs, compiled, ends, makespan
         if makespan < self.makespan:
             self.makespan, self.best = makespan, self.programs
         return True

@@ -5,10 +5,14 @@ runs each kind in micro-batch order, so a program is a merge of at most four asc
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any
 
+from megatron_merak import _native
 from megatron_merak.errors import ScheduleError
+from megatron_merak.pipeline_parallel.doubles import are_doubles
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
 from megatron_merak.pipeline_parallel.simulate import StageCosts
 
@@ -77,6 +81,14 @@ class Problem:
 
         self.taped = tuple(tape if cost else 0.0 for tape, cost in zip(self.limits.taped, costs.recompute, strict=True))
 
+    @cached_property
+    def compiled(self) -> Any:
+        """This problem for the loops of ``csrc/py/search.cpp``; None where those are not built."""
+        host, costs = _native.host(), astuple(self.costs)
+        limits = self.limits.cap, self.limits.kept, self.taped, self.limits.weight_held
+        known = are_doubles(chain.from_iterable(costs)) and are_doubles(chain.from_iterable(limits), unbounded=True)
+        return host.Pipeline(self.microbatches, costs, limits, self.early, self.split) if host and known else None
+
     def depth(self, stage: int) -> int:
         """The most micro-batches that the stage can hold between F and B: the next B needs a tape beside them."""
         kept, free = self.limits.kept[stage], self.limits.cap[stage] - self.taped[stage]
@@ -84,6 +96,8 @@ class Problem:
 
     def allows(self, stage: int, program: Program) -> bool:
         """Whether weight gradients, those inside of backwards too, and R are in order, and memory suffices."""
+        if self.compiled is not None:
+            return self.compiled.allows(stage, program)
         return _in_order(program) and self.fits(stage, program)
 
     def fits(self, stage: int, program: Iterable[int]) -> bool:
@@ -193,6 +207,8 @@ class Problem:
 
     def makespan(self, programs: Sequence[Program]) -> float:
         """Seconds; infinite where the programs deadlock."""
+        if self.compiled is not None:
+            return self.compiled.makespan(programs)
         ends = self.clock([self.compile(stage, program) for stage, program in enumerate(programs)])
         return max((end[-1] for end in ends), default=float("inf"))
 
