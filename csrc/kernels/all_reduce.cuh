@@ -14,6 +14,10 @@
 
 #include "merak/pack.h"
 
+#ifndef __CUDACC__
+#define __grid_constant__
+#endif
+
 namespace merak {
 
 constexpr int kPeers = 8;
@@ -167,7 +171,7 @@ __device__ __forceinline__ void two_shot(const Team& team, const Peers& peers, c
 
 template <class T, int WORLD, bool TWO>
 __global__ void __launch_bounds__(kPeerThreads)
-    all_reduce(Peers peers, const T* from, T* to, int64_t count, bool vector) {
+    all_reduce(const __grid_constant__ Peers peers, const T* from, T* to, int64_t count, bool vector) {
   if constexpr (TWO) {
     two_shot<T, WORLD>(Block(), peers, from, to, count, vector);
   } else {
