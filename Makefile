@@ -16,7 +16,7 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full test-slow bench bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu clean
+.PHONY: help install train test lint parity parity-full test-slow bench bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-search     searched schedules beside bounds and builders, into docs/search.md (2 minutes)"
 	@echo "make bench-recompute  what recomputing no more than necessary gains, modelled, into docs/recompute.md (2 minutes)"
 	@echo "make bench-host       compiled index builders, simulator and search beside their twins (2 minutes)"
+	@echo "make bench-shm       collectives through shared memory beside gloo, alone and in a training step (3 minutes)"
 	@echo "make bench-paper      Merak's paper on modelled clusters, into docs/paper.md (5 minutes)"
 	@echo "make bench-ops        compiled operations beside PyTorch's and torch.compile's"
 	@echo "make bench-performance  a training step with and without compiled kernels, into docs/performance.md (30 minutes)"
@@ -77,6 +78,9 @@ bench-recompute: install
 
 bench-host: install
 	@$(PY) benchmarks/host.py $(ARGS)
+
+bench-shm: install
+	@$(PY) benchmarks/shared_memory.py $(ARGS)
 
 bench-paper: install
 	@$(PY) benchmarks/paper.py --write $(ARGS)

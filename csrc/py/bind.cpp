@@ -7,6 +7,7 @@ void bind_indices(pybind11::module_& module);
 void bind_moments(pybind11::module_& module);
 void bind_partition(pybind11::module_& module);
 void bind_search(pybind11::module_& module);
+void bind_shared_memory(pybind11::module_& module);
 void bind_simulate(pybind11::module_& module);
 
 }  // namespace merak
@@ -17,5 +18,6 @@ PYBIND11_MODULE(_C, module) {
   merak::bind_moments(module);
   merak::bind_partition(module);
   merak::bind_search(module);
+  merak::bind_shared_memory(module);
   merak::bind_simulate(module);
 }

@@ -124,8 +124,9 @@ class ParallelConfig(Section):
     tp_comm_overlap: str = setting("weight-gradient", choices=OVERLAPS, bare="auto", megatron=False)
     """What runs while tensor-parallel collectives are under way: nothing, weight gradients, the other half of the
     micro-batch, or another micro-batch; auto lets the cost model choose."""
-    distributed_backend: str = setting("auto", choices=("auto", "gloo", "nccl", "emu"), megatron="nccl")
-    """Collective library; auto is nccl on GPUs and gloo on CPUs; emu moves data by gloo and models the time."""
+    distributed_backend: str = setting("auto", choices=("auto", "gloo", "nccl", "emu", "merak_shm"), megatron="nccl")
+    """Collective library; auto is nccl on GPUs and gloo on CPUs; merak_shm is gloo, and shared memory for tensor and
+    data parallelism within a host; emu moves data by gloo and models the time."""
     emulate: str | None = setting(None, ours=True)
     """The cluster that --distributed-backend emu models: a name, or a JSON file."""
     distributed_timeout_minutes: int = setting(10, least=1)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from ..cluster import Cluster, find_cluster
 from ..errors import LaunchError
+from . import emulated, shared_memory
 from .clock import Clock, LogicalClock, WallClock
-from .emulated import register
+from .shared_segment import Settings
 
 _PATIENCE = 60.0  # seconds that a rank at its end waits for the others
 _LAST_WORKS = 0.2  # seconds for the threads of collectives to finish
@@ -25,6 +26,7 @@ class World:
     """This process among ``size``; alone (``size`` 1, no process group) when it was not started by torchrun.
 
     ``cluster`` is the one that is emulated, None for real ones; ``clock`` is then the modelled time on it.
+    ``collectives``: backend of the groups that share layers or hold the same parameters, None for the job's own.
     """
 
     rank: int
@@ -32,6 +34,7 @@ class World:
     device: torch.device
     cluster: Cluster | None = None
     clock: Clock = field(default_factory=WallClock, compare=False)
+    collectives: str | None = None
 
     @property
     def is_last(self) -> bool:
@@ -55,7 +58,7 @@ def position() -> tuple[int, int]:
 
 
 def _device(backend: str, size: int) -> torch.device:
-    if backend in ("gloo", "emu") or (backend == "auto" and not torch.cuda.is_available()):
+    if backend in ("gloo", "emu", shared_memory.NAME) or (backend == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
@@ -83,6 +86,7 @@ def launch(
     """
     rank, size = position()
     cluster, clock = _emulation(backend, emulate)
+    collectives = shared_memory.NAME if backend == shared_memory.NAME else None
     device = _device(backend, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -91,6 +95,8 @@ def launch(
         torch.use_deterministic_algorithms(True)
     if size > 1:
         _check_rendezvous()
+        if collectives:
+            shared_memory.register(Settings(ranks_here=_number("LOCAL_WORLD_SIZE", "0")))
         dist.init_process_group(
             "emu" if cluster else "gloo" if device.type == "cpu" else "nccl",
             timeout=timedelta(minutes=timeout_minutes),
@@ -99,7 +105,7 @@ def launch(
         atexit.register(_end)
         if device.type == "cpu":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
-    return World(rank, size, device, cluster, clock)
+    return World(rank, size, device, cluster, clock, collectives)
 
 
 def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock]:
@@ -109,7 +115,7 @@ def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock
         raise LaunchError("--emulate", "(missing)", "--distributed-backend emu models a cluster", "Name it")
     cluster = find_cluster(emulate)
     clock = LogicalClock(cluster)
-    register(clock)
+    emulated.register(clock)
     return cluster, clock
 
 

@@ -51,31 +51,42 @@ class Mesh:
         return self.grid.rank(tp, cp, dp, pp_rank)
 
 
-def new_groups(rank: int, members: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
+def new_groups(
+    rank: int, members: list[list[int]], timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """Make one group per list of ranks; return the one that holds ``rank``, None where it holds no other rank.
 
     Every rank of the job calls this with the same lists. torch gives a new group its own default ``timeout``, not the
-    job's.
+    job's. ``backend``: None is the job's.
     """
     mine = None
     for ranks in members:
         if len(ranks) > 1:
-            group = dist.new_group(ranks, timeout=timeout)
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
             mine = group if rank in ranks else mine
     return mine
 
 
 def build_mesh(
-    grid: Grid, rank: int, device: torch.device, timeout: timedelta | None = None, clock: Clock | None = None
+    grid: Grid,
+    rank: int,
+    device: torch.device,
+    timeout: timedelta | None = None,
+    clock: Clock | None = None,
+    collectives: str | None = None,
 ) -> Mesh:
     """All groups of ``grid``; the default process group must exist unless the grid is a single rank.
 
     Where that is an emulated one, agreement still goes by gloo and takes no modelled time. ``clock``: the world's.
+    ``collectives``: backend of tp and dp, where ranks of one host may share memory; None is the default group's.
     """
     clock = clock or WallClock()
     if grid.size == 1:
         return Mesh(grid, rank, device, clock=clock)
-    tp, dp, pp, model = (new_groups(rank, grid.groups(axis), timeout) for axis in AXES)
+    backends = (collectives, collectives, None, None)
+    tp, dp, pp, model = (
+        new_groups(rank, grid.groups(axis), timeout, backend) for axis, backend in zip(AXES, backends, strict=True)
+    )
     on_cpu = dist.get_backend() == "gloo"
     control = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
     return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock)

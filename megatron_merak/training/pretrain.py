@@ -27,7 +27,7 @@ def pretrain(config: Config, world: World) -> None:
     name = device_name(world)
     plan = make_plan(config, world.size, known(name), tensors(config))
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock)
+    mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives)
     agree(config, mesh)
     precision = prepare(world)
     if world.rank == 0:

@@ -37,7 +37,7 @@ def pretrain_hf(config: HFConfig, world: World) -> None:
     config, tokenizer = with_tokenizer(config, model)
     name = device_name(world)
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    mesh = build_mesh(grid_of(config, world.size), world.rank, world.device, timeout, world.clock)
+    mesh = build_mesh(grid_of(config, world.size), world.rank, world.device, timeout, world.clock, world.collectives)
     agree(config, mesh)
     precision = prepare(world)
     with together(mesh.control, "cpu"):

@@ -1,0 +1,289 @@
+"""A process-group backend "merak_shm": collectives of the ranks of one host through shared memory, the rest by gloo.
+
+All-reduce and reduce-scatter (sum and max; floats of 16, 32 and 64 bits, integers of 32 and 64), all-gather and
+broadcast (any type) go through a segment that all ranks map; ``csrc/comm`` says how, and why nothing deadlocks. Every
+other type, operation, message and barrier is left to a gloo group of the same ranks. Sums are made in the order of
+ranks, in float32 where the type has 16 bits, so that all ranks and all runs have equal bits.
+
+A collective is launched by the call and finished in a wait, its own or a later one's: nothing works at it in between.
+So a wait behaves, at its place, like a collective that blocks.
+
+Where the ranks are on several hosts, the compiled part is missing or the mount of shared memory is too full, the group
+is a gloo group, and its first rank says why.
+"""
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from .. import _native
+from .shared_segment import NAME, NotHere, Settings, connect
+
+_CPU = torch.device("cpu")
+_NAMED = 8  # ranks in a warning
+
+Copies = Sequence[tuple[Tensor, Tensor]]  # results that are not dense, and what stands in for them
+
+
+def register(settings: Settings | None = None) -> None:
+    """Make ``dist.new_group(backend="merak_shm")`` and ``init_process_group("merak_shm")`` work, for groups made from
+    here on. All ranks register alike.
+    """
+    settings = settings or Settings()
+
+    def create(options, _) -> dist.ProcessGroup | dist.ProcessGroupGloo:
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        gloo = dist.ProcessGroupGloo(
+            dist.PrefixStore("gloo", options.store), options.group_rank, options.group_size, options.timeout
+        )
+        gloo.options.global_ranks_in_group, gloo.options.group_name = ranks, options.group_id
+        if len(ranks) == 1:
+            return gloo
+        try:
+            return SharedMemoryGroup(gloo, connect(gloo, ranks, options.group_id, settings), options.timeout)
+        except NotHere as reason:
+            if options.group_rank == 0:
+                few = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
+                warnings.warn(f"{NAME}: ranks {few} use gloo: {reason}.", stacklevel=2)
+            return gloo
+
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+class _Results(Work):
+    """What works have in common: ``outputs``, and a future that is there already."""
+
+    def __init__(self, outputs: list[Tensor]):
+        super().__init__()
+        self.outputs = outputs
+
+    def result(self) -> list[Tensor]:
+        return self.outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """Waits first."""
+        self.wait()
+        future = torch.futures.Future()
+        future.set_result(self.outputs)
+        return future
+
+
+class SharedMemoryWork(_Results):
+    """A collective under way. Waiting a second time does nothing."""
+
+    def __init__(self, group: "SharedMemoryGroup", outputs: list[Tensor], held: Sequence[Tensor], copies: Copies):
+        super().__init__(outputs)
+        self.number = 0
+        self._group, self._held, self._copies = group, held, copies
+
+    def settle(self) -> None:
+        """Once it is done: nothing needs to stay for it any more."""
+        for tensor, dense in self._copies:
+            tensor.detach().copy_(dense)
+        self._group, self._held, self._copies = None, (), ()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Finish it, within the group's timeout unless another is given. Raises RuntimeError, saying who is missing."""
+        if (group := self._group) is not None:
+            group.finish(self.number, timeout.total_seconds() if timeout else None)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done, after doing for it what can be done without waiting."""
+        return (group := self._group) is None or group.try_to_finish(self.number)
+
+    def is_success(self) -> bool:
+        return self._group is None
+
+
+class Several(_Results):
+    """Works that are waited for together."""
+
+    def __init__(self, works: list[Work], outputs: list[Tensor]):
+        super().__init__(outputs)
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        while self._works:  # once each: gloo hangs at a second time
+            self._works.pop(0).wait(timeout or timedelta())
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return not self._works
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """The ranks of a group: a communicator for what it can do, gloo behind it for the rest. Made by ``register``.
+
+    Methods that are not here are the base class's, which finds gloo as its backend of CPU tensors. What goes which way
+    depends on operation and type alone, so that all ranks decide alike.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, core, timeout: timedelta):
+        super().__init__(gloo.rank(), gloo.size())
+        self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.gloo, self._core, self._seconds = gloo, core, timeout.total_seconds()
+        self._lock = threading.Lock()
+        self._works: deque[SharedMemoryWork] = deque()  # launched, in that order, and not settled
+        part = _native.host().shared_memory
+        self._elements = {getattr(torch, name): element for name, element in part.Element.__members__.items()}
+        self._reductions = ((dist.ReduceOp.SUM, part.Reduction.sum), (dist.ReduceOp.MAX, part.Reduction.max))
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def allreduce(self, tensors, opts=None):
+        opts = opts or dist.AllreduceOptions()
+        if len(tensors) != 1 or (how := self._how(tensors[0], opts.reduceOp)) is None:
+            return self.gloo.allreduce(tensors, opts)
+        dense, copies = _dense(tensors[0])
+        at = dense.data_ptr()
+        return self._launch(self._core.all_reduce, (at, at, dense.nbytes, *how), tensors, [dense], copies, opts.asyncOp)
+
+    def broadcast(self, tensors, opts):
+        if len(tensors) != 1 or not _plain(tensors[0]):
+            return self.gloo.broadcast(tensors, opts)
+        dense, copies = _dense(tensors[0])
+        arguments = dense.data_ptr(), dense.nbytes, opts.rootRank
+        return self._launch(self._core.broadcast, arguments, tensors, [dense], copies, opts.asyncOp)
+
+    def allgather(self, outputs, inputs, opts=None):
+        if len(inputs) != 1 or not self._divides(outputs[0], inputs[0]):
+            return self.gloo.allgather(outputs, inputs)
+        given, parts = inputs[0].contiguous(), [_dense(part) for part in outputs[0]]
+        held, copies = [given, *(dense for dense, _ in parts)], [pair for _, pairs in parts for pair in pairs]
+        arguments = given.data_ptr(), [dense.data_ptr() for dense, _ in parts], given.nbytes
+        return self._launch(self._core.all_gather, arguments, outputs[0], held, copies, opts is None or opts.asyncOp)
+
+    def all_gather_single(self, output, input, opts=None, **_):
+        if not self._holds(output, input):
+            return self.gloo._allgather_base(output, input)
+        given, (dense, copies) = input.contiguous(), _dense(output)
+        arguments = given.data_ptr(), self._places(dense, given.nbytes), given.nbytes
+        later = opts is None or opts.asyncOp
+        return self._launch(self._core.all_gather, arguments, [output], [given, dense], copies, later)
+
+    def reduce_scatter(self, outputs, inputs, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        suits = len(outputs) == 1 and self._divides(inputs[0], outputs[0])
+        if not suits or (how := self._how(outputs[0], opts.reduceOp)) is None:
+            return self.gloo.reduce_scatter(outputs, inputs, opts)
+        given, (dense, copies) = [part.contiguous() for part in inputs[0]], _dense(outputs[0])
+        arguments = [part.data_ptr() for part in given], dense.data_ptr(), dense.nbytes, *how
+        return self._launch(self._core.reduce_scatter, arguments, outputs, [*given, dense], copies, opts.asyncOp)
+
+    def reduce_scatter_single(self, output, input, opts=None, **_):
+        opts = opts or dist.ReduceScatterOptions()
+        if not self._holds(input, output) or (how := self._how(output, opts.reduceOp)) is None:
+            return self.gloo._reduce_scatter_base(output, input, opts)
+        given, (dense, copies) = input.contiguous(), _dense(output)
+        arguments = self._places(given, dense.nbytes), dense.data_ptr(), dense.nbytes, *how
+        return self._launch(self._core.reduce_scatter, arguments, [output], [given, dense], copies, opts.asyncOp)
+
+    def allreduce_coalesced(self, tensors, opts=None):
+        each = dist.AllreduceOptions()
+        each.reduceOp = opts.reduceOp if opts else dist.ReduceOp.SUM
+        return Several([self.allreduce([tensor], each) for tensor in tensors], tensors)
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+        pairs = zip(outputs, inputs, strict=True)
+        return Several([self.all_gather_single(output, input) for output, input in pairs], outputs)
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
+        pairs = zip(outputs, inputs, strict=True)
+        return Several([self.reduce_scatter_single(output, input, opts) for output, input in pairs], outputs)
+
+    # The names of these before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def finish(self, number: int, seconds: float | None) -> None:
+        """Finish the collectives up to ``number``."""
+        self._core.wait(number, self._seconds if seconds is None else seconds)
+        self._settle()
+
+    def try_to_finish(self, number: int) -> bool:
+        done = self._core.test(number, self._seconds)
+        self._settle()
+        return done
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+        self.gloo._set_default_timeout(timeout)
+
+    def abort(self) -> None:
+        """End every wait of every rank of the group with an error."""
+        self._core.abort(f"rank {self.rank()} of the group aborted it")
+
+    def shutdown(self) -> None:
+        """Leave; works that nobody waited for are dropped."""
+        self._core.close()
+        self._works.clear()
+
+    def _launch(
+        self,
+        launch: Callable[..., int],
+        arguments: tuple,
+        outputs: list[Tensor],
+        held: Sequence[Tensor],
+        copies: Copies,
+        later: bool,
+    ) -> SharedMemoryWork:
+        work = SharedMemoryWork(self, outputs, held, copies)
+        with self._lock:  # works stand in the order of their numbers
+            work.number = launch(*arguments, self._seconds)
+            self._works.append(work)
+        if not later:
+            work.wait()
+        return work
+
+    def _settle(self) -> None:
+        with self._lock:
+            done = self._core.done()
+            while self._works and self._works[0].number <= done:
+                self._works.popleft().settle()
+
+    def _how(self, tensor: Tensor, op: dist.ReduceOp) -> tuple | None:
+        """(element, reduction) of the communicator; None where it has none."""
+        if tensor.dtype in self._elements and _plain(tensor):
+            for theirs, reduction in self._reductions:
+                if op == theirs:
+                    return self._elements[tensor.dtype], reduction
+        return None
+
+    def _divides(self, parts: Sequence[Tensor], part: Tensor) -> bool:
+        """Whether there is a part like ``part`` for every rank."""
+        same = all(one.numel() == part.numel() and one.dtype == part.dtype for one in parts)
+        return len(parts) == self.size() and same and _plain(part, *parts)
+
+    def _holds(self, whole: Tensor, part: Tensor) -> bool:
+        """Whether ``whole`` is a part like ``part`` for every rank, in one tensor."""
+        return whole.numel() == part.numel() * self.size() and whole.dtype == part.dtype and _plain(whole, part)
+
+    def _places(self, whole: Tensor, nbytes: int) -> list[int]:
+        return [whole.data_ptr() + place * nbytes for place in range(self.size())]
+
+
+def _plain(*tensors: Tensor) -> bool:
+    return all(tensor.layout is torch.strided and tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, Copies]:
+    """``tensor``, or what stands in for it until the result is copied."""
+    if tensor.is_contiguous():
+        return tensor, ()
+    dense = tensor.contiguous()
+    return dense, [(tensor, dense)]
