@@ -50,9 +50,9 @@ class In:
 class Out:
     """A value that a segment makes; ``reduce`` asks for a collective of the tensor-parallel ranks before it is read.
 
-    'sum' and 'max' of all ranks' values; 'gather' joins their parts along the sequence (dimension 1), and 'scatter'
-    leaves each its part of the sum. ``inplace``: no backward reads the value that the segment returned, so an
-    all-reduce may overwrite it.
+    'sum' of all ranks' values; 'stack' lays them one behind the other, in a new first dimension; 'gather' joins their
+    parts along the sequence (dimension 1), and 'scatter' leaves each its part of the sum. ``inplace``: no backward
+    reads the value that the segment returned, so an all-reduce may overwrite it.
     """
 
     value: str

@@ -29,3 +29,5 @@ class HFModelConfig(Section):
     """How the graph becomes a chain of units: where fewest values cross, or by the farthest dependency of each node."""
     tensor_parallel_rules: str | None = setting(None, ours=True)
     """How weights are divided, like '*.o_proj.weight=row; lm_head.weight=replicate', or a file of such lines."""
+    cross_entropy_chunk_size: int = setting(0, least=0, ours=True)
+    """Compute the loss for so many tokens at a time, keeping no logits: their product is made twice; 0: keep all."""

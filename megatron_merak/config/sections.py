@@ -69,6 +69,8 @@ class ModelConfig(Section):
     """Pad the vocabulary to a multiple of this times the tensor-parallel degree."""
     vocab_size: int | None = setting(None, least=1)
     """Vocabulary before padding (unset: the tokenizer's); a NullTokenizer adds an end-of-document id."""
+    cross_entropy_chunk_size: int = setting(0, least=0, ours=True)
+    """Compute the loss for so many tokens at a time, keeping no logits: their product is made twice; 0: keep all."""
 
     @property
     def ffn_size(self) -> int:

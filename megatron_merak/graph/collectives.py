@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .marks import copy_in, reduce_max, reduce_sum
+from .marks import copy_in, reduce_sum, stack
 from .nodes import aliased, is_random, nbytes, op_name
 
 aten = torch.ops.aten
@@ -16,7 +16,7 @@ LINEAR = (
     "view reshape flatten unflatten unsqueeze squeeze transpose permute clone contiguous alias to expand index "
     "index_select sum slice select"
 ).split()
-MARKS = (copy_in, reduce_sum, reduce_max)
+MARKS = (copy_in, reduce_sum, stack)
 
 
 def move(graph: Graph, tp: int) -> None:

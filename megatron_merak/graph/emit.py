@@ -12,7 +12,7 @@ from .flow import Flow
 from .local import embedding_part
 
 # Operations that hand the gradient of a weight, their second argument, to a sink.
-_TAKE_SINK = (ops.linear, ops.embedding, ops.linear_cross_entropy)
+_TAKE_SINK = (ops.linear, ops.embedding, ops.linear_cross_entropy, ops.linear_cross_entropy_stats)
 
 
 class Emitter:

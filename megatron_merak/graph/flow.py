@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .marks import copy_in, reduce_max, reduce_sum
+from .marks import copy_in, reduce_sum, stack
 from .nodes import mutation_deps, op_name
 from .rewrite import Rewritten
 
-REDUCTIONS = {reduce_sum: "sum", reduce_max: "max"}
+REDUCTIONS = {reduce_sum: "sum", stack: "stack"}
 
 # Of a differentiable type, and yet no gradient passes.
 _NO_GRADIENT = ("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
-_NO_GRADIENT += ("new_zeros", "new_ones", "new_full", "new_empty", "local_max")
+_NO_GRADIENT += ("new_zeros", "new_ones", "new_full", "new_empty")
 
 
 class Flow:
@@ -68,7 +68,7 @@ class Flow:
     def _takes_gradient(self, node: Node) -> bool:
         if self.is_parameter(node):
             return node.target in self.trainable
-        if node not in self.unit or node.target is reduce_max or op_name(node) in _NO_GRADIENT:
+        if node not in self.unit or op_name(node) in _NO_GRADIENT:
             return False
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
             return False

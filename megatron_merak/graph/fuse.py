@@ -23,23 +23,23 @@ class Rule:
     build: Callable[[Graph, Node, Found], Node | None]
 
 
-# In the order of preference: a longer piece before a shorter one that it contains.
-RULES = tuple(
-    Rule(name, pattern, build)
-    for rows in (fuse_loss.ROWS, fuse_attention.ROWS, fuse_pointwise.ROWS)
-    for name, pattern, build in rows
-)
+def _rules(loss_chunk: int) -> tuple[Rule, ...]:
+    """In the order of preference: a longer piece before a shorter one that it contains."""
+    tables = (fuse_loss.rows(loss_chunk), fuse_attention.ROWS, fuse_pointwise.ROWS)
+    return tuple(Rule(*row) for rows in tables for row in rows)
 
 
-def fuse(graph: Graph) -> Counter[str]:
+def fuse(graph: Graph, loss_chunk: int = 0) -> Counter[str]:
     """Replace every piece that a rule knows inside one unit; returns how many of each kind.
+
+    ``loss_chunk``: rows whose logits a fused loss computes at a time, 0 for all.
 
     Works on a rewritten graph (local shapes, ``meta["unit"]``), in place. A piece stays as it is when something else
     reads a value in its middle, or when memory that it reads is written in place.
     """
     counts: Counter[str] = Counter()
     barred = {node for group in written(graph).values() for node in group}
-    for rule in RULES:
+    for rule in _rules(loss_chunk):
         for root in reversed(list(graph.nodes)):
             if root.op == "call_function" and root.users and _apply(rule, graph, root, barred):
                 counts[rule.name] += 1

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import ops
+
 
 def take(x: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int, padded: int = 0) -> Tensor:
     """A rank's part of a whole x: of every block along ``dim`` an even share, in order.
@@ -72,27 +74,15 @@ def embedding_part(weight: Tensor, index: Tensor, start: int, padding_idx: int |
     return F.embedding(rows.masked_fill(outside, 0), weight, own).masked_fill(outside.unsqueeze(-1), 0.0)
 
 
-def hide(logits: Tensor, valid: int) -> Tensor:
-    """-inf for this rank's classes from ``valid`` on, which only pad the vocabulary."""
-    if valid >= logits.shape[-1]:
-        return logits
-    padding = torch.arange(logits.shape[-1], device=logits.device) >= valid
-    return logits.masked_fill(padding, -torch.inf)
-
-
-def loss_of_terms(
-    terms: Tensor, target: Tensor, ignore_index: int, reduction: int, smoothing: float, dtype: torch.dtype
+def loss_of_stats(
+    stats: Tensor, target: Tensor, ignore_index: int, reduction: int, smoothing: float, dtype: torch.dtype
 ) -> Tensor:
-    """The cross entropy of PyTorch from the sums of ``tensor_parallel.cross_entropy.local_terms`` over all ranks.
+    """The cross entropy of PyTorch from all ranks' ``ops.cross_entropy_stats``, [tp, ..., 3 or 5], and target [...].
 
-    terms [2 or 4, ...], target [...]; ``reduction`` 0: per row, 1: mean over rows that are not ignored, 2: sum.
+    ``reduction`` 0: per row, 1: mean over rows that are not ignored, 2: sum.
     """
-    log_sum = terms[0].log()
-    loss = log_sum - terms[1]
-    if smoothing > 0:
-        loss = (1 - smoothing) * loss + smoothing * (log_sum - terms[2] / terms[3])
     ignored = target == ignore_index
-    loss = loss.masked_fill(ignored, 0.0)
+    loss = ops.loss_of_stats(stats, smoothing, everywhere=True).masked_fill(ignored, 0.0)
     if reduction == 0:
         return loss.to(dtype)
     total = loss.sum()

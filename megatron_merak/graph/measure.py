@@ -23,14 +23,14 @@ from ..plan import TensorSharding, Unit
 from .captured import Captured
 from .cut import Chain
 from .emit import sinking
-from .flow import Flow
+from .flow import REDUCTIONS, Flow
 from .fuse import fuse
-from .marks import copy_in, reduce_max, reduce_sum
+from .marks import copy_in, reduce_sum, stack
 from .nodes import flops, is_op, nbytes, op_name, values
 from .rewrite import rewrite
 from .shard import Sharding
 
-_MARKS = (copy_in, reduce_sum, reduce_max)
+_MARKS = (copy_in, *REDUCTIONS)
 _ATTENTION = ("scaled_dot_product_attention", "causal_attention", "attention")
 _BACKWARD_OPERATIONS = 2.3  # started by the backward for each one of the forward
 _FREE = ("prim", "promote_types", "empty_strided")  # dispatched, but starting nothing
@@ -50,13 +50,15 @@ class Work:
     unread_bytes: int = 0
 
 
-def measure(captured: Captured, chain: Chain, sharding: Sharding, tp: int, device: str = "cpu") -> tuple[Unit, ...]:
+def measure(
+    captured: Captured, chain: Chain, sharding: Sharding, tp: int, device: str = "cpu", loss_chunk: int = 0
+) -> tuple[Unit, ...]:
     """The chain as the planner sees it. ``device``: the planner's name of what runs it; attention with dropout keeps
-    its probabilities on CPUs only."""
+    its probabilities on CPUs only. ``loss_chunk``: see ``fuse``."""
     rewritten = rewrite(captured, chain, sharding, 0, tp)
     products = _units(rewritten.graph.nodes, len(chain.units))
     counted = [sum(map(flops, nodes)) for nodes in products]
-    fuse(rewritten.graph)
+    fuse(rewritten.graph, loss_chunk)
     flow = Flow(rewritten)
     known: dict[Hashable, Work] = {}
     works = []
@@ -151,14 +153,14 @@ def signature(nodes: Sequence[Node], flow: Flow) -> Hashable:
 
 def work(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False) -> Work:
     """The work of one unit, but for its products."""
-    ahead = [node for node in nodes if node.target in (reduce_sum, reduce_max)]
+    ahead = [node for node in nodes if node.target in REDUCTIONS]
     behind = [node for node in nodes if node.target is copy_in]
     replay = Replay(nodes, flow, fused_attention)
     return Work(
         saved_bytes=sum(replay.saved.values()),
         transient_bytes=replay.transient,
         reduces=(len(ahead), len(behind)),
-        reduced_bytes=(sum(map(nbytes, ahead)), sum(map(nbytes, behind))),
+        reduced_bytes=(sum(map(_sent_bytes, ahead)), sum(map(nbytes, behind))),
         operations=(replay.started, round(_BACKWARD_OPERATIONS * replay.started)),
         weight_bytes=_weight_bytes(nodes, flow, replay),
         unread_bytes=sum(
@@ -168,6 +170,11 @@ def work(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False) -> Wo
             if _only_reader(nodes, flow, node) and _storage(tensor) not in replay.entering
         ),
     )
+
+
+def _sent_bytes(mark: Node) -> int:
+    """A gathering sends half of what an all-reduce of its result would."""
+    return nbytes(mark) // 2 if mark.target is stack else nbytes(mark)
 
 
 def _only_reader(nodes: Sequence[Node], flow: Flow, source: Node) -> bool:
@@ -185,6 +192,8 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
             continue
         function, operands, options = found
         (output,) = values(node)
+        if function is ops.linear_cross_entropy_stats or options.get("chunk"):
+            continue  # they are taken at once
         if function is ops.linear_cross_entropy:  # the factors of the logits' gradient, the input scaled anew
             rows, weight = replay.value(operands[0]), replay.value(operands[1])
             held[node] = (len(rows) * weight.shape[0] + rows.numel()) * rows.element_size()
@@ -259,7 +268,7 @@ class Replay:
     def _run(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self.value)
         if node.target in _MARKS:
-            return args[0].detach() if node.target is reduce_max else args[0]
+            return args[0].expand(values(node)[0].shape)
         if self.fused_attention and op_name(node) in _ATTENTION:
             return self._attend(node, args)
         return node.target(*args, **kwargs)

@@ -10,19 +10,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from megatron_merak.tensor_parallel.cross_entropy import local_max
-
 from . import local
 from .captured import Captured
 from .collectives import move
 from .cut import Chain
-from .marks import copy_in, reduce_max, reduce_sum
+from .marks import copy_in, reduce_sum, stack
 from .nodes import values
 from .placement import Cut, Decision, Split
 from .shard import Sharding
 
 aten = torch.ops.aten
-STOPS = (aten.detach.default, local_max, reduce_max)  # no gradient flows through these
+STOPS = (aten.detach.default,)  # no gradient flows through these
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +192,12 @@ class Writer:
         """A partial sum, added up over the ranks."""
         return self._mark(reduce_sum, node, False)
 
-    def maximum(self, node: Node) -> Node:
-        return self._mark(reduce_max, node, False)
+    def stack(self, node: Node) -> Node:
+        """All ranks' values of a node, [tp, ...]."""
+        made = self._mark(stack, node, False)
+        with self.mode:
+            made.meta["val"] = node.meta["val"].new_empty(self.tp, *node.meta["val"].shape)
+        return made
 
     def _mark(self, mark: Callable[[Tensor], Tensor], node: Node, sharded: bool) -> Node:
         made = self.graph.call_function(mark, (node,))

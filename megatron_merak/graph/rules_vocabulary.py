@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megatron_merak.tensor_parallel.cross_entropy import local_max, local_terms
-
+from .. import ops
 from . import local
 from .placement import Cut, Decision
 from .propagate import VOCABULARY_ROWS, Propagation
@@ -49,7 +48,7 @@ def _write_embedding(rows: int) -> Callable[[Any, Node], Node]:
 
 
 def cross_entropy(p: Propagation, node: Node) -> Decision:
-    """Over divided classes: the maximum, then two sums per row, are reduced over the ranks."""
+    """Over divided classes: the ranks exchange a few statistics of each row."""
     logits, target = argument(node, "self"), argument(node, "target")
     split = p.layout(logits)
     rank = len(p.shape(logits))
@@ -66,12 +65,10 @@ def _write_cross_entropy(classes: int, valid: int) -> Callable[[Any, Node], Node
         start = writer.rank * classes
         if len(logits.meta["val"].shape) > 2:
             logits = writer.call(aten.movedim.int, (logits, 1, -1))
-        if valid:
-            logits = writer.call(local.hide, (logits, valid - start))
+        held = min(max(valid - start, 0), classes) if valid else classes
         smoothing = argument(node, "label_smoothing")
-        maximum = writer.maximum(writer.call(local_max, (logits,)))
-        terms = writer.call(local_terms, (logits, maximum, target, start, smoothing > 0))
-        args = (writer.sum(terms), target, argument(node, "ignore_index"), argument(node, "reduction"), smoothing)
-        return writer.call(local.loss_of_terms, (*args, node.meta["val"].dtype), like=node, sharded=False)
+        stats = writer.call(ops.cross_entropy_stats, (logits, target, start, held, smoothing > 0))
+        args = (writer.stack(stats), target, argument(node, "ignore_index"), argument(node, "reduction"), smoothing)
+        return writer.call(local.loss_of_stats, (*args, node.meta["val"].dtype), like=node, sharded=False)
 
     return write

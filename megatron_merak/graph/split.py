@@ -25,7 +25,7 @@ LOSS = "loss"
 
 # Operations of which no backward reads the result, so that a reduction may overwrite it.
 _UNREAD = ("linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "_grouped_mm", "embedding", "embedding_part")
-_UNREAD += ("local_max", "local_terms", "spread", "add", "sum")
+_UNREAD += ("spread", "add", "sum")
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,14 +18,11 @@ from ..tensor_parallel import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
     group_rank,
-    local_max,
-    local_terms,
-    loss_from_terms,
     own_part,
     scatter_to_sequence_parallel_region,
-    vocab_parallel_cross_entropy,
 )
 from ..tensor_parallel.layout import ParameterLayout
+from ..tensor_parallel.mappings import stack_over_tensor_model_parallel_region
 from .layers import FeedForward, Norm, Placement, SelfAttention
 from .names import names_for
 
@@ -219,55 +216,46 @@ class Head(Unit):
     def chain(self) -> list[Segment]:
         if not self.place.edges:
             return [self._segment(self._serial, [In(self.source)], [Out("loss")], [self.norm, self.output])]
-        normed, logits, maximum, terms = (self._value(name) for name in ("normed", "logits", "maximum", "terms"))
-        place = self.place
+        normed, stats, place = self._value("normed"), self._value("stats"), self.place
         return [
             self._segment(
                 self._enter, [In(self.source)], [Out(normed, place.joins)], [self.norm], sharded=place.on_parts
             ),
-            self._segment(
-                self._project,
-                [In(normed, place.sums)],
-                [Out(logits), Out(maximum, "max", inplace=True)],
-                [self.output],
-                sharded=True,
-            ),
-            self._segment(
-                self._terms,
-                [In(logits), In(maximum, grad=False)],
-                [Out(terms, "sum", inplace=True)],
-                sharded=True,
-            ),
-            self._segment(self._loss, [In(terms)], [Out("loss")]),
+            self._segment(self._project, [In(normed, place.sums)], [Out(stats, "stack")], [self.output], sharded=True),
+            self._segment(self._loss, [In(stats)], [Out("loss")]),
         ]
 
     def _enter(self, common: Common, x: Tensor) -> tuple[Tensor]:
         return (self.norm(x),)
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, V / n], padded classes at -inf, which take no gradient: their probability is zero."""
-        logits = self.output(normed)
-        logits.detach()[..., self.valid :].fill_(-torch.inf)
-        return logits
+    def stats(self, normed: Tensor, labels: Tensor) -> Tensor:
+        """What this rank's classes, padding left out, add to the loss: [b, s, h], int64 [b, s] -> fp32 [b, s, 3]."""
+        output, chunk = self.output, self.config.cross_entropy_chunk_size
+        if chunk:
+            operands = output.entering(normed), output.weight, labels
+            return ops.linear_cross_entropy_stats(*operands, self.start, self.valid, chunk, output.sink)
+        return ops.cross_entropy_stats(output(normed), labels, self.start, self.valid, owned=True)
 
-    def _project(self, common: Common, normed: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.logits(normed)
-        return logits, local_max(logits)
+    def _project(self, common: Common, normed: Tensor) -> tuple[Tensor]:
+        return (self.stats(normed, common["labels"]),)
 
-    def _terms(self, common: Common, logits: Tensor, maximum: Tensor) -> tuple[Tensor]:
-        return (local_terms(logits, maximum, common["labels"], self.start),)
-
-    def _loss(self, common: Common, terms: Tensor) -> tuple[Tensor]:
-        return ((loss_from_terms(terms) * common["loss_mask"]).sum(),)
+    def _loss(self, common: Common, stats: Tensor) -> tuple[Tensor]:
+        return ((ops.loss_of_stats(stats) * common["loss_mask"]).sum(),)
 
     def _serial(self, common: Common, x: Tensor) -> tuple[Tensor]:
         normed, labels = self.norm(x), common["labels"]
-        if self.place.tp == 1:
-            flat = normed.flatten(0, 1), self.output.weight, labels.flatten(), self.valid, self.output.sink
-            per_token = ops.linear_cross_entropy(*flat).view_as(labels)
-        else:
-            per_token = vocab_parallel_cross_entropy(self.logits(normed), labels, self.place.group)
-        return ((per_token * common["loss_mask"]).sum(),)
+        if self.place.tp > 1:
+            stats = stack_over_tensor_model_parallel_region(self.stats(normed, labels), self.place.group)
+            return self._loss(common, stats)
+        per_token = ops.linear_cross_entropy(
+            normed.flatten(0, 1),
+            self.output.weight,
+            labels.flatten(),
+            self.valid,
+            self.output.sink,
+            self.config.cross_entropy_chunk_size,
+        )
+        return ((per_token.view_as(labels) * common["loss_mask"]).sum(),)
 
 
 def build_unit(index: int, config: ModelConfig, place: Placement) -> Unit:

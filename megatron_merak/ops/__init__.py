@@ -6,18 +6,32 @@ loaded, it takes its place behind the same signature.
 
 from .activation import gated, gelu_tanh, swiglu
 from .attention import attention, causal_attention
-from .cross_entropy import linear_cross_entropy
+from .cross_entropy import (
+    cross_entropy,
+    cross_entropy_stats,
+    linear_cross_entropy,
+    linear_cross_entropy_stats,
+    loss_of_stats,
+)
+from .flat import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
 from .linear import WeightGradientSink, embedding, embedding_part, linear
 from .load import load
 from .norm import layer_norm, rms_norm
 from .residual import bias_dropout_add
 from .rotary import rotary, rotary_angles
+from .softmax import masked_softmax
 
 __all__ = [
     "WeightGradientSink",
+    "accumulate_",
+    "adamw_",
+    "add_rows_",
     "attention",
     "bias_dropout_add",
+    "cast_",
     "causal_attention",
+    "cross_entropy",
+    "cross_entropy_stats",
     "embedding",
     "embedding_part",
     "gated",
@@ -25,9 +39,13 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_cross_entropy_stats",
+    "loss_of_stats",
+    "masked_softmax",
     "rms_norm",
     "rotary",
     "rotary_angles",
+    "sum_of_squares",
     "swiglu",
 ]
 

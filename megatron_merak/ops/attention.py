@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .register import kernels
+from .softmax import masked_softmax
+
 # Up to this length a CPU is faster with whole rows of scores than with torch's tiled kernel; measured on AVX-512 cores.
 _SHORT = 512
 _SHORT_MASKED = 256
@@ -45,10 +48,11 @@ class _ShortCausal(torch.autograd.Function):
             rows, grad_rows = (x[:, :, start:stop].flatten(1, 2) for x in (queries, grads))
             grad_values[:, :stop].baddbmm_(part.transpose(1, 2), grad_rows)
             grad_part = torch.bmm(grad_rows, values[:, :stop].transpose(1, 2))
-            grad_scores = torch._softmax_backward_data(grad_part, part, -1, part.dtype)
-            grad_block = torch.bmm(grad_scores, keys[:, :stop]).mul_(scale)
+            heads = (grad_part.unflatten(1, (queries.shape[1], -1)), part.unflatten(1, (queries.shape[1], -1)))
+            grad_scores = kernels(part).masked_softmax_backward(*heads, scale, True).flatten(1, 2)
+            grad_block = torch.bmm(grad_scores, keys[:, :stop])
             grad_queries[:, :, start:stop] = grad_block.unflatten(1, (queries.shape[1], -1))
-            grad_keys[:, :stop].baddbmm_(grad_scores.transpose(1, 2), rows, alpha=scale)
+            grad_keys[:, :stop].baddbmm_(grad_scores.transpose(1, 2), rows)
         back = (grad_queries.flatten(0, 1), grad_keys, grad_values)
         return *(x.unflatten(0, (query.shape[0], -1)).transpose(1, 2) for x in back), None
 
@@ -64,11 +68,9 @@ def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 def _probabilities(queries: Tensor, keys: Tensor, start: int, scale: float) -> tuple[Tensor, int]:
     """Softmax over keys [.., :stop] of the queries start:stop, [b g, n / g (stop - start), stop], and stop."""
     stop = min(start + _BLOCK, queries.shape[2])
-    rows = queries[:, :, start:stop].flatten(1, 2) * scale
-    scores = torch.bmm(rows, keys[:, :stop].transpose(1, 2))
-    future = torch.full((stop - start, stop - start), -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
-    scores.unflatten(1, (queries.shape[1], -1))[..., start:].add_(future)
-    return torch.softmax(scores, -1), stop
+    rows = queries[:, :, start:stop].flatten(1, 2)
+    scores = torch.bmm(rows, keys[:, :stop].transpose(1, 2)).unflatten(1, (queries.shape[1], -1))
+    return masked_softmax(scores, None, scale, causal=True).flatten(1, 2), stop
 
 
 def causal_attention(
@@ -117,11 +119,10 @@ def attention(
 
 def _whole_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float) -> Tensor:
     batch, heads, length, dim = query.shape
-    rows = query.reshape(batch, key.shape[1], -1, dim) * scale
+    rows = query.reshape(batch, key.shape[1], -1, dim)
     scores = (rows @ key.transpose(2, 3)).view(batch, heads, length, -1)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    wide = torch.promote_types(query.dtype, torch.float32)
-    part = torch.ops.aten._safe_softmax(scores, -1, wide).to(query.dtype)
+    if mask is not None and mask.dtype != torch.bool:
+        scores, mask, scale = torch.add(mask, scores, alpha=scale), None, 1.0
+    part = masked_softmax(scores, mask, scale).to(query.dtype)
     part = F.dropout(part, dropout) if dropout > 0 else part
     return (part.view(*rows.shape[:3], -1) @ value).view(batch, heads, length, -1)

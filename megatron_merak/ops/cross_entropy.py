@@ -1,12 +1,202 @@
-"""Output layer and cross entropy as one operation that touches the logits once after their product."""
+"""Softmax cross entropy per row of logits: of one tensor, of shards of the classes, and one with the output layer.
+
+Statistics and losses are fp32 (fp64 for fp64 logits). A class at -inf does not exist.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .flat import accumulate_
 from .linear import WeightGradientSink
+from .register import kernels, operation
 
-_CACHED_BYTES = 1 << 20
+_CACHED = 1 << 18  # values that stay in a CPU's cache between the passes of a twin
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# ---- statistics of a shard, and what they give ----------------------------------------------------------------------
+def _local(target: Tensor, start: int, classes: int) -> tuple[Tensor, Tensor]:
+    """A target's place in the shard, 0 for others, int64 [t, 1]; and whether it is another's."""
+    place = target.unsqueeze(-1) - start
+    outside = (place < 0) | (place >= classes)
+    return place.masked_fill(outside, 0), outside
+
+
+@operation("cross_entropy_grad", lambda logits, *arguments: logits.new_empty(logits.shape))
+def _cross_entropy_grad(
+    logits: Tensor, target: Tensor, stats: Tensor, grad: Tensor, start: int, classes: int
+) -> Tensor:
+    found = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    if classes <= 0:
+        return found
+    known = logits[:, :classes].to(_wide(logits))
+    maximum = stats[:, :1].masked_fill(stats[:, :1] == -torch.inf, 0.0)
+    each = (known - maximum).exp_().mul_(grad[:, 1:2])
+    if grad.shape[1] > 3:
+        each.add_(grad[:, 3:4]).masked_fill_(known == -torch.inf, 0.0)
+    place, outside = _local(target, start, classes)
+    each.scatter_add_(-1, place, grad[:, 2:3].masked_fill(outside, 0.0))
+    empty = (grad[:, 1:4:1] == 0).all(-1, keepdim=True)
+    found[:, :classes] = each.masked_fill_(empty, 0.0)
+    return found
+
+
+@operation("cross_entropy_grad_", lambda *arguments: None)
+def _cross_entropy_grad_(logits: Tensor, target: Tensor, stats: Tensor, grad: Tensor, start: int, classes: int) -> None:
+    logits.copy_(_cross_entropy_grad(logits, target, stats, grad, start, classes))
+
+
+def _setup_stats(ctx, inputs, output) -> None:
+    logits, target, ctx.start, ctx.classes, _ = inputs
+    ctx.save_for_backward(logits, target, output)
+
+
+def _backward_stats(ctx, grad):
+    logits, target, stats = ctx.saved_tensors
+    found = kernels(logits).cross_entropy_grad(logits, target, stats, grad, ctx.start, ctx.classes)
+    return found, None, None, None, None
+
+
+@operation(
+    "cross_entropy_stats",
+    lambda logits, target, start, classes, smoothing: logits.new_empty(
+        (len(target), 5 if smoothing else 3), dtype=_wide(logits)
+    ),
+    _setup_stats,
+    _backward_stats,
+)
+def _cross_entropy_stats(logits: Tensor, target: Tensor, start: int, classes: int, smoothing: bool) -> Tensor:
+    stats = logits.new_zeros((len(target), 5 if smoothing else 3), dtype=_wide(logits))
+    stats[:, 0] = stats[:, 2] = -torch.inf
+    if classes <= 0 or not len(target):
+        return stats
+    known = logits[:, :classes].to(stats.dtype)
+    torch.amax(known, -1, out=stats[:, 0])
+    reference = stats[:, :1].masked_fill(stats[:, :1] == -torch.inf, 0.0)
+    stats[:, 1] = (known - reference).exp_().sum(-1)
+    place, outside = _local(target, start, classes)
+    stats[:, 2:3] = known.gather(-1, place).masked_fill_(outside, -torch.inf)
+    if smoothing:
+        hidden = known == -torch.inf
+        stats[:, 3] = known.masked_fill(hidden, 0.0).sum(-1)
+        stats[:, 4] = hidden.logical_not().sum(-1)
+    return stats
+
+
+class _OwnedStats(torch.autograd.Function):
+    """Statistics of logits that nothing else reads: their gradient takes their memory."""
+
+    @staticmethod
+    def forward(ctx, logits, target, start, classes, smoothing):
+        stats = kernels(logits).cross_entropy_stats(logits, target, start, classes, smoothing)
+        ctx.save_for_backward(logits, target, stats)
+        ctx.start, ctx.classes, ctx.consumed = start, classes, False
+        return stats
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.consumed:
+            raise RuntimeError("a cross entropy that owns its logits turns them into their gradient: one backward only")
+        ctx.consumed = True
+        logits, target, stats = ctx.saved_tensors
+        kernels(logits).cross_entropy_grad_(logits, target, stats, grad, ctx.start, ctx.classes)
+        return logits, None, None, None, None
+
+
+def cross_entropy_stats(
+    logits: Tensor,
+    target: Tensor,
+    start: int = 0,
+    classes: int | None = None,
+    smoothing: bool = False,
+    owned: bool = False,
+) -> Tensor:
+    """What one shard's logits add to a row's loss: logits [..., v], target int64 [...] -> [..., 3], or 5.
+
+    The shard's classes are start .. start + classes (None: v); later columns are padding. Per row: the maximum, the sum
+    of exp(x - maximum), the target's x (-inf: in another shard); with ``smoothing`` also sum and number of the x that
+    are not -inf. ``owned``: no one else reads the logits, so the backward, of which there may be one, overwrites them.
+    """
+    flat, wanted = logits.reshape(target.numel(), logits.shape[-1]), target.flatten()
+    arguments = flat, wanted, start, logits.shape[-1] if classes is None else classes, smoothing
+    found = _OwnedStats.apply(*arguments) if owned else kernels(logits).cross_entropy_stats(*arguments)
+    return found.view(*target.shape, found.shape[-1])
+
+
+class _LossOfStats(torch.autograd.Function):
+    """Keeps the gradient that an upstream one of 1 gives; the maxima count as constants."""
+
+    @staticmethod
+    def forward(ctx, stats, smoothing, everywhere):
+        maximum = stats[..., 0].amax(0)
+        factors = (stats[..., 0] - maximum).exp_().masked_fill_(stats[..., 0] == -torch.inf, 0.0)
+        total = (stats[..., 1] * factors).sum(0)
+        log_sum, chosen = total.log(), stats[..., 2].amax(0) - maximum
+        loss = log_sum - chosen
+        grad = torch.zeros_like(stats)
+        grad[..., 1], grad[..., 2] = factors / total, smoothing - 1
+        if smoothing > 0:
+            number = stats[..., 4].sum(0)
+            others = stats[..., 3].sum(0) - maximum * number
+            if not everywhere:
+                others, number = others - chosen, number - 1
+                grad[..., 2] += smoothing / number
+            grad[..., 3] = -smoothing / number
+            loss = (1 - smoothing) * loss + smoothing * (log_sum - others / number)
+        ctx.save_for_backward(grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (grad,) = ctx.saved_tensors
+        upstream = upstream.unsqueeze(-1)
+        return (grad * upstream).masked_fill_(upstream == 0, 0.0), None, None
+
+
+def loss_of_stats(stats: Tensor, label_smoothing: float = 0.0, everywhere: bool = False) -> Tensor:
+    """The statistics of all shards, [n, ..., 3 or 5] -> loss [...].
+
+    Label smoothing spreads over the other classes, as Megatron-LM documents it, or ``everywhere``: over the target's
+    too, as PyTorch does.
+    """
+    return _LossOfStats.apply(stats, label_smoothing, everywhere)
+
+
+def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
+    """Loss per row of logits [..., v] against target int64 [...] in 0 .. v - 1: [...]; 0 where it is ``ignore_index``.
+
+    Label smoothing spreads over the other v - 1 classes.
+    """
+    ignored = target == ignore_index
+    stats = cross_entropy_stats(logits, target.masked_fill(ignored, 0), smoothing=label_smoothing > 0)
+    return loss_of_stats(stats.unsqueeze(0), label_smoothing).masked_fill(ignored, 0.0)
+
+
+# ---- with the output layer ------------------------------------------------------------------------------------------
+def _fake_exponentiate(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(len(target), dtype=_wide(logits)), logits.new_empty(len(target), dtype=_wide(logits))
+
+
+@operation("exponentiate_", _fake_exponentiate)
+def _exponentiate_(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """On a CPU by rows that stay in its cache."""
+    loss, total = (logits.new_empty(len(target), dtype=_wide(logits)) for _ in range(2))
+    rows = max(1, _CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(target))
+    for part, place, losses, totals in zip(*(t.split(rows) for t in (logits, target, loss, total)), strict=True):
+        place = place.unsqueeze(-1)
+        part[:, classes:] = -torch.inf
+        shifted = part.to(loss.dtype)
+        shifted.sub_(shifted.amax(-1, keepdim=True))
+        losses.copy_(shifted.gather(-1, place).squeeze(-1)).neg_()
+        torch.sum(shifted.exp_(), -1, out=totals)
+        shifted.scatter_add_(-1, place, -totals.unsqueeze(-1))
+        if shifted is not part:
+            part.copy_(shifted)
+    return loss.add_(total.log()), total
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -18,11 +208,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target, classes, sink):
         exponents = F.linear(x, weight)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        loss, total = torch.empty_like(x[:, 0], dtype=wide), torch.empty_like(x[:, 0], dtype=wide)
-        rows = max(1, _CACHED_BYTES // (4 * weight.shape[0])) if x.device.type == "cpu" else len(x)
-        for part, at, of_loss, of_total in zip(*(t.split(rows) for t in (exponents, target, loss, total)), strict=True):
-            _exponentiate(part, at.unsqueeze(-1), classes, of_loss, of_total)
+        loss, total = kernels(exponents).exponentiate_(exponents, target, classes)
         ctx.save_for_backward(x, weight, exponents, total)
         ctx.sink = sink
         return loss
@@ -39,25 +225,71 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, None, None, None, None
 
 
-def _exponentiate(logits: Tensor, target: Tensor, classes: int, loss: Tensor, total: Tensor) -> None:
-    """Turn logits [t, V] into e in place; fill loss and total [t]. target int64 [t, 1]."""
-    logits[:, classes:] = -torch.inf
-    shifted = logits.to(loss.dtype)
-    shifted.sub_(shifted.amax(-1, keepdim=True))
-    chosen = shifted.gather(-1, target).squeeze(-1)
-    torch.sum(shifted.exp_(), -1, out=total)
-    torch.sub(total.log(), chosen, out=loss)
-    shifted.scatter_add_(-1, target, -total.unsqueeze(-1))
-    if shifted is not logits:
-        logits.copy_(shifted)
+class _ChunkedStats(torch.autograd.Function):
+    """Statistics of x weight^T whose logits exist for some rows at a time; the backward computes them again."""
+
+    @staticmethod
+    def forward(ctx, x, weight, target, start, classes, chunk, sink):
+        parts = [
+            kernels(x).cross_entropy_stats(F.linear(rows, weight), wanted, start, classes, False)
+            for rows, wanted in zip(x.split(chunk), target.split(chunk), strict=True)
+        ]
+        stats = torch.cat(parts)
+        ctx.save_for_backward(x, weight, target, stats)
+        ctx.start, ctx.classes, ctx.chunk, ctx.sink = start, classes, chunk, sink
+        return stats
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, target, stats = ctx.saved_tensors
+        grad_x, grad_weight = torch.empty_like(x), None
+        if ctx.sink is None:
+            grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
+        parts = (tensor.split(ctx.chunk) for tensor in (x, target, stats, grad, grad_x))
+        for rows, wanted, found, of_stats, into in zip(*parts, strict=True):
+            logits = F.linear(rows, weight)
+            kernels(logits).cross_entropy_grad_(logits, wanted, found, of_stats, ctx.start, ctx.classes)
+            torch.mm(logits, weight, out=into)
+            if ctx.sink is not None:
+                ctx.sink.matmul(weight, logits, rows, now=True)
+            else:
+                accumulate_(grad_weight, logits.t() @ rows)
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def linear_cross_entropy_stats(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    start: int,
+    classes: int,
+    chunk: int,
+    sink: WeightGradientSink | None = None,
+) -> Tensor:
+    """``cross_entropy_stats`` of x [..., h] weight [v, h]^T and target int64 [...]: [..., 3].
+
+    Logits exist for ``chunk`` rows at a time, so a ``sink``, with which autograd returns no weight gradient, takes it
+    at once.
+    """
+    arguments = x.reshape(-1, x.shape[-1]), weight, target.flatten(), start, classes, chunk, sink
+    return _ChunkedStats.apply(*arguments).view(*target.shape, 3)
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, target: Tensor, classes: int | None = None, sink: WeightGradientSink | None = None
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    classes: int | None = None,
+    sink: WeightGradientSink | None = None,
+    chunk: int = 0,
 ) -> Tensor:
-    """Cross entropy of x [t, h] weight [V, h]^T against target int64 [t]: fp32 (fp64 for fp64 inputs) [t].
+    """Cross entropy of x [t, h] weight [V, h]^T against target int64 [t]: [t].
 
     Rows of ``weight`` from ``classes`` on are padding and take no part. With a ``sink`` autograd returns no weight
-    gradient.
+    gradient. ``chunk``: keep no logits, but compute them for so many rows at a time, also in the backward; 0: keep all.
     """
-    return _LinearCrossEntropy.apply(x, weight, target, weight.shape[0] if classes is None else classes, sink)
+    classes = weight.shape[0] if classes is None else classes
+    if chunk:
+        stats = linear_cross_entropy_stats(x, weight, target, 0, classes, chunk, sink)
+        return loss_of_stats(stats.unsqueeze(0))
+    return _LinearCrossEntropy.apply(x, weight, target, classes, sink)

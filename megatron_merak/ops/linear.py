@@ -10,8 +10,8 @@ from torch import Tensor
 class WeightGradientSink(Protocol):
     """Takes weight gradients in the form in which the backward finds them."""
 
-    def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor) -> None:
-        """weight [o, i] += grad_output [t, o]^T @ input [t, i], now or later."""
+    def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
+        """weight [o, i] += grad_output [t, o]^T @ input [t, i]; later if the sink prefers, but not if ``now``."""
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         """weight[index] += grad_output, with index int64 [t] and grad_output [t, i]."""

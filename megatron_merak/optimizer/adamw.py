@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.optim.adamw import adamw
 
+from megatron_merak import ops
 from megatron_merak.config import OptimizerConfig
-from megatron_merak.parallel.buffers import ALIGNMENT, ParameterBuffer
+from megatron_merak.parallel.buffers import ParameterBuffer
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class StepResult:
 
 
 class AdamW:
-    """Decoupled weight decay (https://arxiv.org/abs/1711.05101), torch's fused kernel on one view per decay range.
+    """Decoupled weight decay (https://arxiv.org/abs/1711.05101): one pass clips, updates and rounds into `buffer.data`.
 
     A parameter's update does not depend, to the bit, on where in the buffer it lies or on what lies beside it.
 
@@ -29,6 +29,8 @@ class AdamW:
     config: adam_beta1, adam_beta2, adam_eps and clip_grad (0: no clipping) are read.
     group: the ranks that hold one replica of the model (tensor x pipeline), whose gradients make the global norm.
         None or one rank: this rank holds all of it.
+
+    steps: steps done, skipped ones excluded, the t of Adam's bias correction. Set it when a checkpoint is loaded.
     """
 
     def __init__(self, buffer: ParameterBuffer, config: OptimizerConfig, group: dist.ProcessGroup | None = None):
@@ -38,19 +40,8 @@ class AdamW:
         self.master = buffer.data if buffer.dtype == torch.float32 else buffer.data.to(torch.float32)
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
-        self._counted = _counted_rows(buffer)
-        self._counts = torch.zeros(len(buffer.ranges), dtype=torch.float32, device=buffer.device)
-        self._steps = 0
-
-    @property
-    def steps(self) -> int:
-        """Steps done, skipped ones excluded: the t of Adam's bias correction. Set it when a checkpoint is loaded."""
-        return self._steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._steps = steps
-        self._counts.fill_(steps)
+        self.steps = 0
+        self._counted = _counted(buffer)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The live flat fp32 tensors to save, and to load into; `buffer.view(tensor, name)` is one parameter's part."""
@@ -64,7 +55,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float) -> StepResult:
-        """Clip `main_grad` in place and update the parameters. Collective over `group`; one host sync.
+        """Update the parameters with the clipped `main_grad`, which stays. Collective over `group`; one host sync.
 
         `main_grad` must be final, and equal on the ranks of the data-parallel group.
         """
@@ -72,57 +63,44 @@ class AdamW:
         if not math.isfinite(norm):
             return StepResult(norm, skipped=True)
         coefficient = self.config.clip_grad / (norm + 1e-6)
-        if self.config.clip_grad > 0 and coefficient < 1:
-            self.buffer.main_grad.mul_(coefficient)
-        self._update(lr, weight_decay)
-        if self.master is not self.buffer.data:
-            self.buffer.data.copy_(self.master)
+        clips = self.config.clip_grad > 0 and coefficient < 1
+        self._update(lr, weight_decay, coefficient if clips else 1.0)
         return StepResult(norm, skipped=False)
 
     def grad_norm(self) -> float:
-        """The 2-norm of the model's gradient, each parameter counted by one rank. Collective over `group`.
-
-        Rows of 64 are summed in fp32 and rows in fp64: torch's CPU norm of 58 million fp32 values is 1 % off.
-        """
-        rows = torch.linalg.vector_norm(self.buffer.main_grad.view(-1, ALIGNMENT), dim=1)
-        if self._counted is not None:
-            rows.mul_(self._counted)
-        rows = rows.double()
-        total = torch.dot(rows, rows)
+        """The 2-norm of the model's gradient, each parameter counted by one rank. Collective over `group`."""
+        total = torch.zeros((), dtype=torch.float64, device=self.buffer.device)
+        for span in self._counted:
+            total += ops.sum_of_squares(self.buffer.main_grad[span])
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         return math.sqrt(total.item())
 
-    def _update(self, lr: float, weight_decay: float) -> None:
-        self._steps += 1
-        flat = (self.master, self.buffer.main_grad, self.exp_avg, self.exp_avg_sq)
-        counts = self._counts.unbind()
-        for decay in (True, False):
-            chosen = [number for number, part in enumerate(self.buffer.ranges) if part.decay == decay]
-            spans = [slice(self.buffer.ranges[number].start, self.buffer.ranges[number].stop) for number in chosen]
-            if not chosen:
-                continue
-            adamw(
-                *([tensor[span] for span in spans] for tensor in flat),
-                max_exp_avg_sqs=[],
-                state_steps=[counts[number] for number in chosen],
-                fused=True,
-                amsgrad=False,
-                beta1=self.config.adam_beta1,
-                beta2=self.config.adam_beta2,
+    def _update(self, lr: float, weight_decay: float, scale: float) -> None:
+        self.steps += 1
+        config, data = self.config, self.buffer.data
+        flat = (self.master, self.exp_avg, self.exp_avg_sq, self.buffer.main_grad)
+        for start, stop, decay in self.buffer.ranges:
+            ops.adamw_(
+                *(tensor[start:stop] for tensor in flat),
+                None if self.master is data else data[start:stop],
                 lr=lr,
+                betas=(config.adam_beta1, config.adam_beta2),
+                eps=config.adam_eps,
                 weight_decay=weight_decay if decay else 0.0,
-                eps=self.config.adam_eps,
-                maximize=False,
+                step=self.steps,
+                scale=scale,
             )
 
 
-def _counted_rows(buffer: ParameterBuffer) -> torch.Tensor | None:
-    """[size / 64] fp32, 1 where the row belongs to a counted parameter, else 0; None: all are. No row holds two."""
-    if all(slot.counted for slot in buffer.slots.values()):
-        return None
-    counted = torch.ones(buffer.size // ALIGNMENT, dtype=torch.float32)
+def _counted(buffer: ParameterBuffer) -> tuple[slice, ...]:
+    """The parts of `main_grad` that hold counted parameters, padding between two of them included."""
+    spans: list[list[int]] = []
+    adjoins = False
     for slot in buffer.slots.values():
-        if not slot.counted:
-            counted[slot.start // ALIGNMENT : -(-slot.stop // ALIGNMENT)] = 0
-    return counted.to(buffer.device)
+        if slot.counted and adjoins:
+            spans[-1][1] = slot.stop
+        elif slot.counted:
+            spans.append([slot.start, slot.stop])
+        adjoins = slot.counted
+    return tuple(slice(*span) for span in spans)

@@ -75,19 +75,17 @@ def gpt_units(
         activation // parts,
     )
     statistics = 4 * tokens // parts * _norm_vectors(model)
-    # Whole rows become exponentials in place and keep their sum; parts of rows an fp32 copy, target, its mask, sum and
-    # loss.
-    logits = vocabulary * bytes_per_value + 4 if tp == 1 else 4 * vocabulary + 17
+    kept, chunk = _kept_of_loss(model, vocabulary * bytes_per_value, tp), model.cross_entropy_chunk_size
     head = Unit(
         name="head",
         kind="head",
         parameters=_norm_vectors(model) * hidden + (output if untied else 0),
         flops=2 * tokens * hidden * vocabulary,
-        saved_bytes=activation + statistics + tokens * logits,
+        saved_bytes=activation + statistics + tokens * kept,
         output_bytes=4,
         tied=tied,
-        transient_bytes=0 if tp == 1 else tokens * vocabulary * bytes_per_value,
-        weight_bytes=tokens * (hidden + vocabulary) * bytes_per_value,
+        transient_bytes=min(chunk, tokens) * vocabulary * bytes_per_value,
+        weight_bytes=0 if chunk else tokens * (hidden + vocabulary) * bytes_per_value,
         **work["head"],
     )
     own = positions + (output if untied else 0)
@@ -100,6 +98,14 @@ def gpt_units(
         *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
         head,
     )
+
+
+def _kept_of_loss(model: ModelConfig, logits: int, tp: int) -> int:
+    """Bytes per token. Whole rows become exponentials in place and keep their sum. Parts of rows, and rows computed
+    anew, keep three statistics, and their gradient for those of all ranks; parts stay as they are."""
+    if tp == 1 and not model.cross_entropy_chunk_size:
+        return logits + 4
+    return (0 if model.cross_entropy_chunk_size else logits) + 12 + 12 * tp
 
 
 def _started(kind: str, activation: int, tp: int, parts: int) -> dict[str, tuple[int, int]]:

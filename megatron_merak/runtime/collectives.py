@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..tensor_parallel.sequence import gather_single, reduce_scatter_single, stacked, unstacked
 
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
 
 class Work(Protocol):
     """What a launch hands back, to be waited for once."""
@@ -38,22 +36,26 @@ class Unstack:
         self._parts = self._out = None
 
 
-def _reduce(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
+def _reduce(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
     if not (inplace and tensor.is_contiguous()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor, dist.all_reduce(tensor, op=_REDUCTIONS[kind], group=group, async_op=True)
+    return tensor, dist.all_reduce(tensor, group=group, async_op=True)
 
 
-def _gather(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
+def _stack(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
     parts = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
-    work = gather_single(parts.flatten(0, 1), tensor.contiguous(), group=group, async_op=True)
+    return parts, gather_single(parts.flatten(0, 1), tensor.contiguous(), group=group, async_op=True)
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
+    parts, work = _stack(tensor, group, inplace)
     if tensor.shape[0] == 1:
         return unstacked(parts), work
     out = tensor.new_empty(tensor.shape[0], len(parts) * tensor.shape[1], *tensor.shape[2:])
     return out, Unstack(work, parts, out)
 
 
-def _scatter(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
+def _scatter(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
     parts = stacked(tensor, dist.get_world_size(group))
     out = torch.empty_like(parts[0])
     return out, reduce_scatter_single(out, parts.flatten(0, 1), group=group, async_op=True)
@@ -61,7 +63,7 @@ def _scatter(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace
 
 _LAUNCHERS: dict[str, Callable[..., tuple[Tensor, Work]]] = {
     "sum": _reduce,
-    "max": _reduce,
+    "stack": _stack,
     "gather": _gather,
     "scatter": _scatter,
 }
@@ -70,8 +72,15 @@ _LAUNCHERS: dict[str, Callable[..., tuple[Tensor, Work]]] = {
 def launch(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
     """Start the collective ``kind`` over ``group``; the result is valid once the work was waited for.
 
-    'sum' and 'max': of all ranks' tensors. 'gather': all ranks' parts [b, s / n, ...] joined along the sequence.
-    'scatter': this rank's part of the sum of all ranks' [b, s, ...]. ``inplace``: a reduction may overwrite ``tensor``;
-    the other two never do.
+    'sum': of all ranks' tensors. 'stack': all ranks' [...] one behind the other, [n, ...]. 'gather': all ranks' parts
+    [b, s / n, ...] joined along the sequence. 'scatter': this rank's part of the sum of all ranks' [b, s, ...].
+    ``inplace``: a sum may overwrite ``tensor``; the others never do.
     """
-    return _LAUNCHERS[kind](tensor, kind, group, inplace)
+    return _LAUNCHERS[kind](tensor, group, inplace)
+
+
+def own_gradient(grad: Tensor, kind: str, group: dist.ProcessGroup | None) -> Tensor:
+    """The gradient of the tensor that a rank gave to the collective ``kind``, from that of the result, which all ranks
+    read alike.
+    """
+    return grad[dist.get_rank(group)] if kind == "stack" else grad

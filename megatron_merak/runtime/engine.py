@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..pipeline_parallel.ops import Kind
 from ..segment import Common, In, Segment
-from .collectives import Done, launch
+from .collectives import Done, launch, own_gradient
 from .weights import Product, WeightGradients
 
 Step = tuple[Kind, Segment]  # F, R (forward again) or B of one segment
@@ -234,7 +234,7 @@ class Engine:
             grad = state.take_grad(out.value)
             if edge is not None and grad is not None:
                 roots.append(edge)
-                grads.append(grad)
+                grads.append(own_gradient(grad, out.reduce, self.group))
         products: list[Product] = []
         if roots:
             wanted = [edge for edge in entries if edge is not None]

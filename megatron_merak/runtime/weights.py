@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import ops
+
 _CACHED_ROWS = 2048
 
 
@@ -28,39 +30,39 @@ class Product:
     def accumulate(self) -> None:
         grad, grad_output = self.grad, self.grad_output
         if self.index is not None:
-            grad.index_add_(0, self.index, grad_output.to(grad.dtype))
+            ops.add_rows_(grad, self.index, grad_output)
         elif grad_output.dtype == grad.dtype:
             grad.addmm_(grad_output.t(), self.input)
         else:
             # By rows, so that on a CPU the low-precision product is still in the cache when it is added.
             rows = _CACHED_ROWS if grad.device.type == "cpu" else len(grad)
             for part, columns in zip(grad.split(rows), grad_output.split(rows, 1), strict=True):
-                part.add_(columns.t() @ self.input)
+                ops.accumulate_(part, columns.t() @ self.input)
 
 
 class WeightGradients:
     """The sink that parallel layers hand their weight gradients to.
 
     grads: parameter -> its fp32 view of ``main_grad``; what is handed in for any other one (frozen) is dropped. While
-    ``queue`` is a list, products are appended to it, for ``drain``.
+    ``queue`` is a list, products are appended to it, for ``drain``, but for those that must be done now.
     """
 
     def __init__(self, grads: Mapping[Tensor, Tensor]):
         self.grads = dict(grads)
         self.queue: list[Product] | None = None
 
-    def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor) -> None:
+    def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
         # Detached: outside of a backward grad mode is on, and main_grad would silently become a graph.
-        self._take(weight, grad_output.detach(), input=input.detach())
+        self._take(weight, grad_output.detach(), now, input=input.detach())
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         self._take(weight, grad_output.detach(), index=index)
 
-    def _take(self, weight: Tensor, grad_output: Tensor, **more: Tensor) -> None:
+    def _take(self, weight: Tensor, grad_output: Tensor, now: bool = False, **more: Tensor) -> None:
         if weight not in self.grads:
             return
         product = Product(self.grads[weight], grad_output, **more)
-        if self.queue is None:
+        if now or self.queue is None:
             product.accumulate()
         else:
             self.queue.append(product)

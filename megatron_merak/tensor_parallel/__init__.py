@@ -1,6 +1,6 @@
 """Tensor parallelism: layers that hold a shard, and the collectives between their regions. Groups are arguments."""
 
-from .cross_entropy import local_max, local_terms, loss_from_terms, vocab_parallel_cross_entropy
+from .cross_entropy import vocab_parallel_cross_entropy
 from .layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear, VocabParallelEmbedding
 from .mappings import (
     copy_to_tensor_model_parallel_region,
@@ -29,9 +29,6 @@ __all__ = [
     "gather_from_tensor_model_parallel_region",
     "group_rank",
     "group_size",
-    "local_max",
-    "local_terms",
-    "loss_from_terms",
     "model_parallel_seed",
     "own_part",
     "reduce_from_tensor_model_parallel_region",

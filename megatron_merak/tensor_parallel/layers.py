@@ -80,10 +80,12 @@ class ColumnParallelLinear(ParallelLayer):
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype, device=device)) if bias else None
 
+    def entering(self, x: Tensor) -> Tensor:
+        """What the weight is multiplied with."""
+        return self._whole(x) if self.calls else x
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.calls:
-            x = self._whole(x)
-        y = ops.linear(x, self.weight, self.bias, self.sink)
+        y = ops.linear(self.entering(x), self.weight, self.bias, self.sink)
         return gather_from_tensor_model_parallel_region(y, self.group) if self.calls and self.gather_output else y
 
 

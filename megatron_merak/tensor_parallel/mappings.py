@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .sequence import gathered, own_part, reduce_scattered
+from .sequence import gathered, own_part, reduce_scattered, stack
 
 Group = dist.ProcessGroup | None
 
@@ -39,6 +39,10 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return own_part(x, group).contiguous()
+
+
+def _own_entry(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return stacked[group.rank()]
 
 
 def _identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -78,6 +82,14 @@ def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
 def gather_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
     """All slices x [..., h / n] side by side, [..., h]; backward takes this rank's slice."""
     return _apply(x, group, _gather, _split)
+
+
+def stack_over_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """All ranks' x [...], one behind the other: [n, ...].
+
+    Backward takes this rank's gradient: every rank must compute the same from what is stacked.
+    """
+    return x.unsqueeze(0) if group_size(group) == 1 else _Pair.apply(x, group, stack, _own_entry)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tensors divided along the sequence: x [b, s, ...] in as many parts [b, s / n, ...] as there are ranks.
+"""Tensors of all ranks one behind the other, and tensors divided along the sequence.
 
-A collective wants the ranks' parts one behind the other, [n, b, s / n, ...]. Of a single sample that is x itself; of
-more it is a copy.
+These are x [b, s, ...] in as many parts [b, s / n, ...] as there are ranks. A collective wants the ranks' parts one
+behind the other, [n, b, s / n, ...]. Of a single sample that is x itself; of more it is a copy.
 """
 
 import torch
@@ -23,6 +23,13 @@ def unstacked(parts: Tensor) -> Tensor:
     return parts.transpose(0, 1).flatten(1, 2)
 
 
+def stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' x [...], one behind the other: [n, ...]."""
+    parts = x.new_empty(group.size(), *x.shape)
+    gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
+    return parts
+
+
 def own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part [b, s / n, ...] of x [b, s, ...], a view."""
     return x.unflatten(1, (group.size(), -1)).select(1, group.rank())
@@ -30,9 +37,7 @@ def own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' parts x [b, s / n, ...] joined, [b, s, ...]."""
-    parts = x.new_empty(group.size(), *x.shape)
-    gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
-    return unstacked(parts)
+    return unstacked(stack(x, group))
 
 
 def reduce_scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -37,7 +37,7 @@ class CapturedSettings:
     """What a captured model is trained with beside its data.
 
     micro_batches: per step and replica, where a step does not say otherwise. dtype: of parameters and activations.
-    device: the planner's name of it.
+    device: the planner's name of it. loss_chunk: rows whose logits exist at a time, 0 for all.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -49,6 +49,7 @@ class CapturedSettings:
     graph_sharding: str = "cut"
     tensor_parallel_rules: str = ""
     vocabulary_multiple: int = 1
+    loss_chunk: int = 0
 
 
 def batch_size(batch: Batch) -> tuple[int, int]:
@@ -97,7 +98,7 @@ class Blueprint:
         )  # fmt: skip
         if self.captured.guards and grid.tp > 1:  # other cases may use weights otherwise, and all must agree
             self.partial = tuple(name for name, tensor in self.sharding.tensors.items() if tensor.dim is None)
-        self.units = measure(self.captured, self.chain, self.sharding, grid.tp, settings.device)
+        self.units = measure(self.captured, self.chain, self.sharding, grid.tp, settings.device, settings.loss_chunk)
         self.plan = self._plan(example)
 
     def _without_mask(self, example: Batch) -> Captured | None:
@@ -191,7 +192,7 @@ class Blueprint:
             raise PlanError(
                 "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
             )
-        self.fused |= fuse(rewritten.graph)
+        self.fused |= fuse(rewritten.graph, self.settings.loss_chunk)
         return split(rewritten, self.plan.stages[stage].units, mesh.device)
 
 

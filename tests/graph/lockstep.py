@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.cut import cut
-from megatron_merak.graph.marks import copy_in, reduce_max, reduce_sum
+from megatron_merak.graph.marks import copy_in, reduce_sum, stack
 from megatron_merak.graph.rewrite import Rewritten, rewrite
 from megatron_merak.graph.shard import Sharding
 from megatron_merak.plan import TensorSharding
@@ -38,6 +38,16 @@ class _CopyIn(torch.autograd.Function):
     def backward(ctx, *grads):
         total = torch.stack([grad.contiguous() for grad in grads]).sum(0)
         return tuple(total.clone() for _ in grads)
+
+
+class _Stack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *parts):
+        return tuple(torch.stack(parts) for _ in parts)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return tuple(grad[rank] for rank, grad in enumerate(grads))
 
 
 def part(full: Tensor, tensor: TensorSharding, rank: int, tp: int) -> Tensor:
@@ -73,8 +83,8 @@ def run(
             made = _ReduceSum.apply(*(a[0] for a in args))
         elif node.target is copy_in:
             made = _CopyIn.apply(*(a[0] for a in args)) if args[0][0].requires_grad else [a[0] for a in args]
-        elif node.target is reduce_max:
-            made = [torch.stack([a[0] for a in args]).amax(0)] * tp
+        elif node.target is stack:
+            made = _Stack.apply(*(a[0] for a in args))
         else:
             made = [n.target(*a, **k) for n, a, k in zip(nodes, args, kwargs, strict=True)]
         for r, n in enumerate(nodes):

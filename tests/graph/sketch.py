@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Graph
 
-from megatron_merak.graph.marks import copy_in, reduce_max, reduce_sum
+from megatron_merak.graph.marks import copy_in, reduce_sum, stack
 from megatron_merak.graph.rewrite import Rewritten
 
 
@@ -30,8 +30,8 @@ class Sketch:
     def call(self, target, *args, unit=None, sharded=False, name=None):
         node = self.graph.create_node("call_function", target, args, name=name)
         values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
-        mark = target in (copy_in, reduce_sum, reduce_max)
-        node.meta.update(val=values[0] if mark else target(*values), unit=unit, sharded=sharded)
+        meanings = {copy_in: torch.clone, reduce_sum: torch.clone, stack: lambda x: torch.stack([x, x])}
+        node.meta.update(val=meanings.get(target, target)(*values), unit=unit, sharded=sharded)
         return node
 
     def done(self, *outputs, names=("loss",)):

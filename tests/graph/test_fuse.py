@@ -104,13 +104,13 @@ def test_half_precision(name):
 
 def two_ranks(rank, world_size):
     found = {}
-    for name in ("llama", "phi3", "gpt2"):
+    for name, chunk in (("llama", 0), ("phi3", 0), ("gpt2", 0), ("llama", 5)):
         dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1} if name == "gpt2" else {}
         family = Family(name, rank, world_size, **dropout)
         loss, grads = gradients(family.model, family.batch)
-        counts = fuse(family.rewritten.graph)
+        counts = fuse(family.rewritten.graph, chunk)
         found_loss, shards = Stages(family, 2, True, dist.group.WORLD).step(family.batch)
-        found[name] = float(found_loss), dict(counts)
+        found[name, chunk] = float(found_loss), dict(counts)
         if dropout:
             continue
         wanted = {name: part(g, family.sharding.tensors[name], rank, world_size) for name, g in grads.items()}
@@ -122,8 +122,9 @@ def test_pieces_of_sharded_work():
     first, second = run_ranks(two_ranks, 2, timeout=110)
     assert first == second
     for name in ("llama", "phi3"):
-        assert first[name][1] == {kind: n for kind, n in COUNTS[name].items() if kind != LOSS}
-    assert first["gpt2"][1] == {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, "bias dropout add": 4}
+        assert first[name, 0][1] == {kind: n for kind, n in COUNTS[name].items() if kind != LOSS}
+    assert first["llama", 5][1] == COUNTS["llama"]
+    assert first["gpt2", 0][1] == {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, "bias dropout add": 4}
 
 
 # ---- pieces on their own ------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Scored(nn.Module):
         return {"loss": self.body(self, self.table(ids), labels)}
 
 
-def pieces(body, ids=None, labels=None, seen=None):
+def pieces(body, ids=None, labels=None, seen=None, chunk=0):
     """How often each kind is found in ``body(module, x [2, 4, 8], labels)``, which must keep its loss and gradients.
 
     The graph is added to ``seen``.
@@ -151,7 +152,7 @@ def pieces(body, ids=None, labels=None, seen=None):
     captured = capture(model, batch)
     chain = cut(captured)
     rewritten = rewrite(captured, chain, shard(captured, 1), 0, 1)
-    counts = fuse(rewritten.graph)
+    counts = fuse(rewritten.graph, chunk)
     if seen is not None:
         seen.append(rewritten.graph)
     loss, grads = gradients(model, batch)
@@ -191,8 +192,12 @@ IGNORED = torch.tensor([[-100, 1, 2, -100], [5, 4, 0, 0]])
         (torch.tensor([[3, 1, 2, 3], [5, 4, 0, 0]]), {"ignore_index": 3}),
     ],
 )
-def test_loss_of_rows_that_count(labels, options):
-    assert pieces(lambda m, x, y: cross_entropy(m, x, y, **options), labels=labels) == {LOSS: 1}
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_loss_of_rows_that_count(labels, options, chunk):
+    seen = []
+    assert pieces(lambda m, x, y: cross_entropy(m, x, y, **options), None, labels, seen, chunk) == {LOSS: 1}
+    (node,) = seen[0].find_nodes(op="call_function", target=ops.linear_cross_entropy)
+    assert node.kwargs.get("chunk", 0) == chunk
 
 
 def test_loss_over_the_items_of_a_whole_batch():

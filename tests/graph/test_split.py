@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.errors import TraceError
-from megatron_merak.graph.marks import copy_in, reduce_max, reduce_sum
+from megatron_merak.graph.marks import copy_in, reduce_sum, stack
 from megatron_merak.graph.split import split
 from megatron_merak.segment import In, Out
 from tests.graph.lockstep import NO_GRADIENT, part
@@ -128,15 +128,15 @@ def test_levels_alternate_and_marks_become_edges():
     a = s.call(aten.mul.Tensor, x, w, unit=0, name="a")
     entered = s.call(copy_in, a, unit=0, sharded=True)
     b = s.call(aten.mul.Tensor, entered, v, unit=0, sharded=True, name="b")
-    peak = s.call(reduce_max, b, unit=0, name="peak")
-    c = s.call(aten.sub.Tensor, b, peak, unit=0, sharded=True, name="c")
+    every = s.call(stack, b, unit=0, name="every")
+    c = s.call(aten.sub.Tensor, every, b, unit=0, sharded=True, name="c")
     total = s.call(reduce_sum, c, unit=0, name="total")
     loss = s.call(aten.add.Tensor, total, a, unit=0, name="d")
     parts = split(s.done(loss), range(1))
     assert [shape_of(p) for p in parts.parts] == [
         (0, False, (), (Out("a"),)),
-        (0, True, (In("a", reduce="sum"),), (Out("peak", "max"), Out("b"))),
-        (0, True, (In("b"), In("peak", grad=False)), (Out("total", "sum"),)),
+        (0, True, (In("a", reduce="sum"),), (Out("every", "stack"), Out("b"))),
+        (0, True, (In("every"), In("b")), (Out("total", "sum"),)),
         (0, False, (In("total"), In("a")), (Out("loss"),)),
     ]
     assert parts.results == ("loss",) and parts.sources == parts.targets == ()

@@ -34,16 +34,16 @@ def weights_of(name):
     return {key: parameter.detach() for key, parameter in huggingface(name).named_parameters()}
 
 
-def standalone(name, weights, rank, tp, parts=False):
-    gpt = GPT(FAMILIES[name], Placement(group_of(tp), sequence_parallel=parts))
+def standalone(name, weights, rank, tp, parts=False, **changes):
+    gpt = GPT(replace(FAMILIES[name], **changes), Placement(group_of(tp), sequence_parallel=parts))
     load(gpt.units, weights, rank, tp)
     loss = gpt(batch())
     loss.backward()
     return loss.detach(), grads_of(gpt.units, rank, tp, lambda parameter: parameter.grad)
 
 
-def through_engine(name, weights, rank, tp, parts=False, recompute=()):
-    config, place = FAMILIES[name], Placement(group_of(tp), "edge", sequence_parallel=parts)
+def through_engine(name, weights, rank, tp, parts=False, recompute=(), **changes):
+    config, place = replace(FAMILIES[name], **changes), Placement(group_of(tp), "edge", sequence_parallel=parts)
     units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
     if not config.untie_embeddings_and_output_weights:
         units[-1].output.weight = units[0].tokens.weight
@@ -79,6 +79,12 @@ def both(rank, tp, weights, parts=False):
     return results
 
 
+def in_chunks(rank, tp, weights, parts=False):
+    """Both ways of a model whose head computes five rows of logits at a time."""
+    given = ("llama", weights["llama"], rank, tp, parts)
+    return [run(*given, cross_entropy_chunk_size=5) for run in (standalone, through_engine)]
+
+
 def count(rank, tp, weights, parts=False):
     """Collectives of a stand-alone model by kind, forward and backward."""
     config = FAMILIES["llama"]
@@ -92,7 +98,8 @@ def count(rank, tp, weights, parts=False):
 
 
 def over_ranks(rank, tp, weights, parts):
-    return both(rank, tp, weights, parts) | {"collectives": count(rank, tp, weights["llama"], parts)}
+    others = {"collectives": count(rank, tp, weights["llama"], parts), "chunks": in_chunks(rank, tp, weights, parts)}
+    return both(rank, tp, weights, parts) | others
 
 
 # Tensor-parallel size, and whether its ranks divide the sequence.
@@ -103,7 +110,7 @@ LAYOUTS = [(1, False), (2, False), (2, True)]
 def measured():
     weights = {name: weights_of(name) for name in FAMILIES}
     ranks = {(2, parts): run_ranks(over_ranks, 2, weights, parts) for parts in (False, True)}
-    return {(1, False): [both(0, 1, weights)]} | ranks
+    return {(1, False): [both(0, 1, weights) | {"chunks": in_chunks(0, 1, weights)}]} | ranks
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +150,16 @@ def test_the_engine_and_one_autograd_graph_agree(measured, name, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_in_chunks_computes_the_same(measured, layout):
+    for results in measured[layout]:
+        loss, grads = results["llama"][0]
+        for chunked_loss, chunked_grads in results["chunks"]:
+            torch.testing.assert_close(chunked_loss, loss, rtol=1e-6, atol=0)
+            for tensor, (_, grad) in grads.items():
+                assert (chunked_grads[tensor][1] - grad).abs().max() <= 5e-6 * grad.abs().max(), tensor
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recomputation_changes_no_bit(measured, name, layout):
     for results in measured[layout]:
@@ -166,17 +183,17 @@ def test_every_tensor_of_the_family_has_a_layout():
 
 
 def test_number_of_collectives(measured):
-    """Forward: embedding, two per layer, maximum and sums of the loss. Backward: two per layer, and the head's."""
-    sums, layers = "allreduce_", 2
-    forward, backward = Counter({sums: 1 + 2 * layers + 2}), Counter({sums: 2 * layers + 1})
+    """Forward: embedding, two per layer, statistics of the loss. Backward: two per layer, and the head's."""
+    sums, gather, layers = "allreduce_", "_allgather_base_", 2
+    forward, backward = Counter({sums: 1 + 2 * layers, gather: 1}), Counter({sums: 2 * layers + 1})
     assert [results["collectives"] for results in measured[2, False]] == [(forward, backward)] * 2
 
 
 def test_number_of_collectives_on_parts_of_the_sequence(measured):
-    """Every all-reduce of the residual stream becomes a gathering and a reduce-scatter; the loss's remain, and in the
-    backward every norm's weight has one."""
+    """Every all-reduce of the residual stream becomes a gathering and a reduce-scatter; the loss's gathering remains,
+    and in the backward every norm's weight has an all-reduce."""
     sums, gather, scatter, layers = "allreduce_", "_allgather_base_", "_reduce_scatter_base_", 2
-    forward = Counter({scatter: 1 + 2 * layers, gather: 2 * layers + 1, sums: 2})
+    forward = Counter({scatter: 1 + 2 * layers, gather: 2 * layers + 2})
     backward = Counter({gather: 1 + 2 * layers, scatter: 2 * layers + 1, sums: 2 * layers + 1})
     assert [results["collectives"] for results in measured[2, True]] == [(forward, backward)] * 2
 

@@ -32,6 +32,8 @@ def collective(kind, tensor, size):
     """What a collective leaves on a rank if all ranks have the same: a tensor of the right shape and of its own."""
     if kind == "gather":
         return torch.cat([tensor] * size, 1)
+    if kind == "stack":
+        return torch.stack([tensor] * size)
     return tensor.chunk(size, 1)[1].clone() if kind == "scatter" else tensor.clone()
 
 
@@ -80,6 +82,15 @@ def test_units_keep_and_send_what_is_planned(name, dropout, size, divided):
         assert planned[index].reduced_bytes == sent, unit.name
         if output is not None:
             assert planned[index].output_bytes == output.numel() * 4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_head_that_computes_in_chunks_keeps_no_logits(size):
+    model = replace(FAMILIES["llama"], cross_entropy_chunk_size=5)
+    planned = gpt_units(model, SAMPLES, 4, size, fused_dropout=False)[-1]
+    place = Placement(Rank(size), "edge") if size > 1 else Placement()
+    saved, _, _ = kept(build_unit(model.num_layers + 1, model, place).train(), size)
+    assert planned.saved_bytes == saved and planned.weight_bytes == 0
 
 
 def test_dividing_the_sequence_costs_the_links_no_more_in_a_layer():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_merak.runtime.collectives import launch
+from megatron_merak.runtime.collectives import launch, own_gradient
 from tests.ranks import run_ranks
 
 
@@ -29,7 +29,8 @@ def every_kind(rank, n):
                 ("scatter", scaled, total[:, 2 * rank : 2 * rank + 2]),
                 ("scatter", scaled.transpose(0, 2).contiguous().transpose(0, 2), total[:, 2 * rank : 2 * rank + 2]),
                 ("sum", scaled, total),
-                ("max", scaled, x * n),
+                ("stack", scaled, torch.stack([x * (r + 1) for r in range(n)])),
+                ("stack", scaled.transpose(0, 2), torch.stack([(x * (r + 1)).transpose(0, 2) for r in range(n)])),
             ):
                 out, work = launch(given, kind, group, inplace=False)
                 work.wait()
@@ -53,7 +54,14 @@ def uneven(rank, n):
         launch(torch.zeros(1, 3, 2), "scatter", dist.group.WORLD, inplace=True)
 
 
+def gradients_of_what_was_given(rank, n):
+    grad = torch.arange(2.0 * n).view(n, 2)
+    assert torch.equal(own_gradient(grad, "stack", dist.group.WORLD), grad[rank])
+    assert all(own_gradient(grad, kind, dist.group.WORLD) is grad for kind in ("", "sum", "gather", "scatter"))
+
+
 def checks(rank, n):
+    gradients_of_what_was_given(rank, n)
     several_at_once(rank, n)
     if n == 2:
         uneven(rank, n)

@@ -259,10 +259,10 @@ def edges(rank, world_size):
         {"z": one},
     )
     run(
-        "max",
+        "stack",
         [
-            seg(0, lambda c, x: (x * 1, -x.detach()), (In("x"),), (Out("y"), Out("m", "max", True))),
-            seg(1, lambda c, y, m: (y + m,), (In("y"), In("m", grad=False)), (Out("z"),)),
+            seg(0, lambda c, x: (3 * x,), (In("x"),), (Out("y", "stack"),)),
+            seg(1, lambda c, y: (y[0] + y[1] * y[1],), (In("y"),), (Out("z"),)),
         ],
         {"x": x},
         {"z": one},
@@ -317,7 +317,8 @@ def test_edges_by_hand():
     for rank, results in enumerate((first, second)):
         assert results["sum"] == ({"z": [22.0**2, 44.0**2]}, {"x": [4 * 22.0, 4 * 44.0]})
         own = [10.0, 20.0] if rank else [1.0, 2.0]
-        assert results["max"] == ({"z": [own[0] - 1, own[1] - 2]}, {"x": [1.0, 1.0]})
+        slope = [3 * 2 * 30.0, 3 * 2 * 60.0] if rank else [3.0, 3.0]
+        assert results["stack"] == ({"z": [3.0 + 900, 6.0 + 3600]}, {"x": slope})
         assert results["kept"] == ({"y": [4.0, 4.0]}, {"x": [0.25, 0.25]})
         assert results["partial"] == ({"y": [3 * own[0], 3 * own[1]]}, {"x": [9.0, 9.0]})
         assert results["alias"] == ({"z": [2 * own[0], 2 * own[1]]}, {"x": [3.0, 3.0], "y": [3.0, 3.0]})

@@ -37,6 +37,13 @@ def test_deferred_products_wait_for_drain():
     assert torch.equal(sink.grads[second], 1 + integers(5, 4).t() @ x)
 
 
+def test_what_must_be_done_now_does_not_wait():
+    sink, (weight,) = sink_of((3, 2))
+    sink.queue = queue = []
+    sink.matmul(weight, integers(5, 3), integers(5, 2), now=True)
+    assert not queue and torch.equal(sink.grads[weight], 1 + integers(5, 3).t() @ integers(5, 2))
+
+
 def test_rows_of_a_table_add_up_and_other_gradients_too():
     sink, (table, bias) = sink_of((4, 2), (3,), dtype=torch.bfloat16)
     sink.rows(table, torch.tensor([2, 0, 2]), torch.tensor([[1.0, 2], [3, 4], [5, 6]], dtype=torch.bfloat16))
