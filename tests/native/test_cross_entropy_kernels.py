@@ -140,6 +140,12 @@ def test_shards_padding_and_smoothing(kernels, columns, shards, real, smoothing)
     check_loss(kernels, torch.bfloat16, columns, shards, smoothing, real)
 
 
+def test_a_target_just_outside_a_shard_is_not_in_it(kernels):
+    logits, target = randn(4, 10), torch.tensor([19, 20, 23, 24])
+    found = stats_of(kernels, logits, target, start=20, classes=4)
+    assert found[:, 2].tolist() == [-INF, logits[1, 0].item(), logits[2, 3].item(), -INF]
+
+
 def test_rows_that_are_apart(kernels):
     """Rows of a wider tensor, each at another alignment."""
     wide, target = problem(6, 1037, torch.bfloat16, classes=1030)

@@ -1,0 +1,215 @@
+"""Every memory-bound operation on one GPU, as a share of what a copy moves, beside PyTorch eager and compiled.
+
+python benchmarks/gpu_ops.py                prints the page
+python benchmarks/gpu_ops.py --write        into docs/gpu.md
+python benchmarks/gpu_ops.py --check        on a CPU at tiny sizes: that both sides do the same work; times nothing
+"""
+
+import argparse
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from gpu_cases import CASES, FULL, TINY, Case, Inputs, size_of, tensors_of
+from torch import Tensor
+
+from megatron_merak import ops
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
+WARM_UPS, REPEATS = 5, 30
+COPIED = 1 << 30  # bytes of the tensor whose copy is the yardstick
+TOLERANCE = 2**-6  # of the largest value: PyTorch's own operations round to bf16 between their steps
+
+
+def _liger_norm(module: Any) -> Callable:
+    return lambda x, weight, eps: module.LigerRMSNormFunction.apply(x, weight, eps)
+
+
+def _apex_norm(module: Any) -> Callable:
+    return lambda x, weight, eps: module.fused_rms_norm_affine(x, weight, weight.shape, eps)
+
+
+def _engine_norm(module: Any) -> Callable:
+    norm = module.RMSNorm(FULL.hidden, eps=1e-5, params_dtype=torch.bfloat16, device="cuda")
+    return lambda x, weight, eps: norm(x)
+
+
+def _liger_swiglu(module: Any) -> Callable:
+    return lambda gate, up, activation: module.LigerSiLUMulFunction.apply(gate, up)
+
+
+# Other libraries' kernels, measured where they can be imported: operation -> (library, module, its function).
+PEERS = {
+    "rms_norm": (
+        ("liger", "liger_kernel.ops.rms_norm", _liger_norm),
+        ("apex", "apex.normalization.fused_layer_norm", _apex_norm),
+        ("transformer_engine", "transformer_engine.pytorch", _engine_norm),
+    ),
+    "gated": (("liger", "liger_kernel.ops.swiglu", _liger_swiglu),),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation: bytes it has to move, and the milliseconds of each way to do it (median, fastest, slowest)."""
+
+    case: Case
+    moved: int
+    times: dict[str, tuple[float, float, float]]
+
+    def speed(self) -> float:
+        """GB/s of the bytes that have to be moved, whatever else is."""
+        return self.moved / self.times["ours"][0] / 1e6
+
+
+def peers(case: Case) -> dict[str, Callable]:
+    found = {}
+    for library, name, make in PEERS.get(case.op, ()):
+        try:
+            found[library] = make(import_module(name))
+        except ImportError:
+            continue
+    return found
+
+
+def copies(arguments: tuple) -> tuple:
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in arguments)
+
+
+def difference(case: Case, make: Inputs) -> float:
+    """Largest difference from plain PyTorch, of results and of what changes in place, over the largest value."""
+    ours = case.make(make)
+    eager = copies(ours)
+    results = zip(tensors_of(case.ours(*ours)), tensors_of(case.eager(*eager)), strict=True)
+    worst = 0.0
+    for a, b in (*results, *zip(tensors_of(ours), tensors_of(eager), strict=True)):
+        assert a.shape == b.shape, (case.op, a.shape, b.shape)
+        off = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)
+        worst = max(worst, float(off))
+    return worst
+
+
+def milliseconds(run: Callable[[], Any]) -> tuple[float, float, float]:
+    """Of one call, between events on the stream; the host stays ahead and is not timed."""
+    for _ in range(WARM_UPS):
+        run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
+    for start, stop in events:
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(stop) for start, stop in events]
+    return median(times), min(times), max(times)
+
+
+def copy_speed(device: torch.device) -> float:
+    """GB/s read and written by the copy of a large tensor."""
+    source = torch.ones(COPIED, dtype=torch.uint8, device=device)
+    into = torch.empty_like(source)
+    return 2 * size_of(source) / milliseconds(lambda: into.copy_(source))[0] / 1e6
+
+
+def measure(case: Case, device: torch.device) -> Row:
+    arguments = case.make(Inputs(FULL, device))
+    moved = case.moved(arguments, case.ours(*copies(arguments)))
+    ways = {"ours": case.ours, "eager": case.eager, "compiled": torch.compile(case.eager, dynamic=False)}
+    times = {name: milliseconds(lambda run=run: run(*arguments)) for name, run in (ways | peers(case)).items()}
+    return Row(case, moved, times)
+
+
+def table(rows: list[Row], copied: float) -> str:
+    lines = ["| operation | MB | ours, ms | GB/s | of copy | over eager | over compiled | others |", "|---" * 8 + "|"]
+    for row in rows:
+        time, low, high = row.times["ours"]
+        ratios = {way: f"{times[0] / time:.2f}" for way, times in row.times.items()}
+        others = ", ".join(f"{way} {ratios[way]}" for way in ratios if way not in ("ours", "eager", "compiled"))
+        cells = (
+            *(row.case.label, f"{row.moved / 1e6:.0f}", f"{time:.3f} ({low:.3f} to {high:.3f})"),
+            *(f"{row.speed():.0f}", f"{row.speed() / copied:.0%}", ratios["eager"], ratios["compiled"], others or "-"),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TEXT = """# Memory-bound operations on a GPU
+
+Measured {date} on {device}: driver {driver}, PyTorch {torch}, CUDA {cuda}.
+
+A copy of {copied_mb} MiB moves **{copied:.0f} GB/s**, read and written. *GB/s* counts the bytes that an operation has
+to move, each once, so *of copy* is how close it comes to the memory's speed. *Over eager* and *over compiled*: how many
+times as long the same takes in plain PyTorch, and in that under `torch.compile`. Medians of {repeats} calls, with the
+fastest and the slowest; {sizes}.
+
+{table}
+
+Regenerate: `make gpu`
+"""
+
+
+def page(device: torch.device) -> str:
+    problem = ops.PROBLEMS["_ops_cuda"]
+    if problem:
+        raise SystemExit(f"There is nothing of ours to measure: {problem}")
+    with torch.no_grad():
+        copied = copy_speed(device)
+        rows = [measure(case, device) for case in CASES if case.registered]
+    return TEXT.format(
+        date=datetime.date.today().isoformat(),
+        device=torch.cuda.get_device_name(device),
+        driver=_driver(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        copied_mb=COPIED >> 20,
+        copied=copied,
+        repeats=REPEATS,
+        sizes=", ".join(f"{name} {value}" for name, value in vars(FULL).items()),
+        table=table(rows, copied),
+    )
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    words = path.read_text(encoding="utf-8").split() if path.exists() else []
+    return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+
+
+def check() -> str:
+    """Both sides of every case on a CPU, and the table with made-up times. Raises AssertionError where they differ."""
+    rows, device = [], torch.device("cpu")
+    for case in CASES:
+        if not case.registered:
+            print(f"{case.op} is not registered: left out")
+            continue
+        worst = difference(case, Inputs(TINY, device))
+        assert not case.comparable or worst <= TOLERANCE, f"{case.op}: ours is {worst:.1e} from plain PyTorch"
+        arguments = case.make(Inputs(TINY, device))
+        moved = case.moved(arguments, case.ours(*copies(arguments)))
+        assert moved > 0, case.op
+        rows.append(Row(case, moved, dict.fromkeys(("ours", "eager", "compiled"), (1.0, 1.0, 1.0))))
+    return f"{table(rows, 1.0)}\n\n{len(rows)} operations do the work of plain PyTorch. The times are made up.\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/gpu.md; else print")
+    parser.add_argument("--check", action="store_true", help="compare results on a CPU at tiny sizes, time nothing")
+    chosen = parser.parse_args()
+    if chosen.check:
+        print(check())
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("There is no CUDA device. --check runs without one.")
+    text = page(torch.device("cuda", torch.cuda.current_device()))
+    if chosen.write:
+        DOCUMENT.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Peer memory where there is none: the group's own all-reduce serves every call, and the reason is said once."""
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from megatron_merak.parallel import peer_memory
+from megatron_merak.parallel.peer_memory import PeerMemory
+from tests.ranks import run_ranks
+
+
+def _on_cpu(rank, world_size):
+    records, handler = [], logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    peer_memory.logger.addHandler(handler)
+    peer_memory.logger.setLevel(logging.INFO)
+    peers = PeerMemory(dist.group.WORLD, torch.device("cpu"))
+    for _ in range(2):
+        tensor = torch.arange(5.0) + rank
+        peers.all_reduce(tensor)
+        assert torch.equal(tensor, world_size * torch.arange(5.0) + world_size * (world_size - 1) / 2)
+    return peers.reason, records
+
+
+def test_a_cpu_falls_back_and_says_why_once():
+    for reason, records in run_ranks(_on_cpu, 2):
+        assert reason == "the device is cpu"
+        assert records == [f"all-reduce by the process group, not by peer memory: {reason}"]
+
+
+class _OneCannot(PeerMemory):
+    def _own_problem(self, device):
+        return "rank 1 is out" if dist.get_rank() == 1 else ""
+
+
+def _reason(rank, world_size):
+    return _OneCannot(dist.group.WORLD, torch.device("cpu")).reason
+
+
+def test_all_ranks_decide_alike():
+    """Else they would wait for each other in different places."""
+    assert run_ranks(_reason, 3) == ["rank 1 is out"] * 3
+
+
+def test_handles_travel_as_text():
+    handle = (0, b"\x00\xff handle", 4096, 128, b"", 0, b"\x01", True)
+    assert tuple(peer_memory._decoded(peer_memory._encoded(part)) for part in handle) == handle
