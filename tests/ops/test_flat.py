@@ -1,13 +1,14 @@
 """Passes over flat buffers, compiled and in PyTorch: AdamW, norms, sums of tensors of different types."""
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
 
-from megatron_merak.ops import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
+from megatron_merak.ops import PROBLEMS, accumulate_, adamw_, add_rows_, cast_, sum_of_squares
 
+COMPILED = not PROBLEMS["_ops_cpu"]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 IMPLEMENTATIONS = {"ours": torch.ops.merak, "torch": torch.ops.merak_torch}
 implementations = pytest.mark.parametrize("ops", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
@@ -83,20 +84,28 @@ def test_the_copy_is_the_rounded_master(ops, dtype):
 
 
 def test_a_values_update_does_not_depend_on_its_place():
+    """torch's kernel rounds what does not fill a vector register otherwise: of it this holds for whole registers."""
     whole = state_of(1000)
     parts = [x.clone() for x in whole]
     adamw_(*whole, step=2, scale=0.7, **OPTIONS)
-    for start, stop in ((0, 1), (1, 18), (18, 64), (64, 129), (129, 640), (640, 1000)):
+    places = (0, 1, 18, 64, 129, 640, 1000) if COMPILED else (0, 64, 128, 640, 1000)
+    for start, stop in pairwise(places):
         adamw_(*(x[start:stop] for x in parts), step=2, scale=0.7, **OPTIONS)
     assert all(torch.equal(ours, other) for ours, other in zip(parts, whole, strict=True))
-    one = [x.clone() for x in state_of(1000)]
-    threads = torch.get_num_threads()
+
+
+@pytest.mark.skipif(not COMPILED, reason="torch's threads cut vector registers")
+def test_an_update_does_not_depend_on_threads():
+    results, threads = [], torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        adamw_(*one, step=2, scale=0.7, **OPTIONS)
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(state_of(200_001))
+            adamw_(*results[-1], step=2, scale=0.7, **OPTIONS)
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(ours, other) for ours, other in zip(one, whole, strict=True))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
 
 
 def test_zeros_stay_zeros_and_nan_spoils_only_itself():
@@ -115,7 +124,8 @@ def test_sum_of_squares(ops, size, dtype):
     found = ops.sum_of_squares(x)
     assert found.dtype == torch.float64 and found.shape == ()
     # The twin rounds the norm of each 64 to fp32.
-    assert found.item() == pytest.approx(x.double().square().sum().item(), rel=1e-7 if ops is torch.ops.merak else 1e-6)
+    precision = 1e-7 if COMPILED and ops is torch.ops.merak else 1e-6
+    assert found.item() == pytest.approx(x.double().square().sum().item(), rel=precision)
 
 
 def test_a_sum_of_many_squares_is_exact():
@@ -123,6 +133,7 @@ def test_a_sum_of_many_squares_is_exact():
     assert sum_of_squares(x).item() == pytest.approx(6_000_001 * float(torch.tensor(0.1)) ** 2, rel=1e-7)
 
 
+@pytest.mark.skipif(not COMPILED, reason="torch's sums depend on the number of threads")
 def test_the_sum_does_not_depend_on_threads():
     x, threads, found = draw(300_001), torch.get_num_threads(), []
     try:
