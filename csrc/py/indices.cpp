@@ -160,17 +160,17 @@ struct Stretch {
 template <class Lengths, class Documents>
 void measure(const Lengths& lengths, const Documents& documents, Stretch& stretch) {
   int64_t tokens = 0, longest = 0, shortest = 0;
-  for (int64_t i = stretch.first; i < stretch.last; ++i) {
+  bool unknown = lengths.size == 0 && stretch.first < stretch.last;
+  for (int64_t i = stretch.first; i < stretch.last && lengths.size > 0; ++i) {
     const int64_t document = documents[i];
-    if (uint64_t(document) >= uint64_t(lengths.size)) {
-      stretch.unknown = true;
-      return;
-    }
-    const int64_t length = lengths[document];
+    const bool known = uint64_t(document) < uint64_t(lengths.size);
+    unknown |= !known;
+    const int64_t length = lengths[known ? document : 0];
     tokens += length;
     longest = std::max(longest, length);
     shortest = std::min(shortest, length);
   }
+  stretch.unknown = unknown;
   stretch.tokens = tokens;
   stretch.longest = longest;
   stretch.negative = shortest < 0;
@@ -211,13 +211,14 @@ void write_starts(const Lengths& lengths, const Documents& documents, const Stre
                   int64_t sequence_length, int64_t extent, int64_t samples, Row* rows) {
   if (before > extent) return;
   int64_t sample = before / sequence_length + (before % sequence_length > 0);
+  int64_t token = std::min(sample * sequence_length, extent);
   for (int64_t i = stretch.first; i < stretch.last && sample <= samples; ++i) {
     const int64_t end = before + int64_t(lengths[documents[i]]);
-    for (; sample <= samples; ++sample) {
-      const int64_t token = std::min(sample * sequence_length, extent);
-      if (token >= end) break;
+    while (token < end) {
       rows[2 * sample] = Row(i);
       rows[2 * sample + 1] = Row(token - before);
+      if (++sample > samples) return;
+      token = std::min(sample * sequence_length, extent);
     }
     before = end;
   }
