@@ -1,4 +1,6 @@
-// RMSNorm (Zhang and Sennrich, 2019): y = x r w with r = (mean(x^2) + eps)^-1/2, statistics in float32.
+// RMSNorm (Zhang and Sennrich, 2019): y = n w, n = x r, r = (mean(x^2) + eps)^-1/2. LayerNorm (Ba et al., 2016):
+// y = n w + b, n = (x - m) r, r = (mean((x - m)^2) + eps)^-1/2. Statistics in float32. Each also of x + residual, which
+// is rounded to the type of x before it is normed.
 #include "tensor.h"
 
 #include <cmath>
@@ -6,71 +8,190 @@
 namespace merak {
 namespace {
 
-template <class T>
-float sum_of_squares(const T* x, int64_t width) {
-  float sum = 0;
+using Maybe = std::optional<Tensor>;
+
+struct Statistics {
+  float mean, rstd;
+};
+
+template <bool kCentred, class T>
+Statistics measure(const T* x, int64_t width, float eps) {
+  float mean = 0, squares = 0;
+  if constexpr (kCentred) {
+    float sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < width; ++i) {
-    const float value = widen(x[i]);
-    sum += value * value;
+    for (int64_t i = 0; i < width; ++i) sum += widen(x[i]);
+    mean = sum / width;
   }
-  return sum;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < width; ++i) {
+    const float distance = widen(x[i]) - mean;
+    squares += distance * distance;
+  }
+  return {mean, 1.f / std::sqrt(squares / width + eps)};
 }
 
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, const Tensor& scale, double eps) {
-  const Tensor x = dense(input), weight = as_float(scale);
-  const int64_t width = x.size(-1), rows = rows_of(x);
-  Tensor y = torch::stable::empty_like(x), rstd = torch::stable::new_empty(x, leading(x), ScalarType::Float);
-  by_type(x, "rms_norm", [&](auto type) {
+template <bool kCentred, class T>
+void normalise(const T* x, const float* weight, const float* bias, Statistics row, T* y, int64_t width) {
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) {
+    const float scaled = (widen(x[i]) - row.mean) * row.rstd * weight[i];
+    y[i] = narrow<T>(kCentred ? scaled + bias[i] : scaled);
+  }
+}
+
+struct Normed {
+  Tensor y, sum, mean, rstd;
+};
+
+template <bool kCentred>
+Normed forward(const char* op, const Tensor& input, const Tensor* residual, const Tensor& scale, const Tensor* shift,
+               double eps) {
+  const Rows x(input);
+  const Tensor weight = as_float(scale), bias = kCentred ? as_float(*shift) : weight;
+  const int64_t rows = x.count, width = x.width;
+  check_count(weight, width, op);
+  check_count(bias, width, op);
+  if (residual) check_alike(input, *residual, op);
+  const Rows other(residual ? *residual : input);
+  Normed made{empty_as(input), residual ? empty_as(input) : input,
+              kCentred ? torch::stable::new_empty(input, leading(input), ScalarType::Float) : input,
+              torch::stable::new_empty(input, leading(input), ScalarType::Float)};
+  by_type(input, op, [&](auto type) {
     using T = typename decltype(type)::type;
-    const T* from = read<T>(x);
-    const float* w = read<float>(weight);
-    T* to = write<T>(y);
-    float* reciprocal = write<float>(rstd);
+    const T *from = x.data<T>(), *added = other.data<T>();
+    const float *w = read<float>(weight), *b = read<float>(bias);
+    T *y = write<T>(made.y), *sum = residual ? write<T>(made.sum) : nullptr;
+    float *mean = kCentred ? write<float>(made.mean) : nullptr, *rstd = write<float>(made.rstd);
     over_rows(rows, width, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        const T* in = from + row * width;
-        T* out = to + row * width;
-        const float r = 1.f / std::sqrt(sum_of_squares(in, width) / width + float(eps));
-        reciprocal[row] = r;
+        const T* in = from + row * x.stride;
+        if (sum) {
+          const T* more = added + row * other.stride;
+          T* total = sum + row * width;
 #pragma omp simd
-        for (int64_t i = 0; i < width; ++i) out[i] = narrow<T>(widen(in[i]) * r * w[i]);
+          for (int64_t i = 0; i < width; ++i) total[i] = narrow<T>(widen(in[i]) + widen(more[i]));
+          in = total;
+        }
+        const Statistics found = measure<kCentred>(in, width, float(eps));
+        if (mean) mean[row] = found.mean;
+        rstd[row] = found.rstd;
+        normalise<kCentred>(in, w, b, found, y + row * width, width);
       }
     });
   });
-  return {y, rstd};
+  return made;
 }
 
-// With n = x r, g = grad w: grad_x = r (g - n mean(g n)), grad_w = sum over rows of grad n.
-std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& upstream, const Tensor& input, const Tensor& scale,
-                                             const Tensor& reciprocals) {
-  const Tensor grad = dense(upstream), x = dense(input), weight = as_float(scale), rstd = dense(reciprocals);
-  const int64_t width = x.size(-1), rows = rows_of(x);
-  Tensor grad_x = torch::stable::empty_like(x), grad_weight = weight;
-  by_type(x, "rms_norm_backward", [&](auto type) {
-    using T = typename decltype(type)::type;
-    const T *g = read<T>(grad), *from = read<T>(x);
-    const float *w = read<float>(weight), *reciprocal = read<float>(rstd);
-    T* to = write<T>(grad_x);
-    grad_weight = sum_over_rows(x, rows, width, [&](int64_t begin, int64_t end, float* sums) {
-      for (int64_t row = begin; row < end; ++row) {
-        const T *in = from + row * width, *up = g + row * width;
-        T* out = to + row * width;
-        const float r = reciprocal[row];
-        float dot = 0;
-#pragma omp simd reduction(+ : dot)
-        for (int64_t i = 0; i < width; ++i) {
-          const float product = widen(up[i]) * widen(in[i]) * r;
-          sums[i] += product;
-          dot += product * w[i];
-        }
-        const float mean = dot / width;
+// With u the gradient of y and g = u w: the gradient of x is r (g - mean(g) - n mean(g n)), for RMSNorm without mean(g),
+// and `more` besides; of_weight += u n, and of_bias += u.
+template <bool kCentred, class T>
+void backward_row(const T* u, const T* x, const float* weight, Statistics row, const T* more, float* of_weight,
+                  float* of_bias, T* to, int64_t width) {
+  float along = 0, total = 0;
+#pragma omp simd reduction(+ : along, total)
+  for (int64_t i = 0; i < width; ++i) {
+    const float grad = widen(u[i]), product = grad * ((widen(x[i]) - row.mean) * row.rstd);
+    of_weight[i] += product;
+    along += product * weight[i];
+    if constexpr (kCentred) {
+      of_bias[i] += grad;
+      total += grad * weight[i];
+    }
+  }
+  along *= row.rstd / width;
+  total /= width;
+  const auto value = [=](int64_t i) {
+    return row.rstd * (widen(u[i]) * weight[i] - total - (widen(x[i]) - row.mean) * along);
+  };
+  if (more) {
 #pragma omp simd
-        for (int64_t i = 0; i < width; ++i) out[i] = narrow<T>(r * (widen(up[i]) * w[i] - widen(in[i]) * r * mean));
-      }
+    for (int64_t i = 0; i < width; ++i) to[i] = narrow<T>(value(i) + widen(more[i]));
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) to[i] = narrow<T>(value(i));
+  }
+}
+
+struct Gradients {
+  Tensor x, weight, bias;
+};
+
+template <bool kCentred>
+Gradients backward(const char* op, const Tensor& upstream, const Maybe& further, const Tensor& input,
+                   const Tensor& scale, const Tensor* means, const Tensor& reciprocals) {
+  check_alike(upstream, input, op);
+  if (further) check_alike(*further, input, op);
+  const Rows grad(upstream), x(input), more(further ? *further : upstream);
+  const Tensor weight = as_float(scale), rstd = as_float(reciprocals), mean = kCentred ? as_float(*means) : rstd;
+  const int64_t rows = x.count, width = x.width;
+  check_count(weight, width, op);
+  check_count(rstd, rows, op);
+  check_count(mean, rows, op);
+  Tensor grad_x = empty_as(input);
+  std::vector<float> sums;
+  by_type(input, op, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T *from = x.data<T>(), *up = grad.data<T>(), *extra = further ? more.data<T>() : nullptr;
+    const float *w = read<float>(weight), *m = read<float>(mean), *r = read<float>(rstd);
+    T* to = write<T>(grad_x);
+    sums = sum_over_rows(rows, kCentred ? 2 * width : width, [&](int64_t begin, int64_t end, float* sum) {
+      for (int64_t row = begin; row < end; ++row)
+        backward_row<kCentred>(up + row * grad.stride, from + row * x.stride, w,
+                               Statistics{kCentred ? m[row] : 0.f, r[row]}, extra ? extra + row * more.stride : nullptr,
+                               sum, sum + width, to + row * width, width);
     });
   });
-  return {grad_x, as_type(grad_weight, scale.scalar_type())};
+  Tensor grad_weight = as_vector(input, scale.scalar_type(), sums.data(), width);
+  return {grad_x, grad_weight,
+          kCentred ? as_vector(input, scale.scalar_type(), sums.data() + width, width) : grad_weight};
+}
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  Normed made = forward<false>("rms_norm", x, nullptr, weight, nullptr, eps);
+  return {made.y, made.rstd};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                             const Tensor& rstd) {
+  Gradients found = backward<false>("rms_norm_backward", grad, {}, x, weight, nullptr, rstd);
+  return {found.x, found.weight};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
+                                                double eps) {
+  Normed made = forward<false>("add_rms_norm", x, &residual, weight, nullptr, eps);
+  return {made.y, made.sum, made.rstd};
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Maybe& grad_sum, const Tensor& sum,
+                                                 const Tensor& weight, const Tensor& rstd) {
+  Gradients found = backward<false>("add_rms_norm_backward", grad, grad_sum, sum, weight, nullptr, rstd);
+  return {found.x, found.weight};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
+  Normed made = forward<true>("layer_norm", x, nullptr, weight, &bias, eps);
+  return {made.y, made.mean, made.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                                       const Tensor& mean, const Tensor& rstd) {
+  Gradients found = backward<true>("layer_norm_backward", grad, {}, x, weight, &mean, rstd);
+  return {found.x, found.weight, found.bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
+                                                          const Tensor& weight, const Tensor& bias, double eps) {
+  Normed made = forward<true>("add_layer_norm", x, &residual, weight, &bias, eps);
+  return {made.y, made.sum, made.mean, made.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_backward(const Tensor& grad, const Maybe& grad_sum,
+                                                           const Tensor& sum, const Tensor& weight, const Tensor& mean,
+                                                           const Tensor& rstd) {
+  Gradients found = backward<true>("add_layer_norm_backward", grad, grad_sum, sum, weight, &mean, rstd);
+  return {found.x, found.weight, found.bias};
 }
 
 }  // namespace
@@ -78,6 +199,12 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& upstream, const Tenso
 STABLE_TORCH_LIBRARY_IMPL(merak, CPU, library) {
   library.impl("rms_norm", TORCH_BOX(&rms_norm));
   library.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  library.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+  library.impl("add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
+  library.impl("layer_norm", TORCH_BOX(&layer_norm));
+  library.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  library.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
+  library.impl("add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
 }
 
 }  // namespace merak

@@ -6,6 +6,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -65,6 +67,49 @@ inline std::vector<int64_t> leading(const Tensor& tensor) {
 
 inline int64_t rows_of(const Tensor& tensor) { return tensor.numel() / std::max<int64_t>(1, tensor.size(-1)); }
 
+// Dense, with the sizes and the type of `like`.
+inline Tensor empty_as(const Tensor& like) { return torch::stable::new_empty(like, like.sizes()); }
+
+inline void check_alike(const Tensor& a, const Tensor& b, const char* op) {
+  STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), "merak::", op, ": tensors of one element type expected");
+  const auto x = a.sizes(), y = b.sizes();
+  STD_TORCH_CHECK(x.size() == y.size() && std::equal(x.begin(), x.end(), y.begin()), "merak::", op,
+                  ": tensors of one shape expected");
+}
+
+inline void check_count(const Tensor& tensor, int64_t count, const char* op) {
+  STD_TORCH_CHECK(tensor.numel() == count, "merak::", op, ": ", count, " elements expected, not ", tensor.numel());
+}
+
+// The rows of a tensor [..., width], `stride` elements apart; those of a copy where they are not evenly spaced.
+struct Rows {
+  Tensor tensor;
+  int64_t count, width, stride;
+
+  explicit Rows(const Tensor& from) : tensor(from), count(rows_of(from)), width(from.size(-1)), stride(width) {
+    if (from.is_contiguous()) return;
+    const int64_t dims = from.dim();
+    bool even = width <= 1 || from.stride(-1) == 1;
+    int64_t next = -1, repeats = 1;  // the stride of the dimension behind, and its size
+    for (int64_t d = dims - 2; d >= 0; --d) {
+      if (from.size(d) == 1) continue;
+      if (next < 0)
+        stride = from.stride(d);
+      else
+        even = even && from.stride(d) == next * repeats;
+      next = from.stride(d), repeats = from.size(d);
+    }
+    if (even) return;
+    tensor = torch::stable::contiguous(from);
+    stride = width;
+  }
+
+  template <class T>
+  const T* data() const {
+    return read<T>(tensor);
+  }
+};
+
 constexpr int64_t kGrain = 1 << 15;  // elements that are worth waking a thread for
 
 // work(begin, end) over ranges of rows of `width` elements, on torch's own threads.
@@ -73,28 +118,37 @@ void over_rows(int64_t rows, int64_t width, const Work& work) {
   torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), work);
 }
 
-constexpr int64_t kBlockRows = 64;
-
-// Sums over rows, the same to the bit for any number of threads: work(begin, end, sums) adds the rows of one block to
-// its own `width` sums, and blocks are added in order. Returns float32 [width].
+// `width` sums over rows, the same to the bit for any number of threads: work(begin, end, sums) adds the rows of one
+// block to sums of its own, and blocks, which depend on the number of rows only, are added in order.
 template <class Work>
-Tensor sum_over_rows(const Tensor& like, int64_t rows, int64_t width, const Work& work) {
-  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
-  Tensor total = torch::stable::new_zeros(like, {width}, ScalarType::Float);
-  std::vector<float> parts(blocks * width);
-  torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, kGrain / (kBlockRows * std::max<int64_t>(1, width))),
+std::vector<float> sum_over_rows(int64_t rows, int64_t width, const Work& work) {
+  constexpr int64_t kRows = 64, kBlocks = 128;
+  const int64_t size = std::max(kRows, (rows + kBlocks - 1) / kBlocks), blocks = (rows + size - 1) / size;
+  std::vector<float> sums(std::max<int64_t>(1, blocks) * width);
+  torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, kGrain / (size * std::max<int64_t>(1, width))),
                               [&](int64_t first, int64_t last) {
                                 for (int64_t block = first; block < last; ++block)
-                                  work(block * kBlockRows, std::min(rows, (block + 1) * kBlockRows),
-                                       parts.data() + block * width);
+                                  work(block * size, std::min(rows, (block + 1) * size), sums.data() + block * width);
                               });
-  float* sum = write<float>(total);
-  for (int64_t block = 0; block < blocks; ++block) {
-    const float* part = parts.data() + block * width;
+  for (int64_t block = 1; block < blocks; ++block) {
+    const float* more = sums.data() + block * width;
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) sum[i] += part[i];
+    for (int64_t i = 0; i < width; ++i) sums[i] += more[i];
   }
-  return total;
+  sums.resize(width);
+  return sums;
+}
+
+// float32 values as a vector [count] of an element type, on the device of `like`.
+inline Tensor as_vector(const Tensor& like, ScalarType type, const float* values, int64_t count) {
+  Tensor made = torch::stable::new_empty(like, std::vector<int64_t>{count}, type);
+  by_type(made, "as_vector", [&](auto element) {
+    using T = typename decltype(element)::type;
+    T* to = write<T>(made);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) to[i] = narrow<T>(values[i]);
+  });
+  return made;
 }
 
 }  // namespace merak

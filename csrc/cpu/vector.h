@@ -65,11 +65,24 @@ inline fp16 narrow<fp16>(float value) {
   return {uint16_t((sign >> 16) | (twice > 0xff000000u ? 0x7e00u : number))};
 }
 
-// e^x: branch-free, relative error below 1e-7; 0 below -87.3, infinite above 88.7, NaN for NaN. Range reduction by two-part
-// ln 2, then a polynomial of degree 6 (the coefficients of Cephes' expf).
+// choice ? a : b as arithmetic on bits: several conditional expressions in one loop would become control flow, which does
+// not vectorise well.
+inline float select(bool choice, float a, float b) {
+  const uint32_t mask = -uint32_t(choice);
+  return from_bits((bits(a) & mask) | (bits(b) & ~mask));
+}
+
+// x within [low, high]; NaN stays NaN.
+inline float clamp(float x, float low, float high) {
+  const float y = select(x < low, low, x);
+  return select(y > high, high, y);
+}
+
+// e^x: relative error below 1e-7 from e^-87.3 to e^88.3; 0 below e^-87.7, infinite above e^88.4, NaN for NaN. Range
+// reduction by two-part ln 2, then a polynomial of degree 6 (the coefficients of Cephes' expf). At the ends of the range
+// the exponent of the power of two is that of 0 and of infinity.
 inline float exponential(float x) {
-  const float low = -87.3f, high = 88.7f;
-  const float y = x < low ? low : (x > high ? high : x);
+  const float y = clamp(x, -88.f, 89.f);
   const float shifted = y * 1.44269504f + 12582912.f;
   const uint32_t power = bits(shifted) - 0x4b400000u;
   const float whole = shifted - 12582912.f;
@@ -81,8 +94,38 @@ inline float exponential(float x) {
   p = p * rest + 1.6666665459e-1f;
   p = p * rest + 5.0000001201e-1f;
   p = p * rest * rest + rest + 1.f;
-  const float found = p * from_bits((power + 127u) << 23);
-  return x < low ? 0.f : (x > high ? std::numeric_limits<float>::infinity() : found);
+  return p * from_bits((power + 127u) << 23);
+}
+
+// 1 / (1 + e^-x), and what it lacks to 1 without cancellation; both to 3e-7 of themselves where they are no denormals.
+struct Logistic {
+  float value, rest;
+};
+
+inline Logistic logistic(float x) {
+  const float e = exponential(-x), value = 1.f / (1.f + e);
+  return {value, select(e < std::numeric_limits<float>::infinity(), e * value, 1.f)};
+}
+
+// The normal distribution's density at x, and its part below x to 1.5e-7, of small parts 3e-6 of themselves.
+struct Normal {
+  float density, below;
+};
+
+// The tail beyond |x| is density(x) times a polynomial in 1 / (1 + c |x|), a form of Hastings (1955); the coefficients
+// are a minimax fit over |x| < 12 that is exact at 0.
+inline Normal normal(float x) {
+  const float density = 0.398942280f * exponential(-0.5f * x * x);
+  const float t = 1.f / (1.f + 0.35f * __builtin_fabsf(x));
+  float p = 0.112713732f;
+  p = p * t - 0.465848953f;
+  p = p * t + 0.534861863f;
+  p = p * t + 0.0176375713f;
+  p = p * t + 0.360904038f;
+  p = p * t + 0.342642248f;
+  p = p * t + 0.350403696f;
+  const float tail = density * p * t;
+  return {density, select(x > 0.f, 1.f - tail, tail)};
 }
 
 }  // namespace merak

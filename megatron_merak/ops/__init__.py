@@ -4,7 +4,7 @@ Each is a plain function of tensors with a PyTorch implementation that runs on e
 loaded, it takes its place behind the same signature.
 """
 
-from .activation import gated, gelu_tanh, swiglu
+from .activation import bias_gelu, gated, gelu_tanh, swiglu
 from .attention import attention, causal_attention
 from .cross_entropy import (
     cross_entropy,
@@ -16,7 +16,7 @@ from .cross_entropy import (
 from .flat import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
 from .linear import WeightGradientSink, embedding, embedding_part, linear
 from .load import load
-from .norm import layer_norm, rms_norm
+from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .residual import bias_dropout_add
 from .rotary import rotary, rotary_angles
 from .softmax import masked_softmax
@@ -25,9 +25,12 @@ __all__ = [
     "WeightGradientSink",
     "accumulate_",
     "adamw_",
+    "add_layer_norm",
+    "add_rms_norm",
     "add_rows_",
     "attention",
     "bias_dropout_add",
+    "bias_gelu",
     "cast_",
     "causal_attention",
     "cross_entropy",

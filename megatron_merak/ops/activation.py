@@ -1,4 +1,4 @@
-"""Activations of the feed-forward block."""
+"""Activations of the feed-forward block: silu, gelu and gelu_tanh, alone behind a bias, and as gates."""
 
 from functools import partial
 
@@ -6,44 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate_up):
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        grad_gate_up = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad_gate_up.chunk(2, -1)
-        torch.mul(F.silu(gate), grad, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_gate_up
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2f], gate first -> silu(gate) * up [..., f]; keeps its input only. Shazeer, 2020."""
-    return _SwiGLU.apply(gate_up)
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up, name):
-        ctx.save_for_backward(gate, up)
-        ctx.name = name
-        return _ACTIVATIONS[name][0](gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
-        forward, backward = _ACTIVATIONS[ctx.name]
-        grad_up = forward(gate).mul_(grad) if ctx.needs_input_grad[1] else None
-        return backward(grad * up, gate) if ctx.needs_input_grad[0] else None, grad_up, None
-
+from .register import kernels, operation
 
 _ACTIVATIONS = {
     "silu": (F.silu, torch.ops.aten.silu_backward),
@@ -55,11 +18,110 @@ _ACTIVATIONS = {
 }
 
 
+def _like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+# ---- gates --------------------------------------------------------------------------------------------------------
+@operation("gated_backward", lambda grad, gate, up, activation: (_like(gate), _like(up)))
+def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    forward, backward = _ACTIVATIONS[activation]
+    return backward(grad * up, gate).contiguous(), forward(gate).mul_(grad).contiguous()
+
+
+def _setup_gated(ctx, inputs, output) -> None:
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward_gated(ctx, grad):
+    gate, up = ctx.saved_tensors
+    return *kernels(gate).gated_backward(grad, gate, up, ctx.activation), None
+
+
+@operation("gated", lambda gate, up, activation: _like(gate), _setup_gated, _backward_gated)
+def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return _ACTIVATIONS[activation][0](gate).mul_(up).contiguous()
+
+
+@operation("gated_merged_backward", lambda grad, gate_up, activation: _like(gate_up))
+def _gated_merged_backward(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    forward, backward = _ACTIVATIONS[activation]
+    made = _like(gate_up)
+    grad_gate, grad_up = made.chunk(2, -1)
+    torch.mul(forward(gate), grad, out=grad_up)
+    grad_gate.copy_(backward(grad * up, gate))
+    return made
+
+
+def _setup_gated_merged(ctx, inputs, output) -> None:
+    gate_up, ctx.activation = inputs
+    ctx.save_for_backward(gate_up)
+
+
+def _backward_gated_merged(ctx, grad):
+    (gate_up,) = ctx.saved_tensors
+    return kernels(gate_up).gated_merged_backward(grad, gate_up, ctx.activation), None
+
+
+@operation(
+    "gated_merged",
+    lambda gate_up, activation: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    _setup_gated_merged,
+    _backward_gated_merged,
+)
+def _gated_merged(gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return _gated(gate, up, activation)
+
+
+# ---- behind a bias ------------------------------------------------------------------------------------------------
+@operation(
+    "bias_gelu_backward",
+    lambda grad, x, bias, activation: (_like(x), x.new_empty((0,)) if bias is None else _like(bias)),
+)
+def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    _, backward = _ACTIVATIONS[activation]
+    if bias is None:
+        return backward(grad, x).contiguous(), x.new_empty((0,))
+    grad_x = backward(grad, (x + bias).to(x.dtype)).contiguous()
+    return grad_x, grad_x.reshape(-1, x.shape[-1]).sum(0).to(bias.dtype)
+
+
+def _setup_bias_gelu(ctx, inputs, output) -> None:
+    x, bias, ctx.activation = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward_bias_gelu(ctx, grad):
+    x, bias = ctx.saved_tensors
+    grad_x, grad_bias = kernels(x, bias).bias_gelu_backward(grad, x, bias, ctx.activation)
+    return grad_x, None if bias is None else grad_bias, None
+
+
+@operation("bias_gelu", lambda x, bias, activation: _like(x), _setup_bias_gelu, _backward_bias_gelu)
+def _bias_gelu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    forward, _ = _ACTIVATIONS[activation]
+    return forward(x if bias is None else (x + bias).to(x.dtype)).contiguous()
+
+
+# ---- faces --------------------------------------------------------------------------------------------------------
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2f], gate first -> silu(gate) * up [..., f]; keeps its input only. Shazeer, 2020."""
+    return kernels(gate_up).gated_merged(gate_up, "silu")
+
+
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, all [..., f]; keeps its inputs only. ``activation``: silu, gelu or gelu_tanh."""
-    return _Gate.apply(gate, up, activation)
+    return kernels(gate, up).gated(gate, up, activation)
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None, activation: str = "gelu_tanh") -> Tensor:
+    """activation(x + bias), x [..., f], bias [f] or None; keeps its inputs only. ``activation`` as in ``gated``."""
+    return kernels(x, bias).bias_gelu(x, bias, activation)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x [...] -> GELU by its tanh approximation, the formula of the GPT-2 family. Hendrycks and Gimpel, 2016."""
-    return F.gelu(x, approximate="tanh")
+    return bias_gelu(x, None)

@@ -1,13 +1,83 @@
 """Bias, dropout and residual add: what follows every row-parallel linear."""
 
-import torch.nn.functional as F
+import math
+
+import torch
 from torch import Tensor
 
+from .register import kernels, operation
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: float, training: bool) -> Tensor:
-    """residual + dropout(x + bias); x and residual [..., h], bias [h] or None."""
-    if bias is not None:
-        x = x + bias
-    if training and dropout > 0:
-        x = F.dropout(x, dropout)
-    return residual + x
+# SplitMix64: the step of its state, a 64-bit golden ratio, and the factors of its output function. Steele et al., 2014.
+_STEP, _FIRST, _SECOND = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    """z >> by of unsigned numbers."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _random_bits(seed: Tensor, count: int) -> Tensor:
+    """32 random bits for each of ``count`` elements, int64: the halves, the lower first, of one number for two."""
+    z = seed + torch.arange((count + 1) // 2, device=seed.device) * _STEP
+    z = (z ^ _shift(z, 30)) * _FIRST
+    z = (z ^ _shift(z, 27)) * _SECOND
+    z = z ^ _shift(z, 31)
+    return torch.stack((z & 0xFFFFFFFF, _shift(z, 32)), -1).flatten()[:count]
+
+
+def _dropped(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    """Zero where an element's bits are below p 2^32, scaled by 1 / (1 - p) elsewhere."""
+    if seed is None:
+        return x
+    kept = _random_bits(seed, x.numel()).view(x.shape) >= math.ceil(p * 2**32)
+    return torch.where(kept, x * (1 / (1 - p)) if p < 1 else 0.0, 0.0).to(x.dtype)
+
+
+def _empty(x: Tensor, bias: bool) -> Tensor:
+    return x.new_empty((x.shape[-1] if bias else 0,))
+
+
+@operation("bias_dropout_add_backward", lambda grad, p, seed, bias: (grad.new_empty(grad.shape), _empty(grad, bias)))
+def _bias_dropout_add_backward(grad: Tensor, p: float, seed: Tensor | None, bias: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and its sum over rows."""
+    grad_x = (
+        _dropped(grad, p, seed).contiguous() if seed is not None else grad.clone(memory_format=torch.contiguous_format)
+    )
+    return grad_x, grad_x.reshape(-1, grad.shape[-1]).sum(0) if bias else _empty(grad, False)
+
+
+def _setup(ctx, inputs, output) -> None:
+    _, bias, residual, ctx.p, seed = inputs
+    ctx.of_bias, ctx.has_residual = None if bias is None else bias.dtype, residual is not None
+    ctx.save_for_backward(seed)
+
+
+def _backward(ctx, grad):
+    (seed,) = ctx.saved_tensors
+    grad_x, grad_bias, with_bias = grad, None, ctx.of_bias is not None
+    if seed is not None:
+        grad_x, grad_bias = kernels(grad).bias_dropout_add_backward(grad, ctx.p, seed, with_bias)
+    elif with_bias:
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+    grad_bias = grad_bias.to(ctx.of_bias) if with_bias else None
+    return grad_x, grad_bias, grad if ctx.has_residual else None, None, None
+
+
+@operation("bias_dropout_add", lambda x, bias, residual, p, seed: x.new_empty(x.shape), _setup, _backward)
+def _bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor | None) -> Tensor:
+    made = _dropped(x if bias is None else (x + bias).to(x.dtype), p, seed)
+    made = made if residual is None else residual + made
+    return made.clone(memory_format=torch.contiguous_format) if made is x else made.contiguous()
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: float, training: bool) -> Tensor:
+    """residual + dropout(x + bias); x and residual [..., h], bias [h], each of the last two or None.
+
+    The mask is a function of a seed, drawn from the default generator of x's device, and of an element's place: the
+    backward makes it anew.
+    """
+    p = dropout if training else 0.0
+    if p == 0 and bias is None:
+        return x if residual is None else residual + x
+    seed = torch.randint(2**63 - 1, (1,), device=x.device) if p > 0 else None
+    return kernels(x, bias, residual).bias_dropout_add(x, bias, residual, p, seed)

@@ -1,42 +1,53 @@
-"""Rotary position embedding, half-rotation layout."""
+"""Rotary position embedding: pairs of features, in two halves or side by side, turned by position."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from .register import kernels, operation
 
-class _Rotary(torch.autograd.Function):
+
+def _pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and the second feature of every pair, each [..., rotated / 2]."""
+    if interleaved:
+        return x[..., 0:rotated:2], x[..., 1:rotated:2]
+    return x[..., : rotated // 2], x[..., rotated // 2 : rotated]
+
+
+def _setup_rotary(ctx, inputs, output) -> None:
+    _, cos, sin, ctx.interleaved, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward_rotary(ctx, grad):
     """A rotation is undone by its inverse, so the backward needs the angles and nothing else."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+    cos, sin = ctx.saved_tensors
+    turned = kernels(grad, cos, sin).rotary(grad, cos, sin, ctx.interleaved, not ctx.inverse)
+    return turned, None, None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    rotated, half = 2 * cos.shape[-1], cos.shape[-1]
-    out = torch.empty_like(x)
-    first, second = x[..., :half], x[..., half:rotated]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:rotated]).addcmul_(first, sin)
-    if rotated < x.shape[-1]:
-        out[..., rotated:] = x[..., rotated:]
+@operation("rotary", lambda x, cos, sin, interleaved, inverse: x.new_empty(x.shape), _setup_rotary, _backward_rotary)
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    sin = -sin if inverse else sin
+    rotated = 2 * cos.shape[-1]
+    out = x.new_empty(x.shape)
+    first, second = _pairs(x, rotated, interleaved)
+    to_first, to_second = _pairs(out, rotated, interleaved)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+    out[..., rotated:] = x[..., rotated:]
     return out
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x [b, s, n, d] turned by the angles of cos, sin [s, 1, r/2]; the last d - r features pass. Su et al., 2021.
 
-    Any layout of x will do for which cos and sin, [..., r/2], broadcast to it.
+    A pair is feature j and j + r/2, ``interleaved`` 2j and 2j + 1. Any layout of x will do for which cos and sin,
+    [..., r/2], broadcast to it.
     """
-    return _Rotary.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+    return kernels(x, cos, sin).rotary(x, cos, sin, interleaved, False)
 
 
 def rotary_angles(
