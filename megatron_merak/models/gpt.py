@@ -114,7 +114,7 @@ class Embedding(Unit):
         if self.positions is not None:
             x = x + self._positions(common["position_ids"])
         with self.place.own_stream():
-            return (nn.functional.dropout(x, self.config.hidden_dropout, self.training),)
+            return (ops.bias_dropout_add(x, None, None, self.config.hidden_dropout, self.training),)
 
     def _positions(self, ids: Tensor) -> Tensor:
         if self.place.on_parts and self.place.edges:
@@ -188,6 +188,9 @@ class TransformerLayer(Unit):
         return (self.attention(normed, angles),)
 
     def _middle(self, common: Common, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        if self.attention.proj.bias is None and not (self.training and self.config.hidden_dropout > 0):
+            normed, residual = self.post_norm.of_sum(context, x)
+            return residual, normed
         residual = self._add(context, self.attention.proj.bias, x)
         return residual, self.post_norm(residual)
 

@@ -103,6 +103,14 @@ class Norm(nn.Module):
             return ops.rms_norm(x, weight, self.eps)
         return ops.layer_norm(x, weight, copy_to_tensor_model_parallel_region(self.bias, self.group), self.eps)
 
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm of x + residual, and the sum."""
+        weight = copy_to_tensor_model_parallel_region(self.weight, self.group)
+        if self.bias is None:
+            return ops.add_rms_norm(x, residual, weight, self.eps)
+        bias = copy_to_tensor_model_parallel_region(self.bias, self.group)
+        return ops.add_layer_norm(x, residual, weight, bias, self.eps)
+
 
 class SelfAttention(nn.Module):
     """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, whole) [b, s, h], no output bias."""
@@ -140,14 +148,17 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """[b, s, h] -> partial (or whole) [b, s, h] without output bias: SwiGLU, or GELU (tanh) with one input matrix."""
+    """[b, s, h] -> partial (or whole) [b, s, h] without output bias: SwiGLU, or GELU (tanh), which adds the bias of its
+    one input matrix.
+    """
 
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()
         c, bias = config, not config.disable_bias_linear
-        self.activation = ops.swiglu if c.swiglu else ops.gelu_tanh
-        self.fc1 = ColumnParallelLinear(c.hidden_size, c.ffn_size * (2 if c.swiglu else 1), bias, **place.kwargs())
+        self.gated, width = c.swiglu, c.ffn_size * (2 if c.swiglu else 1)
+        self.fc1 = ColumnParallelLinear(c.hidden_size, width, bias, skip_bias_add=not c.swiglu, **place.kwargs())
         self.fc2 = RowParallelLinear(c.ffn_size, c.hidden_size, bias, skip_bias_add=True, **place.kwargs())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+        y = self.fc1(x)
+        return self.fc2(ops.swiglu(y) if self.gated else ops.bias_gelu(y, self.fc1.bias))

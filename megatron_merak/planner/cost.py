@@ -17,6 +17,8 @@ SEQUENCE_ALL_REDUCES = {"embedding": (0.5, 0.5), "layer": (2, 2), "head": (0.5, 
 OPERATIONS = {"embedding": (3, 6), "layer": (65, 150), "head": (25, 40)}
 # The name under which a tied table is told.
 TIED_TABLE = "embedding.weight"
+# What is kept of a dropout mask outside of attention.
+SEED_BYTES = 8
 # Longest sequence whose attention a CPU computes in whole rows, keeping no statistics.
 SHORT_ATTENTION = 512
 
@@ -53,16 +55,16 @@ def gpt_units(
 
     Every number is one tensor-parallel rank's: divided weights count 1/tp, replicated ones in full, and the vocabulary
     with its padding. The head is final norm, output layer and loss. FLOPs are those of the matrix products, the causal
-    half of the attention scores included. ``bytes_per_value`` is of an activation. With ``fused_dropout``, as on GPUs,
-    a dropout mask is a byte per value and attention keeps no scores; without it, as on CPUs, masks are values,
-    attention with dropout keeps its scores and a copy of every head, and that of short sequences without dropout no
-    statistics. With ``sequence_parallel`` a rank has its part of the hidden state,
-    and the parallel layers keep the whole of their input.
+    half of the attention scores included. ``bytes_per_value`` is of an activation. Of a dropout mask its seed is kept.
+    With ``fused_dropout``, as on GPUs, attention keeps no scores; without it, as on CPUs, attention with dropout keeps
+    its scores and a copy of every head, and that of short sequences without dropout no statistics. With
+    ``sequence_parallel`` a rank has its part of the hidden state, and the parallel layers keep the whole of their
+    input.
     """
     tokens, parts = micro_batch_size * model.seq_length, tp if sequence_parallel else 1
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
     activation = tokens * hidden * bytes_per_value
-    dropout_mask = tokens // parts * hidden * (1 if fused_dropout else bytes_per_value) if model.hidden_dropout else 0
+    dropout_mask = SEED_BYTES if model.hidden_dropout else 0
     positions = model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
     output = vocabulary * hidden
     untied = model.untie_embeddings_and_output_weights

@@ -56,7 +56,8 @@ class ParallelLayer(nn.Module):
 class ColumnParallelLinear(ParallelLayer):
     """Y = X A^T + b with A's output features split: x [..., i] replicated -> [..., o / n].
 
-    ``gather_output`` returns [..., o] on every rank ('call' only). weight is [o / n, i], bias [o / n].
+    ``gather_output`` returns [..., o] on every rank ('call' only). weight is [o / n, i], bias [o / n]; with
+    ``skip_bias_add`` it is left to the caller, who fuses it with the activation.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ColumnParallelLinear(ParallelLayer):
         collectives: str = "call",
         sequence_parallel: bool = False,
         gather_output: bool = False,
+        skip_bias_add: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
@@ -76,7 +78,7 @@ class ColumnParallelLinear(ParallelLayer):
         assert self.calls or not gather_output, "under 'edge' the layer has no collectives"
         assert not (sequence_parallel and gather_output), "no part of the sequence would be left"
         rows = divide(out_features, group_size(group))
-        self.gather_output = gather_output
+        self.gather_output, self.adds_bias = gather_output, not skip_bias_add
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype, device=device)) if bias else None
 
@@ -85,7 +87,7 @@ class ColumnParallelLinear(ParallelLayer):
         return self._whole(x) if self.calls else x
 
     def forward(self, x: Tensor) -> Tensor:
-        y = ops.linear(self.entering(x), self.weight, self.bias, self.sink)
+        y = ops.linear(self.entering(x), self.weight, self.bias if self.adds_bias else None, self.sink)
         return gather_from_tensor_model_parallel_region(y, self.group) if self.calls and self.gather_output else y
 
 
