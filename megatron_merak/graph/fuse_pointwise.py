@@ -1,12 +1,15 @@
 """Norms, activations, and what follows a layer: the rows of ``fuse`` that work feature by feature or row by row."""
 
 import math
+import operator
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from .. import ops
+from .inplace import call as new_node
+from .nodes import is_op
 from .patterns import Any, Call, Either, Found, add, call, mul, narrowed, widened
 
 aten = torch.ops.aten
@@ -16,7 +19,7 @@ def value(node: Node) -> Tensor:
     return node.meta["val"]
 
 
-def put(graph: Graph, root: Node, target, *args, like: Tensor | None = None, **kwargs) -> Node:
+def put(graph: Graph, root: Node, target, *args, like: Tensor | tuple[Tensor, ...] | None = None, **kwargs) -> Node:
     """A fused operation in the place of ``root``, with its value's shape and type (or with those of ``like``)."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: each for key, each in root.meta.items() if key != "tensor_meta"}
@@ -72,6 +75,36 @@ def _gelu_tanh(graph: Graph, root: Node, found: Found) -> Node | None:
     return put(graph, root, ops.gelu_tanh, found["x"])
 
 
+# An activation that adds its input's bias: it is taken out of the product that makes the input.
+_ADDMM = call("addmm", Any("bias"), Any("rows"), Any("weight"), 1, 1)
+_BIASED = Either(
+    (
+        call("linear", Any("rows"), Any("weight"), Any("bias")),
+        call("view|reshape|_unsafe_view", _ADDMM, Any("shape")),
+        add(Any("x"), Any("bias")),
+    )
+)
+
+
+def _bias_gelu(name: str, activation: Call) -> tuple:
+    def build(graph: Graph, root: Node, found: Found) -> Node | None:
+        bias, features = found["bias"], value(root).shape[-1:]
+        if not isinstance(bias, Node) or value(bias).shape != features or value(bias).dtype != value(root).dtype:
+            return None
+        if "rows" not in found.values:
+            x = found["x"]
+            fits = isinstance(x, Node) and value(x).shape == value(root).shape and value(x).dtype == value(root).dtype
+            return put(graph, root, ops.bias_gelu, x, bias, name) if fits else None
+        product = next(node for node in found.nodes if is_op(node, "linear", "addmm"))
+        target = aten.linear.default if is_op(product, "linear") else aten.mm.default
+        x = new_node(graph, product, target, found["rows"], found["weight"])
+        if target is aten.mm.default:
+            x = new_node(graph, product, aten.view.default, x, found["shape"])
+        return put(graph, root, ops.bias_gelu, x, bias, name)
+
+    return "bias gelu", activation, build
+
+
 _SPLIT = call("split|split_with_sizes", Any("x"), Any("size"), Any("dim"))
 _HALVES = Either((call("chunk", Any("x"), 2, Any("dim")), _SPLIT))
 _SWIGLU = mul(call("silu", call("getitem", _HALVES, 0)), call("getitem", _HALVES, 1))
@@ -110,6 +143,58 @@ def _bias_dropout_add(graph: Graph, root: Node, found: Found) -> Node | None:
     return made
 
 
+# Rotary embedding of pairs side by side: x cos + (-odd, even) sin, tables repeated pair by pair.
+def _interleaved(x: Any | Call) -> Call:
+    even, odd = (call("slice", x, Any("dim"), start, Any("end"), 2) for start in (Either((0, None)), 1))
+    turned = call("flatten", call("stack", [call("neg", odd), even], Any("new")), Any("from"))
+    return add(mul(x, Any("cos")), mul(turned, Any("sin")))
+
+
+_PART = call("slice", Any("x"), Any("dim"), Either((0, None)), Any("rotated"), 1)
+_REST = call("slice", Any("x"), Any("dim"), Any("rotated"), Any("end of rest"), 1)
+
+
+def _rotary_interleaved(graph: Graph, root: Node, found: Found) -> Node | None:
+    x, tables = found["x"], (found["cos"], found["sin"])
+    dims, size = value(x).dim(), value(x).shape[-1]
+    rotated = found.values.get("rotated", size)
+    of_last = ("dim", "joined") if "joined" in found.values else ("dim",)
+    if any(found[name] % dims != dims - 1 for name in of_last) or found["new"] % (dims + 1) != dims:
+        return None
+    if found["from"] % (dims + 1) != dims - 1 or found["end"] < rotated or found.values.get("end of rest", size) < size:
+        return None
+    if value(x).dtype != value(root).dtype or not all(_repeats_pairs(table, dims, rotated) for table in tables):
+        return None
+    return put(graph, root, ops.rotary, x, *(table.args[0] for table in tables), True)
+
+
+def _repeats_pairs(table: Node, dims: int, rotated: int) -> bool:
+    """Whether a table that is common to all units has every feature twice, side by side."""
+    if not is_op(table, "repeat_interleave") or table.meta.get("unit") is not None or len(table.args) < 3:
+        return False
+    return (
+        value(table).dim() == dims and value(table).shape[-1] == rotated and table.args[1:] in ((2, dims - 1), (2, -1))
+    )
+
+
+# The norm of a sum that nothing else reads; the norm is one of ours by then.
+_SUM = add(Any("x"), Any("residual"))
+
+
+def _norm_of_sum(norm, of_sum, *others: str) -> tuple:
+    def build(graph: Graph, root: Node, found: Found) -> Node | None:
+        operands = [found["x"], found["residual"]]
+        if root.target is not norm or not all(isinstance(each, Node) for each in operands):
+            return None
+        wanted = value(root).shape, value(root).dtype
+        if any((value(each).shape, value(each).dtype) != wanted for each in operands):
+            return None
+        pair = put(graph, root, of_sum, *operands, *(found[name] for name in others), like=(value(root), value(root)))
+        return put(graph, root, operator.getitem, pair, 0)
+
+    return f"add {norm.__name__.replace('_', ' ')}", call(norm.__name__, _SUM, *map(Any, others)), build
+
+
 _NORM_ARGUMENTS = (Any("x"), Any("shape"), Any("weight"))
 
 ROWS = (
@@ -123,5 +208,12 @@ ROWS = (
     _gated("gelu_tanh", call("gelu", Any("gate"), "tanh")),
     _gated("gelu_tanh", Call(("gelu_tanh",), (Any("gate"),))),
     _gated("gelu", call("gelu", Any("gate"), "none")),
+    _bias_gelu("gelu_tanh", call("gelu_tanh", _BIASED)),
+    _bias_gelu("gelu_tanh", call("gelu", _BIASED, "tanh")),
+    _bias_gelu("gelu", call("gelu", _BIASED, "none")),
+    ("partial rotary", call("cat", [_interleaved(_PART), _REST], Any("joined")), _rotary_interleaved),
+    ("rotary", _interleaved(Any("x")), _rotary_interleaved),
     ("bias dropout add", add(Any("residual"), _DROPPED), _bias_dropout_add),
+    _norm_of_sum(ops.layer_norm, ops.add_layer_norm, "weight", "bias", "eps"),
+    _norm_of_sum(ops.rms_norm, ops.add_rms_norm, "weight", "eps"),
 )

@@ -31,14 +31,14 @@ COUNTS = {
     "llama": {NORM: 5, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1},
     "qwen3": {NORM: 9, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1},
     "gemma2": {NORM: 9, "rotary": 4, "gated gelu_tanh": 2},
-    "gpt2": {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, LOSS: 1},
+    "gpt2": {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, "bias gelu": 2, LOSS: 1},
     "mistral": {NORM: 5, "rotary": 4, ATTENTION: 2, "gated silu": 2, LOSS: 1},
     "phi3": {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1},
-    "gpt_neox": {LAYER_NORM: 5, "partial rotary": 4, CAUSAL: 2, LOSS: 1},
-    "gptj": {LAYER_NORM: 3, ATTENTION: 2, "gelu tanh": 2},
-    "bloom": {LAYER_NORM: 6, "gelu tanh": 2, LOSS: 1},
+    "gpt_neox": {LAYER_NORM: 5, "partial rotary": 4, CAUSAL: 2, "bias gelu": 2, LOSS: 1},
+    "gptj": {LAYER_NORM: 3, "partial rotary": 4, ATTENTION: 2, "gelu tanh": 2, "bias gelu": 2},
+    "bloom": {LAYER_NORM: 6, "gelu tanh": 2, "bias gelu": 2, LOSS: 1},
     "t5": {NORM: 12, ATTENTION: 2, LOSS: 1},
-    "bert": {LAYER_NORM: 6, ATTENTION: 2},
+    "bert": {LAYER_NORM: 6, "add layer norm": 4, ATTENTION: 2, "bias gelu": 3},
 }
 
 
@@ -124,7 +124,7 @@ def test_pieces_of_sharded_work():
     for name in ("llama", "phi3"):
         assert first[name, 0][1] == {kind: n for kind, n in COUNTS[name].items() if kind != LOSS}
     assert first["llama", 5][1] == COUNTS["llama"]
-    assert first["gpt2", 0][1] == {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, "bias dropout add": 4}
+    assert first["gpt2", 0][1] == {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, "bias gelu": 2, "bias dropout add": 4}
 
 
 # ---- pieces on their own ------------------------------------------------------------------------------------------
@@ -307,6 +307,39 @@ def test_rotary_needs_tables_that_repeat():
     assert pieces(swapped) == {"rotary": 1}
 
 
+def rotate_pairs(x, cos, sin):
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
+def angles_of_pairs(width, repeat=lambda table: table.repeat_interleave(2, 2)):
+    angle = torch.outer(torch.arange(4.0), 0.3 ** torch.arange(width // 2))[None]
+    return repeat(angle.cos()), repeat(angle.sin())
+
+
+def test_interleaved_rotary_needs_tables_that_repeat_pair_by_pair():
+    assert pieces(lambda m, x, y: mean(m, rotate_pairs(x, *angles_of_pairs(8)), y)) == {"rotary": 1}
+
+    def partial(m, x, y):
+        return mean(m, torch.cat((rotate_pairs(x[..., :4], *angles_of_pairs(4)), x[..., 4:]), -1), y)
+
+    assert pieces(partial) == {"partial rotary": 1}
+
+    def halves(table):
+        return torch.cat((table, table), -1)
+
+    def by_position(table):
+        return table.repeat_interleave(2, 1)[:, :4].repeat(1, 1, 2)
+
+    for repeat in (halves, by_position):
+        assert pieces(lambda m, x, y, r=repeat: mean(m, rotate_pairs(x, *angles_of_pairs(8, r)), y)) == {}
+
+    def unsigned(m, x, y):
+        cos, sin = angles_of_pairs(8)
+        return mean(m, x * cos + torch.stack((x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin, y)
+
+    assert pieces(unsigned) == {}
+
+
 def heads(x, count=2):
     return x.view(2, 4, count, -1).transpose(1, 2)
 
@@ -422,6 +455,54 @@ def test_attention_written_out(options, count):
 )
 def test_activations(body, counts):
     assert pieces(body) == counts
+
+
+def dense(m, x):
+    return F.linear(x, m.weight.diag(), m.weight)
+
+
+def transposed(m, x, **factors):
+    return torch.addmm(m.weight, x.view(-1, 8), m.weight.diag(), **factors).view(2, 4, 8)
+
+
+BIAS_GELU = "bias gelu"
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        (lambda m, x: F.gelu(x + m.weight), 1),
+        (lambda m, x: F.gelu(m.weight + x, approximate="tanh"), 1),
+        (lambda m, x: F.gelu(dense(m, x)), 1),
+        (lambda m, x: F.gelu(transposed(m, x), approximate="tanh"), 1),
+        (lambda m, x: F.gelu(transposed(m, x, beta=0.5)), 0),
+        (lambda m, x: F.gelu(torch.add(x, m.weight, alpha=2)), 0),
+        (lambda m, x: F.gelu(x + x.tanh()), 0),
+        (lambda m, x: F.gelu(x + m.weight[:1]), 0),
+        (lambda m, x: F.gelu(F.linear(x, m.weight.diag())), 0),
+        (lambda m, x: (lambda z: F.gelu(z) + z)(dense(m, x)), 0),
+    ],
+)
+def test_activations_take_the_bias(body, count):
+    seen = []
+    assert pieces(lambda m, x, y: mean(m, body(m, x), y), seen=seen) == ({BIAS_GELU: count} if count else {})
+    assert not count or not any(node.target is aten.addmm.default for node in seen[0].nodes)
+
+
+@pytest.mark.parametrize(
+    ("body", "fused"),
+    [
+        (lambda m, x: F.layer_norm(x + x.tanh(), (8,), m.weight, m.weight), {LAYER_NORM: 1, "add layer norm": 1}),
+        (lambda m, x: m.weight * rms(x + x.tanh()), {NORM: 1, "add rms norm": 1}),
+        (lambda m, x: m.weight * rms(torch.add(x, x.tanh(), alpha=2)), {NORM: 1}),
+        (lambda m, x: m.weight * rms(x + m.weight), {NORM: 1}),
+        (lambda m, x: m.weight * rms(x + 1.0), {NORM: 1}),
+        (lambda m, x: (lambda z: m.weight * rms(z) + z)(x + x.tanh()), {NORM: 1}),
+    ],
+    ids=["layer norm", "rms norm", "scaled", "of a vector", "of a number", "read again"],
+)
+def test_norms_of_sums(body, fused):
+    assert pieces(lambda m, x, y: mean(m, body(m, x), y)) == fused
 
 
 def test_nothing_is_fused_across_units():
