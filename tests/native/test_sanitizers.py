@@ -36,7 +36,7 @@ FAULTS = [
     pytest.param(
         "norm", NORM, "__shared__ float scratch[kSums * kWarp];", "__shared__ float scratch[kSums];",
         "tests.compare(kernels, tests.case(torch.float32, 5, 8192, centred=True))",
-        "global-buffer-overflow", id="shared memory is too small",
+        "insufficient space", id="shared memory is too small",
     ),
     pytest.param(
         "residual", PACK, "% 16 == 0) && ...", "% 16 >= 0) && ...",
