@@ -46,7 +46,7 @@ train: install
 	@$(PY) examples/train.py $(ARGS)
 
 test: lint
-	@$(PY) -m pytest -q -m "not slow" $(ARGS)
+	@$(PY) -m pytest -q -m "not slow and not gpu" $(ARGS)
 
 lint: install
 	@$(PY) -m ruff check --output-format concise .
