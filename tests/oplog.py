@@ -2,7 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRODUCTS = ("mm", "addmm", "addmm_", "index_add_")
+PRODUCTS = ("mm", "addmm", "addmm_", "add_rows_")
 
 
 class OpLog(TorchDispatchMode):

@@ -105,7 +105,7 @@ def order_of_operations(rank):
     with OpLog() as log:
         machine.engine.backward(state)
     body = ["mm", "mm", "allreduce_", "addmm_", "addmm_"]  # two input gradients, launch, two weight gradients
-    assert log.names == ["mm", "allreduce_", "addmm_", *body, *body, "index_add_"], log.names
+    assert log.names == ["mm", "allreduce_", "addmm_", *body, *body, "add_rows_"], log.names
 
 
 def evaluation_sends_only_forward(rank):
@@ -113,7 +113,8 @@ def evaluation_sends_only_forward(rank):
     with OpLog() as log:
         state = machine.start(training=False)
         machine.forward(state)
-    assert log.collectives == ["allreduce_"] * 7 and state.tape == {} and state.leftovers() == []
+    assert log.collectives == [*["allreduce_"] * 5, "_allgather_base_"]  # the last: statistics of the loss
+    assert state.tape == {} and state.leftovers() == []
 
 
 def test_two_microbatches_in_flight_do_not_mix():
