@@ -9,6 +9,7 @@ Three libraries in megatron_merak/, each optional at run time: ``_C`` (host-side
     TORCH_CUDA_ARCH_LIST      architectures of _ops_cuda (the GPUs there are, else "8.0;9.0;10.0+PTX")
     MERAK_PORTABLE=1          for any CPU of x86-64-v3 instead of this machine's own (wheels)
     MERAK_STRICT=1            a part that does not compile ends the build; else it is left out, with a warning
+    MERAK_EXT=0               build none of them
 """
 
 import os
@@ -96,8 +97,10 @@ def cuda() -> Extension:
 
 
 def extensions() -> list[Extension]:
-    if not Path("csrc").is_dir():
-        print("megatron_merak: no compiled parts, csrc/ is not here", file=sys.stderr)
+    unwanted = os.environ.get("MERAK_EXT") == "0"
+    if unwanted or not Path("csrc").is_dir():
+        reason = "MERAK_EXT=0" if unwanted else "csrc/ is not here"
+        print(f"megatron_merak: no compiled parts, {reason}", file=sys.stderr)
         return []
     problem = cuda_problem()
     if problem and os.environ.get("MERAK_CUDA") == "1":

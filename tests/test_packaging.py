@@ -74,7 +74,7 @@ def test_an_editable_install_runs_the_source_itself(source, tmp_path):
 def build(source, **environment):
     """What building in place says, with a compiler that compiles nothing unless told otherwise."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    settings = os.environ | {"CXX": "false", "CC": "false"} | environment
+    settings = os.environ | {"CXX": "false", "CC": "false", "MERAK_EXT": "auto"} | environment
     return subprocess.run(command, cwd=source, env=settings, capture_output=True, text=True, timeout=100)
 
 
@@ -93,6 +93,11 @@ def test_without_a_compiler_the_package_is_pure_python(with_sources):
     for part in ("_C", "_ops_cpu"):
         assert f"megatron_merak: megatron_merak.{part} LEFT OUT" in done.stderr
     assert not list((with_sources / "megatron_merak").glob("*.so"))
+
+
+def test_parts_that_are_not_wanted_are_not_built(with_sources):
+    done = build(with_sources, MERAK_EXT="0")
+    assert done.returncode == 0 and "no compiled parts, MERAK_EXT=0" in done.stderr and "LEFT OUT" not in done.stderr
 
 
 def test_a_strict_build_ends_where_a_part_does_not_compile(with_sources):

@@ -84,7 +84,9 @@ def install(venv):
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         subprocess.run([*pip, *requirements(["test", "tracking"])], check=True)
-        subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
+        # Not the compiled parts: `build` makes them where they stay, and again when their sources change.
+        editable = [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+        subprocess.run(editable, env=os.environ | {"MERAK_EXT": "0"}, check=True)
     except subprocess.CalledProcessError as error:
         remedy = f"Repair what is reported above, or remove {venv}, or name a complete environment: make PYTHON=... ..."
         sys.exit(f"{' '.join(error.cmd[:4])} failed with status {error.returncode}. {remedy}")
