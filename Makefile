@@ -16,13 +16,14 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full test-slow bench bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm clean
+.PHONY: help install train test lint parity parity-full test-native test-slow bench bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
 	@echo "make test         style check, then every test but the exhaustive ones; ARGS='tests/data -k blend'"
 	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"
+	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (10 minutes)"
 	@echo "make test-slow    the other long sweeps: every model type's weights, the largest shapes"
 	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
 	@echo "make bench-schedules  every pipeline schedule, modelled and measured, into docs/schedules.md (15 minutes)"
@@ -46,7 +47,7 @@ train: install
 	@$(PY) examples/train.py $(ARGS)
 
 test: lint
-	@$(PY) -m pytest -q -m "not slow and not gpu" $(ARGS)
+	@$(PY) -m pytest -q -m "not slow and not gpu and not compiles" $(ARGS)
 
 lint: install
 	@$(PY) -m ruff check --output-format concise .
@@ -57,6 +58,9 @@ parity: install
 
 parity-full: install
 	@$(PY) -m pytest -q -m slow --timeout 3600 tests/parity $(ARGS)
+
+test-native: install
+	@$(PY) -m pytest -q -m compiles --timeout 600 tests/native $(ARGS)
 
 test-slow: install
 	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity $(ARGS)

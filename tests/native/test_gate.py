@@ -8,6 +8,7 @@ import pytest
 from tests.native.gate import ARCHITECTURES, ROOT, kernels
 
 pytestmark = [
+    pytest.mark.compiles,
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH"),
     pytest.mark.timeout(600),
 ]

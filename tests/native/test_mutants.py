@@ -12,7 +12,7 @@ from tests.native import test_residual_kernels as residual
 from tests.native import test_rotary_kernels as rotary
 from tests.native.shim import NEEDED, LaunchError, load
 
-pytestmark = [NEEDED, pytest.mark.timeout(600)]
+pytestmark = [NEEDED, pytest.mark.compiles, pytest.mark.timeout(600)]
 
 
 class Mutant(NamedTuple):

@@ -8,7 +8,7 @@ from tests.native import test_flat_kernels as flat
 from tests.native import test_softmax_kernels as softmax
 from tests.native.shim import NEEDED, LaunchError, load
 
-pytestmark = NEEDED
+pytestmark = [NEEDED, pytest.mark.compiles]
 FP32, BF16 = torch.float32, torch.bfloat16
 MASK = softmax.randn(2, 2, 1, 1200, seed=4) > 0.3
 

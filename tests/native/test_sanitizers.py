@@ -9,6 +9,8 @@ import pytest
 
 from tests.native.shim import NEEDED, ROOT, SANITIZED
 
+pytestmark = pytest.mark.compiles
+
 FAMILIES = ("norm", "activation", "residual", "rotary")
 RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")
 
