@@ -14,13 +14,14 @@ Every receive names its source. Ranks launch the collectives of a link class in 
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import cluster as costs
 from ..cluster import Link
@@ -41,9 +42,25 @@ def register(clock: LogicalClock) -> None:
         gloo = dist.ProcessGroupGloo(
             dist.PrefixStore("emu", options.store), options.group_rank, options.group_size, options.timeout
         )
-        return EmulatedGroup(gloo, ranks, clock, options.group_id)
+        return EmulatedGroup(Unseen(gloo), ranks, clock, options.group_id)
 
     dist.Backend.register_backend("emu", create, extended_api=True, devices=["cpu"])
+
+
+class Unseen:
+    """gloo, where no dispatch mode sees how it moves data: its threads work under the modes of the thread that gives
+    them work, and the copies they make, at times nobody knows, are no kernels of the model.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo):
+        self._gloo = gloo
+
+    def __getattr__(self, name: str) -> Callable:
+        def unseen(*args):
+            with _disable_current_modes():
+                return getattr(self._gloo, name)(*args)
+
+        return unseen
 
 
 class Stamp:
@@ -103,7 +120,8 @@ class Collective(EmulatedWork):
         self.queue.resolve(self)
 
     def resolve(self, queue: Queue) -> None:
-        self.data.wait()
+        with _disable_current_modes():  # some of gloo's collectives copy their result here
+            self.data.wait()
         self.stamping.wait()
         self.ready = self.stamp[0]
         self.end = queue.free = max(self.ready, queue.free) + self.cost
@@ -193,7 +211,7 @@ class Sent(Work):
 class EmulatedGroup(dist.ProcessGroup):
     """The ranks of a group, gloo between them for the data, and the clock of this rank. Made by ``register``."""
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, ranks: Sequence[int], clock: LogicalClock, name: str):
+    def __init__(self, gloo: Unseen, ranks: Sequence[int], clock: LogicalClock, name: str):
         super().__init__(gloo.rank(), gloo.size())
         self._name = name
         self.gloo, self.ranks, self.clock, self.n = gloo, ranks, clock, len(ranks)
