@@ -16,18 +16,11 @@ struct Statistics {
 
 template <bool kCentred, class T>
 Statistics measure(const T* x, int64_t width, float eps) {
-  float mean = 0, squares = 0;
-  if constexpr (kCentred) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; ++i) sum += widen(x[i]);
-    mean = sum / width;
-  }
-#pragma omp simd reduction(+ : squares)
-  for (int64_t i = 0; i < width; ++i) {
+  const float mean = kCentred ? sum_of(width, [=](int64_t i) { return widen(x[i]); }) / width : 0.f;
+  const float squares = sum_of(width, [=](int64_t i) {
     const float distance = widen(x[i]) - mean;
-    squares += distance * distance;
-  }
+    return distance * distance;
+  });
   return {mean, 1.f / std::sqrt(squares / width + eps)};
 }
 
@@ -83,33 +76,59 @@ Normed forward(const char* op, const Tensor& input, const Tensor* residual, cons
   return made;
 }
 
-// With u the gradient of y and g = u w: the gradient of x is r (g - mean(g) - n mean(g n)), for RMSNorm without mean(g),
-// and `more` besides; of_weight += u n, and of_bias += u.
+// What the gradient of a row is made of: its upstream gradient u, its values, another gradient to add or null, and where
+// to write.
+template <class T>
+struct Row {
+  const T *u, *x, *more;
+  Statistics found;
+  T* to;
+};
+
+// With g = u w: the gradient of x is r (g - mean(g) - n mean(g n)), for RMSNorm without mean(g), and `more` besides;
+// of_weight += u n, and of_bias += u. Two rows at a time share the traffic of w and of_weight, and neither waits for the
+// sums of the other.
 template <bool kCentred, class T>
-void backward_row(const T* u, const T* x, const float* weight, Statistics row, const T* more, float* of_weight,
-                  float* of_bias, T* to, int64_t width) {
-  float along = 0, total = 0;
-#pragma omp simd reduction(+ : along, total)
+void backward_rows(const Row<T>& a, const Row<T>& b, const float* weight, float* of_weight, float* of_bias,
+                   int64_t width) {
+  const T *u = a.u, *v = b.u, *x = a.x, *y = b.x;
+  const Statistics s = a.found, t = b.found;
+  float along_a = 0, along_b = 0, total_a = 0, total_b = 0;
+#pragma omp simd reduction(+ : along_a, along_b, total_a, total_b)
   for (int64_t i = 0; i < width; ++i) {
-    const float grad = widen(u[i]), product = grad * ((widen(x[i]) - row.mean) * row.rstd);
-    of_weight[i] += product;
-    along += product * weight[i];
+    const float grad_a = widen(u[i]), grad_b = widen(v[i]), w = weight[i];
+    const float product_a = grad_a * ((widen(x[i]) - s.mean) * s.rstd);
+    const float product_b = grad_b * ((widen(y[i]) - t.mean) * t.rstd);
+    of_weight[i] += product_a + product_b;
+    along_a += product_a * w;
+    along_b += product_b * w;
     if constexpr (kCentred) {
-      of_bias[i] += grad;
-      total += grad * weight[i];
+      of_bias[i] += grad_a + grad_b;
+      total_a += grad_a * w;
+      total_b += grad_b * w;
     }
   }
-  along *= row.rstd / width;
-  total /= width;
-  const auto value = [=](int64_t i) {
-    return row.rstd * (widen(u[i]) * weight[i] - total - (widen(x[i]) - row.mean) * along);
+  along_a *= s.rstd / width, along_b *= t.rstd / width;
+  total_a /= width, total_b /= width;
+  const auto one = [=](int64_t i, float w) {
+    return s.rstd * (widen(u[i]) * w - total_a - (widen(x[i]) - s.mean) * along_a);
   };
-  if (more) {
+  const auto other = [=](int64_t i, float w) {
+    return t.rstd * (widen(v[i]) * w - total_b - (widen(y[i]) - t.mean) * along_b);
+  };
+  T *to = a.to, *into = b.to;
+  if (const T *extra = a.more, *further = b.more; extra) {
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) to[i] = narrow<T>(value(i) + widen(more[i]));
+    for (int64_t i = 0; i < width; ++i) {
+      to[i] = narrow<T>(one(i, weight[i]) + widen(extra[i]));
+      into[i] = narrow<T>(other(i, weight[i]) + widen(further[i]));
+    }
   } else {
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) to[i] = narrow<T>(value(i));
+    for (int64_t i = 0; i < width; ++i) {
+      to[i] = narrow<T>(one(i, weight[i]));
+      into[i] = narrow<T>(other(i, weight[i]));
+    }
   }
 }
 
@@ -135,11 +154,19 @@ Gradients backward(const char* op, const Tensor& upstream, const Maybe& further,
     const T *from = x.data<T>(), *up = grad.data<T>(), *extra = further ? more.data<T>() : nullptr;
     const float *w = read<float>(weight), *m = read<float>(mean), *r = read<float>(rstd);
     T* to = write<T>(grad_x);
+    const std::vector<T> zeros(width);
+    const auto at = [&](int64_t row) {
+      return Row<T>{up + row * grad.stride, from + row * x.stride, extra ? extra + row * more.stride : nullptr,
+                    {kCentred ? m[row] : 0.f, r[row]}, to + row * width};
+    };
     sums = sum_over_rows(rows, kCentred ? 2 * width : width, [&](int64_t begin, int64_t end, float* sum) {
-      for (int64_t row = begin; row < end; ++row)
-        backward_row<kCentred>(up + row * grad.stride, from + row * x.stride, w,
-                               Statistics{kCentred ? m[row] : 0.f, r[row]}, extra ? extra + row * more.stride : nullptr,
-                               sum, sum + width, to + row * width, width);
+      for (int64_t row = begin; row + 1 < end; row += 2)
+        backward_rows<kCentred>(at(row), at(row + 1), w, sum, sum + width, width);
+      if ((end - begin) % 2) {
+        std::vector<T> nowhere(width);
+        const Row<T> none{zeros.data(), zeros.data(), zeros.data(), {0.f, 0.f}, nowhere.data()};
+        backward_rows<kCentred>(at(end - 1), none, w, sum, sum + width, width);
+      }
     });
   });
   Tensor grad_weight = as_vector(input, scale.scalar_type(), sums.data(), width);

@@ -78,6 +78,22 @@ inline float clamp(float x, float low, float high) {
   return select(y > high, high, y);
 }
 
+// The sum of value(i) over [0, count). Four sums run side by side: one would wait for each addition to end.
+template <class Value>
+inline float sum_of(int64_t count, Value value) {
+  const int64_t part = count / 4;
+  float a = 0, b = 0, c = 0, d = 0;
+#pragma omp simd reduction(+ : a, b, c, d)
+  for (int64_t i = 0; i < part; ++i) {
+    a += value(i);
+    b += value(i + part);
+    c += value(i + 2 * part);
+    d += value(i + 3 * part);
+  }
+  for (int64_t i = 4 * part; i < count; ++i) a += value(i);
+  return (a + b) + (c + d);
+}
+
 // e^x: relative error below 1e-7 from e^-87.3 to e^88.3; 0 below e^-87.7, infinite above e^88.4, NaN for NaN. Range
 // reduction by two-part ln 2, then a polynomial of degree 6 (the coefficients of Cephes' expf). At the ends of the range
 // the exponent of the power of two is that of 0 and of infinity.

@@ -32,10 +32,41 @@ def operation(
             library.impl(name, twin, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
             if backward is not None:
-                torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup, lib=library)
+                overload = getattr(getattr(torch.ops, library.ns), name).default
+                library.impl(name, _differentiable(overload, setup, backward), "Autograd", with_keyset=True)
         return twin
 
     return register
+
+
+def _differentiable(overload: Any, setup: Callable[..., None], backward: Callable) -> Callable:
+    """What ``torch.library.register_autograd`` registers, without what it does in each call for operations with
+    keywords, defaults and lists: 20 microseconds of a forward and backward.
+    """
+
+    def below(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    class Operation(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, keys, *args):
+            output = below(keys, *args)
+            setup(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *grads):
+            found = backward(ctx, *grads)
+            return (None, *found) if isinstance(found, tuple) else (None, found)
+
+    Operation.__name__ = f"{overload._opname}Backward"
+
+    def run(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        wanted = torch._C._any_requires_grad(*args) and torch.is_grad_enabled()
+        return Operation.apply(keys, *args) if wanted else below(keys, *args)
+
+    return run
 
 
 def kernels(*tensors: Tensor | None) -> Any:
