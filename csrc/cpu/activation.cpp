@@ -8,11 +8,11 @@ struct Point {
   float value, slope;
 };
 
-struct Silu {  // x s(x), s the logistic function
+struct Silu {  // x s(x), s the logistic function; beyond 87 the curve is its asymptotes
   static Point at(float x) {
-    const Logistic s = logistic(x);
-    const float value = x * s.value;
-    return {value, s.value + value * s.rest};
+    const float y = clamp(x, -87.f, 87.f);
+    const Logistic s = logistic(y);
+    return {std::max(x, y) * s.value, s.value + y * s.value * s.rest};
   }
 };
 
@@ -23,11 +23,11 @@ struct Gelu {  // x times the part of the normal distribution below x
   }
 };
 
-struct GeluTanh {  // the same by (1 + tanh z) / 2 = s(2 z), z a cubic; beyond 30 the curve is its asymptotes
+struct GeluTanh {  // the same by (1 + tanh z) / 2 = s(2 z), z a cubic; beyond 9.9 the curve is its asymptotes
   static Point at(float x) {
-    const float root = 1.59576912f, cubic = 0.044715f, y = clamp(x, -30.f, 30.f), square = y * y;
+    const float root = 1.59576912f, cubic = 0.044715f, y = clamp(x, -9.9f, 9.9f), square = y * y;
     const Logistic s = logistic(root * y * (1.f + cubic * square));
-    return {x * s.value, s.value + y * s.value * s.rest * (root * (1.f + 3.f * cubic * square))};
+    return {std::max(x, y) * s.value, s.value + y * s.value * s.rest * (root * (1.f + 3.f * cubic * square))};
   }
 };
 

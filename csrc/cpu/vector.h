@@ -65,17 +65,10 @@ inline fp16 narrow<fp16>(float value) {
   return {uint16_t((sign >> 16) | (twice > 0xff000000u ? 0x7e00u : number))};
 }
 
-// choice ? a : b as arithmetic on bits: several conditional expressions in one loop would become control flow, which does
-// not vectorise well.
-inline float select(bool choice, float a, float b) {
-  const uint32_t mask = -uint32_t(choice);
-  return from_bits((bits(a) & mask) | (bits(b) & ~mask));
-}
-
 // x within [low, high]; NaN stays NaN.
 inline float clamp(float x, float low, float high) {
-  const float y = select(x < low, low, x);
-  return select(y > high, high, y);
+  const float y = x < low ? low : x;
+  return y > high ? high : y;
 }
 
 // The sum of value(i) over [0, count). Four sums run side by side: one would wait for each addition to end.
@@ -94,15 +87,12 @@ inline float sum_of(int64_t count, Value value) {
   return (a + b) + (c + d);
 }
 
-// e^x: relative error below 1e-7 from e^-87.3 to e^88.3; 0 below e^-87.7, infinite above e^88.4, NaN for NaN. Range
-// reduction by two-part ln 2, then a polynomial of degree 6 (the coefficients of Cephes' expf). At the ends of the range
-// the exponent of the power of two is that of 0 and of infinity.
-inline float exponential(float x) {
-  const float y = clamp(x, -88.f, 89.f);
-  const float shifted = y * 1.44269504f + 12582912.f;
-  const uint32_t power = bits(shifted) - 0x4b400000u;
-  const float whole = shifted - 12582912.f;
-  const float rest = (y - whole * 0.693359375f) + whole * 2.12194440e-4f;
+// e^x, -87.3 <= x <= 0, and NaN for NaN: relative error below 1e-7. Range reduction by two-part ln 2, then a polynomial of
+// degree 6 (the coefficients of Cephes' expf).
+inline float decay_within(float x) {
+  const float shifted = x * 1.44269504f + 12583039.f;  // 1.5 * 2^23 + 127: its low bits are the exponent's
+  const float whole = shifted - 12583039.f;
+  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * rest + 1.3981999507e-3f;
   p = p * rest + 8.3334519073e-3f;
@@ -110,17 +100,21 @@ inline float exponential(float x) {
   p = p * rest + 1.6666665459e-1f;
   p = p * rest + 5.0000001201e-1f;
   p = p * rest * rest + rest + 1.f;
-  return p * from_bits((power + 127u) << 23);
+  return p * from_bits(bits(shifted) << 23);
 }
 
-// 1 / (1 + e^-x), and what it lacks to 1 without cancellation; both to 3e-7 of themselves where they are no denormals.
+// e^x, x <= 0: 0 below -87.3, NaN for NaN.
+inline float decay(float x) { return x < -87.3f ? 0.f : decay_within(x); }
+
+// 1 / (1 + e^-x), and what it lacks to 1 without cancellation, |x| <= 87.3; NaN for NaN.
 struct Logistic {
   float value, rest;
 };
 
 inline Logistic logistic(float x) {
-  const float e = exponential(-x), value = 1.f / (1.f + e);
-  return {value, select(e < std::numeric_limits<float>::infinity(), e * value, 1.f)};
+  const float e = decay_within(-__builtin_fabsf(x)), larger = 1.f / (1.f + e), smaller = e * larger;
+  const bool right = x > 0.f;
+  return {right ? larger : smaller, right ? smaller : larger};
 }
 
 // The normal distribution's density at x, and its part below x to 1.5e-7, of small parts 3e-6 of themselves.
@@ -131,7 +125,7 @@ struct Normal {
 // The tail beyond |x| is density(x) times a polynomial in 1 / (1 + c |x|), a form of Hastings (1955); the coefficients
 // are a minimax fit over |x| < 12 that is exact at 0.
 inline Normal normal(float x) {
-  const float density = 0.398942280f * exponential(-0.5f * x * x);
+  const float density = 0.398942280f * decay(-0.5f * x * x);
   const float t = 1.f / (1.f + 0.35f * __builtin_fabsf(x));
   float p = 0.112713732f;
   p = p * t - 0.465848953f;
@@ -141,7 +135,7 @@ inline Normal normal(float x) {
   p = p * t + 0.342642248f;
   p = p * t + 0.350403696f;
   const float tail = density * p * t;
-  return {density, select(x > 0.f, 1.f - tail, tail)};
+  return {density, x > 0.f ? 1.f - tail : tail};
 }
 
 }  // namespace merak
