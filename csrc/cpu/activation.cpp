@@ -112,6 +112,7 @@ Tensor gated_merged(const Tensor& gate_up, std::string name) {
     over_rows(both.count, width, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* gate = from + row * both.stride;
+        fetch(gate + both.stride, 2 * width);
         gate_row<decltype(activation)>(gate, gate + width, to + row * width, width);
       }
     });
@@ -133,6 +134,8 @@ Tensor gated_merged_backward(const Tensor& upstream, const Tensor& gate_up, std:
     over_rows(both.count, width, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* gate = from + row * both.stride;
+        fetch(gate + both.stride, 2 * width);
+        fetch(g + (row + 1) * grad.stride, width);
         T* out = to + row * 2 * width;
         gate_backward_row<decltype(activation)>(g + row * grad.stride, gate, gate + width, out, out + width, width);
       }

@@ -59,6 +59,7 @@ Normed forward(const char* op, const Tensor& input, const Tensor* residual, cons
     over_rows(rows, width, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* in = from + row * x.stride;
+        fetch(in + x.stride, width);
         if (sum) {
           const T* more = added + row * other.stride;
           T* total = sum + row * width;
@@ -160,8 +161,13 @@ Gradients backward(const char* op, const Tensor& upstream, const Maybe& further,
                     {kCentred ? m[row] : 0.f, r[row]}, to + row * width};
     };
     sums = sum_over_rows(rows, kCentred ? 2 * width : width, [&](int64_t begin, int64_t end, float* sum) {
-      for (int64_t row = begin; row + 1 < end; row += 2)
+      for (int64_t row = begin; row + 1 < end; row += 2) {
+        for (const int64_t next : {row + 2, row + 3}) {
+          fetch(up + next * grad.stride, width);
+          fetch(from + next * x.stride, width);
+        }
         backward_rows<kCentred>(at(row), at(row + 1), w, sum, sum + width, width);
+      }
       if ((end - begin) % 2) {
         std::vector<T> nowhere(width);
         const Row<T> none{zeros.data(), zeros.data(), zeros.data(), {0.f, 0.f}, nowhere.data()};

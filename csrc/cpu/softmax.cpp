@@ -86,6 +86,7 @@ Tensor masked_softmax(const Tensor& given, std::optional<Tensor> mask, double sc
       for (int64_t row = begin; row < end; ++row) {
         const int64_t count = visible(row, queries, keys, causal), head = row / queries;
         const uint8_t* keep = hidden ? hidden->row(head / heads, head % heads, row % queries) : nullptr;
+        fetch(from + (row + 1) * keys, count);
         softmax(from + row * keys, keep, float(scale), count, room.data(), to + row * keys);
         std::fill(to + row * keys + count, to + (row + 1) * keys, T{});
       }
@@ -108,6 +109,8 @@ Tensor masked_softmax_backward(const Tensor& upstream, const Tensor& probabiliti
         const T *up = g + row * keys, *share = p + row * keys;
         T* into = to + row * keys;
         const int64_t count = visible(row, queries, keys, causal);
+        fetch(up + keys, count);
+        fetch(share + keys, count);
         float dot = 0;
 #pragma omp simd reduction(+ : dot)
         for (int64_t i = 0; i < count; ++i) dot += widen(up[i]) * widen(share[i]);
