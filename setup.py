@@ -14,6 +14,7 @@ Three libraries in megatron_merak/, each optional at run time: ``_C`` (host-side
 
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -33,7 +34,10 @@ except ImportError as error:
 
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11: one binary for every torch from there on
 OPTIMISE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fvisibility=hidden", "-g0"]
-HEADERS = sorted(path.as_posix() for path in Path("csrc").rglob("*") if path.suffix in (".h", ".cuh", ".inc"))
+INTERFACE = re.search(r"^INTERFACE = (\d+)", Path("megatron_merak/_native.py").read_text(), re.MULTILINE).group(1)
+MACROS = [("MERAK_INTERFACE", f'"{INTERFACE}"')]
+DEPENDS = sorted(path.as_posix() for path in Path("csrc").rglob("*") if path.is_file())
+DEPENDS += ["setup.py", "megatron_merak/_native.py"]
 
 
 def machine() -> list[str]:
@@ -49,6 +53,16 @@ def sources(folder: str, *suffixes: str) -> list[str]:
     return sorted(path.as_posix() for path in Path("csrc", folder).glob("*") if path.suffix in suffixes)
 
 
+def together(name: str, files: list[str]) -> str:
+    """One translation unit of several files: pybind11 takes five seconds of each, however little it is used there."""
+    unit = Path("build", f"{name}.cpp")
+    text = "".join(f'#include "{Path(file).resolve().as_posix()}"\n' for file in files)
+    if not unit.exists() or unit.read_text() != text:
+        unit.parent.mkdir(exist_ok=True)
+        unit.write_text(text)
+    return unit.as_posix()
+
+
 def cuda_problem() -> str:
     """Why the CUDA kernels cannot be built here; empty when they can."""
     if os.environ.get("MERAK_CUDA") == "0":
@@ -61,24 +75,29 @@ def cuda_problem() -> str:
 
 
 def host() -> Extension:
+    first = [f"csrc/py/{name}.cpp" for name in ("bind", "indices", "moments", "schedule", "simulate")]
+    others = [file for file in sources("py", ".cpp") if file not in first] + ["csrc/comm/shared_memory.cpp"]
+    plain = [file for file in sources("comm", ".cpp") if file not in others] + ["csrc/interface.cpp"]
     return Extension(
         "megatron_merak._C",
-        sources("py", ".cpp") + sources("comm", ".cpp"),
+        [together("host_first", first), together("host_others", others), *plain],
         include_dirs=[pybind11.get_include(), "csrc/include"],
+        define_macros=MACROS,
         extra_compile_args=["-std=c++17", *OPTIMISE, *machine()],
         extra_link_args=["-s", "-lrt", "-pthread"] if sys.platform == "linux" else [],
-        depends=HEADERS,
+        depends=DEPENDS,
     )
 
 
 def cpu() -> Extension:
     return CppExtension(
         "megatron_merak._ops_cpu",
-        sources("cpu", ".cpp"),
+        ["csrc/interface.cpp", *sources("cpu", ".cpp")],
         include_dirs=["csrc/include"],
+        define_macros=MACROS,
         extra_compile_args=["-std=c++20", *OPTIMISE, *machine(), STABLE_ABI],
         py_limited_api=True,
-        depends=HEADERS,
+        depends=DEPENDS,
     )
 
 
@@ -87,12 +106,12 @@ def cuda() -> Extension:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
     return CUDAExtension(
         "megatron_merak._ops_cuda",
-        sources("cuda", ".cu", ".cpp"),
+        ["csrc/interface.cpp", *sources("cuda", ".cu", ".cpp")],
         include_dirs=["csrc/include", "csrc"],
-        define_macros=[("USE_CUDA", None)],
+        define_macros=[("USE_CUDA", None), *MACROS],
         extra_compile_args={"cxx": ["-O3", "-g0", STABLE_ABI], "nvcc": ["-O3", "-lineinfo", STABLE_ABI]},
         py_limited_api=True,
-        depends=HEADERS,
+        depends=DEPENDS,
     )
 
 

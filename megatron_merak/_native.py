@@ -4,12 +4,15 @@
 """
 
 import os
+import sys
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
+INTERFACE = 1  # another number whenever what Python and the compiled parts ask of each other changes
 REMEDY = "Build with `pip install -e . --no-build-isolation`, or set MERAK_EXT=0 to run without"
+_HOST = "megatron_merak._C"
 _HERE = Path(__file__).parent
 
 
@@ -28,26 +31,37 @@ def library(name: str) -> Path | None:
     return next((path for path in (_HERE / f"{name}.abi3.so", _HERE / f"{name}.so") if path.exists()), None)
 
 
+def stale(path: Path) -> str:
+    """Why a library does not go with this Python code, in words; empty when it does."""
+    if f"merak interface {INTERFACE};".encode() in path.read_bytes():
+        return ""
+    return f"{path.name} was built from other sources than this code's"
+
+
 def host() -> ModuleType | None:
-    """The module _C with the host-side cores, None where it is not wanted, not built, or not loadable."""
+    """The module _C with the host-side cores, None where it is not wanted or ``host_problem`` says why."""
     if not wanted():
         return None
-    try:
-        return import_module("megatron_merak._C")
-    except ImportError:
+    if _HOST in sys.modules:
+        return sys.modules[_HOST]
+    if problem := host_problem():
         if required():
-            raise
+            raise ImportError(f"MERAK_EXT=1: {problem}. {REMEDY}.")
         return None
+    return sys.modules[_HOST]
 
 
 def host_problem() -> str:
     """Why ``host()`` is None, in words; empty when it is there."""
     if not wanted():
         return "MERAK_EXT=0"
-    if not any((_HERE / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+    path = next((path for suffix in EXTENSION_SUFFIXES if (path := _HERE / f"_C{suffix}").exists()), None)
+    if path is None:
         return "megatron_merak/_C is not built for this Python"
+    if problem := stale(path):
+        return problem
     try:
-        import_module("megatron_merak._C")
+        import_module(_HOST)
     except ImportError as error:
         return str(error)
     return ""

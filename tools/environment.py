@@ -96,7 +96,8 @@ def install(venv):
 
 def build(python):
     """Compile what changed since the last try, and say what came of it."""
-    changed = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()] + [ROOT / "setup.py"]
+    changed = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    changed += [ROOT / "setup.py", ROOT / "megatron_merak" / "_native.py"]
     libraries = ROOT / "megatron_merak"
     built = BUILT.exists() and all(path.stat().st_mtime <= BUILT.stat().st_mtime for path in changed)
     if built and (any(libraries.glob("_ops_cpu*.so")) or "LEFT OUT" in BUILT.read_text(encoding="utf-8")):

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import cluster as costs
 from ..cluster import Link
 from .clock import LogicalClock, Queue
+from .work import FinishedByWaiting
 
 _STAMP_TAG = 1 << 30  # under which time stamps travel, above the tags of messages
 _STAMPS_KEPT = 4096  # of messages that may be under way; those before them were read long ago
@@ -74,12 +75,12 @@ class Stamp:
         return self._values[place]
 
 
-class EmulatedWork(Work):
+class EmulatedWork(FinishedByWaiting):
     """Data under way, and when it arrives. Waiting a second time does nothing."""
 
     def __init__(self, data: Work, clock: LogicalClock, result: Any):
-        super().__init__()
-        self.data, self.clock, self.outputs = data, clock, result
+        super().__init__(result)
+        self.data, self.clock = data, clock
         self.ready = self.end = None
 
     def find_end(self) -> None:
@@ -97,15 +98,6 @@ class EmulatedWork(Work):
 
     def is_success(self) -> bool:
         return True
-
-    def result(self) -> list[Tensor]:
-        return self.outputs
-
-    def get_future(self) -> torch.futures.Future:
-        self.wait()
-        future = torch.futures.Future()
-        future.set_result(self.outputs)
-        return future
 
 
 class Collective(EmulatedWork):

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Work
 
 from .. import _native
 from .shared_segment import NAME, NotHere, Settings, connect
+from .work import FinishedByWaiting
 
 _CPU = torch.device("cpu")
 _NAMED = 8  # ranks in a warning
@@ -57,25 +58,7 @@ def register(settings: Settings | None = None) -> None:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 
 
-class _Results(Work):
-    """What works have in common: ``outputs``, and a future that is there already."""
-
-    def __init__(self, outputs: list[Tensor]):
-        super().__init__()
-        self.outputs = outputs
-
-    def result(self) -> list[Tensor]:
-        return self.outputs
-
-    def get_future(self) -> torch.futures.Future:
-        """Waits first."""
-        self.wait()
-        future = torch.futures.Future()
-        future.set_result(self.outputs)
-        return future
-
-
-class SharedMemoryWork(_Results):
+class SharedMemoryWork(FinishedByWaiting):
     """A collective under way. Waiting a second time does nothing."""
 
     def __init__(self, group: "SharedMemoryGroup", outputs: list[Tensor], held: Sequence[Tensor], copies: Copies):
@@ -103,7 +86,7 @@ class SharedMemoryWork(_Results):
         return self._group is None
 
 
-class Several(_Results):
+class Several(FinishedByWaiting):
     """Works that are waited for together."""
 
     def __init__(self, works: list[Work], outputs: list[Tensor]):
