@@ -33,7 +33,7 @@ WINDOW = 0.02  # seconds that one measurement takes at least
 
 @dataclass(frozen=True)
 class Row:
-    """``ours`` and ``peer`` of tensors of these shapes, the peer in float64 too. ``agrees``: False where chance decides."""
+    """``ours`` and ``peer`` of such tensors, the peer in float64 too. ``agrees``: False where chance decides."""
 
     op: str
     shapes: tuple[tuple[int, ...], ...]

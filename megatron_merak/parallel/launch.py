@@ -86,7 +86,6 @@ def launch(
     """
     rank, size = position()
     cluster, clock = _emulation(backend, emulate)
-    collectives = shared_memory.NAME if backend == shared_memory.NAME else None
     device = _device(backend, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -95,8 +94,6 @@ def launch(
         torch.use_deterministic_algorithms(True)
     if size > 1:
         _check_rendezvous()
-        if collectives:
-            shared_memory.register(Settings(ranks_here=_number("LOCAL_WORLD_SIZE", "0")))
         dist.init_process_group(
             "emu" if cluster else "gloo" if device.type == "cpu" else "nccl",
             timeout=timedelta(minutes=timeout_minutes),
@@ -105,7 +102,15 @@ def launch(
         atexit.register(_end)
         if device.type == "cpu":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
-    return World(rank, size, device, cluster, clock, collectives)
+    return World(rank, size, device, cluster, clock, own_collectives(backend))
+
+
+def own_collectives(backend: str) -> str | None:
+    """``World.collectives`` for a ``--distributed-backend``, ready for groups to be made of it."""
+    if backend != shared_memory.NAME:
+        return None
+    shared_memory.register(Settings(ranks_here=_number("LOCAL_WORLD_SIZE", "0")))
+    return backend
 
 
 def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock]:

@@ -18,7 +18,8 @@ from transformers.training_args import ParallelMode
 
 from ..config.sections import OVERLAPS, SCHEDULES
 from ..errors import ConfigError
-from ..parallel.launch import World, launch
+from ..parallel.launch import World, launch, own_collectives
+from ..parallel.shared_segment import NAME as SHARED_MEMORY
 
 HONOURED = frozenset(
     """output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
@@ -220,24 +221,21 @@ class MerakArguments(TrainingArguments):
     @functools.cached_property
     def _setup_devices(self) -> torch.device:
         """Join the job, unless this process has done so already. Raises LaunchError."""
-        world = self._join()
+        world = self.world
         self._n_gpu = int(world.device.type == "cuda")
         self.distributed_state = _Place(world.size, world.rank, world.device)
         return world.device
 
-    def _join(self) -> World:
-        if dist.is_initialized():
-            on_cpu = dist.get_backend() == "gloo"
-            device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-            return World(dist.get_rank(), dist.get_world_size(), device)
-        backend = "gloo" if self.use_cpu else self.ddp_backend or "auto"
-        return launch(backend, self.ddp_timeout / 60, self.full_determinism)
-
-    @property
+    @functools.cached_property
     def world(self) -> World:
-        """This process among all of the job."""
-        device = self.device
-        return World(self.process_index, self.world_size, device)
+        """This process among all of the job, which it joins unless it has done so already. Raises LaunchError."""
+        shared = self.ddp_backend == SHARED_MEMORY
+        backend = "gloo" if self.use_cpu and not shared else self.ddp_backend or "auto"
+        if not dist.is_initialized():
+            return launch(backend, self.ddp_timeout / 60, self.full_determinism)
+        on_cpu = dist.get_backend() == "gloo"
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        return World(dist.get_rank(), dist.get_world_size(), device, collectives=own_collectives(backend))
 
 
 def _refuse_fields(args: TrainingArguments) -> None:
@@ -250,8 +248,9 @@ def _refuse_fields(args: TrainingArguments) -> None:
             continue
         reason, remedy = REFUSED.get(name, ("this field is not supported", f"Leave it at {default!r}"))
         raise ConfigError(name, repr(value), reason, remedy)
-    if args.ddp_backend not in (None, "gloo", "nccl"):
-        raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", "Use gloo, nccl or leave it unset")
+    if args.ddp_backend not in (None, "gloo", "nccl", SHARED_MEMORY):
+        remedy = f"Use gloo, nccl, {SHARED_MEMORY} or leave it unset"
+        raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", remedy)
     if args.train_sampling_strategy == "batch_rebalance":
         reason = "a replica's batch would depend on the number of replicas"
         raise ConfigError("train_sampling_strategy", "batch_rebalance", reason, "Use random or group_by_length")

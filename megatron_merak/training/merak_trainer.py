@@ -136,7 +136,8 @@ class MerakTrainer:
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         grid = Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp)
         world = args.world
-        mesh = build_mesh(grid, world.rank, world.device, datetime.timedelta(seconds=args.ddp_timeout))
+        timeout = datetime.timedelta(seconds=args.ddp_timeout)
+        mesh = build_mesh(grid, world.rank, world.device, timeout, world.clock, world.collectives)
         own = {"local_rank", "log_level", "log_level_replica", "disable_tqdm"}
         all_arguments = gather_json({k: v for k, v in args.to_dict().items() if k not in own}, mesh.control, "cpu")
         for rank, other in enumerate(all_arguments):

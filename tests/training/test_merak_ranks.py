@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from megatron_merak.errors import ConfigError, DataError, MerakError
@@ -50,6 +51,7 @@ def run(rank, world_size, directory, tp, pp, callbacks=(), **changes):
         "metrics": untimed(predicted.metrics),
         "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
         "example": trainer.example["input_ids"].tolist(),
+        "backends": [dist.get_backend(group) for group in (trainer.mesh.tp, trainer.mesh.dp) if group is not None],
     }
 
 
@@ -87,6 +89,23 @@ def test_layouts_of_one_global_batch_train_alike(ran, layout, tmp_path):
     assert found[0]["example"] == alone["example"] and found[0]["flos"] == alone["flos"]
     np.testing.assert_allclose(found[0]["predictions"], alone["predictions"], rtol=1e-4, atol=1e-5)
     assert np.array_equal(found[0]["labels"], alone["labels"]) and len(alone["labels"]) == 5
+
+
+def run_pairs(rank, world_size, directory):
+    """Groups of two, whose sums have one order, through shared memory."""
+    return {
+        (tp, pp): run(rank, world_size, f"{directory}/{tp}{pp}", tp, pp, ddp_backend="merak_shm")
+        for tp, pp in LAYOUTS
+        if tp == 2
+    }
+
+
+def test_shared_memory_has_gloos_bits(ran, tmp_path):
+    for rank, found in enumerate(run_ranks(run_pairs, 4, str(tmp_path))):
+        for layout, one in found.items():
+            assert set(one["backends"]) == {"merak_shm"} and set(ran[layout][rank]["backends"]) == {"gloo"}
+            assert one["logs"] == ran[layout][rank]["logs"]
+            assert torch.equal(one["weights"], ran[layout][rank]["weights"])
 
 
 class WishOnRank(TrainerCallback):
