@@ -10,6 +10,10 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
+# Test files run side by side; what one of them launches once, all of its tests use.
+WORKERS ?= auto
+SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile
+
 # Expanded when a recipe runs, that is after `install`.
 PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 
@@ -20,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
-	@echo "make test         style check, then every test but the exhaustive ones; ARGS='tests/data -k blend'"
+	@echo "make test         style check, then every test but the exhaustive ones; ARGS='tests/data -k blend' WORKERS=1"
 	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"
 	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (10 minutes)"
@@ -47,7 +51,7 @@ train: install
 	@$(PY) examples/train.py $(ARGS)
 
 test: lint
-	@$(PY) -m pytest -q -m "not slow and not gpu and not compiles" $(ARGS)
+	@$(PY) -m pytest -q -m "not slow and not gpu and not compiles" $(SIDE_BY_SIDE) $(ARGS)
 
 lint: install
 	@$(PY) -m ruff check --output-format concise .
@@ -60,7 +64,7 @@ parity-full: install
 	@$(PY) -m pytest -q -m slow --timeout 3600 tests/parity $(ARGS)
 
 test-native: install
-	@$(PY) -m pytest -q -m compiles --timeout 600 tests/native $(ARGS)
+	@$(PY) -m pytest -q -m compiles --timeout 600 $(SIDE_BY_SIDE) tests/native $(ARGS)
 
 test-slow: install
 	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity $(ARGS)
