@@ -61,7 +61,7 @@ parity: install
 	@$(PY) tools/parity.py --write $(ARGS)
 
 parity-full: install
-	@$(PY) -m pytest -q -m slow --timeout 3600 tests/parity $(ARGS)
+	@$(PY) -m pytest -v -m slow --timeout 3600 -n $(WORKERS) --dist loadgroup tests/parity $(ARGS)
 
 test-native: install
 	@$(PY) -m pytest -q -m compiles --timeout 600 $(SIDE_BY_SIDE) tests/native $(ARGS)

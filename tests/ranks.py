@@ -23,7 +23,7 @@ PRELOAD = (
     *("torch", "torch.distributed", "torch.distributed.nn", "numpy", "pytest", "megatron_merak.errors"),
     *("transformers.modeling_utils", "transformers.trainer_callback"),
 )
-SETTLE_SECONDS = 0.3  # after a failure: how long to look for the rank that caused it
+SETTLE_SECONDS = 1.0  # after a failure: how long to look for the rank that caused it
 
 
 class RankFailure(AssertionError):

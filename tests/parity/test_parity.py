@@ -1,6 +1,9 @@
 """Every layout equals one process that runs HuggingFace's model: the loss, every gradient, ten optimizer steps."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from itertools import groupby
+from operator import attrgetter
 
 import pytest
 
@@ -11,6 +14,9 @@ from .rig import Outcome, Run, launch, put_together
 
 CANDIDATES = some_cases()
 SELECTION = pairwise(CANDIDATES)
+JOBS = {
+    case: f"{job}-{at // 24}" for job, cases in groupby(sweep(), attrgetter("layout")) for at, case in enumerate(cases)
+}
 
 
 class Lazily:
@@ -33,7 +39,7 @@ def selected():
 
 @pytest.fixture(scope="module")
 def swept():
-    return Lazily(sweep(), lambda case: case.layout)
+    return Lazily(list(JOBS), JOBS.__getitem__)
 
 
 def check(case: Case, run: Run) -> Distance:
@@ -61,6 +67,8 @@ def test_equals_one_process(case, selected):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", sweep(), ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(job)) for case, job in JOBS.items()]
+)
 def test_equals_one_process_everywhere(case, swept, measured):
-    measured[case] = check(case, swept[case])
+    measured(case, astuple(check(case, swept[case])))

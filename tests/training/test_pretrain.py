@@ -21,7 +21,7 @@ def pretrain(flags: str, ranks: int = 1, check: bool = True) -> subprocess.Compl
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *torchrun, str(ROOT / "pretrain_gpt.py"), *SMALL.split(), *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 

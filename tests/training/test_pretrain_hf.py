@@ -51,7 +51,7 @@ def pretrain(script: str, flags: str, ranks: int = 1, check: bool = True) -> sub
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *torchrun, str(ROOT / script), *COMMON.split(), *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
