@@ -56,7 +56,7 @@ def sources(folder: str, *suffixes: str) -> list[str]:
 def together(name: str, files: list[str]) -> str:
     """One translation unit of several files: pybind11 takes five seconds of each, however little it is used there."""
     unit = Path("build", f"{name}.cpp")
-    text = "".join(f'#include "{Path(file).resolve().as_posix()}"\n' for file in files)
+    text = "".join(f'#include "../{file}"\n' for file in files)
     if not unit.exists() or unit.read_text() != text:
         unit.parent.mkdir(exist_ok=True)
         unit.write_text(text)

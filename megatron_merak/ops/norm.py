@@ -1,5 +1,7 @@
 """RMSNorm and LayerNorm over the last dimension, statistics in fp32 (fp64 for fp64 inputs); of a sum, too."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,21 @@ def _per_row(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=_wide(x))
 
 
+def _keep(ctx, x: Tensor, weight: Tensor, statistics: Sequence[Tensor]) -> None:
+    """For the backward: what was normed, and by which statistics, which have no gradient of their own."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*statistics)
+    ctx.save_for_backward(x, weight, *statistics)
+
+
+def _setup(ctx, inputs, output) -> None:
+    _keep(ctx, inputs[0], inputs[1], output[1:])
+
+
+def _setup_of_sum(ctx, inputs, output) -> None:
+    _keep(ctx, output[1], inputs[2], output[2:])
+
+
 # ---- RMSNorm ------------------------------------------------------------------------------------------------------
 @operation("rms_norm_backward", lambda grad, x, weight, rstd: (_like(x), _like(weight)))
 def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,14 +48,6 @@ def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) ->
     return grad_x.to(x.dtype).contiguous(), grad_weight.to(weight.dtype)
 
 
-def _setup_rms_norm(ctx, inputs, output) -> None:
-    x, weight, _ = inputs
-    _, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rstd)
-    ctx.save_for_backward(x, weight, rstd)
-
-
 def _backward_rms_norm(ctx, grad, _):
     x, weight, rstd = ctx.saved_tensors
     if grad is None:
@@ -46,7 +55,7 @@ def _backward_rms_norm(ctx, grad, _):
     return *kernels(x, weight).rms_norm_backward(grad, x, weight, rstd), None
 
 
-@operation("rms_norm", lambda x, weight, eps: (_like(x), _per_row(x)), _setup_rms_norm, _backward_rms_norm)
+@operation("rms_norm", lambda x, weight, eps: (_like(x), _per_row(x)), _setup, _backward_rms_norm)
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x r w with r = (mean(x^2) + eps)^-1/2, and r."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
@@ -66,14 +75,6 @@ def _add_rms_norm_backward(
     return _plus(grad_x, grad_sum), grad_weight
 
 
-def _setup_add_rms_norm(ctx, inputs, output) -> None:
-    _, _, weight, _ = inputs
-    _, sum, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rstd)
-    ctx.save_for_backward(sum, weight, rstd)
-
-
 def _backward_add_rms_norm(ctx, grad, grad_sum, _):
     sum, weight, rstd = ctx.saved_tensors
     if grad is None:
@@ -85,7 +86,7 @@ def _backward_add_rms_norm(ctx, grad, grad_sum, _):
 @operation(
     "add_rms_norm",
     lambda x, residual, weight, eps: (_like(x), _like(x), _per_row(x)),
-    _setup_add_rms_norm,
+    _setup_of_sum,
     _backward_add_rms_norm,
 )
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,14 +106,6 @@ def _layer_norm_backward(
     return grad_x.to(x.dtype).contiguous(), *(each.to(weight.dtype) for each in of_weights)
 
 
-def _setup_layer_norm(ctx, inputs, output) -> None:
-    x, weight, _, _ = inputs
-    _, mean, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(x, weight, mean, rstd)
-
-
 def _backward_layer_norm(ctx, grad, *_):
     x, weight, mean, rstd = ctx.saved_tensors
     if grad is None:
@@ -123,7 +116,7 @@ def _backward_layer_norm(ctx, grad, *_):
 @operation(
     "layer_norm",
     lambda x, weight, bias, eps: (_like(x), _per_row(x), _per_row(x)),
-    _setup_layer_norm,
+    _setup,
     _backward_layer_norm,
 )
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,14 +138,6 @@ def _add_layer_norm_backward(
     return _plus(grad_x, grad_sum), grad_weight, grad_bias
 
 
-def _setup_add_layer_norm(ctx, inputs, output) -> None:
-    _, _, weight, _, _ = inputs
-    _, sum, mean, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(sum, weight, mean, rstd)
-
-
 def _backward_add_layer_norm(ctx, grad, grad_sum, *_):
     sum, weight, mean, rstd = ctx.saved_tensors
     if grad is None:
@@ -164,7 +149,7 @@ def _backward_add_layer_norm(ctx, grad, grad_sum, *_):
 @operation(
     "add_layer_norm",
     lambda x, residual, weight, bias, eps: (_like(x), _like(x), _per_row(x), _per_row(x)),
-    _setup_add_layer_norm,
+    _setup_of_sum,
     _backward_add_layer_norm,
 )
 def _add_layer_norm(

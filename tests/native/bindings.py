@@ -9,6 +9,7 @@ import torch
 
 from megatron_merak.ops.schemas import SCHEMAS
 from tests.gpu import operators as run
+from tests.gpu import reductions
 from tests.native import test_activation_kernels as activation
 from tests.native import test_norm_kernels as norm
 from tests.native import test_residual_kernels as residual
@@ -71,6 +72,30 @@ def rotations(dtype):
     assert torch.equal(found, dense), "more dimensions than a launch takes"
 
 
+def softmax(dtype):
+    for keys in (1, 33, 1000, 2500):
+        for causal in (False, True):
+            reductions.masked_softmax(CPU, dtype, causal, 3, keys)
+    reductions.rows_that_see_nothing(CPU)
+
+
+def losses(dtype):
+    for smoothing in (False, True):
+        for columns, classes, start in ((7, 7, 0), (1000, 990, 500)):
+            reductions.cross_entropy(CPU, dtype, smoothing, 5, columns, classes, start)
+    for columns, classes in ((9, 9), (1100, 1000)):
+        reductions.exponentiate(CPU, dtype, columns, classes)
+
+
+def flat(dtype):
+    for count in (1, 1023, 4099):
+        reductions.adamw(CPU, count, dtype, None if dtype is torch.float32 else dtype)
+        reductions.sum_of_squares(CPU, dtype, count)
+    for source in TYPES:
+        reductions.scaled_copies_and_sums(CPU, dtype, source, (1, 8, 1003))
+    reductions.rows_add_up_in_order(CPU, 50, 100, 40)
+
+
 def refusals():
     x = torch.ones(2, 8)
     for call in (
@@ -79,6 +104,10 @@ def refusals():
         lambda: torch.ops.merak.gated(x, x[:1], "silu"),
         lambda: torch.ops.merak.rotary(x, torch.ones(2, 5), torch.ones(2, 5), False, False),
         lambda: torch.ops.merak.bias_dropout_add(x, None, None, 2.0, torch.tensor([1])),
+        lambda: torch.ops.merak.masked_softmax(x, None, 1.0, True),
+        lambda: torch.ops.merak.cross_entropy_stats(x, torch.zeros(3, dtype=torch.int64), 0, 8, False),
+        lambda: torch.ops.merak.adamw_(x, x, x[0], x, None, 0.1, 0.9, 0.9, 0.1, 0.1, 1, 1.0),
+        lambda: torch.ops.merak.add_rows_(x, torch.zeros(3, dtype=torch.int64), x),
     ):
         try:
             call()
@@ -94,7 +123,7 @@ def main() -> None:
             library.define(name + schema)
     torch.ops.load_library(sys.argv[1])
     for dtype in TYPES:
-        for check in (norms, activations, residuals, rotations):
+        for check in (norms, activations, residuals, rotations, softmax, losses, flat):
             check(dtype)
     refusals()
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.native.shim import BUILDS, FLAGS, NEEDED, ROOT
 
-FAMILIES = ("norm", "activation", "residual", "rotary")
+FAMILIES = ("norm", "activation", "residual", "rotary", "softmax", "cross_entropy", "flat")
 STUBS = ROOT / "tests/native/stubs.cpp"
 TORCH = Path(torch.__file__).parent
 OPTIONS = [

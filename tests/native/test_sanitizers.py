@@ -11,7 +11,7 @@ from tests.native.shim import NEEDED, ROOT, SANITIZED
 
 pytestmark = pytest.mark.compiles
 
-FAMILIES = ("norm", "activation", "residual", "rotary")
+FAMILIES = ("norm", "activation", "residual", "rotary", "softmax", "cross_entropy", "flat")
 RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")
 
 # Loads a family with edits of its sources, and runs one comparison.
