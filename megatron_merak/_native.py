@@ -4,6 +4,7 @@
 """
 
 import os
+import struct
 import sys
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -31,11 +32,22 @@ def library(name: str) -> Path | None:
     return next((path for path in (_HERE / f"{name}.abi3.so", _HERE / f"{name}.so") if path.exists()), None)
 
 
-def stale(path: Path) -> str:
-    """Why a library does not go with this Python code, in words; empty when it does."""
-    if f"merak interface {INTERFACE};".encode() in path.read_bytes():
-        return ""
-    return f"{path.name} was built from other sources than this code's"
+def unfit(path: Path) -> str:
+    """Why a library must not be loaded, in words; empty when it may. One that is cut short would end the process."""
+    content = path.read_bytes()
+    if content[:4] == b"\x7fELF" and len(content) < _elf_size(content):
+        return f"{path.name} is cut short"
+    if f"merak interface {INTERFACE};".encode() not in content:
+        return f"{path.name} was built from other sources than this code's"
+    return ""
+
+
+def _elf_size(content: bytes) -> int:
+    """Bytes of an ELF file up to the end of its table of sections, which linkers put last."""
+    if len(content) < 64:
+        return 64
+    (table,), (size, count) = struct.unpack_from("<Q", content, 40), struct.unpack_from("<HH", content, 58)
+    return table + size * count
 
 
 def host() -> ModuleType | None:
@@ -58,7 +70,7 @@ def host_problem() -> str:
     path = next((path for suffix in EXTENSION_SUFFIXES if (path := _HERE / f"_C{suffix}").exists()), None)
     if path is None:
         return "megatron_merak/_C is not built for this Python"
-    if problem := stale(path):
+    if problem := unfit(path):
         return problem
     try:
         import_module(_HOST)

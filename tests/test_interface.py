@@ -1,4 +1,4 @@
-"""Compiled parts that were built from other sources are told apart before they are loaded."""
+"""Compiled parts that were built from other sources, or are not whole, are told apart before they are loaded."""
 
 import hashlib
 import os
@@ -41,9 +41,18 @@ def test_the_number_stands_for_these_names_and_schemas():
 
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: path.name)
 def test_built_parts_carry_the_number(path, monkeypatch, tmp_path):
-    assert _native.stale(path) == ""
+    assert _native.unfit(path) == ""
     monkeypatch.setattr(_native, "INTERFACE", 99)
-    assert _native.stale(path) == f"{path.name} was built from other sources than this code's"
+    assert _native.unfit(path) == f"{path.name} was built from other sources than this code's"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
+@pytest.mark.parametrize("path", PARTS, ids=lambda path: path.name)
+def test_parts_that_are_cut_short(path, tmp_path):
+    content, cut = path.read_bytes(), tmp_path / "cut.so"
+    for size in (10, 63, 64, 1000, len(content) // 2, len(content) - 100, len(content) - 1):
+        cut.write_bytes(content[:size])
+        assert _native.unfit(cut) == "cut.so is cut short", size
 
 
 @pytest.mark.skipif(not PARTS, reason="nothing is compiled")

@@ -46,7 +46,7 @@ def _problem(name: str) -> str:
         return f"megatron_merak/{name} is not built"
     if name == "_ops_cuda" and torch.version.cuda is None:
         return "this build of torch has no CUDA"
-    if problem := _native.stale(path):
+    if problem := _native.unfit(path):
         return problem
     try:
         torch.ops.load_library(path)

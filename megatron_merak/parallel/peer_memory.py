@@ -40,7 +40,7 @@ class Kernels(NamedTuple):
 def load_kernels() -> Kernels | None:
     """The launchers in the compiled library, None where it was not built or is not wanted."""
     path = _native.library("_ops_cuda") if _native.wanted() and torch.version.cuda is not None else None
-    if path is None or _native.stale(path):
+    if path is None or _native.unfit(path):
         return None
     library = ctypes.CDLL(str(path))
     pointer, number, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
