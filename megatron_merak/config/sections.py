@@ -8,6 +8,7 @@ from ..errors import ConfigError
 from .settings import Section, setting
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v", "auto")
+BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "gloo_cuda")
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
 
 
@@ -126,9 +127,10 @@ class ParallelConfig(Section):
     tp_comm_overlap: str = setting("weight-gradient", choices=OVERLAPS, bare="auto", megatron=False)
     """What runs while tensor-parallel collectives are under way: nothing, weight gradients, the other half of the
     micro-batch, or another micro-batch; auto lets the cost model choose."""
-    distributed_backend: str = setting("auto", choices=("auto", "gloo", "nccl", "emu", "merak_shm"), megatron="nccl")
+    distributed_backend: str = setting("auto", choices=BACKENDS, megatron="nccl")
     """Collective library; auto is nccl on GPUs and gloo on CPUs; merak_shm is gloo, and shared memory for tensor and
-    data parallelism within a host; emu moves data by gloo and models the time."""
+    data parallelism within a host; gloo_cuda lets ranks share GPUs, to debug; emu moves data by gloo and models the
+    time."""
     emulate: str | None = setting(None, ours=True)
     """The cluster that --distributed-backend emu models: a name, or a JSON file."""
     distributed_timeout_minutes: int = setting(10, least=1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..cluster import Cluster, find_cluster
 from ..errors import LaunchError
-from . import emulated, shared_memory
+from . import emulated, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .shared_segment import Settings
 
@@ -63,8 +63,10 @@ def _device(backend: str, size: int) -> torch.device:
     if not torch.cuda.is_available():
         raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
     local_rank, count = _number("LOCAL_RANK", "0" if size == 1 else ""), torch.cuda.device_count()
+    if backend == staged.NAME:
+        return torch.device("cuda", local_rank % count)
     if local_rank >= count:
-        remedy = f"Start at most {count} ranks on this host, or use --distributed-backend gloo"
+        remedy = f"Start at most {count} ranks on this host, or let them share by --distributed-backend {staged.NAME}"
         raise LaunchError("local rank", local_rank, f"this host has {count} CUDA device(s)", remedy)
     return torch.device("cuda", local_rank)
 
@@ -94,15 +96,24 @@ def launch(
         torch.use_deterministic_algorithms(True)
     if size > 1:
         _check_rendezvous()
+        job = _job_backend(backend, device)
         dist.init_process_group(
-            "emu" if cluster else "gloo" if device.type == "cpu" else "nccl",
-            timeout=timedelta(minutes=timeout_minutes),
-            device_id=device if device.type == "cuda" else None,
+            job, timeout=timedelta(minutes=timeout_minutes), device_id=device if job == "nccl" else None
         )
         atexit.register(_end)
-        if device.type == "cpu":
+        if job != "nccl":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
     return World(rank, size, device, cluster, clock, own_collectives(backend))
+
+
+def _job_backend(backend: str, device: torch.device) -> str:
+    """The backend of the default process group, registered."""
+    if backend == staged.NAME:
+        staged.register()
+        return backend
+    if device.type == "cuda":
+        return "nccl"
+    return "emu" if backend == "emu" else "gloo"
 
 
 def own_collectives(backend: str) -> str | None:

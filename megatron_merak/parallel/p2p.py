@@ -7,6 +7,7 @@ from torch import Tensor
 from ..pipeline_parallel.ops import RECEIVES, Kind, Op, Schedule, ops_of
 from .mesh import Mesh, new_groups
 from .shared_segment import NAME as SHARED_MEMORY
+from .staged import NAME as STAGED
 
 MOST_VALUES = 64  # that one transfer may carry
 
@@ -14,14 +15,14 @@ MOST_VALUES = 64  # that one transfer may carry
 class Pipes:
     """One rank's ends of all transfers of a schedule (with communication ops).
 
-    gloo, also emulated or beside shared memory, matches messages by tag inside the pipeline group. Other backends match
-    by order alone, so there each channel (source, destination, direction) has a group, and on CUDA a stream, of its
-    own: no transfer waits behind another's.
+    gloo, also emulated, staged or beside shared memory, matches messages by tag inside the pipeline group. Other
+    backends match by order alone, so there each channel (source, destination, direction) has a group, and on CUDA a
+    stream, of its own: no transfer waits behind another's.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule):
         self.mesh, self.schedule = mesh, schedule
-        self._by_tag = mesh.pp is not None and dist.get_backend(mesh.pp) in ("gloo", "emu", SHARED_MEMORY)
+        self._by_tag = mesh.pp is not None and dist.get_backend(mesh.pp) in ("gloo", "emu", SHARED_MEMORY, STAGED)
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
         if mesh.pp is not None and not self._by_tag:
             self._make_groups()

@@ -20,6 +20,7 @@ from ..config.sections import OVERLAPS, SCHEDULES
 from ..errors import ConfigError
 from ..parallel.launch import World, launch, own_collectives
 from ..parallel.shared_segment import NAME as SHARED_MEMORY
+from ..parallel.staged import NAME as STAGED
 
 HONOURED = frozenset(
     """output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
@@ -248,8 +249,8 @@ def _refuse_fields(args: TrainingArguments) -> None:
             continue
         reason, remedy = REFUSED.get(name, ("this field is not supported", f"Leave it at {default!r}"))
         raise ConfigError(name, repr(value), reason, remedy)
-    if args.ddp_backend not in (None, "gloo", "nccl", SHARED_MEMORY):
-        remedy = f"Use gloo, nccl, {SHARED_MEMORY} or leave it unset"
+    if args.ddp_backend not in (None, "gloo", "nccl", SHARED_MEMORY, STAGED):
+        remedy = f"Use gloo, nccl, {SHARED_MEMORY}, {STAGED} or leave it unset"
         raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", remedy)
     if args.train_sampling_strategy == "batch_rebalance":
         reason = "a replica's batch would depend on the number of replicas"

@@ -53,6 +53,8 @@ def test_variables_that_do_not_fit(monkeypatch, variables, words):
 def test_nccl_needs_a_cuda_device():
     with pytest.raises(LaunchError, match="--distributed-backend nccl: there is no CUDA device. Use .* gloo"):
         launch("nccl")
+    with pytest.raises(LaunchError, match="--distributed-backend gloo_cuda: there is no CUDA device. Use .* gloo"):
+        launch("gloo_cuda")
     assert launch("auto").device.type == "cpu"
 
 

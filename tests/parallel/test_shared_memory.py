@@ -18,6 +18,8 @@ from tests.parity.cases import Case
 from tests.parity.rig import mesh_of, train
 from tests.ranks import run_ranks
 
+from .collectives import OPS, bits, each_collective, gather_single, whole
+
 pytestmark = pytest.mark.skipif(
     not hasattr(_native.host(), "shared_memory"), reason="the compiled part is missing: " + _native.host_problem()
 )
@@ -27,9 +29,6 @@ SLOT = 4096  # bytes: small, so that small messages have many blocks
 SMALL = Settings(slots=4, slot_sizes=(SLOT,))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 SIZES = (0, 1, 7, 1021, 2048, 2049, 9001)  # of 2 to 8 bytes: a part of a block, a block, one more, up to 18 blocks
-OPS = {dist.ReduceOp.SUM: lambda parts: parts.sum(0), dist.ReduceOp.MAX: lambda parts: parts.amax(0)}
-gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def shared(ranks, settings=SMALL, **options):
@@ -38,38 +37,6 @@ def shared(ranks, settings=SMALL, **options):
     group = dist.new_group(ranks, backend="merak_shm", **options)
     assert dist.get_rank() not in ranks or type(group) is SharedMemoryGroup
     return group
-
-
-def whole(seed, world_size, size, dtype):
-    """Every rank's numbers [world_size, size]; sums over four ranks are whole in every type."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-30, 30, (world_size, size), generator=generator, dtype=torch.int64).to(dtype)
-
-
-def each_collective(rank, n, given, size, group, later):
-    """(name, work, what was found, what it should be). ``given``: the ranks' whole numbers [n, n * size]."""
-    mine, first = given[rank], given[:, :size]
-    for op, expected in OPS.items():
-        found = mine[:size].clone()
-        yield f"all_reduce {op}", dist.all_reduce(found, op, group, async_op=later), [found], [expected(first)]
-        found, wanted = torch.empty_like(mine[:size]), expected(given[:, rank * size : (rank + 1) * size])
-        work = reduce_scatter_single(found, mine.clone(), op, group, async_op=later)
-        yield f"reduce_scatter_single {op}", work, [found], [wanted]
-        found, parts = (
-            torch.empty_like(mine[:size]),
-            [part.clone() for part in mine.view(n, -1)],
-        )
-        work = dist.reduce_scatter(found, parts, op, group, async_op=later)
-        yield f"reduce_scatter {op}", work, [found], [wanted]
-    found = torch.empty_like(first.reshape(-1))
-    work = gather_single(found, mine[:size].clone(), group, async_op=later)
-    yield "all_gather_single", work, [found], [first.reshape(-1)]
-    parts = [torch.empty_like(mine[:size]) for _ in range(n)]
-    yield "all_gather", dist.all_gather(parts, mine[:size].clone(), group, async_op=later), parts, list(first)
-    for root in range(n):
-        found = mine[:size].clone()
-        work = dist.broadcast(found, group=group, group_src=root, async_op=later)
-        yield f"broadcast {root}", work, [found], [first[root]]
 
 
 def collectives(rank, n):
@@ -375,12 +342,6 @@ def default(rank, n, store):
 
 def test_as_the_backend_of_the_job(tmp_path):
     assert run_ranks(default, 2, str(tmp_path / "store")) == [4] * 2
-
-
-def bits(outcome):
-    """An outcome with plain numbers and bytes, which compare as a whole."""
-    tensors = [shard.tensor.numpy().tobytes() for shard in (*outcome.gradients, *outcome.weights)]
-    return outcome.evaluated, outcome.first_loss, outcome.curve, outcome.norms, tensors
 
 
 def training(rank, n, case):

@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 from .batches import replica_batch
 from .cases import Case, bound
 
+CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -50,7 +51,7 @@ def disturb(trainer: Trainer) -> None:
         generator = torch.Generator().manual_seed(derive_seed("noise", shard.name))
         scale = 0.2 if len(shard.shape) == 1 else 0.1
         noise = torch.randn(shard.shape, generator=generator).mul_(scale)
-        shard.tensor.add_(part_of(noise, shard).to(shard.tensor.dtype))
+        shard.tensor.add_(part_of(noise, shard).to(shard.tensor))
     trainer.optimizer.refresh_master()
 
 
@@ -69,7 +70,7 @@ def new_trainer(case: Case, mesh: Mesh) -> Trainer:
 
 
 def parts(trainer: Trainer, flat: torch.Tensor) -> list[Shard]:
-    return [replace(shard, tensor=shard.tensor.clone()) for shard in trainer.model.shards(flat)]
+    return [replace(shard, tensor=shard.tensor.to("cpu", copy=True)) for shard in trainer.model.shards(flat)]
 
 
 def _stray(trainer: Trainer, flat: torch.Tensor) -> int:
@@ -93,8 +94,8 @@ def train(case: Case, mesh: Mesh) -> Outcome:
     return Outcome(evaluated, first_loss, gradients, losses, norms, parts(trainer, buffer.data), stray)
 
 
-def mesh_of(case: Case, rank: int = 0) -> Mesh:
-    return build_mesh(Grid(tp=case.tp, dp=case.dp, pp=case.pp), rank, torch.device("cpu"))
+def mesh_of(case: Case, rank: int = 0, device: torch.device = CPU) -> Mesh:
+    return build_mesh(Grid(tp=case.tp, dp=case.dp, pp=case.pp), rank, device)
 
 
 def train_all(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
