@@ -8,7 +8,7 @@ from ..errors import ConfigError
 from .settings import Section, setting
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v", "auto")
-BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "gloo_cuda")
+BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "merak_peer", "gloo_cuda")
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
 
 
@@ -129,7 +129,8 @@ class ParallelConfig(Section):
     micro-batch, or another micro-batch; auto lets the cost model choose."""
     distributed_backend: str = setting("auto", choices=BACKENDS, megatron="nccl")
     """Collective library; auto is nccl on GPUs and gloo on CPUs; merak_shm is gloo, and shared memory for tensor and
-    data parallelism within a host; gloo_cuda lets ranks share GPUs, to debug; emu moves data by gloo and models the
+    data parallelism within a host; merak_peer is nccl, and our own kernels for sums of up to 8 MiB that tensor and data
+    parallelism make within a host; gloo_cuda lets ranks share GPUs, to debug; emu moves data by gloo and models the
     time."""
     emulate: str | None = setting(None, ours=True)
     """The cluster that --distributed-backend emu models: a name, or a JSON file."""

@@ -21,6 +21,9 @@ class Pending(Protocol):
     def wait(self) -> object:
         """What the current stream (on a CPU: the caller) does next finds the result."""
 
+    def is_completed(self) -> bool:
+        """Whether the result is there already."""
+
 
 Start = Callable[[Tensor], Pending]
 """Starts to sum a dense tensor over ranks in place, after what the current stream was given so far."""
@@ -54,6 +57,9 @@ class _Done:
 
     def wait(self) -> None:
         self._api.current_stream().wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        return self._event.query()
 
 
 def row_chunks(rows: int, chunks: int) -> list[slice]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..cluster import Cluster, find_cluster
 from ..errors import LaunchError
-from . import emulated, shared_memory, staged
+from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .shared_segment import Settings
 
@@ -103,7 +103,7 @@ def launch(
         atexit.register(_end)
         if job != "nccl":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
-    return World(rank, size, device, cluster, clock, own_collectives(backend))
+    return World(rank, size, device, cluster, clock, own_collectives(backend, device))
 
 
 def _job_backend(backend: str, device: torch.device) -> str:
@@ -116,11 +116,14 @@ def _job_backend(backend: str, device: torch.device) -> str:
     return "emu" if backend == "emu" else "gloo"
 
 
-def own_collectives(backend: str) -> str | None:
-    """``World.collectives`` for a ``--distributed-backend``, ready for groups to be made of it."""
-    if backend != shared_memory.NAME:
+def own_collectives(backend: str, device: torch.device) -> str | None:
+    """``World.collectives`` for a ``--distributed-backend``, ready for groups to be made of it. device: this rank's."""
+    if backend == shared_memory.NAME:
+        shared_memory.register(Settings(ranks_here=_number("LOCAL_WORLD_SIZE", "0")))
+    elif backend == peer_group.NAME:
+        peer_group.register(device)
+    else:
         return None
-    shared_memory.register(Settings(ranks_here=_number("LOCAL_WORLD_SIZE", "0")))
     return backend
 
 

@@ -111,7 +111,7 @@ class PeerMemory:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY):
         self.group, self.capacity = group, capacity
-        self._carrier = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+        self._carrier = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self._told: frozenset[str] = frozenset()
         self._rank: PeerRank | None = None
         self._kernels = load_kernels() if device.type == "cuda" else None
@@ -120,14 +120,18 @@ class PeerMemory:
             self._rank = self._connect(device)
         self._tell(self.reason)
 
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether it sums such a tensor; where not, the log says why, once."""
+        problem = self.reason if self._rank is None else self._rank.problem(tensor)
+        self._tell(problem)
+        return not problem
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over the group in place, on the current stream.
 
         Collective, in the same order on all ranks, with tensors of one size, type and layout.
         """
-        problem = self.reason if self._rank is None else self._rank.problem(tensor)
-        if problem:
-            self._tell(problem)
+        if not self.takes(tensor):
             dist.all_reduce(tensor, group=self.group)
         elif tensor.numel():
             self._rank.all_reduce(tensor)

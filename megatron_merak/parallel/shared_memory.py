@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Work
 
 from .. import _native
 from .shared_segment import NAME, NotHere, Settings, connect
-from .work import FinishedByWaiting
+from .work import FinishedByWaiting, gloo_of, ranks_of
 
 _CPU = torch.device("cpu")
 _NAMED = 8  # ranks in a warning
@@ -40,11 +40,7 @@ def register(settings: Settings | None = None) -> None:
     settings = settings or Settings()
 
     def create(options, _) -> dist.ProcessGroup | dist.ProcessGroupGloo:
-        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", options.store), options.group_rank, options.group_size, options.timeout
-        )
-        gloo.options.global_ranks_in_group, gloo.options.group_name = ranks, options.group_id
+        ranks, gloo = ranks_of(options), gloo_of(options)
         if len(ranks) == 1:
             return gloo
         try:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from .work import FinishedByWaiting
+from .work import FinishedByWaiting, gloo_of
 
 NAME = "gloo_cuda"
 
@@ -24,11 +24,7 @@ def register() -> None:
     """Make ``dist.new_group(backend="gloo_cuda")`` and ``init_process_group("gloo_cuda")`` work."""
 
     def create(options, _) -> dist.ProcessGroup:
-        store = dist.PrefixStore("gloo", options.store)
-        gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
-        gloo.options.global_ranks_in_group = list(options.global_ranks_in_group) or list(range(options.group_size))
-        gloo.options.group_name = options.group_id
-        return StagedGroup(gloo)
+        return StagedGroup(gloo_of(options))
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 

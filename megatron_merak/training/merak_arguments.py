@@ -16,11 +16,10 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ..config.sections import OVERLAPS, SCHEDULES
+from ..config.sections import BACKENDS, OVERLAPS, SCHEDULES
 from ..errors import ConfigError
 from ..parallel.launch import World, launch, own_collectives
 from ..parallel.shared_segment import NAME as SHARED_MEMORY
-from ..parallel.staged import NAME as STAGED
 
 HONOURED = frozenset(
     """output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
@@ -236,7 +235,7 @@ class MerakArguments(TrainingArguments):
             return launch(backend, self.ddp_timeout / 60, self.full_determinism)
         on_cpu = dist.get_backend() == "gloo"
         device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-        return World(dist.get_rank(), dist.get_world_size(), device, collectives=own_collectives(backend))
+        return World(dist.get_rank(), dist.get_world_size(), device, collectives=own_collectives(backend, device))
 
 
 def _refuse_fields(args: TrainingArguments) -> None:
@@ -249,8 +248,9 @@ def _refuse_fields(args: TrainingArguments) -> None:
             continue
         reason, remedy = REFUSED.get(name, ("this field is not supported", f"Leave it at {default!r}"))
         raise ConfigError(name, repr(value), reason, remedy)
-    if args.ddp_backend not in (None, "gloo", "nccl", SHARED_MEMORY, STAGED):
-        remedy = f"Use gloo, nccl, {SHARED_MEMORY}, {STAGED} or leave it unset"
+    known = tuple(name for name in BACKENDS if name not in ("auto", "emu"))
+    if args.ddp_backend is not None and args.ddp_backend not in known:
+        remedy = f"Use {', '.join(known)} or leave it unset"
         raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", remedy)
     if args.train_sampling_strategy == "batch_rebalance":
         reason = "a replica's batch would depend on the number of replicas"

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_merak.parallel import staged
+from megatron_merak.parallel import peer_group, staged
 from megatron_merak.parallel.launch import launch
+from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.parallel.peer_memory import load_kernels
+from megatron_merak.plan import Grid
 from tests.parity.cases import Case
 from tests.parity.rig import mesh_of, put_together, train
 from tests.parity.test_parity import check
@@ -36,6 +39,26 @@ def on_one_gpu(rank, world_size, case, store):
 )
 def test_equals_one_process(case, tmp_path):
     outcomes = run_ranks(on_one_gpu, case.world, case, str(tmp_path / "store"), timeout=240)
+    check(case, put_together(outcomes))
+
+
+def over_peer_memory(rank, world_size, case, store):
+    dist.destroy_process_group()
+    device = torch.device("cuda", 0)
+    staged.register()
+    peer_group.register(device, staged=True)
+    dist.init_process_group(staged.NAME, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    mesh = build_mesh(Grid(tp=case.tp, pp=case.pp), rank, device, collectives=peer_group.NAME)
+    outcome = train(case, mesh)
+    assert mesh.tp.sums._memory.reason == ""
+    return outcome
+
+
+@pytest.mark.skipif(load_kernels() is None, reason="no CUDA kernels")
+@pytest.mark.parametrize("case", [Case("gpt2", tp=2), Case("llama", tp=2, pp=2, overlap="sub-pipeline")], ids=str)
+def test_sums_over_peer_memory(case, tmp_path):
+    """The engine's sums, each on a stream beside the one that computes."""
+    outcomes = run_ranks(over_peer_memory, case.world, case, str(tmp_path / "store"), timeout=240)
     check(case, put_together(outcomes))
 
 

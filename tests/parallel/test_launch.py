@@ -53,8 +53,9 @@ def test_variables_that_do_not_fit(monkeypatch, variables, words):
 def test_nccl_needs_a_cuda_device():
     with pytest.raises(LaunchError, match="--distributed-backend nccl: there is no CUDA device. Use .* gloo"):
         launch("nccl")
-    with pytest.raises(LaunchError, match="--distributed-backend gloo_cuda: there is no CUDA device. Use .* gloo"):
-        launch("gloo_cuda")
+    for other in ("gloo_cuda", "merak_peer"):
+        with pytest.raises(LaunchError, match=f"--distributed-backend {other}: there is no CUDA device. Use .* gloo"):
+            launch(other)
     assert launch("auto").device.type == "cpu"
 
 

@@ -5,9 +5,11 @@ import logging
 import torch
 import torch.distributed as dist
 
-from megatron_merak.parallel import peer_memory
+from megatron_merak.parallel import peer_group, peer_memory
 from megatron_merak.parallel.peer_memory import PeerMemory
 from tests.ranks import run_ranks
+
+from .collectives import each_collective, whole
 
 
 def _on_cpu(rank, world_size):
@@ -32,6 +34,25 @@ def test_a_cpu_falls_back_and_says_why_once():
 class _OneCannot(PeerMemory):
     def _own_problem(self, device):
         return "rank 1 is out" if dist.get_rank() == 1 else ""
+
+
+def _as_a_group(rank, world_size):
+    """No rank can share memory: each sum, and all else, is done by what stands behind the group."""
+    peer_group.register(torch.device("cpu"), staged=True)
+    group = dist.new_group(backend=peer_group.NAME)
+    assert type(group) is peer_group.StagedPeerGroup and dist.get_backend(group) == peer_group.NAME
+    given, wrong = whole(1, world_size, 9 * world_size, torch.float32), []
+    for later in (False, True):
+        for name, work, found, wanted in each_collective(rank, world_size, given, 9, group, later):
+            if later:
+                work.wait()
+            if not all(map(torch.equal, found, wanted)):
+                wrong.append((name, later))
+    return group.sums._memory.reason, wrong
+
+
+def test_a_group_is_served_by_what_stands_behind_it():
+    assert run_ranks(_as_a_group, 2) == [("the device is cpu", [])] * 2
 
 
 def _reason(rank, world_size):

@@ -1,0 +1,117 @@
+"""A process-group backend "merak_peer": sums that fit go over memory that the GPUs of a host share, the rest by NCCL.
+
+A sum is one kernel of ``csrc/kernels/all_reduce.cuh``, on a stream of its own unless the caller waits for it anyway.
+Ranks share memory when they first sum something; where they cannot, NCCL serves all, and the log says why.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from .chunked import Pending, SideStream
+from .peer_memory import PeerMemory
+from .staged import StagedGroup
+from .work import FinishedByWaiting, gloo_of, ranks_of
+
+NAME = "merak_peer"
+
+
+def register(device: torch.device, staged: bool = False) -> None:
+    """Make ``dist.new_group(backend="merak_peer")`` work for ranks of which this one is on ``device``.
+
+    staged: gloo takes the place of NCCL, which refuses ranks that share a GPU.
+    """
+
+    def create(options, _) -> dist.ProcessGroup:
+        if staged:
+            return StagedPeerGroup(gloo_of(options), device)
+        return PeerGroup(_nccl(options), device)
+
+    devices = ["cpu", "cuda"] if staged else ["cuda"]
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
+
+
+class PeerWork(FinishedByWaiting):
+    """A sum on the stream of its caller, or ``pending`` on another."""
+
+    def __init__(self, outputs: list[Tensor], pending: Pending | None = None):
+        super().__init__(outputs)
+        self._pending = pending
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """What the current stream does next finds the sum. The kernel itself gives up on peers that do not come."""
+        if self._pending is not None:
+            self._pending.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._pending is None or self._pending.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+
+class PeerSums:
+    """The sums of ``group`` that peer memory takes."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self._group, self._device = group, device
+        self._memory: PeerMemory | None = None
+        self._beside: SideStream | None = None
+
+    def start(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> Work | None:
+        """The sum under way; None where it is the group's own affair: another operation, type, size or place."""
+        if len(tensors) != 1 or opts.reduceOp != dist.ReduceOp.SUM:
+            return None
+        if self._memory is None:
+            self._memory = PeerMemory(self._group, self._device)
+        if not self._memory.takes(tensors[0]):
+            return None
+        if not opts.asyncOp:
+            self._memory.all_reduce(tensors[0])
+            return PeerWork(tensors)
+        self._beside = self._beside or SideStream(self._memory.all_reduce)
+        return PeerWork(tensors, self._beside(tensors[0]))
+
+
+class PeerGroup(dist.ProcessGroup):
+    """Methods that are not here are the base class's, which finds NCCL as its backend of CUDA tensors."""
+
+    def __init__(self, nccl: dist.Backend, device: torch.device):
+        super().__init__(nccl.rank(), nccl.size())
+        self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+        self._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        self.nccl, self.sums = nccl, PeerSums(self, device)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def allreduce(self, tensors, opts=None):
+        opts = opts or dist.AllreduceOptions()
+        return self.sums.start(tensors, opts) or self.nccl.allreduce(tensors, opts)
+
+
+class StagedPeerGroup(StagedGroup):
+    """The same of ranks that share a GPU."""
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, device: torch.device):
+        super().__init__(gloo)
+        self.sums = PeerSums(self, device)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def allreduce(self, tensors, opts=None):
+        opts = opts or dist.AllreduceOptions()
+        return self.sums.start(tensors, opts) or super().allreduce(tensors, opts)
+
+
+def _nccl(options) -> dist.Backend:
+    own = dist.ProcessGroupNCCL.Options()
+    own._timeout, own.group_name = options.timeout, options.group_id
+    own.global_ranks_in_group = ranks_of(options)
+    store = dist.PrefixStore("nccl", options.store)
+    return dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, own)
