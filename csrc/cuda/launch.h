@@ -134,6 +134,15 @@ int64_t merak_all_reduce_bytes(int64_t capacity);
 int merak_all_reduce(void* const* buffers, int rank, int world, int64_t capacity, const void* from, void* to,
                      int64_t count, int type, int two_shot, double patience, void* stream);
 
+// ---- Messages between ranks: counters of 32 bits, which wrap around, in memory that both map
+
+// What comes after it on the stream waits until the counter has reached `value`; after `patience` seconds the launch
+// fails.
+int merak_await_counter(const void* counter, int64_t value, double patience, void* stream);
+
+// What came before it on the stream is seen by whoever sees the counter at `value`.
+int merak_raise_counter(void* counter, int64_t value, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

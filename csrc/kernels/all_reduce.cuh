@@ -13,6 +13,7 @@
 #pragma once
 
 #include "merak/pack.h"
+#include "merak/signal.h"
 
 #ifndef __CUDACC__
 #define __grid_constant__
@@ -42,33 +43,6 @@ struct Block {
   __device__ void sync() const { __syncthreads(); }
 };
 
-// Flags between devices, at system scope.
-namespace signal {
-#ifdef __CUDACC__
-__device__ __forceinline__ void release(uint32_t* flag, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-__device__ __forceinline__ uint32_t acquire(const uint32_t* flag) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
-}
-__device__ __forceinline__ uint64_t now() {
-  uint64_t time;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
-  return time;
-}
-__device__ __forceinline__ void pause() { __nanosleep(20); }
-__device__ __forceinline__ void fail() { __trap(); }
-#else
-inline void release(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
-inline uint32_t acquire(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
-uint64_t now();
-void pause();
-void fail();
-#endif
-}  // namespace signal
-
 __device__ __forceinline__ uint32_t* flag_of(const Peers& peers, int owner, int block, int from) {
   return reinterpret_cast<uint32_t*>(peers.base[owner]) + block * kPeers + from;
 }
@@ -89,14 +63,8 @@ __device__ __forceinline__ void meet(const Team& team, const Peers& peers, uint3
   team.sync();
   for (int peer = team.thread(); peer < WORLD; peer += team.threads())
     signal::release(flag_of(peers, peer, team.number(), peers.rank), value);
-  for (int peer = team.thread(); peer < WORLD; peer += team.threads()) {
-    const uint32_t* flag = flag_of(peers, peers.rank, team.number(), peer);
-    const uint64_t start = signal::now();
-    while (int32_t(signal::acquire(flag) - value) < 0) {
-      if (signal::now() - start > peers.patience) signal::fail();
-      signal::pause();
-    }
-  }
+  for (int peer = team.thread(); peer < WORLD; peer += team.threads())
+    signal::await(flag_of(peers, peers.rank, team.number(), peer), value, peers.patience);
   team.sync();
 }
 

@@ -4,25 +4,10 @@
 //     ./all_reduce CALLS SEED          compiled with -DRANKS=2, 4 or 8
 #include "kernels/all_reduce.cuh"
 
-#include <cstdio>
+#include "test/host_signal.h"
+
 #include <random>
 #include <thread>
-
-#include <sched.h>
-#include <time.h>
-
-namespace merak::signal {
-uint64_t now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return uint64_t(time.tv_sec) * 1000000000u + time.tv_nsec;
-}
-void pause() { sched_yield(); }
-void fail() {
-  std::puts("a rank waited too long");
-  std::_Exit(3);
-}
-}  // namespace merak::signal
 
 namespace {
 

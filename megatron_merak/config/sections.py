@@ -129,8 +129,8 @@ class ParallelConfig(Section):
     micro-batch, or another micro-batch; auto lets the cost model choose."""
     distributed_backend: str = setting("auto", choices=BACKENDS, megatron="nccl")
     """Collective library; auto is nccl on GPUs and gloo on CPUs; merak_shm is gloo, and shared memory for tensor and
-    data parallelism within a host; merak_peer is nccl, and our own kernels for sums of up to 8 MiB that tensor and data
-    parallelism make within a host; gloo_cuda lets ranks share GPUs, to debug; emu moves data by gloo and models the
+    data parallelism within a host; merak_peer is nccl, and within a host our own kernels for sums of up to 8 MiB and
+    the copy engine between stages; gloo_cuda lets ranks share GPUs, to debug; emu moves data by gloo and models the
     time."""
     emulate: str | None = setting(None, ours=True)
     """The cluster that --distributed-backend emu models: a name, or a JSON file."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ..plan import Grid
 from .clock import Clock, WallClock
+from .peer_group import NAME as PEER_MEMORY
 
 AXES = ("tp", "dp", "pp", "tp-pp")
 
@@ -78,12 +79,14 @@ def build_mesh(
     """All groups of ``grid``; the default process group must exist unless the grid is a single rank.
 
     Where that is an emulated one, agreement still goes by gloo and takes no modelled time. ``clock``: the world's.
-    ``collectives``: backend of tp and dp, where ranks of one host may share memory; None is the default group's.
+    ``collectives``: backend of tp and dp, where ranks of one host may share memory, and of pp where it has a way for
+    messages too; None is the default group's.
     """
     clock = clock or WallClock()
     if grid.size == 1:
         return Mesh(grid, rank, device, clock=clock)
-    backends = (collectives, collectives, None, None)
+    transfers = collectives if collectives == PEER_MEMORY else None
+    backends = (collectives, collectives, transfers, None)
     tp, dp, pp, model = (
         new_groups(rank, grid.groups(axis), timeout, backend) for axis, backend in zip(AXES, backends, strict=True)
     )

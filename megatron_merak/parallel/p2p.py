@@ -5,7 +5,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..pipeline_parallel.ops import RECEIVES, Kind, Op, Schedule, ops_of
+from .mailbox import Ends, open_mailboxes
 from .mesh import Mesh, new_groups
+from .peer_group import NAME as PEER_MEMORY
 from .shared_segment import NAME as SHARED_MEMORY
 from .staged import NAME as STAGED
 
@@ -17,20 +19,27 @@ class Pipes:
 
     gloo, also emulated, staged or beside shared memory, matches messages by tag inside the pipeline group. Other
     backends match by order alone, so there each channel (source, destination, direction) has a group, and on CUDA a
-    stream, of its own: no transfer waits behind another's.
+    stream, of its own: no transfer waits behind another's. Beside peer memory each channel has a mailbox, if it can.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule):
         self.mesh, self.schedule = mesh, schedule
-        self._by_tag = mesh.pp is not None and dist.get_backend(mesh.pp) in ("gloo", "emu", SHARED_MEMORY, STAGED)
+        backend = None if mesh.pp is None else dist.get_backend(mesh.pp)
+        self._by_tag = backend in ("gloo", "emu", SHARED_MEMORY, STAGED)
+        self._mailboxes: Ends | None = None
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
-        if mesh.pp is not None and not self._by_tag:
+        if backend == PEER_MEMORY:
+            self._mailboxes = open_mailboxes(self._channels(), mesh.pp, mesh.control, mesh.device)
+        if backend is not None and not self._by_tag and self._mailboxes is None:
             self._make_groups()
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
-    def _make_groups(self) -> None:
+    def _channels(self) -> list[tuple[int, int, Kind]]:
         transfers = [op for entry in self.schedule.entries() for op in ops_of(entry) if not op.kind.is_compute]
-        for source, destination, kind in sorted({self.schedule.channel(op) for op in transfers}):
+        return sorted({self.schedule.channel(op) for op in transfers})
+
+    def _make_groups(self) -> None:
+        for source, destination, kind in self._channels():
             replicas = self.mesh.grid.groups("pp")
             members = [[ranks[source], ranks[destination]] for ranks in replicas]
             self._groups[source, destination, kind] = new_groups(self.mesh.rank, members, self.mesh.timeout)
@@ -47,16 +56,21 @@ class Pipes:
 
     def send(self, op: Op, tensor: Tensor, place: int = 0) -> None:
         """Start sending the ``place``-th value of an op; the tensor must not change until ``finish``."""
-        route = self._route(op, place)
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, route["peer"], group=route["group"], tag=route["tag"])
+        if self._mailboxes:
+            work = self._mailboxes.send(self.schedule.channel(op), tensor)
+        else:
+            route = self._route(op, place)
+            work = dist.isend(tensor, route["peer"], group=route["group"], tag=route["tag"])
         self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
         self._sent.append((work, tensor))
 
     def receive(self, op: Op, shape: tuple[int, ...], dtype: torch.dtype, place: int = 0) -> tuple[Tensor, dist.Work]:
         """Post the receive of an op's ``place``-th value; the tensor is valid once the work was waited for."""
-        route = self._route(op, place)
         tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+        if self._mailboxes:
+            return tensor, self._mailboxes.receive(self.schedule.channel(op), tensor)
+        route = self._route(op, place)
         return tensor, dist.irecv(tensor, route["peer"], group=route["group"], tag=route["tag"])
 
     def finish(self) -> None:

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.parallel.chunked import SideStream, linear_all_reduce
-from megatron_merak.parallel.peer_memory import PeerMemory, load_kernels, virtual_ranks
+from megatron_merak.parallel.peer_kernels import load_kernels
+from megatron_merak.parallel.peer_memory import PeerMemory, virtual_ranks
 from tests.ranks import run_ranks
 
 pytestmark = [

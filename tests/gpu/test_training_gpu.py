@@ -7,7 +7,10 @@ import torch.distributed as dist
 from megatron_merak.parallel import peer_group, staged
 from megatron_merak.parallel.launch import launch
 from megatron_merak.parallel.mesh import build_mesh
-from megatron_merak.parallel.peer_memory import load_kernels
+from megatron_merak.parallel.p2p import Pipes
+from megatron_merak.parallel.peer_kernels import load_kernels
+from megatron_merak.pipeline_parallel.builders import build_schedule
+from megatron_merak.pipeline_parallel.passes import add_communication
 from megatron_merak.plan import Grid
 from tests.parity.cases import Case
 from tests.parity.rig import mesh_of, put_together, train
@@ -50,14 +53,20 @@ def over_peer_memory(rank, world_size, case, store):
     dist.init_process_group(staged.NAME, init_method=f"file://{store}", rank=rank, world_size=world_size)
     mesh = build_mesh(Grid(tp=case.tp, pp=case.pp), rank, device, collectives=peer_group.NAME)
     outcome = train(case, mesh)
-    assert mesh.tp.sums._memory.reason == ""
+    assert mesh.tp is None or mesh.tp.sums._memory.reason == ""
+    pipes = Pipes(mesh, add_communication(build_schedule(case.schedule, case.pp, 6)))
+    assert mesh.pp is None or pipes._mailboxes is not None
     return outcome
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="no CUDA kernels")
-@pytest.mark.parametrize("case", [Case("gpt2", tp=2), Case("llama", tp=2, pp=2, overlap="sub-pipeline")], ids=str)
-def test_sums_over_peer_memory(case, tmp_path):
-    """The engine's sums, each on a stream beside the one that computes."""
+@pytest.mark.parametrize(
+    "case",
+    [Case("gpt2", tp=2), Case("qwen", pp=2, schedule="zb-v"), Case("llama", tp=2, pp=2, overlap="sub-pipeline")],
+    ids=str,
+)
+def test_equals_one_process_over_peer_memory(case, tmp_path):
+    """The engine's sums and messages, each on a stream beside the one that computes."""
     outcomes = run_ranks(over_peer_memory, case.world, case, str(tmp_path / "store"), timeout=240)
     check(case, put_together(outcomes))
 

@@ -39,8 +39,10 @@ REGISTERS = {
     "scale_into": 64,
     "add_rows": 64,
     "all_reduce": 128,
+    "await_counter": 32,
+    "raise_counter": 32,
 }
-SCALAR = {"sum_columns", "sum_parts"}  # read single numbers, a row of 32 to a warp
+SCALAR = {"sum_columns", "sum_parts", "await_counter", "raise_counter"}  # read single numbers
 
 
 @functools.cache

@@ -1,0 +1,234 @@
+"""Messages between ranks of a host by the copy engine: senders put them into the receiver's memory, ahead of need.
+
+    sender's own stream      wait for a free slot | copy into it | raise put
+    receiver, when it waits  wait for put | copy out | raise taken
+
+A message is divided into as many slots as it fills. Nothing of a receive is on any stream before the caller waits for
+it: what is there early lies in the slots. Counters: see csrc/kernels/mailbox.cuh.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agree import gather_json
+from .peer_buffers import PeerBuffers
+from .peer_kernels import Kernels, check, load_kernels
+from .work import FinishedByWaiting
+
+logger = logging.getLogger(__name__)
+
+SLOTS, SLOT_BYTES = 8, 4 << 20
+PATIENCE = 600.0  # seconds that a stream waits for the other rank before its launch fails
+_LINE = 128  # bytes that a counter has to itself
+
+Channel = tuple[int, int, Hashable]
+"""Source, destination (ranks of the group), and what tells the channels between the two apart."""
+
+
+class Shape(NamedTuple):
+    """How many slots a channel has, of how many bytes."""
+
+    slots: int = SLOTS
+    size: int = SLOT_BYTES
+
+
+def places(channels: Sequence[Channel], rank: int, shape: Shape) -> tuple[dict[Channel, int], int]:
+    """Where each channel's part lies in a rank's buffer, and the buffer's bytes.
+
+    A destination holds a counter of what was put and the slots, a source a counter of what was taken.
+    """
+    found, end = {}, 0
+    for channel in channels:
+        source, destination, _ = channel
+        if rank in (source, destination):
+            found[channel] = end
+            end += _LINE + (shape.slots * shape.size if rank == destination else 0)
+    return found, end
+
+
+def copy(to: Tensor, tensor: Tensor) -> None:
+    """On the current stream, of whatever devices: dense bytes, which the copy engine moves."""
+    to.copy_(tensor, non_blocking=True)
+
+
+class Machine(NamedTuple):
+    """What streams do. api: the module with Stream, Event, stream and current_stream."""
+
+    kernels: Kernels
+    api: Any = torch.cuda
+    copy: Callable[[Tensor, Tensor], None] = copy
+
+
+class Ends:
+    """One rank's ends of all channels that it is part of.
+
+    buffers: of all ranks of the group, uint8, ``places`` long and zero at first. machine: what streams are made of and
+    do.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        rank: int,
+        buffers: Sequence[Tensor],
+        machine: "Machine",
+        shape: Shape | None = None,
+    ):
+        shape = shape or Shape()
+        parts = [places(channels, each, shape)[0] for each in range(len(buffers))]
+
+        def part(owner: int, channel: Channel) -> Tensor:
+            return buffers[owner][parts[owner][channel] :]
+
+        self._outboxes, self._inboxes = {}, {}
+        for channel in channels:
+            source, destination, _ = channel
+            inbox = part(destination, channel) if rank in (source, destination) else None
+            if rank == source:
+                self._outboxes[channel] = _Outbox(inbox, part(source, channel), machine, shape)
+            elif rank == destination:
+                self._inboxes[channel] = _Inbox(inbox, part(source, channel), machine, shape)
+
+    def send(self, channel: Channel, tensor: Tensor) -> FinishedByWaiting:
+        """Start sending a dense tensor, which must not change until the work was waited for."""
+        return self._outboxes[channel].send(tensor)
+
+    def receive(self, channel: Channel, tensor: Tensor) -> FinishedByWaiting:
+        """Announce where the channel's next message goes: a dense tensor of the sent one's bytes."""
+        return self._inboxes[channel].receive(tensor)
+
+
+def open_mailboxes(
+    channels: Sequence[Channel], group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device
+) -> Ends | None:
+    """This rank's ends of the channels of ``group``; None, with the reason in the log, where ranks share no memory.
+
+    Collective over ``control``, a gloo group of many such groups, all of which have mailboxes or none of which has.
+    """
+    kernels = load_kernels() if device.type == "cuda" else None
+    problem = "the compiled CUDA library is missing" if device.type == "cuda" and kernels is None else ""
+    nbytes = max(places(channels, rank, Shape())[1] for rank in range(group.size()))
+    buffers = PeerBuffers(group, device, nbytes, problem)
+    if reason := next(filter(None, gather_json(buffers.reason, control, "cpu")), ""):
+        logger.info("messages by the process group, not by the copy engine: %s", reason)
+        return None
+    return Ends(channels, group.rank(), buffers.tensors, Machine(kernels))
+
+
+class _End:
+    """What both ends have: the slots and the counters, of which one is raised here and the other awaited."""
+
+    def __init__(self, inbox: Tensor, awaited: Tensor, raised: Tensor, machine: Machine, shape: Shape):
+        self.slots = inbox[_LINE : _LINE + shape.slots * shape.size].view(shape.slots, shape.size)
+        self.awaited, self.raised, self.shape = awaited, raised, shape
+        self.kernels, self.api, self.copy = machine
+        self.count = 0  # slots put here, or taken
+
+    def pieces(self, tensor: Tensor) -> Sequence[Tensor]:
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        return flat.split(self.shape.size) if flat.numel() else ()
+
+    def slot(self, piece: Tensor) -> Tensor:
+        return self.slots[self.count % self.shape.slots, : piece.numel()]
+
+    def wait_for(self, count: int, stream: Any) -> None:
+        pointer = self.awaited.data_ptr()
+        check("await_counter", self.kernels.await_counter(pointer, count, PATIENCE, stream.cuda_stream))
+
+    def count_up(self, stream: Any) -> None:
+        self.count += 1
+        check("raise_counter", self.kernels.raise_counter(self.raised.data_ptr(), self.count, stream.cuda_stream))
+
+
+class _Outbox(_End):
+    def __init__(self, inbox: Tensor, taken: Tensor, machine: Machine, shape: Shape):
+        super().__init__(inbox, taken, inbox, machine, shape)
+        self.stream = self.api.Stream()
+
+    def send(self, tensor: Tensor) -> "Sent":
+        ready, done = self.api.Event(), self.api.Event()
+        ready.record(self.api.current_stream())
+        with self.api.stream(self.stream):
+            self.stream.wait_event(ready)
+            for piece in self.pieces(tensor):
+                if self.count >= self.shape.slots:
+                    self.wait_for(self.count + 1 - self.shape.slots, self.stream)
+                self.copy(self.slot(piece), piece)
+                self.count_up(self.stream)
+            done.record(self.stream)
+        tensor.record_stream(self.stream)
+        return Sent([tensor], done, self.api)
+
+
+class _Inbox(_End):
+    def __init__(self, inbox: Tensor, taken: Tensor, machine: Machine, shape: Shape):
+        super().__init__(inbox, inbox, taken, machine, shape)
+        self.announced: deque[Received] = deque()
+        self.last: Any = None  # the event of the message taken last, perhaps on another stream
+
+    def receive(self, tensor: Tensor) -> "Received":
+        ready = self.api.Event()
+        ready.record(self.api.current_stream())
+        self.announced.append(Received([tensor], self, ready))
+        return self.announced[-1]
+
+    def take(self, last: "Received") -> None:
+        """Empty the mailbox, in order, until ``last`` has its message."""
+        while last.done is None:
+            message, stream = self.announced.popleft(), self.api.current_stream()
+            stream.wait_event(message.ready)  # its memory may still be in use where it was announced
+            if self.last is not None:
+                stream.wait_event(self.last)
+            for piece in self.pieces(tensor := message.outputs[0]):
+                self.wait_for(self.count + 1, stream)
+                self.copy(piece, self.slot(piece))
+                self.count_up(stream)
+            tensor.record_stream(stream)
+            message.done = self.last = self.api.Event()
+            message.done.record(stream)
+
+
+class Sent(FinishedByWaiting):
+    """A message on its way."""
+
+    def __init__(self, outputs: list[Tensor], done: Any, api: Any):
+        super().__init__(outputs)
+        self._done, self._api = done, api
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """What the current stream does next may change the tensor."""
+        self._api.current_stream().wait_event(self._done)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+
+class Received(FinishedByWaiting):
+    """A message that is expected. ``done``: an event, once it has been taken out of its mailbox."""
+
+    def __init__(self, outputs: list[Tensor], inbox: _Inbox, ready: Any):
+        super().__init__(outputs)
+        self.ready, self.done, self._inbox = ready, None, inbox
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """What the current stream does next finds the message; those announced before it are taken too."""
+        self._inbox.take(self)
+        self._inbox.api.current_stream().wait_event(self.done)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done is not None and self.done.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
