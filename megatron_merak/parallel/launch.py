@@ -97,9 +97,9 @@ def launch(
     if size > 1:
         _check_rendezvous()
         job = _job_backend(backend, device)
-        dist.init_process_group(
-            job, timeout=timedelta(minutes=timeout_minutes), device_id=device if job == "nccl" else None
-        )
+        # Ranks outside of a new group split a bound device's communicator; for groups of our own they would be alone.
+        bound = device if job == "nccl" and backend != peer_group.NAME else None
+        dist.init_process_group(job, timeout=timedelta(minutes=timeout_minutes), device_id=bound)
         atexit.register(_end)
         if job != "nccl":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
