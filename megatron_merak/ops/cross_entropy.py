@@ -289,6 +289,8 @@ def linear_cross_entropy(
     gradient. ``chunk``: keep no logits, but compute them for so many rows at a time, also in the backward; 0: keep all.
     """
     classes = weight.shape[0] if classes is None else classes
+    if x.dtype == torch.float16 and not chunk:
+        chunk = max(1, x.shape[0])  # a row's sum of exponentials, which would stand at the target, may be too large
     if chunk:
         stats = linear_cross_entropy_stats(x, weight, target, 0, classes, chunk, sink)
         return loss_of_stats(stats.unsqueeze(0))

@@ -60,6 +60,19 @@ def test_large_logits_neither_overflow_nor_vanish(chunk):
         assert (grad.double() - exact).abs().max() <= 1e-3 * exact.abs().max()
 
 
+def test_half_precision_where_a_rows_sum_is_no_half():
+    """Nearly equal logits of more classes than the largest number of float16."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight = torch.randn(3, 4, generator=generator).half(), (torch.randn(70000, 4, generator=generator) / 100).half()
+    target, upstream = torch.tensor([0, 69999, 7]), torch.tensor([1.0, 2.0, -1.0])
+    truth = expected(x, weight, target, upstream, 70000)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(x, weight, target)
+    torch.testing.assert_close(loss.double().detach(), truth[0], rtol=1e-3, atol=1e-3)
+    for grad, exact in zip(torch.autograd.grad(loss, (x, weight), upstream), truth[1:], strict=True):
+        assert (grad.double() - exact).abs().max() <= 5e-3 * exact.abs().max()
+
+
 def test_a_sink_takes_the_weight_gradient():
     class Sink:
         def matmul(self, weight, grad_output, input):
