@@ -23,19 +23,20 @@ from .measure import CELLS, row
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("megatron_merak", "tests/zoo", "tests/graph")
+CODE = (".py", ".h", ".cpp", ".cuh")
 MEMORY = 12 << 30  # bytes of address space of one type and each of its ranks
 
 Row = dict[str, Any]
 
 
-def digest() -> str:
+def digest(sources: Iterable[str] = SOURCES) -> str:
     """Of everything a row depends on: the packages' versions and our sources, but for tests and the table's text."""
     made = hashlib.sha256()
     for package in ("torch", "transformers"):
         made.update(f"{package} {version(package)}\n".encode())
-    for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.name.startswith("test_") or path.name == "table.py":
+    for folder in sources:
+        for path in sorted((ROOT / folder).rglob("*.*")):
+            if path.suffix not in CODE or path.name.startswith("test_") or path.name == "table.py":
                 continue
             made.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return made.hexdigest()[:16]
