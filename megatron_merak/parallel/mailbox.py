@@ -78,7 +78,7 @@ class Ends:
         channels: Sequence[Channel],
         rank: int,
         buffers: Sequence[Tensor],
-        machine: "Machine",
+        machine: Machine,
         shape: Shape | None = None,
     ):
         shape = shape or Shape()
