@@ -9,6 +9,7 @@ from .settings import Section, setting
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v", "auto")
 BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "merak_peer", "gloo_cuda")
+OF_GPUS = ("nccl", "merak_peer", "gloo_cuda")  # backends that carry tensors of GPUs
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
 
 

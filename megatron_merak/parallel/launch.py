@@ -117,10 +117,15 @@ def _job_backend(backend: str, device: torch.device) -> str:
 
 
 def own_collectives(backend: str, device: torch.device) -> str | None:
-    """``World.collectives`` for a ``--distributed-backend``, ready for groups to be made of it. device: this rank's."""
+    """``World.collectives`` for a ``--distributed-backend``, ready for groups to be made of it. device: this rank's.
+
+    Raises LaunchError for a backend of GPUs on another device.
+    """
     if backend == shared_memory.NAME:
         shared_memory.register(Settings(ranks_here=_number("LOCAL_WORLD_SIZE", "0")))
     elif backend == peer_group.NAME:
+        if device.type != "cuda":
+            raise LaunchError("backend", backend, "the job runs on CPUs", f"Use {shared_memory.NAME} or gloo")
         peer_group.register(device)
     else:
         return None

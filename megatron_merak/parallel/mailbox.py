@@ -19,13 +19,12 @@ from torch import Tensor
 
 from .agree import gather_json
 from .peer_buffers import PeerBuffers
-from .peer_kernels import Kernels, check, load_kernels
+from .peer_kernels import PATIENCE, Kernels, check
 from .work import FinishedByWaiting
 
 logger = logging.getLogger(__name__)
 
 SLOTS, SLOT_BYTES = 8, 4 << 20
-PATIENCE = 600.0  # seconds that a stream waits for the other rank before its launch fails
 _LINE = 128  # bytes that a counter has to itself
 
 Channel = tuple[int, int, Hashable]
@@ -59,9 +58,11 @@ def copy(to: Tensor, tensor: Tensor) -> None:
 
 
 class Machine(NamedTuple):
-    """What streams do. api: the module with Stream, Event, stream and current_stream."""
+    """What streams do. patience: seconds to wait for the other rank before a launch fails. api: the module with Stream,
+    Event, stream and current_stream."""
 
     kernels: Kernels
+    patience: float = PATIENCE
     api: Any = torch.cuda
     copy: Callable[[Tensor, Tensor], None] = copy
 
@@ -106,20 +107,23 @@ class Ends:
 
 
 def open_mailboxes(
-    channels: Sequence[Channel], group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device
+    channels: Sequence[Channel],
+    group: dist.ProcessGroup,
+    control: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta | None = None,
 ) -> Ends | None:
     """This rank's ends of the channels of ``group``; None, with the reason in the log, where ranks share no memory.
 
     Collective over ``control``, a gloo group of many such groups, all of which have mailboxes or none of which has.
     """
-    kernels = load_kernels() if device.type == "cuda" else None
-    problem = "the compiled CUDA library is missing" if device.type == "cuda" and kernels is None else ""
     nbytes = max(places(channels, rank, Shape())[1] for rank in range(group.size()))
-    buffers = PeerBuffers(group, device, nbytes, problem)
+    buffers = PeerBuffers(group, device, lambda _: nbytes)
     if reason := next(filter(None, gather_json(buffers.reason, control, "cpu")), ""):
         logger.info("messages by the process group, not by the copy engine: %s", reason)
         return None
-    return Ends(channels, group.rank(), buffers.tensors, Machine(kernels))
+    patience = PATIENCE if timeout is None else timeout.total_seconds()
+    return Ends(channels, group.rank(), buffers.tensors, Machine(buffers.kernels, patience))
 
 
 class _End:
@@ -128,7 +132,7 @@ class _End:
     def __init__(self, inbox: Tensor, awaited: Tensor, raised: Tensor, machine: Machine, shape: Shape):
         self.slots = inbox[_LINE : _LINE + shape.slots * shape.size].view(shape.slots, shape.size)
         self.awaited, self.raised, self.shape = awaited, raised, shape
-        self.kernels, self.api, self.copy = machine
+        self.kernels, self.patience, self.api, self.copy = machine
         self.count = 0  # slots put here, or taken
 
     def pieces(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -140,7 +144,7 @@ class _End:
 
     def wait_for(self, count: int, stream: Any) -> None:
         pointer = self.awaited.data_ptr()
-        check("await_counter", self.kernels.await_counter(pointer, count, PATIENCE, stream.cuda_stream))
+        check("await_counter", self.kernels.await_counter(pointer, count, self.patience, stream.cuda_stream))
 
     def count_up(self, stream: Any) -> None:
         self.count += 1

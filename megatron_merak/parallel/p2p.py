@@ -29,7 +29,7 @@ class Pipes:
         self._mailboxes: Ends | None = None
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
         if backend == PEER_MEMORY:
-            self._mailboxes = open_mailboxes(self._channels(), mesh.pp, mesh.control, mesh.device)
+            self._mailboxes = open_mailboxes(self._channels(), mesh.pp, mesh.control, mesh.device, mesh.timeout)
         if backend is not None and not self._by_tag and self._mailboxes is None:
             self._make_groups()
         self._sent: list[tuple[dist.Work, Tensor]] = []

@@ -1,6 +1,7 @@
 """Device memory that every rank of a host maps: a buffer on each rank's GPU, by CUDA's handles between processes."""
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,24 +9,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agree import gather_json
+from .peer_kernels import Kernels, load_kernels
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PeerBuffers:
-    """A buffer of ``nbytes`` zeros on the device of every rank of ``group``, as this process maps them.
+    """A buffer of zeros on the device of every rank of ``group``, as this process maps them, and what works on them.
 
-    Making them is collective and waits for all ranks. problem: why this rank cannot take part. ``reason``: why there
-    are none, the same on all ranks; empty where there are. ``tensors``: uint8, in rank order.
+    Making them is collective and waits for all ranks. nbytes: of ``kernels``, the buffer's bytes, alike on all ranks.
+    problem: why this rank cannot take part. ``reason``: why there are none, the same on all ranks; empty where there
+    are. ``tensors``: uint8, in rank order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int, problem: str = ""):
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, nbytes: Callable[[Kernels], int], problem: str = ""
+    ):
         self._group, self._device = group, device
+        self.kernels = load_kernels() if device.type == "cuda" else None
         self._carrier = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self.tensors: list[Tensor] = []
         self.reason = self._agree(problem)
         if not self.reason:
-            self.tensors = self._connect(nbytes)
+            self.tensors = self._connect(nbytes(self.kernels))
 
     def _gather(self, value: object) -> list:
         return gather_json(value, self._group, self._carrier)
@@ -34,6 +40,8 @@ class PeerBuffers:
         """The first problem that any rank has."""
         if not problem and self._device.type != "cuda":
             problem = f"the device is {self._device.type}"
+        elif not problem and self.kernels is None:
+            problem = "the compiled CUDA library is missing"
         everyone = self._gather({"host": _host(), "uuid": _uuid(self._device), "problem": problem})
         problems = [rank["problem"] for rank in everyone]
         if len({rank["host"] for rank in everyone}) > 1:

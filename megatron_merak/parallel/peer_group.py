@@ -26,9 +26,10 @@ def register(device: torch.device, staged: bool = False) -> None:
     """
 
     def create(options, _) -> dist.ProcessGroup:
+        patience = options.timeout.total_seconds()
         if staged:
-            return StagedPeerGroup(gloo_of(options), device)
-        return PeerGroup(_nccl(options), device)
+            return StagedPeerGroup(gloo_of(options), device, patience)
+        return PeerGroup(_nccl(options), device, patience)
 
     devices = ["cpu", "cuda"] if staged else ["cuda"]
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
@@ -57,8 +58,8 @@ class PeerWork(FinishedByWaiting):
 class PeerSums:
     """The sums of ``group`` that peer memory takes."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float):
+        self._group, self._device, self._patience = group, device, patience
         self._memory: PeerMemory | None = None
         self._beside: SideStream | None = None
 
@@ -67,7 +68,7 @@ class PeerSums:
         if len(tensors) != 1 or opts.reduceOp != dist.ReduceOp.SUM:
             return None
         if self._memory is None:
-            self._memory = PeerMemory(self._group, self._device)
+            self._memory = PeerMemory(self._group, self._device, patience=self._patience)
         if not self._memory.takes(tensors[0]):
             return None
         if not opts.asyncOp:
@@ -80,11 +81,11 @@ class PeerSums:
 class PeerGroup(dist.ProcessGroup):
     """Methods that are not here are the base class's, which finds NCCL as its backend of CUDA tensors."""
 
-    def __init__(self, nccl: dist.Backend, device: torch.device):
+    def __init__(self, nccl: dist.Backend, device: torch.device, patience: float):
         super().__init__(nccl.rank(), nccl.size())
         self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
         self._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-        self.nccl, self.sums = nccl, PeerSums(self, device)
+        self.nccl, self.sums = nccl, PeerSums(self, device, patience)
 
     def getBackendName(self) -> str:
         return NAME
@@ -97,9 +98,9 @@ class PeerGroup(dist.ProcessGroup):
 class StagedPeerGroup(StagedGroup):
     """The same of ranks that share a GPU."""
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, device: torch.device):
+    def __init__(self, gloo: dist.ProcessGroupGloo, device: torch.device, patience: float):
         super().__init__(gloo)
-        self.sums = PeerSums(self, device)
+        self.sums = PeerSums(self, device, patience)
 
     def getBackendName(self) -> str:
         return NAME

@@ -8,6 +8,8 @@ import torch
 
 from .. import _native
 
+PATIENCE = 600.0  # seconds that a kernel waits for a peer unless told, as a process group does
+
 
 class Kernels(NamedTuple):
     """Each but ``bytes`` starts a kernel on a stream and returns a CUDA error, 0 for success."""

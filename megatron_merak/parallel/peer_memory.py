@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .peer_buffers import PeerBuffers
-from .peer_kernels import Kernels, check, load_kernels
+from .peer_kernels import PATIENCE, Kernels, check, load_kernels
 
 logger = logging.getLogger(__name__)
 
 WORLDS = (2, 4, 8)
 CAPACITY = 8 << 20  # bytes of the largest message; beyond it a ring that saturates the links wins
-PATIENCE = 600.0  # seconds that a kernel waits for a peer's before it gives up, as a process group does
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Up to so many bytes every rank reads all of every peer's message: more traffic, one meeting less.
 _ONE_SHOT = {2: CAPACITY, 4: 512 << 10, 8: 256 << 10}
@@ -31,12 +30,22 @@ class PeerRank:
     """One rank's end: all ranks' buffers, as this process maps them, in rank order.
 
     Calls must come in the same order on all ranks, each on a stream of its rank's device. Two that overlap would wait
-    for each other for ever, so that a call on another stream first waits (by an event) for the one before.
+    for each other for ever, so that a call on another stream first waits (by an event) for the one before. patience:
+    seconds that a kernel waits for a peer's before its launch fails.
     """
 
-    def __init__(self, kernels: Kernels, buffers: Sequence[Tensor], rank: int, device: torch.device, capacity: int):
+    def __init__(
+        self,
+        kernels: Kernels,
+        buffers: Sequence[Tensor],
+        rank: int,
+        device: torch.device,
+        capacity: int,
+        patience: float = PATIENCE,
+    ):
         assert len(buffers) in WORLDS, len(buffers)
         self._kernels, self._rank, self._device, self.capacity = kernels, rank, device, capacity
+        self._patience = patience
         self._buffers = buffers  # as long as they live, the memory stays mapped
         self._bases = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
         self._stream: Any = None
@@ -61,7 +70,13 @@ class PeerRank:
                 stream.wait_event(self._last)
             status = self._kernels.all_reduce(
                 *(self._bases, self._rank, world, self.capacity, tensor.data_ptr(), tensor.data_ptr()),
-                *(tensor.numel(), _TYPES[tensor.dtype], int(size > _ONE_SHOT[world]), PATIENCE, stream.cuda_stream),
+                *(
+                    tensor.numel(),
+                    _TYPES[tensor.dtype],
+                    int(size > _ONE_SHOT[world]),
+                    self._patience,
+                    stream.cuda_stream,
+                ),
             )
             check("all_reduce", status)
             self._last.record(stream)
@@ -81,19 +96,20 @@ class PeerMemory:
     """``all_reduce`` over the ranks of ``group``, through shared memory where that is possible.
 
     Making one is collective and waits for all ranks. ``reason``: why the group's own all-reduce serves every call;
-    empty where peer memory serves those that fit. device: this rank's.
+    empty where peer memory serves those that fit. device: this rank's. patience: see ``PeerRank``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY):
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY, patience: float = PATIENCE
+    ):
         self.group = group
         self._told: frozenset[str] = frozenset()
         self._rank: PeerRank | None = None
-        self._kernels = load_kernels() if device.type == "cuda" else None
-        nbytes = self._kernels.bytes(capacity) if self._kernels else 0
-        buffers = PeerBuffers(group, device, nbytes, self._own_problem(device))
+        buffers = PeerBuffers(group, device, lambda kernels: kernels.bytes(capacity), self._own_problem())
         self.reason = buffers.reason
         if not self.reason:
-            self._rank = PeerRank(self._kernels, buffers.tensors, dist.get_rank(group), device, capacity)
+            rank = dist.get_rank(group)
+            self._rank = PeerRank(buffers.kernels, buffers.tensors, rank, device, capacity, patience)
         self._tell(self.reason)
 
     def takes(self, tensor: Tensor) -> bool:
@@ -117,8 +133,6 @@ class PeerMemory:
             self._told |= {reason}
             logger.info("all-reduce by the process group, not by peer memory: %s", reason)
 
-    def _own_problem(self, device: torch.device) -> str:
+    def _own_problem(self) -> str:
         world = dist.get_world_size(self.group)
-        if device.type == "cuda" and self._kernels is None:
-            return "the compiled CUDA library is missing"
         return "" if world in WORLDS else f"{world} ranks are not one of {WORLDS}"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ..config.sections import BACKENDS, OVERLAPS, SCHEDULES
+from ..config.sections import BACKENDS, OF_GPUS, OVERLAPS, SCHEDULES
 from ..errors import ConfigError
 from ..parallel.launch import World, launch, own_collectives
 from ..parallel.shared_segment import NAME as SHARED_MEMORY
@@ -252,6 +252,8 @@ def _refuse_fields(args: TrainingArguments) -> None:
     if args.ddp_backend is not None and args.ddp_backend not in known:
         remedy = f"Use {', '.join(known)} or leave it unset"
         raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", remedy)
+    if args.use_cpu and args.ddp_backend in OF_GPUS:
+        raise ConfigError("ddp_backend", args.ddp_backend, "use_cpu is set", "Leave one of the two out")
     if args.train_sampling_strategy == "batch_rebalance":
         reason = "a replica's batch would depend on the number of replicas"
         raise ConfigError("train_sampling_strategy", "batch_rebalance", reason, "Use random or group_by_length")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_merak.cluster import all_reduce, find_cluster
 from megatron_merak.errors import ConfigError, LaunchError, PlanError
-from megatron_merak.parallel.launch import World, launch, leave, position
+from megatron_merak.parallel.launch import World, launch, leave, own_collectives, position
 from tests.ranks import run_ranks
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -57,6 +57,8 @@ def test_nccl_needs_a_cuda_device():
         with pytest.raises(LaunchError, match=f"--distributed-backend {other}: there is no CUDA device. Use .* gloo"):
             launch(other)
     assert launch("auto").device.type == "cpu"
+    with pytest.raises(LaunchError, match="backend merak_peer: the job runs on CPUs. Use merak_shm or gloo"):
+        own_collectives("merak_peer", torch.device("cpu"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -32,7 +32,7 @@ def test_a_cpu_falls_back_and_says_why_once():
 
 
 class _OneCannot(PeerMemory):
-    def _own_problem(self, device):
+    def _own_problem(self):
         return f"rank {dist.get_rank()} is out" if dist.get_rank() < 2 else ""
 
 

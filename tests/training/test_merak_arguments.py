@@ -63,6 +63,7 @@ def test_a_misspelt_field_is_told():
         ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"ddp_backend": "mpi"}, "ddp_backend"),
+        ({"ddp_backend": "gloo_cuda"}, "ddp_backend gloo_cuda: use_cpu is set"),
         (
             {
                 "load_best_model_at_end": True,
