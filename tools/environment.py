@@ -21,6 +21,7 @@ SOURCES = (ROOT / "pyproject.toml", ROOT / "setup.py")
 STAMP = "megatron-merak-installed"  # in the environment that we installed into; older than SOURCES means: do it again
 MINIMUM = (3, 11)
 BUILT = ROOT / "build" / "compiled-parts"  # what building them said, newer than all sources that it was made from
+LIBRARIES = "libraries:\n"  # in it, before their sizes
 
 
 def requirements(extras):
@@ -94,13 +95,18 @@ def install(venv):
     return python
 
 
+def sizes():
+    """A line for each library that is there: one that is lost or cut short is built again."""
+    libraries = sorted((ROOT / "megatron_merak").glob("*.so"))
+    return "".join(f"{path.name} {path.stat().st_size}\n" for path in libraries)
+
+
 def build(python):
     """Compile what changed since the last try, and say what came of it."""
     changed = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     changed += [ROOT / "setup.py", ROOT / "megatron_merak" / "_native.py"]
-    libraries = ROOT / "megatron_merak"
     built = BUILT.exists() and all(path.stat().st_mtime <= BUILT.stat().st_mtime for path in changed)
-    if built and (any(libraries.glob("_ops_cpu*.so")) or "LEFT OUT" in BUILT.read_text(encoding="utf-8")):
+    if built and BUILT.read_text(encoding="utf-8").rpartition(LIBRARIES)[2] == sizes():
         return
     print("compiling the C++ kernels (once)", flush=True)
     started = time.time()
@@ -110,7 +116,7 @@ def build(python):
     if done.returncode:
         said.append(f"LEFT OUT: {' '.join(command[1:])} failed with status {done.returncode}:\n{done.stderr[-2000:]}")
     BUILT.parent.mkdir(exist_ok=True)
-    BUILT.write_text("\n".join(said) + "\n", encoding="utf-8")
+    BUILT.write_text("\n".join([*said, LIBRARIES]) + sizes(), encoding="utf-8")
     os.utime(BUILT, (started, started))
     print("\n".join(said), flush=True)
 
