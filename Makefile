@@ -30,7 +30,7 @@ help:
 	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (10 minutes)"
 	@echo "make test-slow    the other long sweeps: every model type's weights, the largest shapes"
 	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
-	@echo "make bench-schedules  every pipeline schedule, modelled and measured, into docs/schedules.md (15 minutes)"
+	@echo "make bench-schedules  every pipeline schedule, modelled and measured, into docs/schedules.md (70 minutes)"
 	@echo "make bench-overlap    tensor-parallel communication left exposed, into docs/overlap.md (10 minutes)"
 	@echo "make bench-search     searched schedules beside bounds and builders, into docs/search.md (2 minutes)"
 	@echo "make bench-recompute  what recomputing no more than necessary gains, modelled, into docs/recompute.md (2 minutes)"

@@ -1,11 +1,12 @@
 """How long a step takes under each pipeline schedule: by formula, simulated, emulated, and on the machine's clock.
 
-    python benchmarks/schedules.py                 # everything, into docs/schedules.md; under 15 minutes, wants quiet
+    python benchmarks/schedules.py                 # everything, into docs/schedules.md; 70 minutes, wants quiet
+    python benchmarks/schedules.py --at-once 5     # the same in 15 minutes; pipelines disturb each other by 1 to 3 %
     python benchmarks/schedules.py --modelled      # prints all that no other work on the machine can disturb
     python benchmarks/schedules.py --quick         # prints few cells with short kernels: does it all still run?
 
-On the machine's clock kernels sleep, so that eight ranks need no eight cores, and several jobs run at once; transfers,
-gradients and the executor are real. Beside ours the schedules of torch.distributed.pipelining run on the same stages.
+On the machine's clock kernels sleep, so that eight ranks need no eight cores; transfers, gradients and the executor are
+real. Beside ours the schedules of torch.distributed.pipelining run on the same stages.
 """
 
 import argparse
@@ -28,7 +29,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few cells, short kernels, one repeat")
     parser.add_argument("--repeats", type=int, default=5, help="measured steps per cell (5)")
     parser.add_argument("--forward-ms", type=float, default=50.0, help="a stage's forward where kernels sleep (50)")
-    parser.add_argument("--at-once", type=int, default=5, help="how many pipelines sleep at the same time (5)")
+    parser.add_argument("--at-once", type=int, default=1, help="how many pipelines sleep at the same time (1)")
     parser.add_argument("--only", action="append", default=[], metavar="SCHEDULE", help="measure these schedules")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(TIMED_RANKS), help="measure these sizes (4 8)")
     parser.add_argument(

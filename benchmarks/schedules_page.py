@@ -77,7 +77,7 @@ def page(
     if not measured:
         sections.append("Not measured in the run that wrote this page.")
     else:
-        sections.append(_measured_summary(measured, load))
+        sections.append(_measured_summary(measured, load, options.at_once))
         for ranks in sorted({cell.ranks for cell in timed}):
             rows = [cell for cell in timed if cell.ranks == ranks]
             sections.append(f"### {ranks} ranks, measured\n\n" + _measured_table(rows, measured))
@@ -133,13 +133,13 @@ def _measured_table(cells: Sequence[Cell], measured: Mapping[Cell, Measured]) ->
     return table(header, rows)
 
 
-def _measured_summary(measured: Mapping[Cell, Measured], load: float) -> str:
+def _measured_summary(measured: Mapping[Cell, Measured], load: float, at_once: int) -> str:
     found = list(measured.values())
     beside = [one for one in found if one.torch]
     near = sum(one.excess <= NEAR for one in found)
     faster = sum(one.ratio <= FASTER for one in beside)
     lines = [
-        f"- {os.cpu_count()} cores; load average {load:.1f} before the run.",
+        f"- {os.cpu_count()} cores; load average {load:.1f} before the run; pipelines that slept at the same time: {at_once}.",
         f"- {near} of {len(found)} cells are within {NEAR:.0%} of their own simulation: the median is "
         f"{median(one.excess for one in found):+.2%}, the worst {max(one.excess for one in found):+.2%}.",
     ]

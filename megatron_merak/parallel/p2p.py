@@ -1,5 +1,7 @@
 """Transfers between pipeline stages: posted early, never blocking, matched by tag or by order."""
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +14,14 @@ from .shared_segment import NAME as SHARED_MEMORY
 from .staged import NAME as STAGED
 
 MOST_VALUES = 64  # that one transfer may carry
+
+
+class Route(NamedTuple):
+    """Where a message goes, or comes from: ``peer`` is a rank of the group."""
+
+    group: dist.ProcessGroup
+    peer: int
+    tag: int
 
 
 class Pipes:
@@ -28,6 +38,7 @@ class Pipes:
         self._by_tag = backend in ("gloo", "emu", SHARED_MEMORY, STAGED)
         self._mailboxes: Ends | None = None
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
+        self._routes: dict[tuple[Op, int], Route] = {}  # found once: they lie between the kernels of every step
         if backend == PEER_MEMORY:
             self._mailboxes = open_mailboxes(self._channels(), mesh.pp, mesh.control, mesh.device, mesh.timeout)
         if backend is not None and not self._by_tag and self._mailboxes is None:
@@ -44,15 +55,22 @@ class Pipes:
             members = [[ranks[source], ranks[destination]] for ranks in replicas]
             self._groups[source, destination, kind] = new_groups(self.mesh.rank, members, self.mesh.timeout)
 
-    def _route(self, op: Op, place: int) -> dict:
+    def _route(self, op: Op, place: int) -> Route:
+        if (op, place) not in self._routes:
+            self._routes[op, place] = self._find_route(op, place)
+        return self._routes[op, place]
+
+    def _find_route(self, op: Op, place: int) -> Route:
         source, destination, kind = channel = self.schedule.channel(op)
+        group = self.mesh.pp if self._by_tag else self._groups[channel]
         other = self.mesh.peer(source if op.kind in RECEIVES else destination)
+        peer = dist.get_group_rank(group, other)
         if not self._by_tag:
-            return {"group": self._groups[channel], "peer": other, "tag": 0}
+            return Route(group, peer, 0)
         stage = op.stage if op.kind not in RECEIVES else op.counterpart().stage
         assert place < MOST_VALUES, f"{op} carries more than {MOST_VALUES} values"
         tag = MOST_VALUES * (2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B)) + place
-        return {"group": self.mesh.pp, "peer": other, "tag": tag}
+        return Route(group, peer, tag)
 
     def send(self, op: Op, tensor: Tensor, place: int = 0) -> None:
         """Start sending the ``place``-th value of an op; the tensor must not change until ``finish``."""
@@ -61,7 +79,7 @@ class Pipes:
             work = self._mailboxes.send(self.schedule.channel(op), tensor)
         else:
             route = self._route(op, place)
-            work = dist.isend(tensor, route["peer"], group=route["group"], tag=route["tag"])
+            work = dist.isend(tensor, group=route.group, group_dst=route.peer, tag=route.tag)
         self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
         self._sent.append((work, tensor))
 
@@ -71,7 +89,7 @@ class Pipes:
         if self._mailboxes:
             return tensor, self._mailboxes.receive(self.schedule.channel(op), tensor)
         route = self._route(op, place)
-        return tensor, dist.irecv(tensor, route["peer"], group=route["group"], tag=route["tag"])
+        return tensor, dist.irecv(tensor, group=route.group, group_src=route.peer, tag=route.tag)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
