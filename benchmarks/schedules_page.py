@@ -139,7 +139,7 @@ def _measured_summary(measured: Mapping[Cell, Measured], load: float, at_once: i
     near = sum(one.excess <= NEAR for one in found)
     faster = sum(one.ratio <= FASTER for one in beside)
     lines = [
-        f"- {os.cpu_count()} cores; load average {load:.1f} before the run; pipelines that slept at the same time: {at_once}.",
+        f"- {os.cpu_count()} cores; load average {load:.1f} before the run; pipelines at the same time: {at_once}.",
         f"- {near} of {len(found)} cells are within {NEAR:.0%} of their own simulation: the median is "
         f"{median(one.excess for one in found):+.2%}, the worst {max(one.excess for one in found):+.2%}.",
     ]
