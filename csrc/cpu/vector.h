@@ -87,9 +87,9 @@ inline float sum_of(int64_t count, Value value) {
   return (a + b) + (c + d);
 }
 
-// e^x, -87.3 <= x <= 0, and NaN for NaN: relative error below 1e-7. Range reduction by two-part ln 2, then a polynomial of
+// e^x, |x| <= 87.3, and NaN for NaN: relative error below 1e-7. Range reduction by two-part ln 2, then a polynomial of
 // degree 6 (the coefficients of Cephes' expf).
-inline float decay_within(float x) {
+inline float exp_within(float x) {
   const float shifted = x * 1.44269504f + 12583039.f;  // 1.5 * 2^23 + 127: its low bits are the exponent's
   const float whole = shifted - 12583039.f;
   const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
@@ -104,7 +104,7 @@ inline float decay_within(float x) {
 }
 
 // e^x, x <= 0: 0 below -87.3, NaN for NaN.
-inline float decay(float x) { return x < -87.3f ? 0.f : decay_within(x); }
+inline float decay(float x) { return x < -87.3f ? 0.f : exp_within(x); }
 
 // 1 / (1 + e^-x), and what it lacks to 1 without cancellation, |x| <= 87.3; NaN for NaN.
 struct Logistic {
@@ -112,9 +112,8 @@ struct Logistic {
 };
 
 inline Logistic logistic(float x) {
-  const float e = decay_within(-__builtin_fabsf(x)), larger = 1.f / (1.f + e), smaller = e * larger;
-  const bool right = x > 0.f;
-  return {right ? larger : smaller, right ? smaller : larger};
+  const float e = exp_within(-x), value = 1.f / (1.f + e);
+  return {value, e * value};
 }
 
 // The normal distribution's density at x, and its part below x to 1.5e-7, of small parts 3e-6 of themselves.
