@@ -33,28 +33,20 @@ class Mask {
   const uint8_t* data_;
 };
 
-// out = softmax(scale * x) over `count` keys; `keep` may be null. row: room for `count`, rounded up to kLanes.
+// out = softmax(scale * x) over the first `count` of `keys`, 0 for the others; `keep` may be null. row: room for `keys`,
+// rounded up to kLanes. Loops go on to a multiple of kLanes: a scalar rest takes as long as all of a short row.
 template <class T>
-void softmax(const T* x, const uint8_t* keep, float scale, int64_t count, float* row, T* out) {
-  float most = kHidden;
+void softmax(const T* x, const uint8_t* keep, float scale, int64_t count, int64_t keys, float* row, T* out) {
+  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes, end = std::min(padded, keys);
   if (keep) {
-#pragma omp simd reduction(max : most)
-    for (int64_t i = 0; i < count; ++i) {
-      const float value = keep[i] ? widen(x[i]) * scale : kHidden;
-      row[i] = value;
-      most = value > most ? value : most;
-    }
+#pragma omp simd
+    for (int64_t i = 0; i < end; ++i) row[i] = keep[i] ? widen(x[i]) * scale : kHidden;
   } else {
-#pragma omp simd reduction(max : most)
-    for (int64_t i = 0; i < count; ++i) {
-      const float value = widen(x[i]) * scale;
-      row[i] = value;
-      most = value > most ? value : most;
-    }
+#pragma omp simd
+    for (int64_t i = 0; i < end; ++i) row[i] = widen(x[i]) * scale;
   }
-  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(row + count, row + padded, kHidden);
-  const float from = reference(most);
+  const float from = reference(largest(row, padded));
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < padded; ++i) {
@@ -63,7 +55,8 @@ void softmax(const T* x, const uint8_t* keep, float scale, int64_t count, float*
   }
   const float share = sum == 0 ? 0.f : 1.f / sum;
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(row[i] * share);
+  for (int64_t i = 0; i < end; ++i) out[i] = narrow<T>(row[i] * share);
+  std::fill(out + count, out + keys, T{});
 }
 
 // The keys that row `row` of all rows of [b, n, s, t] may see.
@@ -87,8 +80,7 @@ Tensor masked_softmax(const Tensor& given, std::optional<Tensor> mask, double sc
         const int64_t count = visible(row, queries, keys, causal), head = row / queries;
         const uint8_t* keep = hidden ? hidden->row(head / heads, head % heads, row % queries) : nullptr;
         fetch(from + (row + 1) * keys, count);
-        softmax(from + row * keys, keep, float(scale), count, room.data(), to + row * keys);
-        std::fill(to + row * keys + count, to + (row + 1) * keys, T{});
+        softmax(from + row * keys, keep, float(scale), count, keys, room.data(), to + row * keys);
       }
     });
   });
