@@ -6,7 +6,7 @@
 namespace merak {
 namespace {
 
-constexpr int64_t kLanes = 16;  // a row in hand is padded to a multiple, so that no loop over it has a scalar rest
+constexpr int64_t kLanes = 16;
 
 // Where the row of a query starts in a mask whose extents are the scores' own or 1.
 class Mask {

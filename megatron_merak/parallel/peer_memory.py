@@ -68,16 +68,10 @@ class PeerRank:
             stream = torch.cuda.current_stream()
             if self._stream is not None and stream != self._stream:
                 stream.wait_event(self._last)
-            status = self._kernels.all_reduce(
-                *(self._bases, self._rank, world, self.capacity, tensor.data_ptr(), tensor.data_ptr()),
-                *(
-                    tensor.numel(),
-                    _TYPES[tensor.dtype],
-                    int(size > _ONE_SHOT[world]),
-                    self._patience,
-                    stream.cuda_stream,
-                ),
-            )
+            pointer, two_shots = tensor.data_ptr(), int(size > _ONE_SHOT[world])
+            ranks = (self._bases, self._rank, world, self.capacity)
+            message = (pointer, pointer, tensor.numel(), _TYPES[tensor.dtype])
+            status = self._kernels.all_reduce(*ranks, *message, two_shots, self._patience, stream.cuda_stream)
             check("all_reduce", status)
             self._last.record(stream)
             self._stream = stream
