@@ -56,15 +56,8 @@ from .merak_arguments import PARALLEL_FIELDS, MerakArguments
 from .merak_loop import TrainingLoop
 from .model_facts import ModelFacts, decayed_parameters, padding_of
 from .outputs import check_directory
+from .overrides import refuse_inputs, refuse_overrides
 from .predictions import Evaluation, EvaluationBatches
-
-# What a subclass of transformers.Trainer overrides and this trainer cannot call.
-REFUSED_METHODS = (
-    *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_train_dataloader"),
-    *("get_eval_dataloader", "get_test_dataloader", "create_optimizer", "create_scheduler"),
-    *("create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs", "optimizer_step"),
-)
-REFUSED_INPUTS = ("compute_loss_func", "optimizer_cls_and_kwargs")
 
 
 class MerakTrainer:
@@ -96,7 +89,8 @@ class MerakTrainer:
     ):
         self.args = args = MerakArguments("tmp_trainer") if args is None else args
         given = {"compute_loss_func": compute_loss_func, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
-        self._refuse(model, model_init, given, optimizers)
+        refuse_inputs(model, model_init, given, optimizers)
+        refuse_overrides(type(self))
         self.mesh = self._build_mesh()
         logging.set_verbosity(args.get_process_log_level())
         set_seed(args.seed)
@@ -112,22 +106,6 @@ class MerakTrainer:
         self.is_in_train, self.current_flos, self.first_tokens = False, 0, 0
         self._engine: CapturedTrainer | None = None
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
-
-    def _refuse(self, model: object, model_init: object, given: dict[str, object], optimizers: tuple) -> None:
-        for name, value in given.items():
-            if value is not None:
-                remedy = "Let the model compute its loss; AdamW is set by the arguments"
-                raise ConfigError(name, repr(value), "a captured model has its own loss and optimizer", remedy)
-        if tuple(optimizers) != (None, None):
-            remedy = "Choose learning_rate, lr_scheduler_type and the adam_ arguments"
-            raise ConfigError("optimizers", optimizers, "parameters lie in flat buffers of their own AdamW", remedy)
-        if (model is None) == (model_init is None):
-            both = "model and model_init"
-            raise ConfigError(both, f"({type(model).__name__})", "exactly one of the two is needed", "Give one")
-        for name in REFUSED_METHODS:
-            if hasattr(type(self), name):
-                remedy = "Put the loss into the model's forward, and use callbacks for the rest"
-                raise ConfigError(f"{type(self).__name__}.{name}", "(overridden)", "it would never be called", remedy)
 
     def _build_mesh(self) -> Mesh:
         args = self.args
