@@ -3,14 +3,13 @@
 The file is canonical JSON that carries its own digest, so that any edit of any byte of it is found.
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_merak.checkpoint.files import DTYPE_NAMES
+from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
 from megatron_merak.checkpoint.shard import Intervals, local_shape, uncovered
 from megatron_merak.errors import CheckpointError
 
@@ -66,7 +65,7 @@ class Manifest:
 
     def render(self) -> bytes:
         """The bytes of the manifest file. Raises `ValueError` or `TypeError` where ``meta`` is not JSON."""
-        return _render(
+        return seal(
             {
                 "format": FORMAT,
                 "version": VERSION,
@@ -86,18 +85,12 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
     """Read and check a manifest file. Raises `CheckpointError` naming ``path`` where anything in it is not sound."""
     remedy = "Load another iteration with --ckpt-step, or restore this one from a copy"
     try:
-        document = json.loads(text)
-        if document["format"] != FORMAT:
-            raise ValueError(f"its format is {document['format']!r}, not {FORMAT!r}")
-        if document["version"] != VERSION:
-            remedy = "Read it with the version of megatron_merak that wrote it"
-            raise ValueError(f"its format version is {document['version']!r} and this program reads {VERSION}")
-        digest = document.pop("sha256")
-        if _digest(document) != digest or _render(document) != text:
-            raise ValueError("it was changed after it was written")
-        return _parse(document)
+        return _parse(unseal(text, FORMAT, VERSION))
     except KeyError as error:
         raise CheckpointError("manifest", path, f"it has no {error}", remedy) from error
+    except OtherVersionError as error:
+        remedy = "Read it with the version of megatron_merak that wrote it"
+        raise CheckpointError("manifest", path, str(error), remedy) from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError("manifest", path, str(error), remedy) from error
 
@@ -121,18 +114,6 @@ def stored_shape(entry: Entry, part: Part) -> tuple[int, ...]:
 def _entry_json(entry: Entry) -> dict:
     parts = [{"file": part.file, "intervals": part.intervals, "sha256": part.sha256} for part in entry.parts]
     return {"shape": entry.shape, "dtype": entry.dtype, "dim": entry.dim, "parts": parts}
-
-
-def _dump(document: Mapping) -> bytes:
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _digest(document: Mapping) -> str:
-    return hashlib.sha256(_dump(document)).hexdigest()
-
-
-def _render(document: Mapping) -> bytes:
-    return _dump({**document, "sha256": _digest(document)}) + b"\n"
 
 
 def _parse(document: dict) -> Manifest:

@@ -1,0 +1,42 @@
+"""Canonical JSON that carries its own digest, so that any edit of any byte of it is found."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+DIGEST = "sha256"
+
+
+def seal(document: Mapping) -> bytes:
+    """The bytes of ``document`` with its digest. Raises `ValueError` or `TypeError` where it is not JSON."""
+    return _dump({**document, DIGEST: _digest(document)}) + b"\n"
+
+
+def unseal(text: bytes, kind: str, version: int) -> dict:
+    """The document that `seal` made ``text`` of, whose "format" is ``kind``.
+
+    Raises `OtherVersionError` for another "version", `ValueError` or `KeyError` for anything else that is not sound.
+    """
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError("it is not a JSON object")
+    if document["format"] != kind:
+        raise ValueError(f"its format is {document['format']!r}, not {kind!r}")
+    if document["version"] != version:
+        raise OtherVersionError(f"its format version is {document['version']!r} and this program reads {version}")
+    digest = document.pop(DIGEST)
+    if _digest(document) != digest or seal(document) != text:
+        raise ValueError("it was changed after it was written")
+    return document
+
+
+class OtherVersionError(ValueError):
+    """A document that another version of this program wrote."""
+
+
+def _dump(document: Mapping) -> bytes:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _digest(document: Mapping) -> str:
+    return hashlib.sha256(_dump(document)).hexdigest()
