@@ -20,9 +20,13 @@ def main() -> None:
     try:
         rank, size = position()
         config.validate(size)
-        parallel, deterministic = config.parallel, config.train.deterministic_mode
+        parallel, train = config.parallel, config.train
         world = launch(
-            parallel.distributed_backend, parallel.distributed_timeout_minutes, deterministic, parallel.emulate
+            parallel.distributed_backend,
+            parallel.distributed_timeout_minutes,
+            train.deterministic_mode,
+            parallel.emulate,
+            train.fp32_matmul_precision,
         )
         pretrain(config, world)
     except MerakError as error:

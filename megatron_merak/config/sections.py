@@ -10,6 +10,7 @@ from .settings import Section, setting
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v", "auto")
 BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "merak_peer", "gloo_cuda")
 OF_GPUS = ("nccl", "merak_peer", "gloo_cuda")  # backends that carry tensors of GPUs
+FP32_MATMULS = ("auto", "highest", "high", "medium")
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
 
 
@@ -129,10 +130,10 @@ class ParallelConfig(Section):
     """What runs while tensor-parallel collectives are under way: nothing, weight gradients, the other half of the
     micro-batch, or another micro-batch; auto lets the cost model choose."""
     distributed_backend: str = setting("auto", choices=BACKENDS, megatron="nccl")
-    """Collective library; auto is nccl on GPUs and gloo on CPUs; merak_shm is gloo, and shared memory for tensor and
-    data parallelism within a host; merak_peer is nccl, and within a host our own kernels for sums of up to 8 MiB and
-    the copy engine between stages; gloo_cuda lets ranks share GPUs, to debug; emu moves data by gloo and models the
-    time."""
+    """Collective library; auto is nccl on GPUs and merak_shm on CPUs; merak_shm is gloo, and shared memory for tensor
+    and data parallelism within a host; merak_peer is nccl, and within a host our own kernels for sums of up to 8 MiB
+    and the copy engine between stages; gloo_cuda lets ranks share GPUs, to debug; emu moves data by gloo and models
+    the time."""
     emulate: str | None = setting(None, ours=True)
     """The cluster that --distributed-backend emu models: a name, or a JSON file."""
     distributed_timeout_minutes: int = setting(10, least=1)
@@ -175,6 +176,8 @@ class TrainConfig(Section):
     """Use only deterministic algorithms; two equal runs are then bitwise equal."""
     bf16: bool = setting(False)
     """bfloat16 weights and activations, with fp32 master weights and fp32 gradients."""
+    fp32_matmul_precision: str = setting("auto", choices=FP32_MATMULS, ours=True)
+    """torch's precision of fp32 matrix products; auto is the fastest on CPUs that a probe finds exact, else highest."""
     calculate_per_token_loss: bool = setting(False)
     """Weigh every token alike: divide by the global batch's tokens instead of averaging micro-batch means."""
     skip_train: bool = setting(False)

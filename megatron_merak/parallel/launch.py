@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -15,6 +16,7 @@ from ..cluster import Cluster, find_cluster
 from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
+from .process import Environment, Setup, set_up
 from .shared_segment import Settings
 
 _PATIENCE = 60.0  # seconds that a rank at its end waits for the others
@@ -27,6 +29,7 @@ class World:
 
     ``cluster`` is the one that is emulated, None for real ones; ``clock`` is then the modelled time on it.
     ``collectives``: backend of the groups that share layers or hold the same parameters, None for the job's own.
+    ``setup``: what this process was set to.
     """
 
     rank: int
@@ -35,6 +38,12 @@ class World:
     cluster: Cluster | None = None
     clock: Clock = field(default_factory=WallClock, compare=False)
     collectives: str | None = None
+    setup: Setup = field(default_factory=Setup, compare=False)
+
+    def __str__(self) -> str:
+        groups = self.collectives or ("emulated" if self.cluster else dist.get_backend() if self.size > 1 else "")
+        sums = f", tensor- and data-parallel collectives by {groups}" if groups else ""
+        return f"{self.size} {self.device.type} rank(s){sums}\n{self.setup}"
 
     @property
     def is_last(self) -> bool:
@@ -78,17 +87,39 @@ def _check_rendezvous() -> None:
             raise LaunchError(f"environment variable {name}", "(unset)", reason, "Start ranks with torchrun")
 
 
+def _environment() -> Environment:
+    malloc = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
+    ranks_here = _number("LOCAL_WORLD_SIZE", "0")
+    return Environment(ranks_here, not _threads_by_torchrun(), any(name in os.environ for name in malloc))
+
+
+def _threads_by_torchrun() -> bool:
+    """Whether OMP_NUM_THREADS is torchrun's own default: torchrun started without it and gave its children 1."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
+        return False
+    try:
+        return b"\0OMP_NUM_THREADS=" not in b"\0" + Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return False
+
+
 def launch(
-    backend: str = "auto", timeout_minutes: float = 10, deterministic: bool = False, emulate: str | None = None
+    backend: str = "auto",
+    timeout_minutes: float = 10,
+    deterministic: bool = False,
+    emulate: str | None = None,
+    fp32_matmul: str = "auto",
+    use_cpu: bool = False,
 ) -> World:
-    """Pick the device and join the job. Raises LaunchError before anything is sent.
+    """Pick the device, set the process up and join the job. Raises LaunchError before anything is sent.
 
     ``deterministic``: only kernels that give the same bits every time; torch raises where there is none. ``emulate``:
-    the cluster that the backend "emu" models, see ``find_cluster`` for its errors.
+    the cluster that the backend "emu" models, see ``find_cluster`` for its errors. ``fp32_matmul``: see ``set_up``.
+    ``use_cpu``: leave GPUs alone.
     """
     rank, size = position()
     cluster, clock = _emulation(backend, emulate)
-    device = _device(backend, size)
+    device = torch.device("cpu") if use_cpu else _device(backend, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if deterministic:
@@ -103,7 +134,17 @@ def launch(
         atexit.register(_end)
         if job != "nccl":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
-    return World(rank, size, device, cluster, clock, own_collectives(backend, device))
+    setup = set_up(device, fp32_matmul, _environment())
+    return World(rank, size, device, cluster, clock, own_collectives(backend, device, size), setup)
+
+
+def adopt(backend: str = "auto", fp32_matmul: str = "auto") -> World:
+    """This process in the job that the default process group already is, set up as ``launch`` does it."""
+    on_cpu = dist.get_backend() == "gloo"
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    collectives = own_collectives(backend, device, dist.get_world_size())
+    setup = set_up(device, fp32_matmul, _environment())
+    return World(dist.get_rank(), dist.get_world_size(), device, collectives=collectives, setup=setup)
 
 
 def _job_backend(backend: str, device: torch.device) -> str:
@@ -116,13 +157,17 @@ def _job_backend(backend: str, device: torch.device) -> str:
     return "emu" if backend == "emu" else "gloo"
 
 
-def own_collectives(backend: str, device: torch.device) -> str | None:
+def own_collectives(backend: str, device: torch.device, size: int) -> str | None:
     """``World.collectives`` for a ``--distributed-backend``, ready for groups to be made of it. device: this rank's.
 
+    On CPUs "auto" shares memory where the compiled part is there; groups whose ranks are on several hosts use gloo.
     Raises LaunchError for a backend of GPUs on another device.
     """
+    asked = backend == shared_memory.NAME
+    if backend == "auto" and device.type == "cpu" and size > 1 and shared_memory.compiled():
+        backend = shared_memory.NAME
     if backend == shared_memory.NAME:
-        shared_memory.register(Settings(ranks_here=_number("LOCAL_WORLD_SIZE", "0")))
+        shared_memory.register(Settings(ranks_here=_number("LOCAL_WORLD_SIZE", "0")), one_host=asked)
     elif backend == peer_group.NAME:
         if device.type != "cuda":
             raise LaunchError("backend", backend, "the job runs on CPUs", f"Use {shared_memory.NAME} or gloo")

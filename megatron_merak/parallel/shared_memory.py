@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from .. import _native
-from .shared_segment import NAME, NotHere, Settings, connect
+from .shared_segment import NAME, NotHere, Settings, SeveralHosts, connect
 from .work import FinishedByWaiting, gloo_of, ranks_of
 
 _CPU = torch.device("cpu")
@@ -33,9 +33,14 @@ _NAMED = 8  # ranks in a warning
 Copies = Sequence[tuple[Tensor, Tensor]]  # results that are not dense, and what stands in for them
 
 
-def register(settings: Settings | None = None) -> None:
+def compiled() -> bool:
+    """Whether this process has the compiled part."""
+    return getattr(_native.host(), "shared_memory", None) is not None
+
+
+def register(settings: Settings | None = None, one_host: bool = True) -> None:
     """Make ``dist.new_group(backend="merak_shm")`` and ``init_process_group("merak_shm")`` work, for groups made from
-    here on. All ranks register alike.
+    here on. All ranks register alike. ``one_host``: whether a group of ranks on several hosts is worth a warning.
     """
     settings = settings or Settings()
 
@@ -46,7 +51,7 @@ def register(settings: Settings | None = None) -> None:
         try:
             return SharedMemoryGroup(gloo, connect(gloo, ranks, options.group_id, settings), options.timeout)
         except NotHere as reason:
-            if options.group_rank == 0:
+            if options.group_rank == 0 and (one_host or not isinstance(reason, SeveralHosts)):
                 few = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
                 warnings.warn(f"{NAME}: ranks {few} use gloo: {reason}.", stacklevel=2)
             return gloo

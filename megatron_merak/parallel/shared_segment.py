@@ -43,6 +43,10 @@ class NotHere(Exception):
     """Why these ranks cannot share memory; every rank of the group raises the same."""
 
 
+class SeveralHosts(NotHere):
+    """They are on several hosts."""
+
+
 def connect(gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, settings: Settings):
     """This rank's communicator (``_C.shared_memory.Communicator``) in the group named ``group``. Raises NotHere.
 
@@ -51,7 +55,7 @@ def connect(gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, setti
     part = getattr(_native.host(), "shared_memory", None)
     told = _agree(gloo, _introduction(part, len(ranks), settings))
     if len({one["host"] for one in told}) > 1:
-        raise NotHere("they are on several hosts")
+        raise SeveralHosts("they are on several hosts")
     cores = 0
     for one in told:
         cores |= int(one["cores"], 16)

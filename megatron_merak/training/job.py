@@ -15,9 +15,7 @@ from ..data.loader import BatchLoader
 from ..errors import CheckpointError, ConfigError, DataError, PlanError
 from ..parallel.agree import gather_json
 from ..parallel.launch import World
-from ..parallel.memory import keep_freed_memory
 from ..parallel.mesh import Mesh
-from ..parallel.precision import choose_fp32_matmul
 from ..pipeline_parallel.pictures.files import write
 from ..plan import Plan
 from .pictures import draw_curve, step_view
@@ -48,11 +46,10 @@ def agree(config: RunConfig, mesh: Mesh) -> None:
                     raise ConfigError(flag, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
 
 
-def opening(config: RunConfig, plan: Plan, world: World, precision: str, device: str, notes: Sequence[str] = ()) -> str:
+def opening(config: RunConfig, plan: Plan, world: World, device: str, notes: Sequence[str] = ()) -> str:
     """What the first rank prints; ``notes`` are further lines."""
-    precision = f"fp32 matrix products at torch's '{precision}' precision" if config.train.dtype == "float32" else ""
     parts = [
-        f"megatron_merak on {world.size} {world.device.type} rank(s) {precision}".rstrip(),
+        f"megatron_merak on {world}",
         f"Times of training steps are {world.clock.label}: this machine computes, its speed plays no part"
         if world.clock.label
         else "",
@@ -69,14 +66,6 @@ def device_name(world: World) -> str:
     if world.cluster is not None:
         return world.cluster.name if world.cluster.name in CLUSTERS else world.cluster.device.name
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-
-
-def prepare(world: World) -> str:
-    """Set this process up for training; returns torch's precision of fp32 matrix products."""
-    precision = choose_fp32_matmul(world.device)
-    if world.device.type == "cpu":
-        keep_freed_memory()
-    return precision
 
 
 def throughput(config: RunConfig, plan: Plan, world: World, device: str, flops: int) -> Throughput:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ..config.sections import BACKENDS, OF_GPUS, OVERLAPS, SCHEDULES
+from ..config.sections import BACKENDS, FP32_MATMULS, OF_GPUS, OVERLAPS, SCHEDULES
 from ..errors import ConfigError
-from ..parallel.launch import World, launch, own_collectives
-from ..parallel.shared_segment import NAME as SHARED_MEMORY
+from ..parallel.launch import World, adopt, launch
 
 HONOURED = frozenset(
     """output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
@@ -49,7 +48,7 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "fp16": ("there is no loss scaling", "Use bf16"),
         "fp16_full_eval": ("there is no fp16", "Use bf16"),
         "bf16_full_eval": ("evaluation runs in the precision of training", "Use bf16"),
-        "tf32": ("it is a choice of the process", "Call torch.set_float32_matmul_precision in the script"),
+        "tf32": ("it is a choice of the process", "Set fp32_matmul_precision"),
         "activation_checkpointing_kwargs": ("recomputation is by unit of the plan", "Leave it unset"),
         "gradient_checkpointing_kwargs": ("recomputation is by unit of the plan", "Leave it unset"),
         "torch_compile": (COMPILED, "Leave it False"),
@@ -170,6 +169,13 @@ class MerakArguments(TrainingArguments):
     pad_to_multiple_of: int | None = field(
         default=None, metadata={"help": "Pad the length of token batches to a multiple of this, not to length_buckets."}
     )
+    fp32_matmul_precision: str = field(
+        default="auto",
+        metadata={
+            "help": "Of fp32 matrix products, as torch.set_float32_matmul_precision names it; auto: what the script "
+            "has set, else on CPUs the fastest that a probe finds exact."
+        },
+    )
     prediction_outputs: str | None = field(
         default=None,
         metadata={"help": "Model outputs that predictions consist of, 'logits' by default, joined by commas."},
@@ -229,13 +235,10 @@ class MerakArguments(TrainingArguments):
     @functools.cached_property
     def world(self) -> World:
         """This process among all of the job, which it joins unless it has done so already. Raises LaunchError."""
-        shared = self.ddp_backend == SHARED_MEMORY
-        backend = "gloo" if self.use_cpu and not shared else self.ddp_backend or "auto"
-        if not dist.is_initialized():
-            return launch(backend, self.ddp_timeout / 60, self.full_determinism)
-        on_cpu = dist.get_backend() == "gloo"
-        device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-        return World(dist.get_rank(), dist.get_world_size(), device, collectives=own_collectives(backend, device))
+        backend, precision = self.ddp_backend or "auto", self.fp32_matmul_precision
+        if dist.is_initialized():
+            return adopt(backend, precision)
+        return launch(backend, self.ddp_timeout / 60, self.full_determinism, None, precision, self.use_cpu)
 
 
 def _refuse_fields(args: TrainingArguments) -> None:
@@ -271,6 +274,7 @@ def _check_numbers(args: "MerakArguments") -> None:
         "pipeline_schedule": SCHEDULES,
         "tp_comm_overlap": OVERLAPS,
         "graph_sharding": ("cut", "farthest-dependency"),
+        "fp32_matmul_precision": FP32_MATMULS,
     }
     for name, choices in choices_of.items():
         if (value := getattr(args, name)) not in choices:

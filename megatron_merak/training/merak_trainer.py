@@ -191,6 +191,7 @@ class MerakTrainer:
         began, name = time.time(), type(self.model).__name__
         decayed = frozenset(decayed_parameters(self.model))
         engine = CapturedTrainer(self.model, example, self.settings(), self.mesh, lambda name, shape: name in decayed)
+        self._say(f"megatron_merak on {self.args.world}")
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
         for note in engine.notes:
             self._say(f"{name}: {note}")

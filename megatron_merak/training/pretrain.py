@@ -11,7 +11,7 @@ from ..parallel.mesh import build_mesh
 from ..planner import plan as make_plan
 from ..planner.cost import model_flops
 from .build import tensors
-from .job import Job, agree, device_name, known, opening, prepare, throughput
+from .job import Job, agree, device_name, known, opening, throughput
 from .outputs import check_outputs
 from .report import Report
 from .trainer import Trainer
@@ -29,9 +29,8 @@ def pretrain(config: Config, world: World) -> None:
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives)
     agree(config, mesh)
-    precision = prepare(world)
     if world.rank == 0:
-        print(opening(config, plan, world, precision, name), flush=True)
+        print(opening(config, plan, world, name), flush=True)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)

@@ -22,7 +22,7 @@ from ..parallel.mesh import Mesh, build_mesh
 from .captured import CapturedTrainer
 from .hf_batches import token_count
 from .hf_model import build_model, grid_of, known_tokens, settings_of, with_example
-from .job import Job, agree, device_name, known, opening, prepare, throughput
+from .job import Job, agree, device_name, known, opening, throughput
 from .outputs import check_outputs
 from .report import Report
 from .state import RunState, StepReport
@@ -39,13 +39,12 @@ def pretrain_hf(config: HFConfig, world: World) -> None:
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     mesh = build_mesh(grid_of(config, world.size), world.rank, world.device, timeout, world.clock, world.collectives)
     agree(config, mesh)
-    precision = prepare(world)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)
     trainer = TokenTrainer(model, config, mesh, known(name))
     if world.rank == 0:
-        print(opening(config, trainer.plan, world, precision, name, trainer.notes()), flush=True)
+        print(opening(config, trainer.plan, world, name, trainer.notes()), flush=True)
     report = None
     with together(mesh.control, "cpu"):
         if world.is_last:

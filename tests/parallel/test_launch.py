@@ -58,7 +58,7 @@ def test_nccl_needs_a_cuda_device():
             launch(other)
     assert launch("auto").device.type == "cpu"
     with pytest.raises(LaunchError, match="backend merak_peer: the job runs on CPUs. Use merak_shm or gloo"):
-        own_collectives("merak_peer", torch.device("cpu"))
+        own_collectives("merak_peer", torch.device("cpu"), 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

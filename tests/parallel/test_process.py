@@ -1,0 +1,83 @@
+"""What a process sets up once: the same from every entry, and never over what the user has chosen."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_merak import _native
+from megatron_merak.parallel.process import Environment, Setup, set_up
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SAID = """
+import torch, torch.distributed as dist
+from megatron_merak.parallel.launch import launch, leave
+world = launch()
+print(f"\\n{world.collectives} {torch.get_num_threads()} {world.setup.threads} {torch.get_float32_matmul_precision()}")
+leave(world)
+"""
+
+
+@pytest.fixture(autouse=True)
+def restore():
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.set_num_threads(threads)
+
+
+def test_a_precision_that_the_user_set_stays():
+    torch.set_float32_matmul_precision("high")
+    assert set_up(CPU, "auto", Environment(own_malloc=True)).fp32_matmul == "high"
+
+
+def test_a_precision_that_is_asked_for_is_set():
+    setup = set_up(CPU, "highest", Environment(own_malloc=True))
+    assert setup.fp32_matmul == torch.get_float32_matmul_precision() == "highest" and not setup.keeps_memory
+
+
+def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch):
+    monkeypatch.setattr("megatron_merak.parallel.process.cores", lambda: 7)
+    assert set_up(CPU, "highest", Environment(3, True, True)).threads == torch.get_num_threads()
+    assert set_up(CPU, "highest", Environment(3, False, True)).threads == torch.get_num_threads() == 2
+    assert set_up(CPU, "highest", Environment(8, False, True)).threads == torch.get_num_threads() == 1
+
+
+def test_it_says_what_it_chose_and_how_to_choose_otherwise():
+    text = str(Setup("medium", True, 4))
+    for word in ("4 threads", "OMP_NUM_THREADS", "'medium'", "fp32_matmul_precision", "MALLOC_TRIM_THRESHOLD_"):
+        assert word in text
+
+
+@pytest.mark.parametrize("chosen", [None, "1"])
+def test_ranks_of_torchrun(tmp_path, chosen):
+    """As shipped: shared memory, and every core is used, unless the user says otherwise."""
+    script = tmp_path / "script.py"
+    script.write_text(SAID)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(ROOT)} | ({} if chosen is None else {"OMP_NUM_THREADS": chosen})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    said = [line.split() for line in done.stdout.splitlines() if line.startswith(("merak_shm", "None"))]
+    share = 1 if chosen else max(1, len(os.sched_getaffinity(0)) // 2)
+    backend = "None" if getattr(_native.host(), "shared_memory", None) is None else "merak_shm"
+    assert len(said) == 2 and done.returncode == 0, done.stderr
+    for collectives, threads, told, _ in said:
+        assert (collectives, threads) == (backend, told) and 1 <= int(threads) <= share
+
+
+def adopted(rank, world_size):
+    from megatron_merak import MerakArguments
+
+    arguments = MerakArguments("unused", report_to="none", fp32_matmul_precision="highest")
+    return arguments.world.collectives, arguments.world.setup.fp32_matmul, str(arguments.world.device)
+
+
+def test_arguments_in_a_job_that_exists_already():
+    backend = None if getattr(_native.host(), "shared_memory", None) is None else "merak_shm"
+    assert run_ranks(adopted, 2) == [(backend, "highest", "cpu")] * 2
