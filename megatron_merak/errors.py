@@ -40,5 +40,17 @@ class CheckpointError(MerakError):
     """A checkpoint that is missing, incomplete, damaged or does not fit the model."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that is not, byte for byte, what was written, or holds numbers that are not finite."""
+
+
+class DirectoryLockedError(CheckpointError):
+    """A directory that another job writes to."""
+
+
+class NumericsError(MerakError):
+    """Gradients or weights that are not finite, where training cannot go on."""
+
+
 class TraceError(MerakError):
     """A model whose forward cannot be captured as one graph, or would be captured wrongly."""

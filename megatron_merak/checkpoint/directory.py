@@ -5,19 +5,20 @@
     ROOT/iter_0000010.old/                    being replaced or removed
     ROOT/latest_checkpointed_iteration.txt    Megatron's tracker: written for other programs, never believed
 
-All functions here are local to one rank; one process at a time writes to a ROOT.
+All functions here are local to one rank; one process at a time writes to a ROOT, see ``lock``.
 """
 
+import errno
 import logging
 import os
 import re
-import shutil
 from collections.abc import Iterator
+from itertools import count, groupby
 from pathlib import Path
 
 from megatron_merak.checkpoint.files import TEMPORARY, complete_or_absent, sync_directory, verify_tensors
 from megatron_merak.checkpoint.manifest import FILE_NAME, NAME, Manifest, parse_manifest
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, DamagedError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -31,41 +32,50 @@ def directory_of(root: Path, iteration: int) -> Path:
 
 
 def read_manifest(directory: Path) -> tuple[bytes, Manifest]:
-    """The bytes and the content of a directory's manifest. Raises `CheckpointError` when it is absent or not valid."""
+    """The bytes and the content of a directory's manifest. Raises `DamagedError` when it is absent or not valid, and
+    `CheckpointError` when it cannot be read."""
     path = directory / NAME
     remedy = "Load another iteration with --ckpt-step"
     try:
         if path.is_symlink() or not path.is_file():
-            raise CheckpointError("checkpoint", directory, f"it has no {NAME}, so it is not complete", remedy)
+            raise DamagedError("checkpoint", directory, f"it has no {NAME}, so it is not complete", remedy)
         if path.stat().st_size > _LARGEST_MANIFEST:
-            raise CheckpointError("manifest", path, f"it is larger than {_LARGEST_MANIFEST} bytes", remedy)
+            raise DamagedError("manifest", path, f"it is larger than {_LARGEST_MANIFEST} bytes", remedy)
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError("manifest", path, error.strerror or str(error), remedy) from error
     manifest = parse_manifest(text, path)
-    if _iteration(directory) != manifest.iteration:
-        raise CheckpointError("manifest", path, f"it belongs to iteration {manifest.iteration}", remedy)
+    if iteration_of(directory) != manifest.iteration:
+        raise DamagedError("manifest", path, f"it belongs to iteration {manifest.iteration}", remedy)
     return text, manifest
 
 
 def locate(root: Path, iteration: int) -> Path | None:
-    """The complete directory of an iteration, whatever a crash left it called."""
-    plain = directory_of(root, iteration)
-    return next((path for suffix in _SUFFIXES if _is_complete(path := _suffixed(plain, suffix))), None)
+    """The complete directory of an iteration, whatever a crash left it called. Raises `CheckpointError` for a manifest
+    that cannot be read."""
+    return next(_complete_ones(root, iteration, []), None)
+
+
+def complete_ones(root: Path, faults: list[DamagedError] | None = None) -> Iterator[Path]:
+    """The complete directories, newest first; an absent ROOT has none. A crash may leave two of one iteration.
+
+    ``faults`` receives what is wrong with directories that are passed over, and what cannot be read raises
+    `CheckpointError`; None: invalid manifests are logged.
+    """
+    for iteration in sorted({iteration_of(path) for path in _directories(root)}, reverse=True):
+        yield from _complete_ones(root, iteration, faults)
 
 
 def newest_first(root: Path) -> Iterator[int]:
-    """The iterations that have a complete directory, newest first; an absent ROOT has none."""
-    for iteration in sorted({_iteration(path) for path in _directories(root)}, reverse=True):
-        if locate(root, iteration) is not None:
-            yield iteration
+    """The iterations that have a complete directory, newest first."""
+    return (iteration for iteration, _ in groupby(map(iteration_of, complete_ones(root))))
 
 
 def settle(root: Path) -> None:
     """Finish what a crash interrupted: put complete directories in their places, remove the rest of ours."""
     leftovers = [path for path in _directories(root) if path.suffix]
     for plain in sorted({path.with_suffix("") for path in leftovers}):
-        complete = locate(root, _iteration(plain))
+        complete = locate(root, iteration_of(plain))
         if complete is not None and complete != plain:
             clear(plain)
             os.rename(complete, plain)
@@ -90,32 +100,59 @@ def publish(root: Path, iteration: int) -> Path:
 
 
 def clear(plain: Path) -> None:
-    """Remove an incomplete directory of ours; refuse one with a file in it that no save of ours could have left."""
+    """Remove an incomplete directory of ours; refuse one in which nothing is ours."""
     if not os.path.lexists(plain):
         return
-    foreign = [] if plain.is_dir() and not plain.is_symlink() else [plain.name]
-    foreign = foreign or [entry.name for entry in os.scandir(plain) if not _is_ours(entry.name)]
-    if foreign:
-        reason = f"it holds {', '.join(sorted(foreign)[:3])}, which megatron_merak did not write"
-        raise CheckpointError("checkpoint", plain, reason, "Save to another directory with --save, or move it away")
-    discard(plain)
+    names = [plain.name]
+    if plain.is_dir() and not plain.is_symlink():
+        names = [entry.name for entry in os.scandir(plain)]
+        if not names or any(map(_is_ours, names)):
+            discard(plain)
+            return
+    reason = f"it holds {', '.join(sorted(names)[:3])}, which megatron_merak did not write"
+    raise CheckpointError("checkpoint", plain, reason, "Save to another directory with --save, or move it away")
 
 
 def discard(directory: Path) -> None:
-    """Remove a directory; it stops being complete before the first tensor is lost."""
-    if directory.is_dir() and not directory.is_symlink():
-        (directory / NAME).unlink(missing_ok=True)
-        sync_directory(directory)
-        shutil.rmtree(directory)
+    """Remove what we wrote to a directory; it stops being complete before the first tensor is lost.
+
+    A directory that holds something else keeps that, under a name that no checkpoint has.
+    """
+    if not directory.is_dir() or directory.is_symlink():
+        return
+    (directory / NAME).unlink(missing_ok=True)
+    sync_directory(directory)
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        if _is_ours(entry.name) and not entry.is_dir(follow_symlinks=False):
+            os.unlink(entry)
+    try:
+        os.rmdir(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _keep(directory)
+
+
+def _keep(directory: Path) -> None:
+    """Move a directory with somebody else's files out of the way of checkpoints."""
+    base = directory.with_name(directory.name.partition(".")[0] + ".kept")
+    kept = next(path for n in count() if not os.path.lexists(path := base.with_name(f"{base.name}{n or ''}")))
+    os.rename(directory, kept)
+    names = ", ".join(sorted(os.listdir(kept))[:3])
+    logging.getLogger(__name__).warning("%s was removed, but for %s: now in %s", directory, names, kept)
 
 
 def remove_older(root: Path, keep_every: int) -> list[int]:
-    """Remove complete iterations that ``keep_every`` does not divide, but for the newest one, once that is verified."""
+    """Remove complete iterations that ``keep_every`` does not divide and that are older than the newest good one.
+
+    Good is what `verify` finds nothing wrong with; what it finds is logged, and removes nothing.
+    """
     settle(root)
-    newest, *older = list(newest_first(root)) or [None]
-    expendable = [iteration for iteration in older if iteration % keep_every]
-    if expendable:
-        verify(directory_of(root, newest))
+    iterations = list(newest_first(root))
+    if not any(iteration % keep_every for iteration in iterations[1:]):
+        return []
+    good = next((n for n in iterations if _is_good(directory_of(root, n))), None)
+    expendable = [n for n in iterations if good is not None and n < good and n % keep_every]
     for iteration in expendable:
         plain = directory_of(root, iteration)
         old = _suffixed(plain, ".old")
@@ -124,11 +161,25 @@ def remove_older(root: Path, keep_every: int) -> list[int]:
     return expendable
 
 
+def _is_good(directory: Path) -> bool:
+    try:
+        verify(directory)
+    except DamagedError as error:
+        logging.getLogger(__name__).warning("Older checkpoints are kept in its stead: %s", error)
+        return False
+    return True
+
+
 def verify(directory: Path) -> Manifest:
-    """Read every byte of a checkpoint and compare it with the manifest."""
+    """Read every byte of a checkpoint and compare it with the manifest; what was trained must be finite.
+
+    Raises `DamagedError`.
+    """
     _, manifest = read_manifest(directory)
-    for name, digests in manifest.files_of(sorted(manifest.tensors)).items():
-        verify_tensors(directory / name, manifest.files[name], digests, manifest.save_id)
+    kinds = sorted(manifest.tensors)
+    trained = manifest.tensors.get("exp_avg", manifest.tensors.get("model", {}))  # frozen parameters have no moments
+    for name, digests in manifest.files_of(kinds).items():
+        verify_tensors(directory / name, manifest.files[name], digests, manifest.save_id, trained)
     return manifest
 
 
@@ -140,6 +191,12 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         if size != written["bytes"]:
             reason = f"another rank wrote {written['bytes']} bytes, and {size or 0} are seen here"
             raise CheckpointError("checkpoint file", path, reason, "Give --save a directory that all hosts share")
+
+
+def iteration_of(directory: Path) -> int:
+    """The iteration that a directory's name tells, -1 for a name that no checkpoint has."""
+    match = _DIRECTORY.fullmatch(directory.name)
+    return int(match[2]) if match else -1
 
 
 def _directories(root: Path) -> list[Path]:
@@ -154,24 +211,28 @@ def _directories(root: Path) -> list[Path]:
     return [root / entry.name for entry in found if _DIRECTORY.fullmatch(entry.name)]
 
 
-def _iteration(directory: Path) -> int:
-    match = _DIRECTORY.fullmatch(directory.name)
-    return int(match[2]) if match else -1
-
-
 def _suffixed(plain: Path, suffix: str) -> Path:
     return plain.with_name(plain.name + suffix)
 
 
-def _is_complete(directory: Path) -> bool:
-    if directory.is_symlink() or not (directory / NAME).exists():
-        return False
-    try:
-        read_manifest(directory)
-    except CheckpointError as error:
-        logging.getLogger(__name__).warning("Passed over as not complete: %s", error)
-        return False
-    return True
+def _complete_ones(root: Path, iteration: int, faults: list[DamagedError] | None) -> Iterator[Path]:
+    """The complete directories of an iteration, the one that counts first. ``faults``: see `complete_ones`."""
+    plain = directory_of(root, iteration)
+    for path in (_suffixed(plain, suffix) for suffix in _SUFFIXES):
+        begun = (path != plain or faults is None) and not (path / NAME).exists()
+        if begun or not path.is_dir() or path.is_symlink():
+            continue
+        try:
+            read_manifest(path)
+        except CheckpointError as error:
+            if faults is None:
+                logging.getLogger(__name__).warning("Passed over as not complete: %s", error)
+            elif isinstance(error, DamagedError):
+                faults.append(error)
+            else:
+                raise
+        else:
+            yield path
 
 
 def _is_ours(name: str) -> bool:

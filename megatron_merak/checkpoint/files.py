@@ -4,12 +4,13 @@ A tensor file is written one tensor at a time, hashed while it is being written,
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data without gaps).
 """
 
+import errno
 import hashlib
 import json
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, DamagedError
 
 TEMPORARY = ".tmp"
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -36,17 +37,21 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 }
 DTYPE_NAMES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
 _RESTORE = "Load another iteration with --ckpt-step, or restore this one from a copy"
 
 
-def damaged(path: Path, reason: str) -> CheckpointError:
+def damaged(path: Path, reason: str) -> DamagedError:
     """The error of a file that is not what the manifest says it is."""
-    return CheckpointError("checkpoint file", path, reason, _RESTORE)
+    return DamagedError("checkpoint file", path, reason, _RESTORE)
 
 
 @contextmanager
 def disk_errors(path: Path, remedy: str) -> Iterator[None]:
-    """Turn what the operating system or the safetensors library raises in the body into a `CheckpointError`."""
+    """Turn what the operating system or the safetensors library raises in the body into a `CheckpointError`.
+
+    A path that holds a NUL character, which no system call takes, is among it.
+    """
     try:
         yield
     except OSError as error:
@@ -55,13 +60,20 @@ def disk_errors(path: Path, remedy: str) -> Iterator[None]:
         raise CheckpointError("checkpoint", os.fspath(named), reason, remedy) from error
     except SafetensorError as error:
         raise damaged(path, f"it is not a valid safetensors file ({error})") from error
+    except ValueError as error:
+        if "null byte" not in str(error):
+            raise
+        raise CheckpointError("checkpoint", repr(os.fspath(path)), "a path cannot hold a NUL", remedy) from error
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory survive a power cut."""
+    """Make the names in a directory survive a power cut, on a file system that can be asked to."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
     finally:
         os.close(descriptor)
 
@@ -111,19 +123,35 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 def open_tensors(path: Path, size: int, save_id: str) -> Iterator[safe_open]:
     """Open a tensor file of exactly ``size`` bytes that belongs to the save ``save_id``; nothing else is opened."""
     with disk_errors(path, _RESTORE):
-        found = os.lstat(path)
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            raise damaged(path, "it is missing") from None
         if not stat.S_ISREG(found.st_mode):
             raise damaged(path, "it is not a regular file (links are not followed)")
         if found.st_size != size:
             raise damaged(path, f"it has {found.st_size} bytes where {size} were written")
+        open(path, "rb").close()  # says why it cannot be opened, where safetensors says that it does not exist
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("save_id") != save_id:
                 raise damaged(path, "it belongs to another save than the manifest beside it")
             yield file
 
 
-def verify_tensors(path: Path, written: Mapping, digests: Mapping[str, str], save_id: str) -> None:
-    """Read a tensor file and compare every byte with what `write_tensors` returned; the error names the tensor."""
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite; needs no memory."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    return all(bound.isfinite() for bound in tensor.detach().aminmax())
+
+
+def verify_tensors(
+    path: Path, written: Mapping, digests: Mapping[str, str], save_id: str, finite: Container[str] = ()
+) -> None:
+    """Read a tensor file and compare every byte with what `write_tensors` returned; the error names the tensor.
+
+    ``finite``: names of tensors in which a NaN or an infinity counts as damage.
+    """
     with open_tensors(path, written["bytes"], save_id) as file:
         with open(path, "rb") as raw:
             start = raw.read(8)
@@ -136,8 +164,11 @@ def verify_tensors(path: Path, written: Mapping, digests: Mapping[str, str], sav
         if sorted(file.keys()) != sorted(digests):
             raise damaged(path, "it holds other tensors than the manifest lists")
         for name, digest in digests.items():
-            if hashlib.sha256(as_bytes(file.get_tensor(name))).hexdigest() != digest:
+            tensor = file.get_tensor(name)
+            if hashlib.sha256(as_bytes(tensor)).hexdigest() != digest:
                 raise damaged(path, f"tensor {name} was changed after it was written")
+            if name in finite and not is_finite(tensor):
+                raise damaged(path, f"tensor {name} holds numbers that are not finite")
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,13 +1,19 @@
 """Loading: each wanted part reads what overlaps it from the saved parts, so that any layout reads any other one's."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_merak.checkpoint.directory import directory_of, locate, newest_first, read_manifest
+from megatron_merak.checkpoint.directory import (
+    complete_ones,
+    directory_of,
+    locate,
+    newest_first,
+    read_manifest,
+)
 from megatron_merak.checkpoint.files import (
     DTYPE_CODES,
     DTYPE_NAMES,
@@ -18,12 +24,13 @@ from megatron_merak.checkpoint.files import (
 )
 from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, parse_manifest, stored_shape
 from megatron_merak.checkpoint.shard import Shard, Slices, overlaps
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
 CASTABLE = "model"  # the one kind that may be loaded with another dtype than it was saved with
 
 _REMEDY = "Check --load and --ckpt-step"
+_RESTORE = "Restore one from a copy"
 _NAMED = 5  # tensors named in one message
 _Copy = tuple[str, Entry, Part, Slices, torch.Tensor]  # name, what was saved, slices of it, the view it goes into
 
@@ -35,23 +42,66 @@ def load(
     device: torch.device | str,
     iteration: int | None = None,
     verify: bool = True,
+    say: Callable[[str], object] | None = None,
 ) -> dict:
     """Copy a checkpoint into the tensors of ``shards`` and return its meta, which has "iteration".
 
-    Without ``iteration``, the newest complete checkpoint that the first rank sees is loaded on every rank. Kinds that
-    no rank asks for stay unread; of the others, the ranks together must want exactly the tensors that were saved.
-    ``verify`` compares every byte of the files read with its digest, each file on one rank. Tensors of kind "model"
-    may change dtype, others may not. Raises `CheckpointError` on every rank; all but a read failure while copying is
-    found before the first tensor is changed.
+    Without ``iteration``, the newest complete checkpoint that the first rank sees is loaded on every rank, and where it
+    is damaged the one before it; ``say`` is then called on every rank with a sentence for each one passed over (None:
+    the first rank logs a warning). Kinds that no rank asks for stay unread; of the others, the ranks together must want
+    exactly the tensors that were saved. ``verify`` compares every byte of the files read with its digest, each file on
+    one rank. Tensors of kind "model" may change dtype, others may not.
+
+    Raises `CheckpointError` on every rank, `DamagedError` where no checkpoint, or not the one asked for, is undamaged.
+    All but a read failure while copying is found before the first tensor is changed.
     """
-    root = Path(root)
+    root, first = Path(root), group is None or dist.get_rank(group) == 0
+    passed: list[str] = []
+    faults: list[DamagedError] = []
+    candidates = _candidates(root, iteration, faults)
+    while True:
+        found = None
+        with together(group, device), disk_errors(root, _REMEDY):
+            if first:
+                found = next(candidates, None)
+        found, seen = broadcast_json((found, [str(fault) for fault in faults]), group, device)
+        faults.clear()
+        passed += seen
+        if found is None:
+            break
+        try:
+            meta = _load(root / found[0], found[1], shards, group, device, verify)
+        except DamagedError as error:
+            if iteration is not None:
+                raise
+            passed.append(str(error))
+        else:
+            _tell(passed, meta["iteration"], say, first)
+            return meta
+    if passed:
+        raise DamagedError("checkpoint directory", root, f"none of its checkpoints is whole: {passed[0]}", _RESTORE)
+    raise CheckpointError("checkpoint directory", root, "it holds no complete checkpoint", _REMEDY)
+
+
+def _tell(passed: Sequence[str], loaded: int, say: Callable[[str], object] | None, first: bool) -> None:
+    for text in passed:
+        text = f"A damaged checkpoint was passed over, and iteration {loaded} was loaded. {text}"
+        if say is not None:
+            say(text)
+        elif first:
+            logging.getLogger(__name__).warning("%s", text)
+
+
+def _load(
+    source: Path,
+    text: str,
+    shards: Mapping[str, Sequence[Shard]],
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    verify: bool,
+) -> dict:
+    """Load the directory ``source``; ``text`` is its manifest."""
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    found = None
-    with together(group, device), disk_errors(root, _REMEDY):
-        if rank == 0:
-            found = _find(root, iteration)
-    name, text = broadcast_json(found, group, device)
-    source = root / name
     manifest = parse_manifest(text.encode(), source / NAME)
     with together(group, device):
         _check_known(source, manifest, shards)
@@ -66,12 +116,13 @@ def load(
     return dict(manifest.meta)
 
 
-def _find(root: Path, iteration: int | None) -> tuple[str, str]:
-    """Name of the directory to load and text of its manifest."""
-    if iteration is None:
-        iteration = next(newest_first(root), None)
-        if iteration is None:
-            raise CheckpointError("checkpoint directory", root, "it holds no complete checkpoint", _REMEDY)
+def _candidates(root: Path, iteration: int | None, faults: list[DamagedError]) -> Iterator[tuple[str, str]]:
+    """Name and manifest of the directories to try; ``faults``: see `complete_ones`."""
+    for directory in complete_ones(root, faults) if iteration is None else [_asked(root, iteration)]:
+        yield directory.name, read_manifest(directory)[0].decode()
+
+
+def _asked(root: Path, iteration: int) -> Path:
     directory = locate(root, iteration)
     if directory is None:
         if directory_of(root, iteration).is_dir():
@@ -79,8 +130,7 @@ def _find(root: Path, iteration: int | None) -> tuple[str, str]:
         complete = ", ".join(str(other) for other in newest_first(root)) or "none"
         reason = f"it holds no complete checkpoint of iteration {iteration} (complete are: {complete})"
         raise CheckpointError("checkpoint directory", root, reason, _REMEDY)
-    text, _ = read_manifest(directory)
-    return directory.name, text.decode()
+    return directory
 
 
 def _check_known(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> None:

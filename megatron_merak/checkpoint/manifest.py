@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_merak.checkpoint.files import DTYPE_NAMES
 from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
 from megatron_merak.checkpoint.shard import Intervals, local_shape, uncovered
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, DamagedError
 
 NAME = "manifest.json"
 FORMAT = "megatron_merak checkpoint"
@@ -82,17 +82,18 @@ class Manifest:
 
 
 def parse_manifest(text: bytes, path: Path) -> Manifest:
-    """Read and check a manifest file. Raises `CheckpointError` naming ``path`` where anything in it is not sound."""
+    """Read and check a manifest file. Raises `DamagedError` naming ``path`` where anything in it is not sound, and
+    `CheckpointError` for one of another version."""
     remedy = "Load another iteration with --ckpt-step, or restore this one from a copy"
     try:
         return _parse(unseal(text, FORMAT, VERSION))
     except KeyError as error:
-        raise CheckpointError("manifest", path, f"it has no {error}", remedy) from error
+        raise DamagedError("manifest", path, f"it has no {error}", remedy) from error
     except OtherVersionError as error:
         remedy = "Read it with the version of megatron_merak that wrote it"
         raise CheckpointError("manifest", path, str(error), remedy) from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError("manifest", path, str(error), remedy) from error
+        raise DamagedError("manifest", path, str(error), remedy) from error
 
 
 def check_entry(label: str, entry: Entry) -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.checkpoint import directory as directories
-from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, sync_directory, write_tensors
+from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, is_finite, sync_directory, write_tensors
 from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, check_entry, parse_manifest
 from megatron_merak.checkpoint.shard import Shard
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, NumericsError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
 SAVE_REMEDY = "Check --save, its permissions and its free space; earlier checkpoints are untouched"
@@ -35,12 +35,16 @@ def save(
     ``shards`` maps a kind ("model", "master", "exp_avg", "exp_avg_sq") to this rank's parts; over all ranks, the parts
     with ``owner`` tile each tensor exactly once. ``meta`` is a JSON object, and the first rank's is stored, with
     "iteration" added. A complete checkpoint of the same iteration is replaced once the new one is complete. On failure
-    every rank raises `CheckpointError`, what was complete stays so, and the partial directory is removed.
+    every rank raises `CheckpointError`, what was complete stays so, and the partial directory is removed. Numbers that
+    are not finite are a `NumericsError`, before anything is written; those of parameters without moments are not looked
+    at.
     """
     assert iteration >= 0, iteration
     root = Path(root)
     rank = 0 if group is None else dist.get_rank(group)
     fresh = directories.directory_of(root, iteration).with_suffix(".new")
+    with together(group, device):
+        check_finite(shards)
     mine = {kind: [part for part in parts if _is_written(part)] for kind, parts in shards.items()}
     needed = sum(gather_json(sum(part.tensor.nbytes for parts in mine.values() for part in parts), group, device))
     with together(group, device), disk_errors(root, SAVE_REMEDY):
@@ -61,6 +65,18 @@ def save(
             _discard(fresh, error)
         raise
     return directories.directory_of(root, iteration)
+
+
+def check_finite(shards: Mapping[str, Sequence[Shard]]) -> None:
+    """Raise `NumericsError` for a part in which a trained parameter or its optimizer state is NaN or infinite."""
+    moments = shards.get("exp_avg")
+    trained = None if moments is None else {part.name for part in moments}
+    for kind, parts in shards.items():
+        for part in parts:
+            if (trained is None or part.name in trained) and not is_finite(part.tensor):
+                remedy = "Resume from an earlier checkpoint with a lower learning rate; nothing was written"
+                reason = "it holds numbers that are not finite, and such a checkpoint would be of no use"
+                raise NumericsError("tensor", f"{kind}/{part.name}", reason, remedy)
 
 
 def _is_written(part: Shard) -> bool:

@@ -22,11 +22,11 @@ def unseal(text: bytes, kind: str, version: int) -> dict:
         raise ValueError("it is not a JSON object")
     if document["format"] != kind:
         raise ValueError(f"its format is {document['format']!r}, not {kind!r}")
-    if document["version"] != version:
-        raise OtherVersionError(f"its format version is {document['version']!r} and this program reads {version}")
     digest = document.pop(DIGEST)
     if _digest(document) != digest or seal(document) != text:
         raise ValueError("it was changed after it was written")
+    if document["version"] != version:
+        raise OtherVersionError(f"its format version is {document['version']!r} and this program reads {version}")
     return document
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_merak.checkpoint.directory import newest_first, remove_older
+from megatron_merak.checkpoint.directory import complete_ones, iteration_of, remove_older
 from megatron_merak.checkpoint.files import disk_errors
 from megatron_merak.checkpoint.load import load
 from megatron_merak.checkpoint.save import SAVE_REMEDY, save
 from megatron_merak.checkpoint.shard import Shard
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.parallel.agree import broadcast_json, together
 
 __all__ = ["Shard", "latest", "load", "prune", "save"]
@@ -27,12 +27,16 @@ __all__ = ["Shard", "latest", "load", "prune", "save"]
 def latest(root: Path | str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> int | None:
     """The newest iteration with a valid manifest, or None. With a group: what its first rank sees, on every rank.
 
-    The tracker file is not consulted: it may be missing, stale or ahead of a save that never ended.
+    Raises `DamagedError` where there are checkpoints and none has a valid manifest: that is no new beginning. The
+    tracker file is not consulted: it may be missing, stale or ahead of a save that never ended.
     """
     newest = None
-    with together(group, device):
+    with together(group, device), disk_errors(Path(root), "Check --load"):
         if group is None or dist.get_rank(group) == 0:
-            newest = next(newest_first(Path(root)), None)
+            faults: list[DamagedError] = []
+            newest = next(map(iteration_of, complete_ones(Path(root), faults)), None)
+            if newest is None and faults:
+                raise faults[0]
     return broadcast_json(newest, group, device)
 
 
@@ -41,8 +45,8 @@ def prune(
 ) -> list[int]:
     """Remove the complete checkpoints older than the newest whose iteration ``keep_every`` does not divide.
 
-    Megatron's ``--save-retain-interval``. Nothing is removed unless every byte of the newest one matches its digest.
-    Returns the iterations removed.
+    Megatron's ``--save-retain-interval``. Of checkpoints that are damaged (every byte is compared with its digest) none
+    counts as the newest. Returns the iterations removed.
     """
     removed: list[int] = []
     with together(group, device), disk_errors(Path(root), SAVE_REMEDY):

@@ -1,16 +1,19 @@
 """A process alone: what is saved comes back, what does not fit is refused, and what is complete is never lost."""
 
+import errno
 import json
 import logging
+import math
 import os
 import pickle
+import stat
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from megatron_merak.checkpoint.store import Shard, latest, load, prune, save
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, NumericsError
 from tests.checkpoint.states import same, state
 
 
@@ -171,14 +174,58 @@ def test_retention_keeps_multiples_and_the_newest(tmp_path):
         prune(tmp_path, 0)
 
 
-def test_retention_removes_nothing_while_the_newest_is_damaged(tmp_path):
-    for iteration in (5, 10):
+def test_retention_counts_only_what_is_undamaged_as_the_newest(tmp_path, caplog):
+    for iteration in (5, 10, 15):
         path = _save(tmp_path, iteration)
     file = path / "model-rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(CheckpointError, match="was changed after it was written"):
-        prune(tmp_path, 100)
-    assert _load(tmp_path, iteration=5)[0]["iteration"] == 5
+    assert prune(tmp_path, 100) == [5]
+    assert "iter_0000015" in caplog.text and "was changed after it was written" in caplog.text
+    assert [path.name[-2:] for path in sorted(tmp_path.glob("iter_*"))] == ["10", "15"]
+    assert prune(tmp_path, 100) == [] and _load(tmp_path, iteration=10)[0]["iteration"] == 10
+
+
+def test_files_that_are_not_ours_survive_retention_replacement_and_crashes(tmp_path, caplog):
+    for iteration in (5, 10, 15):
+        (_save(tmp_path, iteration) / "my_notes.txt").write_text(f"notes of {iteration}")
+    (tmp_path / "iter_0000005").rename(tmp_path / "iter_0000005.old")
+    (tmp_path / "iter_0000005.old" / "manifest.json").unlink()  # as after a kill while it was removed
+    assert prune(tmp_path, 100) == [10]
+    _save(tmp_path, 15, 1)
+    _save(tmp_path, 15, 2)
+    assert same(_load(tmp_path)[1], state(0, 1, 2))
+    kept = {path.name: (path / "my_notes.txt").read_text() for path in tmp_path.glob("*.kept*")}
+    assert kept == {f"iter_{n:07}.kept": f"notes of {n}" for n in (5, 10, 15)}
+    assert all(os.listdir(tmp_path / name) == ["my_notes.txt"] for name in kept) and "my_notes.txt" in caplog.text
+
+
+def test_numbers_that_are_not_finite_are_not_saved(tmp_path):
+    _save(tmp_path, 5)
+    for kind, value in (("model", math.nan), ("exp_avg", math.inf)):
+        shards = state(0, 1, 0)
+        shards[kind][2].tensor[-1, -1] = value
+        with pytest.raises(NumericsError, match=f"{kind}/h.0.attn.c_attn.weight: it holds numbers that are not finite"):
+            save(tmp_path, 10, shards, {}, None, "cpu")
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000005"]
+    mask = Shard("mask", (2, 2), None, (), torch.full((2, 2), -math.inf))  # frozen: it has no moments
+    save(tmp_path, 10, {"model": [*shards["model"], mask], "exp_avg": state(0, 1, 0)["exp_avg"]}, {}, None, "cpu")
+    assert prune(tmp_path, 100) == [5]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_sync_directories_can_save(tmp_path, monkeypatch, number):
+    def fsync(descriptor, sync=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EIO:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            _save(tmp_path, 1)
+    else:
+        _save(tmp_path, 1)
+        assert same(_load(tmp_path)[1], state(0, 1, 0))
 
 
 def test_nothing_is_unpickled(tmp_path, monkeypatch):

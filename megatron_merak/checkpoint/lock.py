@@ -1,0 +1,253 @@
+"""One job at a time writes to a directory: a lock file that names its owner, and outlives no owner by much.
+
+    ROOT/.megatron_merak.lock    {"host", "boot", "pid_space", "pid", "started", "token"} of the owner's first rank
+
+An owner on this machine is looked up among its processes, and a lock that a dead one left is taken over at once. Of an
+owner elsewhere only the lock file's modification time is seen, which every owner renews: one that does not move while
+it is watched belongs to nobody.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import torch.distributed as dist
+
+from megatron_merak.checkpoint.files import disk_errors
+from megatron_merak.errors import DirectoryLockedError
+from megatron_merak.parallel.agree import together
+
+NAME = ".megatron_merak.lock"
+HEARTBEAT = 5.0  # seconds between two signs of life
+PATIENCE = 30.0  # seconds that a foreign lock is watched for one
+
+_REMEDY = "Wait for it, end it, or give this run a directory of its own"
+_LARGEST = 1 << 16  # bytes of a lock file
+
+
+class DirectoryLock:
+    """Held from construction until `release`, by the first rank for all of its job. Collective over ``group``.
+
+    directory: made if it does not exist. group: None for a process alone. patience: seconds that the lock of an owner
+    on another machine is watched for a sign of life. Raises `DirectoryLockedError`, naming the owner, and
+    `CheckpointError` where no lock can be written. A process that already holds the lock may take it again.
+    """
+
+    def __init__(self, directory: Path | str, group: dist.ProcessGroup | None = None, patience: float = PATIENCE):
+        self.directory, self.group = Path(directory), group
+        self._claim: _Claim | None = None
+        with together(group, "cpu"), disk_errors(self.directory, "Check its permissions and its free space"):
+            if group is None or dist.get_rank(group) == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._claim = _Claim(self.directory / NAME, patience)
+
+    def confirm(self) -> None:
+        """Raise `DirectoryLockedError` on every rank where another job took the lock: this one slept for too long.
+
+        Collective. Call it before each save.
+        """
+        with together(self.group, "cpu"):
+            if self._claim is not None:
+                self._claim.confirm()
+
+    def release(self) -> None:
+        """Let others have the directory. Not collective; may be repeated."""
+        if self._claim is not None:
+            self._claim.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
+
+
+class _Claim:
+    """One process's hold on a lock file."""
+
+    def __init__(self, path: Path, patience: float):
+        self.path = path
+        self.mine = {**_this_process(), "token": secrets.token_hex(8)}
+        self._over = threading.Event()
+        self.nested = False
+        watched = None  # an owner elsewhere that gave no sign of life
+        while not self._take(watched):
+            watched = _watch(path, patience)
+        if not self.nested:
+            threading.Thread(target=self._beat, name="directory lock", daemon=True).start()
+
+    def _take(self, presumed_dead: dict | None) -> bool:
+        """True once the lock is ours, False where its owner has to be watched."""
+        with _guarded(self.path) as file:
+            owner = _read(file)
+            if owner is not None and owner != presumed_dead:
+                if _same_process(owner, self.mine):
+                    self.nested = True
+                    return True
+                alive = _is_alive(owner, self.mine)
+                if alive:
+                    raise _locked(self.path, owner)
+                if alive is None:
+                    return False
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(self.mine).encode(), 0)
+            os.fsync(file)
+        return True
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT):
+            with contextlib.suppress(OSError):
+                if _peek(self.path) == self.mine:
+                    os.utime(self.path)
+
+    def confirm(self) -> None:
+        owner = _peek(self.path)
+        if owner is None:  # somebody removed the file
+            self._take(None)
+        elif not _same_process(owner, self.mine):
+            raise _locked(self.path, owner)
+
+    def release(self) -> None:
+        if self._over.is_set() or self.nested or os.getpid() != self.mine["pid"]:  # a fork of the owner does not own
+            return
+        self._over.set()
+        with contextlib.suppress(OSError), _guarded(self.path) as file:
+            if _read(file) == self.mine:
+                self.path.unlink()
+
+
+def _this_process() -> dict:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": _text("/proc/sys/kernel/random/boot_id"),
+        "pid_space": _link("/proc/self/ns/pid"),
+        "pid": pid,
+        "started": _started(pid),
+    }
+
+
+def _text(path: str) -> str | None:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().strip()
+    return None
+
+
+def _link(path: str) -> str | None:
+    with contextlib.suppress(OSError):
+        return os.readlink(path)
+    return None
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in ticks since boot; None for one that is gone, a zombie, or where there is no /proc."""
+    text = _text(f"/proc/{pid}/stat")
+    fields = text.rpartition(")")[2].split() if text else []
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else None
+
+
+def _same_process(one: dict, other: dict) -> bool:
+    return all(one.get(key) == other[key] for key in ("host", "boot", "pid_space", "pid", "started"))
+
+
+def _is_alive(owner: dict, mine: dict) -> bool | None:
+    """Whether the process that wrote a lock lives; None where it cannot be seen from here."""
+    here = all(owner.get(key) == mine[key] for key in ("host", "boot", "pid_space"))
+    pid, started = owner.get("pid"), owner.get("started")
+    if not here or type(pid) is not int or pid <= 0:
+        return None
+    if mine["started"] is not None:
+        return _started(pid) == started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _watch(path: Path, patience: float) -> dict | None:
+    """Wait for a sign of life of a lock's owner. Returns the owner that gave none; raises where there was one."""
+    owner, before = _peek(path), _renewed(path)
+    deadline = time.monotonic() + patience
+    while owner is not None and time.monotonic() < deadline:
+        time.sleep(min(1.0, patience / 4))
+        if _peek(path) != owner:
+            return None
+        if _renewed(path) != before:
+            raise _locked(path, owner)
+    return owner
+
+
+def _renewed(path: Path) -> int | None:
+    """Modification time in ns; the file is opened for it, which makes a network file system ask its server."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+    return None
+
+
+def _locked(path: Path, owner: dict) -> DirectoryLockedError:
+    who = f"process {owner.get('pid')} on host {owner.get('host')}"
+    remedy = f"{_REMEDY}; should no such process exist, remove {path}"
+    return DirectoryLockedError("directory", path.parent, f"another job writes to it: {who}", remedy)
+
+
+@contextmanager
+def _guarded(path: Path) -> Iterator[int]:
+    """The lock file, open, while no other process of this host looks at it or changes it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        try:
+            with contextlib.suppress(_NoLocks), _no_locks():
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(file, path):  # else its owner released it while this process waited
+                yield file
+                return
+        finally:
+            os.close(file)
+
+
+class _NoLocks(OSError):
+    """A file system that knows no locks: owners are still told apart, two that start in one instant are not."""
+
+
+@contextmanager
+def _no_locks() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL):
+            raise _NoLocks(*error.args) from error
+        raise
+
+
+def _is_at(file: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    return False
+
+
+def _peek(path: Path) -> dict | None:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return _read(file.fileno())
+    return None
+
+
+def _read(file: int) -> dict | None:
+    """The owner that a lock file names; None when it names nobody, as after a crash while it was written."""
+    try:
+        owner = json.loads(os.pread(file, _LARGEST, 0))
+    except ValueError:
+        return None
+    return owner if isinstance(owner, dict) else None
