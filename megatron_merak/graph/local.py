@@ -30,6 +30,13 @@ def take(x: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int, padded:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+def fill(part: Tensor, dim: int, held: int, filler: float) -> Tensor:
+    """A part of which entries from ``held`` on along ``dim`` are padding, with that replaced by ``filler``."""
+    missing = part.shape[dim] - held
+    behind = part.dim() - 1 - dim % part.dim()
+    return F.pad(part.narrow(dim, 0, held), [0, 0] * behind + [0, missing], value=filler) if missing else part
+
+
 def take_heads(x: Tensor, dim: int, heads: int, repeats: int, rank: int, tp: int) -> Tensor:
     """The key-value heads of a whole x that a rank's share of ``heads`` query heads reads, ``repeats`` to one of them.
 

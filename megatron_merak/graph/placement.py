@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.fx import Node
 
+Filler = float | int | bool | None  # what every entry of some padding holds; None: not known
+
 
 @dataclass(frozen=True)
 class Split:
@@ -13,7 +15,8 @@ class Split:
 
     ``dim`` is a concatenation of ``blocks`` (full extents), each divided evenly over the ranks. ``origins`` are the
     weights that the division started from. ``padded`` (0: no padding) is the extent that is divided when the one block
-    does not divide by itself: the excess, at the end of the last rank's part, means nothing. ``summed``: on its way
+    does not divide by itself: the excess, at the end of the last ranks' parts, means nothing; it holds ``filler`` (see
+    padding.py). ``summed``: on its way
     the value was scaled by a statistic that needed a sum over the ranks. ``rows``: (first, per entry) of the output
     features of its origins that the entries of ``dim`` stand for, where that is known.
     """
@@ -24,13 +27,14 @@ class Split:
     padded: int = 0
     summed: bool = False
     rows: tuple[int, int] | None = None
+    filler: Filler = 0
 
     def extent(self, tp: int) -> int:
         """The extent of ``dim`` on one rank."""
         return (self.padded or sum(self.blocks)) // tp
 
     def same(self, other: "Split") -> bool:
-        """Whether the parts are the same, wherever they came from."""
+        """Whether the parts are the same, wherever they came from and whatever their padding holds."""
         return (self.dim, self.blocks, self.padded) == (other.dim, other.blocks, other.padded)
 
     def piece(self, start: int, blocks: tuple[int, ...]) -> "Split":
@@ -63,15 +67,17 @@ class Decision:
     """What one rank does for one node of the captured graph.
 
     ``layout`` of the result. Operands that are divided are used as they are; of those in ``cuts`` the rank takes its
-    part; those in ``gathered`` are first made whole; any other operand enters whole. ``args`` and ``target`` replace
-    the node's where extents are written out. ``reduce``: the result is a partial sum, to be added up over the ranks;
-    ``scale`` multiplies it before. ``common``: nothing that the node still reads depends on parameters. ``write``, if
-    set, does all of this itself, given the writer and the node.
+    part; those in ``gathered`` are first made whole; any other operand enters whole. The padding of those in
+    ``fills`` is replaced by a number, through which no gradient passes. ``args`` and ``target`` replace the node's
+    where extents are written out. ``reduce``: the result is a partial sum, to be added up over the ranks; ``scale``
+    multiplies it before. ``common``: nothing that the node still reads depends on parameters. ``write``, if set, does
+    all of this itself, given the writer and the node.
     """
 
     layout: Layout
     cuts: Mapping[Node, Cut] = field(default_factory=dict)
     gathered: tuple[Node, ...] = ()
+    fills: Mapping[Node, Filler] = field(default_factory=dict)
     args: tuple[Any, ...] | None = None
     target: Callable[..., Any] | None = None
     reduce: bool = False

@@ -150,11 +150,15 @@ class Writer:
     def operand(self, node: Node) -> Node:
         """A value as sharded work takes it: the part that the rank has or needs, or all of it."""
         assert self.decision is not None
-        if self.sharding.layouts.get(node) is not None and node not in self.decision.gathered:
-            return self.new[node]
+        split = self.sharding.layouts.get(node)
+        if split is not None and node not in self.decision.gathered:
+            return self._fill(node, self.new[node], split.cut()) if node in self.decision.fills else self.new[node]
         whole = self._gather(node) if node in self.decision.gathered else self.new[node]
         cut = self.decision.cuts.get(node)
-        return self._enter(whole) if cut is None else self._take(whole, cut)
+        if cut is None:
+            return self._enter(whole)
+        part = self._take(whole, cut)
+        return self._fill(node, part, cut) if node in self.decision.fills else part
 
     def call(
         self,
@@ -226,6 +230,16 @@ class Writer:
         self.made[key] = self.call(target, args)
         if whole.meta["unit"] is None and str(whole.target) not in self.captured.shapes:
             self.made[key].meta["unit"] = None
+        return self.made[key]
+
+    def _fill(self, node: Node, part: Node, cut: Cut) -> Node:
+        """A part whose padding the decision replaces, one for all that read it in a unit."""
+        filler = self.decision.fills[node]
+        key = ("fill", part, filler, self.unit)
+        if key not in self.made:
+            share = cut.padded // self.tp
+            held = min(max(sum(cut.blocks) - self.rank * share, 0), share)
+            self.made[key] = self.call(local.fill, (part, cut.dim, held, filler))
         return self.made[key]
 
     def _gather(self, node: Node) -> Node:

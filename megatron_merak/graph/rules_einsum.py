@@ -2,9 +2,9 @@
 
 from torch.fx import Node
 
+from .padding import zeros
 from .placement import Cut, Decision, Split
 from .propagate import Propagation, family
-from .rules_value import keeps_zeros
 
 COLUMN = "column parallel: its output features are divided"
 
@@ -29,12 +29,15 @@ def einsum(p: Propagation, node: Node) -> Decision | None:
             why = "row parallel: its input is divided" if letter not in result else "divided like what it multiplies"
             p.bring_as(cuts, x, Cut(term.index(letter), first.blocks, first.padded), why)
     if letter in result:
-        return Decision(Split(result.index(letter), first.blocks, p.origins(divided), first.padded), cuts)
-    if first.padded and not all(keeps_zeros(p, x) for x in divided):
-        raise p.unfit(node, "would sum over padding that is not 0")
+        made = Split(result.index(letter), first.blocks, p.origins(divided), first.padded)
+        return Decision(made, cuts, fills=zeros(p, node, cuts))
     if not any(p.weight(x) and letter in term for x, term in zip(operands, terms, strict=True)):
         raise p.unfit(node, "contracts the divided dimension")
-    return Decision(None, cuts, reduce=True)
+    fills = zeros(p, node, cuts)
+    holders = [x for x, term in zip(operands, terms, strict=True) if letter in term]
+    if first.padded and len(holders) == 1:  # a plain sum would give its padding a gradient
+        fills[holders[0]] = 0
+    return Decision(None, cuts, fills=fills, reduce=True)
 
 
 def _column(p: Propagation, node: Node, terms: list[str], result: str) -> Decision | None:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .padding import zeros
 from .placement import Cut, Decision, Split
 from .propagate import Propagation, family
-from .rules_value import argument, keeps_zeros
+from .rules_value import argument
 
 aten = torch.ops.aten
 
@@ -116,7 +117,7 @@ def _divided(p: Propagation, m: Product, split: Split) -> Decision:
         batch = dim < len(shape) - 2 or x is m.added
         if batch and dim >= 0 and shape[dim] != 1 and not (x is m.b and m.node.target is aten.linear.default):
             p.bring(cuts, x, Cut(dim, split.blocks, split.padded))
-    return Decision(split, cuts)
+    return Decision(split, cuts, fills=zeros(p, m.node, cuts))
 
 
 def _row(p: Propagation, m: Product) -> Decision | None:
@@ -125,8 +126,6 @@ def _row(p: Propagation, m: Product) -> Decision | None:
     last = len(p.shape(m.a)) - 1
     if a and a.dim != last or b and b.dim != m.contracted or a and b and (a.blocks, a.padded) != (b.blocks, b.padded):
         raise p.unfit(m.node, "multiplies values that are divided differently")
-    if a and a.padded and not keeps_zeros(p, m.a):
-        raise p.unfit(m.node, "would sum over padding that is not 0")
     weight = p.weight(m.b)
     if weight is None and not (b and p.weight(m.a)):
         raise p.unfit(m.node, "contracts the divided dimension")
@@ -151,7 +150,8 @@ def _row(p: Propagation, m: Product) -> Decision | None:
         p.bring_as(cuts, m.b, Cut(m.contracted, a.blocks, a.padded), f"row parallel: its input is divided by {source}")
     if p.layout(m.added) is not None:
         raise p.unfit(m.node, "adds a divided value to a whole one")
-    return Decision(None, cuts, reduce=True, write=_write_row(m) if m.added is not None else None)
+    write = _write_row(m) if m.added is not None else None
+    return Decision(None, cuts, fills=zeros(p, m.node, cuts), reduce=True, write=write)
 
 
 def _write_row(m: Product) -> Callable[[Any, Node], Node]:

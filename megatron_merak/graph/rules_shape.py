@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from .nodes import op_name, values
+from .padding import alike, fillers, settle
 from .placement import Cut, Decision, Split
 from .propagate import Propagation
 from .rules_value import argument
@@ -267,7 +268,8 @@ def join(p: Propagation, node: Node) -> Decision:
                 raise p.unfit(node, "joins divided and whole values")
             p.bring(cuts, x, first.cut())
     place = first.dim + (new and dim <= first.dim)
-    return Decision(replace(first, dim=place, origins=p.origins(divided)), cuts)
+    fills, filler = alike(p, node, cuts)
+    return Decision(replace(first, dim=place, origins=p.origins(divided), filler=filler), cuts, fills=fills)
 
 
 def index(p: Propagation, node: Node) -> Decision:
@@ -298,13 +300,16 @@ def gather(p: Propagation, node: Node) -> Decision:
     for operand in (x, picked):
         if p.layout(operand) is None:
             p.bring(cuts, operand, split.cut())
-    return Decision(replace(split, origins=p.origins(p.divided([x, picked]))), cuts)
+    held = fillers(p, node, cuts)
+    fills = {picked: 0} if held.get(picked, 0) != 0 else {}
+    made = replace(split, origins=p.origins(p.divided([x, picked])), filler=held.get(x, 0))
+    return Decision(made, cuts, fills=fills)
 
 
 def index_select(p: Propagation, node: Node) -> Decision:
     x, dim = node.args[:2]
     layout = p.subject(node)
-    if layout.dim == dim % len(p.shape(x)):
+    if layout.dim == dim % len(p.shape(x)) or len(p.divided(node.all_input_nodes)) > 1:
         raise p.unfit(node, "selects along the divided dimension")
     return Decision(layout)
 
@@ -314,7 +319,8 @@ def same(p: Propagation, node: Node) -> Decision:
     layout = p.subject(node)
     if layout.dim in _touched(p, node):
         raise p.unfit(node, "works along the divided dimension")
-    return Decision(layout)
+    fills, (filler,) = settle(p, node, layout, {}, pointwise=False) if layout.padded else ({}, (0,))
+    return Decision(replace(layout, filler=filler), fills=fills)
 
 
 def _touched(p: Propagation, node: Node) -> list[int]:
@@ -334,4 +340,4 @@ def view_as_complex(p: Propagation, node: Node) -> Decision:
     layout = p.subject(node)
     if layout.dim >= min(len(p.shape(node.args[0])), len(p.shape(node))):
         raise p.unfit(node, "takes apart the divided dimension")
-    return Decision(layout)
+    return Decision(replace(layout, filler=0 if layout.filler == 0 else None))

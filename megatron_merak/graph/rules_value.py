@@ -4,10 +4,12 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
 from .nodes import aliased, op_name, values
+from .padding import settle
 from .placement import Cut, Decision, Split
 from .propagate import Propagation
 
@@ -25,21 +27,6 @@ POINTWISE = """
     absolute negative logical_xor pow_ sqrt_ rsqrt_ hardtanh_ leaky_relu_ gelu_ elu_ hardswish_ relu6_ addcmul_
     addcdiv_ lerp_ erf_ abs_ square_
 """.split()
-
-_ZERO_AT_ZERO = """
-    add sub mul div neg tanh silu gelu relu relu6 leaky_relu to contiguous clone alias detach dropout abs square sin
-    type_as _to_copy hardswish mish view reshape _unsafe_view unsqueeze squeeze transpose permute expand slice
-""".split()
-_PRODUCTS = "linear addmm baddbmm mm bmm matmul einsum embedding".split()
-
-
-def keeps_zeros(p: Propagation, node: Node) -> bool:
-    """Whether a padded value is 0 in its padding, as a product with padded weights makes it. What sums over other
-    padding would give the weights behind it a gradient there, and after one step the padding would count."""
-    if p.layout(node) is None or op_name(node) in _PRODUCTS or node.op != "call_function":
-        return True
-    number = any(not isinstance(x, Node) for x in node.args[:2]) and op_name(node) in ("add", "sub")
-    return not number and op_name(node) in _ZERO_AT_ZERO and all(keeps_zeros(p, x) for x in node.all_input_nodes)
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
@@ -77,7 +64,11 @@ def pointwise(p: Propagation, node: Node) -> Decision:
         elif not summed:
             summed = _statistic(p, x)
     rows = first.rows if all(p.layout(x).rows == first.rows for x in divided) else None
-    return Decision(replace(first, origins=p.origins(divided), summed=summed, rows=rows), cuts)
+    made = replace(first, origins=p.origins(divided), summed=summed, rows=rows)
+    if not first.padded:
+        return Decision(made, cuts)
+    fills, (filler,) = settle(p, node, first, cuts, pointwise=True)
+    return Decision(replace(made, filler=filler), cuts, fills=fills)
 
 
 def aligned(p: Propagation, node: Node, rank: int) -> Split:
@@ -116,13 +107,21 @@ def reduction(p: Propagation, node: Node) -> Decision:
     if split.dim not in dims:
         kept = argument(node, "keepdim") or 0
         dim = split.dim if kept else split.dim - sum(other < split.dim for other in dims)
-        made = replace(split, dim=dim)
-        several = not isinstance(node.meta["val"], type(values(node)[0])) and len(values(node)) > 1
-        return Decision(tuple(made for _ in values(node)) if several else made)
+        return _kept(p, node, split, replace(split, dim=dim))
     name = op_name(node)
-    if name not in ("sum", "mean") or split.padded or not values(x)[0].is_floating_point():
+    if name not in ("sum", "mean") or not values(x)[0].is_floating_point():
         raise p.unfit(node, "reduces the divided dimension")
-    return Decision(None, reduce=True, scale=1 / p.tp if name == "mean" else 1.0)
+    # Of padding the gradient has to be stopped too, so that it is replaced even if it is zero.
+    scale = split.extent(p.tp) / sum(split.blocks) if name == "mean" else 1.0
+    return Decision(None, reduce=True, scale=scale, fills={x: 0} if split.padded else {})
+
+
+def _kept(p: Propagation, node: Node, split: Split, made: Split) -> Decision:
+    """The result, or every one of several, is ``made``; its operands are divided by ``split``."""
+    fills, held = settle(p, node, split, {}, pointwise=False) if split.padded else ({}, (0,) * len(values(node)))
+    several = not isinstance(node.meta["val"], Tensor)
+    results = tuple(replace(made, filler=filler) for filler in held)
+    return Decision(results if several else results[0], fills=fills)
 
 
 def along(p: Propagation, node: Node) -> Decision:
@@ -130,16 +129,16 @@ def along(p: Propagation, node: Node) -> Decision:
     split = p.subject(node)
     if split.dim in _dims(p, node, "dim"):
         raise p.unfit(node, "works along the divided dimension")
-    return Decision(split)
+    return _kept(p, node, split, split)
 
 
 def norm(p: Propagation, node: Node) -> Decision:
     """layer_norm, rms_norm: the normalised dimensions, the last ones, must be whole."""
     split = p.subject(node)
     count = len(argument(node, "normalized_shape"))
-    if split.dim >= len(p.shape(node.args[0])) - count:
+    if split.dim >= len(p.shape(node.args[0])) - count or len(p.divided(node.all_input_nodes)) > 1:
         raise p.unfit(node, "normalises over the divided dimension")
-    return Decision(split)
+    return _kept(p, node, split, split)
 
 
 def selection(p: Propagation, node: Node) -> Decision:
@@ -147,4 +146,4 @@ def selection(p: Propagation, node: Node) -> Decision:
     split = p.subject(node)
     if split.dim == argument(node, "dim") % len(p.shape(node.args[0])):
         raise p.unfit(node, "selects along the divided dimension")
-    return Decision((split,) * len(values(node)))
+    return _kept(p, node, split, split)

@@ -56,7 +56,9 @@ def cross_entropy(p: Propagation, node: Node) -> Decision:
         raise p.unfit(node, "takes classes in several pieces, or other dimensions in parts")
     if argument(node, "weight") is not None or p.layout(target) is not None or len(p.shape(target)) != rank - 1:
         raise p.unfit(node, "weights the classes, or has targets that are not class numbers")
-    return Decision(None, write=_write_cross_entropy(split.extent(p.tp), sum(split.blocks) if split.padded else 0))
+    fills = {logits: 0} if split.padded and split.filler is None else {}
+    write = _write_cross_entropy(split.extent(p.tp), sum(split.blocks) if split.padded else 0)
+    return Decision(None, fills=fills, write=write)
 
 
 def _write_cross_entropy(classes: int, valid: int) -> Callable[[Any, Node], Node]:

@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 
 from .nodes import aliased, op_name, values
+from .padding import alike, zeros
 from .placement import Cut, Decision, Split
 from .propagate import Propagation
 from .rules_value import argument
@@ -55,7 +56,9 @@ def scatter_piece(p: Propagation, node: Node) -> Decision:
             p.bring(cuts, operand, Cut(at, first.blocks, first.padded))
         elif not split.same(replace(first, dim=at)):
             raise p.unfit(node, "combines values that are divided differently")
-    return Decision(replace(first, origins=p.origins(p.divided([x, piece])), rows=None), cuts)
+    fills, filler = alike(p, node, cuts)
+    made = replace(first, origins=p.origins(p.divided([x, piece])), rows=None, filler=filler)
+    return Decision(made, cuts, fills=fills)
 
 
 def batched(p: Propagation, node: Node) -> Decision:
@@ -64,7 +67,7 @@ def batched(p: Propagation, node: Node) -> Decision:
     divided = p.divided(operands)
     rank = len(p.shape(divided[0]))
     first = p.layout(divided[0])
-    if first.dim >= rank - 2 or any(len(p.shape(x)) != rank for x in operands):
+    if first.dim >= rank - 2 or first.padded or any(len(p.shape(x)) != rank for x in operands):
         raise p.unfit(node, "needs whole matrices")
     if any(not first.same(p.layout(x)) for x in divided):
         raise p.unfit(node, "combines values that are divided differently")
@@ -106,7 +109,10 @@ def index_put(p: Propagation, node: Node) -> Decision:
             raise p.unfit(node, "combines values that are divided differently")
         if split is None and at >= 0 and shape[at] != 1:
             p.bring(cuts, operand, Cut(at, layout.blocks, layout.padded))
-    return Decision(replace(layout, origins=p.origins(p.divided([x, value])), rows=None), cuts)
+    made = replace(layout, origins=p.origins(p.divided([x, value])), rows=None, filler=0)
+    whole = value not in cuts and p.layout(value) is None  # one value for all entries, padding too
+    fills = zeros(p, node, cuts)
+    return Decision(replace(made, filler=None) if whole else made, cuts, fills=fills)
 
 
 def index_add(p: Propagation, node: Node) -> Decision:
@@ -126,4 +132,6 @@ def index_add(p: Propagation, node: Node) -> Decision:
             raise p.unfit(node, "combines values that are divided differently")
         if split is None:
             p.bring(cuts, operand, first.cut())
-    return Decision(replace(first, origins=p.origins(divided), rows=None), cuts)
+    filler = 0 if isinstance(source, Node) else None
+    made = replace(first, origins=p.origins(divided), rows=None, filler=filler)
+    return Decision(made, cuts, fills=zeros(p, node, cuts))

@@ -99,6 +99,35 @@ def _check_shape(node: Node, value: Any) -> None:
         assert value.shape == known.shape, f"{node} {node.target}: {tuple(value.shape)}, announced {tuple(known.shape)}"
 
 
+def shards(captured: Captured, sharding: Sharding, model: torch.nn.Module) -> list[dict[str, Tensor]]:
+    """Every rank's parameters."""
+    real = dict(model.named_parameters(remove_duplicate=False))
+    return [
+        {
+            n: part(real[n].detach(), t, rank, sharding.tp).requires_grad_(n in captured.trainable)
+            for n, t in sharding.tensors.items()
+        }
+        for rank in range(sharding.tp)
+    ]
+
+
+def gradients(
+    programs: Sequence[Rewritten], held: Sequence[Mapping[str, Tensor]], batch: Mapping[str, Any]
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Every rank's loss and gradients (zero where there is none), those of ``partial`` after their sum."""
+    losses = [outputs[0] for outputs in run(programs, held, batch)]
+    for h in held:
+        for x in h.values():
+            x.grad = None
+    torch.autograd.backward(losses, [torch.ones_like(x) for x in losses])
+    found = [{n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in h.items()} for h in held]
+    for name in programs[0].partial:
+        total = torch.stack([grads[name] for grads in found]).sum(0)
+        for grads in found:
+            grads[name] = total
+    return [x.detach() for x in losses], found
+
+
 def compare(
     captured: Captured,
     sharding: Sharding,
@@ -114,27 +143,17 @@ def compare(
     tp = sharding.tp
     chain = cut(captured)
     programs = [rewrite(captured, chain, sharding, rank, tp) for rank in range(tp)]
-    real = dict(model.named_parameters(remove_duplicate=False))
-    held = [
-        {
-            n: part(real[n].detach(), t, r, tp).requires_grad_(n in captured.trainable)
-            for n, t in sharding.tensors.items()
-        }
-        for r in range(tp)
-    ]
-    losses = [outputs[0] for outputs in run(programs, held, batch)]
-    torch.autograd.backward(losses, [torch.ones_like(x) for x in losses])
-    difference = max(abs(float(x.detach() - loss)) for x in losses)
+    held = shards(captured, sharding, model)
+    losses, found = gradients(programs, held, batch)
+    difference = max(abs(float(x - loss)) for x in losses)
     worst, where = 0.0, ""
     for name, tensor in sharding.tensors.items():
         if name not in grads or not grads[name].numel():
             continue
-        got = [h[name].grad if h[name].grad is not None else torch.zeros_like(h[name]) for h in held]
-        if name in programs[0].partial:
-            got = [torch.stack(got).sum(0)] * tp
+        got = [grads_of_rank[name] for grads_of_rank in found]
         scale = float(grads[name].abs().max())
         for rank in range(tp):
-            error = float((got[rank] - part(grads[name], tensor, rank, tp)).abs().max())
-            if scale > NO_GRADIENT and error / scale > worst:
-                worst, where = error / scale, name
+            error = float((got[rank] - part(grads[name], tensor, rank, tp)).abs().max()) / max(scale, NO_GRADIENT)
+            if not error <= worst and (scale > NO_GRADIENT or not error <= 1):  # so that nan is the worst
+                worst, where = error, name
     return difference, worst, where, programs

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_merak.graph import local
 from megatron_merak.graph.capture import capture
 from megatron_merak.graph.shard import shard
 from tests.graph.lockstep import compare
@@ -222,11 +223,10 @@ class Uneven(nn.Module):
         return self.second(self.first(x).sigmoid()).square().mean()
 
 
-def test_padding_is_never_summed_over():
-    """Its gradient would not be zero: after one step the padding would count."""
-    sharding, _ = check(Uneven(), x=torch.randn(2, 4, 16, dtype=torch.float64))
-    assert sharding.tensors["first.weight"].dim is None
-    assert "sum over padding" in sharding.reasons["first.weight"]
+def test_padding_that_is_not_zero_is_replaced_before_it_is_summed_over():
+    sharding, programs = check(Uneven(), x=torch.randn(2, 4, 16, dtype=torch.float64))
+    assert sharding.tensors["first.weight"].padded
+    assert [node.args[3] for node in programs[0].graph.nodes if node.target is local.fill] == [0]
 
 
 class Beside(Uneven):
