@@ -20,7 +20,7 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full test-native test-slow bench bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm clean
+.PHONY: help install train test lint parity parity-full test-native test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (10 minutes)"
 	@echo "make test-slow    the other long sweeps: every model type's weights, the largest shapes"
 	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
+	@echo "make bench-two-lines  one training script through HF Trainer and MerakTrainer, as shipped (40 minutes)"
 	@echo "make bench-schedules  every pipeline schedule, modelled and measured, into docs/schedules.md (70 minutes)"
 	@echo "make bench-overlap    tensor-parallel communication left exposed, into docs/overlap.md (10 minutes)"
 	@echo "make bench-search     searched schedules beside bounds and builders, into docs/search.md (2 minutes)"
@@ -71,6 +72,9 @@ test-slow: install
 
 bench: install
 	@$(PY) benchmarks/step.py $(ARGS)
+
+bench-two-lines: install
+	@$(PY) benchmarks/two_lines.py $(ARGS)
 
 bench-schedules: install
 	@$(PY) benchmarks/schedules.py $(ARGS)
