@@ -253,6 +253,7 @@ def test_deviations_from_megatron():
         ("--tp-comm-overlap", "weight-gradient", False),
         ("--distributed-backend", "auto", "nccl"),
         ("--no-overlap-grad-reduce", False, True),
+        ("--check-weight-hash-across-dp-replicas-interval", 100, 0),
         ("--min-lr", None, 0.0),
         ("--lr-decay-style", "cosine", "linear"),
         ("--weight-decay", 0.1, 0.01),
@@ -282,6 +283,8 @@ def test_only_the_deviations_in_effect_are_reported():
         "0.999",
         "--split",
         "1",
+        "--check-weight-hash-across-dp-replicas-interval",
+        "0",
         "--num-workers",
         "2",
     ]

@@ -180,6 +180,8 @@ class TrainConfig(Section):
     """torch's precision of fp32 matrix products; auto is the fastest on CPUs that a probe finds exact, else highest."""
     calculate_per_token_loss: bool = setting(False)
     """Weigh every token alike: divide by the global batch's tokens instead of averaging micro-batch means."""
+    check_weight_hash_across_dp_replicas_interval: int = setting(100, least=0, megatron=0)
+    """Iterations between comparisons of the weights of data-parallel replicas by digest; 0 for none."""
     skip_train: bool = setting(False)
     """Only evaluate."""
 

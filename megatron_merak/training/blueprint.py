@@ -38,6 +38,7 @@ class CapturedSettings:
 
     micro_batches: per step and replica, where a step does not say otherwise. dtype: of parameters and activations.
     device: the planner's name of it. loss_chunk: rows whose logits exist at a time, 0 for all.
+    replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -50,6 +51,7 @@ class CapturedSettings:
     tensor_parallel_rules: str = ""
     vocabulary_multiple: int = 1
     loss_chunk: int = 0
+    replica_check_interval: int = 100
 
 
 def batch_size(batch: Batch) -> tuple[int, int]:

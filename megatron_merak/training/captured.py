@@ -25,6 +25,8 @@ from ..runtime.stage import Stage
 from .blueprint import Batch, Blueprint, CapturedSettings, Programs
 from .build import shared_here, tie_groups
 from .holdings import Decay, Holdings, decay_matrices
+from .replicas import Replicas
+from .same_model import check_same_graph, check_same_model
 from .trainer import StepReport
 
 
@@ -47,6 +49,7 @@ class CapturedTrainer:
         check_recompute(settings.parallel)
         self.model, self.settings, self.mesh = model, settings, mesh
         self.accepts_num_items = accepts_num_items(model)
+        check_same_model(model, mesh)
         self.blueprint = Blueprint(model, example, settings, mesh.grid)
         self._check_case()
         self.plan = self.blueprint.plan
@@ -59,6 +62,7 @@ class CapturedTrainer:
         self.programs = {stage: Programs(self.blueprint, stage, *bound) for stage in self.holdings.stages}
         self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
         self.optimizer = AdamW(self.buffer, settings.optimizer, mesh.model)
+        self.replicas = Replicas(mesh, self.optimizer, settings.replica_check_interval)
         self._executors: dict[tuple, Executor] = {}
         self.executor(settings.micro_batches, True)
         with together(mesh.control, "cpu"):
@@ -76,6 +80,7 @@ class CapturedTrainer:
             line = guards.lines[0] if guards else "the model"
             reason = f"{line} decides by its values, and they differ between ranks"
             raise PlanError("example batch", f"(rank {self.mesh.rank})", reason, "Pass the same one on every rank")
+        check_same_graph(self.blueprint.captured, self.blueprint.example, self.mesh)
 
     def _check_halves(self) -> None:
         """Losses of halves add up where they are shares of the step's, or PlanError."""
@@ -143,9 +148,9 @@ class CapturedTrainer:
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if loss is not None:
             value += loss.total if executor.per_token else loss.mean / (len(batches) * self.mesh.grid.dp)
-        for group in (self.mesh.dp, self.mesh.pp):
-            if group is not None:
-                dist.all_reduce(value, group=group)
+        value = self.replicas.reduce(value).clone()
+        if self.mesh.pp is not None:
+            dist.all_reduce(value, group=self.mesh.pp)
         return value.item()
 
     def step(self, batches: Sequence[Batch], rate: float, decay: float) -> StepReport:
@@ -153,6 +158,7 @@ class CapturedTrainer:
         loss = self.gradients(batches)
         result = self.optimizer.step(rate, decay)
         self.iteration += 1
+        self.replicas.note(result.grad_norm, self.iteration)
         return StepReport(loss, result.grad_norm, rate, result.skipped)
 
     def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
@@ -174,7 +180,9 @@ class CapturedTrainer:
         }
 
     def save(self, root: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write the training state under ``root``; ``extra`` is JSON. Collective; raises CheckpointError everywhere."""
+        """Write the training state under ``root``; ``extra`` is JSON. Collective; raises CheckpointError, and PlanError
+        when replicas have different weights, everywhere."""
+        self.replicas.check()
         meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
         return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
 
@@ -186,4 +194,5 @@ class CapturedTrainer:
 
     def save_hf(self, directory: str | Path, processing_class=None) -> None:
         """Write a directory that ``from_pretrained`` of plain transformers opens. Collective."""
+        self.replicas.check()
         save_hf(directory, self.model, list(self.shards()), self.mesh.control, "cpu", processing_class=processing_class)

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from ..checkpoint.hf import ModuleSource, fill
 from ..checkpoint.store import Shard
-from ..parallel.agree import together
+from ..parallel.agree import broadcast_json, together
 from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
 from ..parallel.mesh import Mesh
 from ..plan import TensorSharding
 from .blueprint import DTYPES, Blueprint
+from .deliver import deliver
 from .initialise import Initialiser
 
 Decay = Callable[[str, tuple[int, ...]], bool]
@@ -122,15 +123,21 @@ class Holdings:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Take the values from where the model was loaded, from the model itself, or from its own random rule.
+        """Take the values from where the model was loaded, from the first rank's model, or from its own random rule.
 
         Collective over all ranks: what fails on one raises its MerakError on every rank.
         """
         model, seed = self.blueprint.model, self.blueprint.settings.seed
+        directory = getattr(model, "merak_source", None)
+        source = directory or ModuleSource(model)
+        available = {*broadcast_json(source.names(), self.mesh.control, "cpu")}
+        shards = list(self.shards())
+        given = [shard for shard in shards if shard.name in available]
+        if directory is None and self.mesh.control is not None:
+            deliver(given, source, self.mesh)
+            given = []
         with together(self.mesh.control, "cpu"):
-            source = getattr(model, "merak_source", None) or ModuleSource(model)
-            available, shards = {*source.names()}, list(self.shards())
-            fill([shard for shard in shards if shard.name in available], source)
+            fill(given, source)
             drawn = [shard for shard in shards if shard.name not in available]
             initialiser = Initialiser(model) if drawn else None
             for shard in drawn:

@@ -94,7 +94,10 @@ PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
     *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
     *("recompute_method", "recompute_num_layers", "device_memory_gb"),
 )
-NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers")
+NOT_NEGATIVE = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
+    "replica_check_interval",
+)
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,10 @@ class MerakArguments(TrainingArguments):
             "help": "Of fp32 matrix products, as torch.set_float32_matmul_precision names it; auto: what the script "
             "has set, else on CPUs the fastest that a probe finds exact."
         },
+    )
+    replica_check_interval: int = field(
+        default=100,
+        metadata={"help": "Steps between comparisons of the weights of data-parallel replicas by digest; 0: none."},
     )
     prediction_outputs: str | None = field(
         default=None,

@@ -227,6 +227,7 @@ class MerakTrainer:
             self.mesh.device.type,
             args.graph_sharding,
             args.tensor_parallel_rules or "",
+            replica_check_interval=args.replica_check_interval,
         )
 
     # Training

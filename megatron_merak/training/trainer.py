@@ -15,6 +15,7 @@ from ..pipeline_parallel.passes import add_communication, forward_only
 from ..plan import Plan
 from ..runtime.executor import Executor, StepLoss
 from .build import build_model
+from .replicas import Replicas
 from .state import RunState, StepReport
 
 
@@ -30,6 +31,7 @@ class Trainer(RunState):
         self.evaluator = Executor(stages, forwards, mesh, per_token, self.executor.pipes)
         self.optimizer = AdamW(self.model.buffer, config.optimizer, mesh.model)
         self.buffer = self.model.buffer
+        self.replicas = Replicas(mesh, self.optimizer, config.train.check_weight_hash_across_dp_replicas_interval)
 
     def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
@@ -50,6 +52,7 @@ class Trainer(RunState):
         result = self.optimizer.step(rate, decay)
         self.iteration += 1
         self.consumed_samples += self.plan.global_batch_size
+        self.replicas.note(result.grad_norm, self.iteration)
         return StepReport(loss, result.grad_norm, rate, result.skipped)
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:

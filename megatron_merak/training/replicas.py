@@ -1,0 +1,96 @@
+"""Whether data-parallel replicas still hold the same weights: gradient norms at every step, digests now and then.
+
+A step's loss is summed over the replicas in any case. In the same reduction every replica tells the gradient norm of
+the step before, so a reduction that failed is found one step later, at no cost. Digests of all weights are compared at
+intervals and before weights are saved.
+"""
+
+import hashlib
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import PlanError
+from ..optimizer.adamw import AdamW
+from ..parallel.agree import gather_json
+from ..parallel.mesh import Mesh
+
+_CHUNK = 1 << 22  # elements that are added up at a time
+_NAMED = 8
+_NOT_FINITE = -1.0
+
+
+class Replicas:
+    """Of the job, as this rank sees them.
+
+    mesh: this rank's. optimizer: its parameters and their fp32 masters are what is compared. interval: optimizer steps
+    between two comparisons of digests, 0 for none.
+    """
+
+    def __init__(self, mesh: Mesh, optimizer: AdamW, interval: int):
+        self.mesh, self.optimizer, self.interval = mesh, optimizer, interval
+        self._norm = 0.0
+
+    def note(self, grad_norm: float, steps: int) -> None:
+        """Remember a step's gradient norm for the next `reduce`, and compare digests every ``interval`` steps.
+
+        steps: done so far. Collective over all ranks where digests are compared; raises as `check`.
+        """
+        self._norm = grad_norm if math.isfinite(grad_norm) else _NOT_FINITE
+        if self.interval and steps % self.interval == 0:
+            self.check()
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        """The sum of ``loss`` (0-d fp64) over replicas, which must have had the same gradient norm at the step before.
+
+        Collective over ``mesh.dp``. Raises PlanError on every rank that is in a group with one that differs: the norm
+        is one number for a replica, so these are all ranks.
+        """
+        if self.mesh.dp is None:
+            return loss
+        told = torch.zeros(1 + self.mesh.grid.dp, dtype=torch.float64, device=loss.device)
+        told[0], told[1 + self.mesh.dp_rank] = loss, self._norm
+        dist.all_reduce(told, group=self.mesh.dp)
+        norms = told[1:].float().tolist()  # as precise as the clipping that follows from it
+        if len(dict.fromkeys(norms)) > 1:
+            other = next(place for place, norm in enumerate(norms) if norm != norms[0])
+            reason = f"replica {other} had a gradient norm of {norms[other]} at the step before, and replica 0 of "
+            reason += f"{norms[0]}, so their weights are no longer the same"
+            raise PlanError("data-parallel replicas", self._ranks(other), reason, _REMEDY)
+        return told[0]
+
+    def check(self) -> None:
+        """Compare the weights of all replicas by digest. Collective over all ranks; raises PlanError on every rank."""
+        if self.mesh.control is None or self.mesh.grid.dp == 1:
+            return
+        found = gather_json(self._digest(), self.mesh.control, "cpu")
+        grid = self.mesh.grid
+        odd = []
+        for rank, digest in enumerate(found):
+            tp, cp, _, pp = grid.coordinates(rank)
+            if digest != found[grid.rank(tp, cp, 0, pp)]:
+                odd.append(rank)
+        if odd:
+            named = ", ".join(map(str, odd[:_NAMED])) + (f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else "")
+            who = f"ranks {named} hold" if len(odd) > 1 else f"rank {named} holds"
+            reason = f"{who} other weights than the same place of the first replica"
+            raise PlanError("data-parallel replicas", f"({grid.dp})", reason, _REMEDY)
+
+    def _ranks(self, replica: int) -> str:
+        grid = self.mesh.grid
+        ranks = [rank for rank in range(grid.size) if grid.coordinates(rank)[2] == replica]
+        return f"(ranks {', '.join(map(str, ranks[:_NAMED]))}{', ...' * (len(ranks) > _NAMED)})"
+
+    def _digest(self) -> str:
+        """Of the bits of the parameters and of their masters."""
+        buffer, digest = self.optimizer.buffer, hashlib.sha256()
+        for flat in (buffer.data, self.optimizer.master)[: 1 + (self.optimizer.master is not buffer.data)]:
+            bits = flat.view(torch.int32 if flat.dtype.itemsize == 4 else torch.int16)
+            sums = [chunk.sum(dtype=torch.int64) for chunk in bits.split(_CHUNK)]
+            digest.update(torch.stack(sums).cpu().numpy().tobytes() if sums else b"")
+        return digest.hexdigest()
+
+
+_REMEDY = "Resume from a checkpoint; if it happens again, look for a faulty device or for code that changes weights"
