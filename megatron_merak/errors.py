@@ -20,6 +20,10 @@ class ConfigError(MerakError):
     """A flag or a combination of flags that cannot run."""
 
 
+class AbsentError(ConfigError, AttributeError):
+    """A name that the plain counterpart of an object has and this object does not; ``hasattr`` is False."""
+
+
 class LaunchError(MerakError):
     """The process was started with an environment, world size or device that does not fit."""
 

@@ -54,9 +54,10 @@ class AdamW:
             self.master.copy_(self.buffer.data)
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float) -> StepResult:
+    def step(self, lr: float, weight_decay: float, others: tuple[float, float] | None = None) -> StepResult:
         """Update the parameters with the clipped `main_grad`, which stays. Collective over `group`; one host sync.
 
+        others: learning rate and weight decay of the parameters without `decay`; None: `lr` and 0.
         `main_grad` must be final, and equal on the ranks of the data-parallel group.
         """
         norm = self.grad_norm()
@@ -64,7 +65,8 @@ class AdamW:
             return StepResult(norm, skipped=True)
         coefficient = self.config.clip_grad / (norm + 1e-6)
         clips = self.config.clip_grad > 0 and coefficient < 1
-        self._update(lr, weight_decay, coefficient if clips else 1.0)
+        rates = {True: (lr, weight_decay), False: (lr, 0.0) if others is None else others}
+        self._update(rates, coefficient if clips else 1.0)
         return StepResult(norm, skipped=False)
 
     def grad_norm(self) -> float:
@@ -76,18 +78,19 @@ class AdamW:
             dist.all_reduce(total, group=self.group)
         return math.sqrt(total.item())
 
-    def _update(self, lr: float, weight_decay: float, scale: float) -> None:
+    def _update(self, rates: dict[bool, tuple[float, float]], scale: float) -> None:
         self.steps += 1
         config, data = self.config, self.buffer.data
         flat = (self.master, self.exp_avg, self.exp_avg_sq, self.buffer.main_grad)
         for start, stop, decay in self.buffer.ranges:
+            lr, weight_decay = rates[decay]
             ops.adamw_(
                 *(tensor[start:stop] for tensor in flat),
                 None if self.master is data else data[start:stop],
                 lr=lr,
                 betas=(config.adam_beta1, config.adam_beta2),
                 eps=config.adam_eps,
-                weight_decay=weight_decay if decay else 0.0,
+                weight_decay=weight_decay,
                 step=self.steps,
                 scale=scale,
             )

@@ -147,7 +147,11 @@ def _as_it_is(batch: object) -> object:
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are loaded; ``options`` are those of a ``DataLoader``, its workers among them."""
+    """How batches are loaded; ``options`` are those of a ``DataLoader``, its workers among them.
+
+    order: epoch -> the epoch's samples, None for the dataset's own order. samples: in an epoch, None for the dataset's
+    length.
+    """
 
     dataset: Dataset
     collate: Callable[[list], Mapping[str, object]]
@@ -158,6 +162,7 @@ class Loading:
     drop_last: bool = False
     options: Mapping[str, object] = field(default_factory=dict)
     order: Callable[[int], Sequence[int] | None] = lambda epoch: None
+    samples: int | None = None
 
     @property
     def streamed(self) -> bool:
@@ -168,12 +173,17 @@ class Loading:
         """None for a stream. Raises DataError when there is not one batch."""
         if self.streamed:
             return None
-        division = Division(len(self.dataset), self.batch_size, self.replicas, self.drop_last)
+        division = Division(self.count, self.batch_size, self.replicas, self.drop_last)
         if division.batches == 0:
             reason = f"it makes no batch of {self.batch_size} for each of {self.replicas} replicas"
             remedy = "Give more samples, or set dataloader_drop_last=False"
-            raise DataError("a dataset of length", len(self.dataset), reason, remedy)
+            raise DataError("a dataset of length", self.count, reason, remedy)
         return division
+
+    @property
+    def count(self) -> int:
+        """Samples of an epoch."""
+        return len(self.dataset) if self.samples is None else self.samples
 
     def __len__(self) -> int:
         """Batches of one replica and epoch, as a ``DataLoader`` tells callbacks."""
@@ -193,9 +203,10 @@ class Loading:
         return iter(self._loader(batches, sampler=numbers))
 
     def some(self, numbers: Sequence[int]) -> Iterator[Batch]:
-        """The batches of these numbers, in the dataset's own order and without filling up: for evaluation."""
-        division = Division(len(self.dataset), self.batch_size)
-        return iter(self._loader(Batches(self.dataset, self.collate, division, None, (self.seed, 0)), sampler=numbers))
+        """The batches of these numbers, in the first epoch's order and without filling up: for evaluation."""
+        division = Division(self.count, self.batch_size)
+        batches = Batches(self.dataset, self.collate, division, self.order(0), (self.seed, 0))
+        return iter(self._loader(batches, sampler=numbers))
 
     def _stream(self, epoch: int, skip: int) -> Iterator[Batch]:
         samples = iter(self._loader(self.dataset))

@@ -14,7 +14,7 @@ from ..checkpoint.hf import save_hf
 from ..config.checks import check_recompute
 from ..errors import PlanError
 from ..graph.capture import accepts_num_items
-from ..optimizer.adamw import AdamW
+from ..optimizer.adamw import AdamW, StepResult
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.passes import add_communication, forward_only, resize
@@ -156,10 +156,15 @@ class CapturedTrainer:
     def step(self, batches: Sequence[Batch], rate: float, decay: float) -> StepReport:
         """Train on this replica's micro-batches, of any shapes; every rank of the replica passes the same ones."""
         loss = self.gradients(batches)
-        result = self.optimizer.step(rate, decay)
+        result = self.update(rate, decay)
+        return StepReport(loss, result.grad_norm, rate, result.skipped)
+
+    def update(self, rate: float, decay: float, others: tuple[float, float] | None = None) -> StepResult:
+        """The second half of a step: change the parameters by ``gradients``. others: as of ``AdamW.step``."""
+        result = self.optimizer.step(rate, decay, others)
         self.iteration += 1
         self.replicas.note(result.grad_norm, self.iteration)
-        return StepReport(loss, result.grad_norm, rate, result.skipped)
+        return result
 
     def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
         """Forward without dropout: per micro-batch the named outputs, on ranks of the last stage, else None."""

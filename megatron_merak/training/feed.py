@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from ..errors import ConfigError, DataError
@@ -20,6 +20,7 @@ from .blueprint import shapes_of
 from .merak_arguments import MerakArguments
 from .model_facts import ModelFacts
 from .padding import Padding
+from .samplers import Drawn, EpochSampler, length_of
 
 
 @dataclass(frozen=True)
@@ -33,31 +34,34 @@ class Feed:
     collator: Callable[[list], Mapping[str, Any]]
     tokenizer: object = None
 
-    def training(self, dataset: Dataset | None) -> Loading:
-        """How this replica's training batches are loaded. Raises ConfigError and DataError."""
+    def training(self, dataset: Dataset | None, sampler: Sampler | None) -> Loading:
+        """How this replica's training batches are loaded. Raises ConfigError and DataError.
+
+        sampler: of the epochs' samples, None for the dataset's order; a stream has none.
+        """
         args = self.args
         if dataset is None:
             raise ConfigError("train_dataset", None, "training needs one", "Give MerakTrainer a train_dataset")
-        seed = args.seed if args.data_seed is None else args.data_seed
-        loading = Loading(
-            dataset,
-            self._collate(),
-            args.per_device_train_batch_size,
-            self.mesh.dp_rank,
-            self.mesh.grid.dp,
-            seed,
-            args.dataloader_drop_last,
-            self._options(),
-        )
-        return loading if loading.streamed else dataclasses.replace(loading, order=self._order(dataset, seed))
+        return self._loading(dataset, sampler, args.per_device_train_batch_size, self._seed)
 
-    def evaluation(self, dataset: Dataset) -> Loading:
-        """How this replica's batches of an evaluation are loaded."""
-        args, place = self.args, (self.mesh.dp_rank, self.mesh.grid.dp)
-        batch_size = args.per_device_eval_batch_size
-        return Loading(
-            dataset, self._collate(), batch_size, *place, args.seed, args.dataloader_drop_last, self._options()
-        )
+    def evaluation(self, dataset: Dataset, sampler: Sampler | None) -> Loading:
+        """How this replica's batches of an evaluation are loaded; sampler as of ``training``."""
+        return self._loading(dataset, sampler, self.args.per_device_eval_batch_size, self.args.seed)
+
+    def _loading(self, dataset: Dataset, sampler: Sampler | None, batch_size: int, seed: int) -> Loading:
+        place = (self.mesh.dp_rank, self.mesh.grid.dp)
+        drop_last = self.args.dataloader_drop_last
+        loading = Loading(dataset, self._collate(), batch_size, *place, seed, drop_last, self._options())
+        if loading.streamed or sampler is None:
+            return loading
+        order = sampler.order if isinstance(sampler, EpochSampler) else Drawn(sampler, self._seed, self.mesh.control)
+        if (samples := length_of(sampler)) is None:
+            raise DataError("sampler", type(sampler).__name__, "it has no length", "Give it __len__")
+        return dataclasses.replace(loading, order=order, samples=samples)
+
+    @property
+    def _seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _collate(self) -> Callable[[list], Mapping[str, Any]]:
         if not self.args.remove_unused_columns:
@@ -72,19 +76,29 @@ class Feed:
             options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         return options
 
-    def _order(self, dataset: Dataset, seed: int) -> Callable[[int], Sequence[int] | None]:
-        args = self.args
+    def training_sampler(self, dataset: Dataset | None) -> EpochSampler | None:
+        """The order of training samples by ``train_sampling_strategy``. Raises DataError; None for a stream."""
+        args, seed = self.args, self._seed
+        if dataset is None or isinstance(dataset, IterableDataset):
+            return None
         if not has_length(dataset):
             remedy = "Give the dataset __len__, or make it an IterableDataset"
             raise DataError("train_dataset", type(dataset).__name__, "it has no length", remedy)
         samples, strategy = len(dataset), args.train_sampling_strategy
         if strategy == "sequential":
-            return lambda epoch: None
+            return EpochSampler(samples, lambda epoch: None)
         if strategy == "random":
-            return lambda epoch: epoch_order(samples, seed, epoch)
+            return EpochSampler(samples, lambda epoch: epoch_order(samples, seed, epoch))
         lengths = self._lengths(dataset)
         group = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.mesh.grid.dp
-        return lambda epoch: epoch_order(samples, seed, epoch, lengths, group)
+        return EpochSampler(samples, lambda epoch: epoch_order(samples, seed, epoch, lengths, group))
+
+    def evaluation_sampler(self, dataset: Dataset | None) -> EpochSampler | None:
+        """The order of an evaluation's samples: by length where training's is, else the dataset's (None)."""
+        if self.args.train_sampling_strategy != "group_by_length" or not has_length(dataset):
+            return None
+        lengths, group, seed = self._lengths(dataset), self.args.per_device_eval_batch_size, self._seed
+        return EpochSampler(len(dataset), lambda epoch: epoch_order(len(dataset), seed, epoch, lengths, group))
 
     def _lengths(self, dataset: Dataset) -> list[int]:
         """The length of every sample: its column of lengths, or that of its tokens."""
@@ -103,7 +117,10 @@ class Feed:
             raise ConfigError("train_dataset", None, "without a batch the model cannot be captured", "Give a dataset")
         if train is None and isinstance(evaluation, Mapping):
             evaluation = next(iter(evaluation.values()))
-        loading = self.evaluation(evaluation) if train is None else self.training(train)
+        if train is None:
+            loading = self.evaluation(evaluation, None)
+        else:
+            loading = self.training(train, self.training_sampler(train))
         alone = dataclasses.replace(loading, replica=0, replicas=1, options={})
         batch = next(alone.epoch(0))
         self._check_alike(batch, None if loading.streamed else len(loading.dataset))

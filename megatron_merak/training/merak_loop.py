@@ -15,9 +15,10 @@ from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 
 from ..errors import CheckpointError, ConfigError
+from ..parallel.agree import raise_together
 from . import callbacks, run_directory
 from .batches import Batch
-from .rates import LearningRate, extent
+from .rates import extent
 
 DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -30,12 +31,12 @@ class TrainingLoop:
         self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
         self.handler, self.loading = trainer.callback_handler, trainer.callback_handler.train_dataloader
         division = self.loading.division
-        examples = None if division is None else division.samples
+        examples = None if division is None else len(self.loading.dataset)
         batches = None if division is None else division.batches
         self.samples_per_batch = self.loading.batch_size * self.loading.replicas
         self.extent = extent(self.args, batches, examples, self.loading.replicas)
-        self.rate = LearningRate(self.args, self.extent.steps)
-        self.handler.optimizer, self.handler.lr_scheduler = self.rate.optimizer, self.rate.scheduler
+        self.rate = trainer.learning_rate(self.extent.steps)
+        self.rates = self.rate.groups.rates()
         self.run_loss = self.pending_loss = 0.0
         self.last_logged = 0
         self.grad_norm: float | None = None
@@ -142,14 +143,15 @@ class TrainingLoop:
         trainer, state = self.trainer, self.state
         self._tell("on_step_begin")
         prepared = trainer.prepare_step(batches)
-        report = self.engine.step(prepared, self.rate.value, self.args.weight_decay)
-        self._count_loss(report.loss)
+        self._count_loss(self.engine.gradients(prepared))
         for _ in batches[1:]:
             self._tell("on_substep_end")
         self._tell("on_pre_optimizer_step")
+        self.rates = self.rate.groups.rates()
+        result = self.engine.update(*self.rates[:2], self.rates[2:])
         self._tell("on_optimizer_step")
-        self.grad_norm, self.used_rate = report.grad_norm, self.rate.value
-        if not report.skipped:
+        self.grad_norm, self.used_rate = result.grad_norm, self.rate.logged
+        if not result.skipped:
             self.rate.advance()
         state.global_step += 1
         state.epoch = epoch
@@ -165,15 +167,27 @@ class TrainingLoop:
     def _agree(self) -> None:
         """What any rank's callbacks decide, all ranks do: else some would wait in a collective for ever.
 
-        Needed behind every event whose wishes are read before the next one.
+        Needed behind every event whose wishes are read before the next one. Raises ConfigError on every rank for a
+        change of the optimizer's groups that cannot be honoured, or that other ranks did not make.
         """
-        group, control = self.trainer.control_group, self.trainer.control
+        group, control, fault = self.trainer.control_group, self.trainer.control, self.rate.groups.fault()
         if group is None:
+            if fault is not None:
+                raise fault
             return
-        wishes = torch.tensor([int(getattr(control, name)) for name in DECISIONS])
+        rates = [rate if math.isfinite(rate) else -1.0 for rate in self.rates]
+        mine = [getattr(control, name) for name in DECISIONS] + [fault is not None, *rates, *(-rate for rate in rates)]
+        wishes = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(wishes, dist.ReduceOp.MAX, group=group)
-        for name, wish in zip(DECISIONS, wishes.tolist(), strict=True):
+        found = wishes.tolist()
+        for name, wish in zip(DECISIONS, found, strict=False):
             setattr(control, name, bool(wish))
+        if found[len(DECISIONS)]:
+            raise_together(fault, group, "cpu")
+        most, least = found[len(DECISIONS) + 1 :][:4], [-rate for rate in found[-4:]]
+        if most != least:
+            reason = f"ranks used rates up to {most}"
+            raise ConfigError("optimizer.param_groups", least, reason, "Let callbacks set them on every rank")
 
     def _log_evaluate_save(self) -> None:
         trainer = self.trainer
@@ -182,7 +196,7 @@ class TrainingLoop:
             logs = {"loss": self.pending_loss / (self.state.global_step - self.last_logged)}
             if self.grad_norm is not None:
                 logs["grad_norm"] = self.grad_norm
-            logs["learning_rate"] = self.rate.value if self.used_rate is None else self.used_rate
+            logs["learning_rate"] = self.rate.logged if self.used_rate is None else self.used_rate
             self.pending_loss, self.last_logged = 0.0, self.state.global_step
             trainer.log(logs, self.began)
             self._agree()
@@ -230,7 +244,7 @@ class TrainingLoop:
         trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
         directory = run_directory.checkpoint_directory(args.output_dir, state.global_step)
         run_directory.prepare(directory, group)
-        trainer.save_model(str(directory))
+        trainer.save_model(str(directory), _internal_call=True)
         if not args.save_only_model:
             extra = {
                 "rate": self.rate.state(),

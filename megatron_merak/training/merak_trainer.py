@@ -22,7 +22,6 @@ from transformers import (
     ProcessorMixin,
     ProgressCallback,
     SequenceFeatureExtractor,
-    TrainerCallback,
     TrainerControl,
     TrainerState,
     default_data_collator,
@@ -30,7 +29,6 @@ from transformers import (
 )
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
 from transformers.trainer_utils import (
     EvalLoopOutput,
     PredictionOutput,
@@ -54,13 +52,15 @@ from .captured import CapturedTrainer
 from .feed import Feed
 from .merak_arguments import PARALLEL_FIELDS, MerakArguments
 from .merak_loop import TrainingLoop
-from .model_facts import ModelFacts, decayed_parameters, padding_of
+from .model_facts import ModelFacts, padding_of
 from .outputs import check_directory
-from .overrides import refuse_inputs, refuse_overrides
+from .overrides import refuse_inputs, refuse_overrides, refusing
 from .predictions import Evaluation, EvaluationBatches
+from .trainer_face import TrainerFace
 
 
-class MerakTrainer:
+@refusing
+class MerakTrainer(TrainerFace):
     """Takes what ``transformers.Trainer`` takes, in its order, and does what it does. Raises MerakError.
 
     ``model`` may be without weights (``init_empty_weights``) or remember where they are (``from_pretrained``); it is
@@ -68,8 +68,6 @@ class MerakTrainer:
     ``predict``, ``save_model`` and ``train`` are collective: every rank of the job calls them. Losses, metrics and
     logs are the same on every rank; ``compute_metrics`` runs on the first one.
     """
-
-    log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
 
     def __init__(
         self,
@@ -90,11 +88,12 @@ class MerakTrainer:
         self.args = args = MerakArguments("tmp_trainer") if args is None else args
         given = {"compute_loss_func": compute_loss_func, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         refuse_inputs(model, model_init, given, optimizers)
-        refuse_overrides(type(self))
+        refuse_overrides(type(self), MerakTrainer)
         self.mesh = self._build_mesh()
         logging.set_verbosity(args.get_process_log_level())
         set_seed(args.seed)
-        self.model_init, self.model = model_init, model_init() if model is None else model
+        self.model_init = model_init
+        self.model = self.call_model_init() if model is None else model
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = self._default_collator() if data_collator is None else data_collator
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -166,11 +165,6 @@ class MerakTrainer:
         """All ranks, for agreement."""
         return self.mesh.control
 
-    def is_world_process_zero(self) -> bool:
-        return self.args.process_index == 0
-
-    is_local_process_zero = is_world_process_zero
-
     def end(self) -> None:
         """Leave the job; the last call of a script, on every rank."""
         leave(self.args.world)
@@ -189,7 +183,7 @@ class MerakTrainer:
     def create_engine(self, example: Batch) -> CapturedTrainer:
         """Capture the model, cut and divide it, take its weights or draw them. Collective."""
         began, name = time.time(), type(self.model).__name__
-        decayed = frozenset(decayed_parameters(self.model))
+        decayed = frozenset(self.get_decay_parameter_names(self.model))
         engine = CapturedTrainer(self.model, example, self.settings(), self.mesh, lambda name, shape: name in decayed)
         self._say(f"megatron_merak on {self.args.world}")
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
@@ -246,13 +240,15 @@ class MerakTrainer:
             resume = run_directory.find(self.args.output_dir, resume_from_checkpoint, self.control_group)
         if self.model_init is not None and self._engine is not None:
             set_seed(self.args.seed)
-            self.model, self._engine = self.model_init(), None
+            self.model, self._engine, self._groups = self.call_model_init(), None, None
             self.callback_handler.model = self.model
+            self._describe()
         if isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(
             self.model, "config"
         ):
             align_special_tokens(self.model, self.processing_class)
-        self.callback_handler.train_dataloader = self.feed.training(self.train_dataset)
+        sampler = self._get_train_sampler(self.train_dataset)
+        self.callback_handler.train_dataloader = self.feed.training(self.train_dataset, sampler)
         self.is_in_train = True
         try:
             return TrainingLoop(self, resume, ignore_keys_for_eval).run()
@@ -271,24 +267,6 @@ class MerakTrainer:
     def _parameters_used(self) -> int:
         count = getattr(self.model, "num_parameters", None)
         return 0 if count is None else count(exclude_embeddings=True)
-
-    def store_flos(self) -> None:
-        """Add the operations since the last time to the state."""
-        self.state.total_flos += float(self.current_flos)
-        self.current_flos = 0
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to the history and tell the callbacks."""
-        state = self.state
-        if state.epoch is not None:
-            logs["epoch"] = state.epoch
-        if self.args.include_num_input_tokens_seen != "no":
-            logs["num_input_tokens_seen"] = state.num_input_tokens_seen
-            if start_time is not None:
-                tokens = state.num_input_tokens_seen - self.first_tokens
-                logs.update(speed_metrics("train", start_time, num_tokens=tokens))
-        state.log_history.append({**logs, "step": state.global_step})
-        self.control = self.callback_handler.on_log(self.args, state, self.control, logs)
 
     # Evaluation
 
@@ -333,7 +311,7 @@ class MerakTrainer:
         if ignore_keys:
             kept = tuple(name for name in facts.predictions if name not in ignore_keys)
             facts = dataclasses.replace(facts, predictions=kept)
-        batches = EvaluationBatches(self.feed.evaluation(dataset), grid.pp)
+        batches = EvaluationBatches(self.feed.evaluation(dataset, self._get_eval_sampler(dataset)), grid.pp)
         self.callback_handler.eval_dataloader = batches
         evaluation = Evaluation(
             batches,
@@ -358,19 +336,10 @@ class MerakTrainer:
     def _predicted(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
-    # Saving and callbacks
+    # Saving
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model, its tokenizer and the arguments; ``from_pretrained`` of transformers opens it."""
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         self.engine.save_hf(directory, self.feed.tokenizer)
         run_directory.write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)
-
-    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        self.callback_handler.remove_callback(callback)

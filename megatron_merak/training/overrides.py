@@ -1,13 +1,126 @@
-"""What a script gives to ``transformers.Trainer`` or overrides in it and ``MerakTrainer`` cannot honour."""
+"""What a script gives to ``transformers.Trainer``, overrides or sets in it, and ``MerakTrainer`` cannot honour.
 
-from ..errors import ConfigError
+The two classes are compared: a name that ``Trainer`` has and ``MerakTrainer`` does not is refused when a subclass
+overrides it, when it is set and when it is read. ``REFUSED`` says why and what to do instead, and adds the attributes
+that ``Trainer`` gives to its instances.
+"""
 
-# What a subclass of transformers.Trainer overrides and this trainer cannot call.
-REFUSED_METHODS = (
-    *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_train_dataloader"),
-    *("get_eval_dataloader", "get_test_dataloader", "create_optimizer", "create_scheduler"),
-    *("create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs", "optimizer_step"),
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from transformers import Trainer
+
+from ..errors import AbsentError, ConfigError
+
+
+@dataclass(frozen=True)
+class Reason:
+    """why: what stands against it. instead: what to do."""
+
+    why: str
+    instead: str
+
+
+LOSS = Reason("the captured model computes its own loss", "Put the loss into the model's forward")
+SHARES = Reason("whether the loss is a share of the step's is asked of the model", "Set model.accepts_loss_kwargs")
+STEP = Reason("a step is a schedule of micro-batches over all stages", "Use callbacks, or the model's forward")
+OPTIMIZER = Reason(
+    "parameters lie in flat buffers of their own AdamW",
+    "Set the adam_ arguments, or override get_decay_parameter_names or create_scheduler",
 )
+BATCHES = Reason(
+    "batches are cut from one order of samples, whatever the layout",
+    "Override _get_train_sampler or _get_eval_sampler, or change the dataset or the data_collator",
+)
+COLUMNS = Reason("columns are chosen by the model's forward", "Set remove_unused_columns=False, or drop them yourself")
+EVALUATION = Reason(
+    "batches of an evaluation run through the pipeline together",
+    "Use compute_metrics and preprocess_logits_for_metrics, or override evaluate or predict",
+)
+LOOP = Reason("the training loop is this library's", "Use callbacks")
+FILES = Reason("every rank writes its part of a checkpoint", "Override save_model, or use the callback on_save")
+HUB = Reason("nothing is uploaded", "Call save_model, then huggingface_hub.upload_folder")
+SEARCH = Reason("there is no search of hyperparameters", "Start one run per trial")
+ACCELERATE = Reason("accelerate is not used", "Ask trainer.args or trainer.mesh")
+DEGREES = Reason("parallelism is this library's", "Ask trainer.mesh.grid")
+PLACEMENT = Reason("the model is captured, not run, and its shards are on the devices", "Use trainer.model as it is")
+COUNTS = Reason("operations are counted as 6 x tokens x parameters", "Count others in a callback")
+OTHER = Reason("it would never be called", "Use callbacks, or a method that docs/trainer.md lists")
+
+_GROUPS: tuple[tuple[Reason, str], ...] = (
+    (LOSS, "compute_loss compute_loss_func compute_loss_context_manager autocast_smart_context_manager label_smoother"),
+    (SHARES, "loss_is_scaled_for_ga model_accepts_loss_kwargs _loss_shifts_labels"),
+    (STEP, "training_step optimizer_step neftune_noise_alpha neftune_hook_handle current_gradient_accumulation_steps"),
+    (
+        OPTIMIZER,
+        """create_optimizer create_optimizer_and_scheduler get_optimizer_cls_and_kwargs optimizer_cls_and_kwargs
+        _get_learning_rate _clip_grad_norm _get_grad_norm _has_mixed_mesh_grads _mixed_mesh_grad_norm""",
+    ),
+    (
+        BATCHES,
+        """get_train_dataloader get_eval_dataloader get_test_dataloader _get_dataloader num_examples get_batch_samples
+        _get_num_items_in_batch _prepare_input _prepare_inputs _prepare_context_parallel_inputs
+        get_total_train_batch_size _update_auto_batch_size _train_batch_size _track_num_input_tokens""",
+    ),
+    (
+        COLUMNS,
+        """_set_signature_columns_if_needed _remove_unused_columns _get_collator_with_removed_columns
+        _signature_columns can_return_loss label_names""",
+    ),
+    (EVALUATION, "prediction_step evaluation_loop _evaluate gather_function model_preparation_time"),
+    (
+        LOOP,
+        """_inner_training_loop _init_training_state _prepare_for_training _run_epoch _finalize_training
+        _maybe_log_save_evaluate set_initial_training_values _determine_best_metric _validate_args""",
+    ),
+    (
+        FILES,
+        """_save _save_checkpoint _save_rng_state _save_optimizer_and_scheduler _save_scaler _load_from_checkpoint
+        _load_best_model _load_rng_state _load_optimizer_and_scheduler _load_scaler _load_callback_state
+        _issue_warnings_after_load _get_output_dir _tune_save_checkpoint""",
+    ),
+    (HUB, "push_to_hub init_hf_repo create_model_card _push_from_checkpoint _finish_current_push hub_model_id"),
+    (HUB, "push_in_progress"),
+    (
+        SEARCH,
+        """hyperparameter_search _hp_search_setup _report_to_hp_search hp_name hp_search_backend hp_space objective
+        compute_objective""",
+    ),
+    (
+        ACCELERATE,
+        """accelerator create_accelerator_and_postprocess _build_accelerator_args deepspeed is_deepspeed_enabled
+        is_fsdp_enabled is_fsdp_xla_enabled is_fsdp_xla_v1_enabled is_fsdp_xla_v2_enabled
+        is_distributed_loading_by_transformers _defer_fsdp_gradient_reduction _sync_replicated_trainable_parameters""",
+    ),
+    (DEGREES, "get_sp_size get_cp_size get_tp_size is_model_parallel"),
+    (PLACEMENT, "model_wrapped place_model_on_device _wrap_model _move_model_to_device"),
+    (COUNTS, "floating_point_ops"),
+)
+REFUSED: Mapping[str, Reason] = MappingProxyType({name: why for why, names in _GROUPS for name in names.split()})
+
+
+class Refused:
+    """Stands in MerakTrainer for a name that only ``transformers.Trainer`` has; to set or to read it raises."""
+
+    def __init__(self, name: str):
+        self.name, self.reason = name, REFUSED.get(name, OTHER)
+
+    def __get__(self, trainer: object, kind: type) -> object:
+        if trainer is None:
+            return self
+        raise AbsentError(self.name, f"(of {kind.__name__})", self.reason.why, self.reason.instead)
+
+    def __set__(self, trainer: object, value: object) -> None:
+        raise ConfigError(f"{type(trainer).__name__}.{self.name}", "(set)", self.reason.why, self.reason.instead)
+
+
+def refusing(kind: type) -> type:
+    """``kind``, in which every name that ``transformers.Trainer`` has and ``kind`` has not is ``Refused``."""
+    for name in dict.fromkeys((*dir(Trainer), *REFUSED)):
+        if not hasattr(kind, name):
+            setattr(kind, name, Refused(name))
+    return kind
 
 
 def refuse_inputs(model: object, model_init: object, given: dict[str, object], optimizers: tuple) -> None:
@@ -28,9 +141,16 @@ def refuse_inputs(model: object, model_init: object, given: dict[str, object], o
         raise ConfigError(both, f"({type(model).__name__})", "exactly one of the two is needed", "Give one")
 
 
-def refuse_overrides(kind: type) -> None:
-    """Raises ConfigError for a method of ``kind``, a class derived from MerakTrainer, that would never be called."""
-    for name in REFUSED_METHODS:
-        if hasattr(kind, name):
-            remedy = "Put the loss into the model's forward, and use callbacks for the rest"
-            raise ConfigError(f"{kind.__name__}.{name}", "(overridden)", "it would never be called", remedy)
+def refuse_overrides(kind: type, base: type) -> None:
+    """Raises ConfigError for a name in ``kind``, a class derived from ``base``, that ``base`` refuses.
+
+    kind: the user's class, other classes that it is mixed from included.
+    """
+    for each in kind.__mro__[: kind.__mro__.index(base)]:
+        for name in vars(each):
+            if isinstance(refused := vars(base).get(name), Refused):
+                why = f"it would have no effect, for {refused.reason.why}"
+                raise ConfigError(f"{each.__name__}.{name}", "(overridden)", why, refused.reason.instead)
+    if issubclass(kind, Trainer):
+        remedy = f"Derive it from {base.__name__} alone"
+        raise ConfigError(kind.__name__, "(a transformers.Trainer)", "its methods would not be called", remedy)

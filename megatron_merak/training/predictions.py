@@ -33,7 +33,7 @@ class EvaluationBatches:
     def total(self) -> int | None:
         if self.loading.streamed:
             return None
-        return Division(len(self.loading.dataset), self.loading.batch_size, 1, self.loading.drop_last).batches
+        return Division(self.loading.count, self.loading.batch_size, 1, self.loading.drop_last).batches
 
     def __len__(self) -> int:
         if self.total is None:

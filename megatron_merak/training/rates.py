@@ -1,16 +1,17 @@
 """The learning rate of a run by transformers' schedules, and how many steps a run has."""
 
+import json
 import math
 import sys
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import TrainingArguments, get_scheduler
 from transformers.optimization import GreedyLR
 
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
+from .parameter_groups import ParameterGroups
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,30 @@ def extent(args: TrainingArguments, batches: int | None, examples: int | None, r
     return Extent(batches, updates, epochs, steps, examples, examples * args.num_train_epochs)
 
 
-class LearningRate:
-    """A schedule of transformers over an optimizer that optimises nothing: callbacks find both where they expect them.
+def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRScheduler:
+    """The schedule of a run of ``steps`` that ``args`` asks for. Raises ConfigError for a wrong argument of it."""
+    warmup = args.get_warmup_steps(steps)
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, args.lr_scheduler_kwargs)
+    except (TypeError, ValueError) as error:
+        what, remedy = f"lr_scheduler_kwargs of {args.lr_scheduler_type.value}", "Correct lr_scheduler_kwargs"
+        raise ConfigError(what, args.lr_scheduler_kwargs, str(error).rstrip("."), remedy) from error
 
-    Raises ConfigError when the schedule does not take ``lr_scheduler_kwargs``.
+
+class LearningRate:
+    """The learning rate, moved by steps or by evaluations.
+
+    groups: what holds the rates. scheduler: what moves them; ConfigError if it moves another optimizer's, or if its
+    state is nothing that JSON can say.
     """
 
-    def __init__(self, args: TrainingArguments, steps: int):
-        nothing = nn.Parameter(torch.zeros(()), requires_grad=False)
-        self.optimizer = torch.optim.SGD([nothing], lr=args.learning_rate, weight_decay=args.weight_decay)
-        warmup = args.get_warmup_steps(steps)
+    def __init__(self, groups: ParameterGroups, scheduler: LRScheduler):
+        self.groups, self.scheduler = groups, scheduler
         try:
-            self.scheduler = get_scheduler(
-                args.lr_scheduler_type, self.optimizer, warmup, steps, args.lr_scheduler_kwargs
-            )
-        except (TypeError, ValueError) as error:
-            what, remedy = f"lr_scheduler_kwargs of {args.lr_scheduler_type.value}", "Correct lr_scheduler_kwargs"
-            raise ConfigError(what, args.lr_scheduler_kwargs, str(error).rstrip("."), remedy) from error
+            json.dumps(scheduler.state_dict())
+        except TypeError as error:
+            reason = f"its state cannot be saved as JSON: {error}"
+            raise ConfigError("lr_scheduler", type(scheduler).__name__, reason, "Keep plain numbers in it") from error
 
     @property
     def follows_metric(self) -> bool:
@@ -71,14 +79,13 @@ class LearningRate:
         return isinstance(self.scheduler, ReduceLROnPlateau | GreedyLR)
 
     @property
-    def value(self) -> float:
-        """The rate of the step that comes."""
-        return float(self.optimizer.param_groups[0]["lr"])
+    def logged(self) -> float:
+        """The schedule's rate of the step that comes, as ``transformers.Trainer`` logs it."""
+        return float(self.groups.param_groups[0]["lr"] if self.follows_metric else self.scheduler.get_last_lr()[0])
 
     def advance(self) -> None:
         """A step was done."""
         if not self.follows_metric:
-            self.optimizer.step()
             self.scheduler.step()
 
     def follow(self, metric: float) -> None:
@@ -87,8 +94,12 @@ class LearningRate:
 
     def state(self) -> dict:
         """What JSON can say and ``load`` takes back."""
-        return {"scheduler": self.scheduler.state_dict(), "rate": self.value}
+        return {"scheduler": self.scheduler.state_dict(), "rates": self.groups.rates()}
 
     def load(self, state: dict) -> None:
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.optimizer.param_groups[0]["lr"] = state["rate"]
+        try:
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.groups.load_rates(state["rates"])
+        except (KeyError, TypeError, ValueError) as error:
+            what, remedy = "checkpoint's learning rate", "Start a new run from its weights"
+            raise CheckpointError(what, "(unreadable)", f"{type(error).__name__}: {error}", remedy) from error

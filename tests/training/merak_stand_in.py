@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_merak.graph.capture import accepts_num_items
+from megatron_merak.optimizer.adamw import StepResult
 from megatron_merak.training.merak_trainer import MerakTrainer
 from megatron_merak.training.model_facts import decayed_parameters
-from megatron_merak.training.trainer import StepReport
 
 
 class EagerEngine:
@@ -34,7 +34,7 @@ class EagerEngine:
         self.seen: list[list[list[int]]] = []  # per step, per micro-batch, the first token of every row
         self.shapes: set[tuple[int, ...]] = set()
 
-    def step(self, batches, rate, decay):
+    def gradients(self, batches):
         self.model.train()
         self.seen.append([batch["input_ids"][:, 0].tolist() for batch in batches])
         self.shapes |= {tuple(batch["input_ids"].shape) for batch in batches}
@@ -48,13 +48,17 @@ class EagerEngine:
         if self.mesh.dp is not None:
             for tensor in [total, *(p.grad for p in parameters)]:
                 dist.all_reduce(tensor, group=self.mesh.dp)
+        return total.item()
+
+    def update(self, rate, decay, others):
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.max_grad_norm or float("inf"))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for group, rates in zip(self.optimizer.param_groups, ((rate, decay), others), strict=True):
+            group["lr"], group["weight_decay"] = rates
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.iteration += 1
-        return StepReport(total.item(), norm.item(), rate, False)
+        return StepResult(norm.item(), False)
 
     @torch.no_grad()
     def evaluate(self, batches, outputs=("loss",)):

@@ -1,0 +1,167 @@
+"""What ``MerakTrainer`` shares with ``transformers.Trainer`` around its loop, and calls where that one calls it.
+
+A subclass may override any of these methods, with ``Trainer``'s signatures; docs/trainer.md lists them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, Sampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_pt_utils import (
+    get_learning_rates,
+    get_num_trainable_parameters,
+    get_optimizer_group,
+    log_metrics,
+    metrics_format,
+    save_metrics,
+    save_state,
+)
+from transformers.trainer_utils import number_of_arguments, speed_metrics
+
+from ..errors import ConfigError
+from .feed import Feed
+from .model_facts import decayed_parameters
+from .overrides import OPTIMIZER
+from .parameter_groups import ParameterGroups
+from .rates import LearningRate, schedule
+
+
+def _described(name: str) -> property:
+    """An attribute that decides how batches are made; they are made by the new value once it is set."""
+
+    def get(trainer: "TrainerFace") -> Any:
+        return vars(trainer).get(name)
+
+    def put(trainer: "TrainerFace", value: Any) -> None:
+        vars(trainer)[name] = value
+        if "feed" in vars(trainer):
+            trainer._describe()
+
+    return property(get, put)
+
+
+class TrainerFace:
+    log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
+    get_learning_rates, get_optimizer_group = get_learning_rates, get_optimizer_group
+    get_num_trainable_parameters = get_num_trainable_parameters
+    data_collator, processing_class = _described("data_collator"), _described("processing_class")
+
+    args: TrainingArguments
+    model: nn.Module
+    model_init: Callable[..., nn.Module] | None
+    train_dataset: Dataset | None
+    feed: Feed
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    current_flos: float
+    first_tokens: int
+    _groups: ParameterGroups | None = None
+    _scheduler: LRScheduler | None = None
+
+    def _describe(self) -> None:
+        raise NotImplementedError
+
+    # Place among the ranks
+
+    def is_world_process_zero(self) -> bool:
+        return self.args.process_index == 0
+
+    is_local_process_zero = is_world_process_zero
+
+    # Model and data
+
+    def call_model_init(self, trial: None = None) -> nn.Module:
+        """A new model of ``model_init``, at the beginning and at every ``train``."""
+        count = number_of_arguments(self.model_init)
+        if count > 1:
+            raise ConfigError("model_init", f"({count} arguments)", "it is called with at most one", "Take no more")
+        model = self.model_init(trial) if count else self.model_init()
+        if not isinstance(model, nn.Module):
+            raise ConfigError("model_init", f"(returned {type(model).__name__})", "it is no model", "Return a module")
+        return model
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        """The order of training samples, of all replicas together; None: the dataset's own. Called on every rank."""
+        return self.feed.training_sampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:
+        """The order of an evaluation's samples; None: the dataset's own. Called on every rank."""
+        return self.feed.evaluation_sampler(eval_dataset)
+
+    # Optimizer and schedule
+
+    @property
+    def optimizer(self) -> ParameterGroups | None:
+        """The groups of parameters and their rates; None before training."""
+        return self._groups
+
+    @optimizer.setter
+    def optimizer(self, value: object) -> None:
+        raise ConfigError(f"{type(self).__name__}.optimizer", "(set)", OPTIMIZER.why, OPTIMIZER.instead)
+
+    @property
+    def lr_scheduler(self) -> LRScheduler | None:
+        """The schedule of the learning rate; None before training."""
+        return self._scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, value: LRScheduler) -> None:
+        if self._groups is None or getattr(value, "optimizer", None) is not self._groups:
+            reason = "it is not a schedule of trainer.optimizer"
+            raise ConfigError("lr_scheduler", type(value).__name__, reason, "Override create_scheduler")
+        self._scheduler = value
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that take weight decay."""
+        return decayed_parameters(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: ParameterGroups | None = None) -> LRScheduler:
+        """A schedule of ``optimizer``, by default ``self.optimizer``; called at every ``train``."""
+        self.lr_scheduler = schedule(self.args, num_training_steps, self.optimizer if optimizer is None else optimizer)
+        return self.lr_scheduler
+
+    def learning_rate(self, steps: int) -> LearningRate:
+        """The rates of a run of ``steps``: groups as earlier runs left them, as in ``Trainer``, and a new schedule."""
+        if self._groups is None:
+            decayed = frozenset(self.get_decay_parameter_names(self.model))
+            self._groups = ParameterGroups(self.model, decayed, self.args)
+        self._scheduler = None
+        scheduler = self.create_scheduler(steps)
+        if scheduler is not None or self._scheduler is None:
+            self.lr_scheduler = scheduler
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self._groups, self._scheduler
+        return LearningRate(self._groups, self._scheduler)
+
+    # Logs and callbacks
+
+    def store_flos(self) -> None:
+        """Add the operations since the last time to the state."""
+        self.state.total_flos += float(self.current_flos)
+        self.current_flos = 0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add to the history and tell the callbacks."""
+        state = self.state
+        if state.epoch is not None:
+            logs["epoch"] = state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = state.num_input_tokens_seen
+            if start_time is not None:
+                tokens = state.num_input_tokens_seen - self.first_tokens
+                logs.update(speed_metrics("train", start_time, num_tokens=tokens))
+        state.log_history.append({**logs, "step": state.global_step})
+        self.control = self.callback_handler.on_log(self.args, state, self.control, logs)
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        self.callback_handler.remove_callback(callback)
