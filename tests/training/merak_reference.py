@@ -1,22 +1,24 @@
-"""What ``transformers.Trainer`` does in a few runs, recorded: order of samples, events, logs, checkpoints, predictions.
-
-    python -m tests.training.merak_reference     writes hf_trainer.json; needs accelerate, which no test needs
+"""What a trainer does in a few runs: order of samples, events, logs, checkpoints, predictions.
 
 A case runs under ``transformers.Trainer`` and under ``MerakTrainer`` alike, on the same eager model.
 """
 
-import json
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import BertConfig, BertForSequenceClassification, EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tests.training.merak_stand_in import collate, samples, tiny_llama
 
-GOLDEN = Path(__file__).with_name("hf_trainer.json")
 TIMES = ("runtime", "per_second", "preparation_time")
 
 
@@ -197,8 +199,6 @@ def record(trainer_class, arguments_class, name: str, batches_of) -> dict:
 
 
 def record_transformers(name: str) -> dict:
-    from transformers import Trainer, TrainingArguments
-
     class Spied(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             seen.append(inputs["input_ids"][:, 0].tolist())
@@ -206,12 +206,3 @@ def record_transformers(name: str) -> dict:
 
     seen = []
     return record(Spied, TrainingArguments, name, lambda trainer: seen)
-
-
-def main() -> None:
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(record_transformers(name))}" for name in CASES)
-    GOLDEN.write_text("{\n" + lines + "\n}\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

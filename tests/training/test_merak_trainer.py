@@ -1,15 +1,12 @@
-"""MerakTrainer does what transformers.Trainer does: runs of both on the same eager model, the one recorded."""
+"""MerakTrainer does what transformers.Trainer does: runs of both, side by side, on the same eager model."""
 
-import importlib.util
 import json
 
 import pytest
 
 from megatron_merak.training.merak_arguments import MerakArguments
-from tests.training.merak_reference import CASES, GOLDEN, record, record_transformers
+from tests.training.merak_reference import CASES, record, record_transformers
 from tests.training.merak_stand_in import EagerTrainer
-
-needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="only Trainer needs it")
 
 
 def unbucketed(*values, **named):
@@ -17,7 +14,8 @@ def unbucketed(*values, **named):
 
 
 def alike(ours, theirs, path=""):
-    """Equal, floats to 1e-5: losses are summed in fp32 there and in fp64 here, and CPUs differ in the last bits."""
+    """Equal, floats to 1e-5: losses are summed in fp32 there and in fp64 here. What an attention's bias of keys learns
+    is the rounding of a zero gradient."""
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), path
         for key in theirs:
@@ -27,7 +25,7 @@ def alike(ours, theirs, path=""):
         for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):
             alike(our, their, f"{path}[{place}]")
     elif isinstance(theirs, float):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7), path
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6), path
     else:
         assert ours == theirs, path
 
@@ -38,12 +36,5 @@ def plain(record):
 
 @pytest.mark.parametrize("name", CASES)
 def test_runs_are_those_of_transformers(name):
-    golden = json.loads(GOLDEN.read_text())[name]
     ours = record(EagerTrainer, unbucketed, name, lambda trainer: [b for step in trainer.engine.seen for b in step])
-    alike(plain(ours), golden)
-
-
-@needs_accelerate
-@pytest.mark.parametrize("name", CASES)
-def test_the_record_is_what_transformers_does_today(name):
-    alike(plain(record_transformers(name)), json.loads(GOLDEN.read_text())[name])
+    alike(plain(ours), plain(record_transformers(name)))
