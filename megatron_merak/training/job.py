@@ -8,7 +8,7 @@ import torch
 
 from ..arguments import deviation_report
 from ..checkpoint import store
-from ..cluster import CLUSTERS, find_device
+from ..cluster import find_device
 from ..config import RunConfig
 from ..data.build import Datasets
 from ..data.loader import BatchLoader
@@ -18,21 +18,10 @@ from ..parallel.launch import World
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.pictures.files import write
 from ..plan import Plan
+from .devices import known
 from .pictures import draw_curve, step_view
 from .report import Report, Throughput
 from .state import RunState
-
-
-def known(device: str, otherwise: str | None = "H100") -> str | None:
-    """The planner's name for a device or cluster, ``otherwise`` for one that it does not know: the ratios are what
-    matters.
-    """
-    if device in CLUSTERS:
-        return device
-    try:
-        return find_device(device).name
-    except PlanError:
-        return otherwise
 
 
 def agree(config: RunConfig, mesh: Mesh) -> None:
@@ -59,13 +48,6 @@ def opening(config: RunConfig, plan: Plan, world: World, device: str, notes: Seq
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def device_name(world: World) -> str:
-    """The name of what a rank computes with, as its driver gives it; of the cluster that is emulated."""
-    if world.cluster is not None:
-        return world.cluster.name if world.cluster.name in CLUSTERS else world.cluster.device.name
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
 
 
 def throughput(config: RunConfig, plan: Plan, world: World, device: str, flops: int) -> Throughput:

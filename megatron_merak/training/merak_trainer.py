@@ -49,6 +49,7 @@ from . import run_directory
 from .batches import Batch
 from .blueprint import CapturedSettings
 from .captured import CapturedTrainer
+from .devices import device_name, known
 from .feed import Feed
 from .merak_arguments import PARALLEL_FIELDS, MerakArguments
 from .merak_loop import TrainingLoop
@@ -218,7 +219,7 @@ class MerakTrainer(TrainerFace):
             args.gradient_accumulation_steps,
             args.seed,
             "bfloat16" if half else "float32",
-            self.mesh.device.type,
+            known(device_name(self.args.world)),
             args.graph_sharding,
             args.tensor_parallel_rules or "",
             replica_check_interval=args.replica_check_interval,

@@ -11,7 +11,8 @@ from ..parallel.mesh import build_mesh
 from ..planner import plan as make_plan
 from ..planner.cost import model_flops
 from .build import tensors
-from .job import Job, agree, device_name, known, opening, throughput
+from .devices import device_name, known
+from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .report import Report
 from .trainer import Trainer

@@ -20,9 +20,10 @@ from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh, build_mesh
 from .captured import CapturedTrainer
+from .devices import device_name, known
 from .hf_batches import token_count
 from .hf_model import build_model, grid_of, known_tokens, settings_of, with_example
-from .job import Job, agree, device_name, known, opening, throughput
+from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .report import Report
 from .state import RunState, StepReport
