@@ -36,7 +36,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         --num-experts --moe-router-topk --no-overlap-p2p-communication --use-distributed-optimizer
         --overlap-param-gather --transformer-impl --attention-backend --decrease-batch-size-if-needed
         --rampup-batch-size --step-batch-size-schedule --exit-signal-handler --no-check-for-nan-in-loss-and-grad
-        --use-checkpoint-opt-param-scheduler --reset-position-ids --reset-attention-mask --ckpt-format
+        --reset-position-ids --reset-attention-mask --ckpt-format
         --use-checkpoint-args --async-save --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable
         --verify-integrity --timing-log-level --timing-log-option --wandb-project --profile --profile-step-start
         --profile-step-end""".split(),

@@ -43,6 +43,7 @@ def load(
     iteration: int | None = None,
     verify: bool = True,
     say: Callable[[str], object] | None = None,
+    check: Callable[[dict], object] | None = None,
 ) -> dict:
     """Copy a checkpoint into the tensors of ``shards`` and return its meta, which has "iteration".
 
@@ -50,7 +51,8 @@ def load(
     is damaged the one before it; ``say`` is then called on every rank with a sentence for each one passed over (None:
     the first rank logs a warning). Kinds that no rank asks for stay unread; of the others, the ranks together must want
     exactly the tensors that were saved. ``verify`` compares every byte of the files read with its digest, each file on
-    one rank. Tensors of kind "model" may change dtype, others may not.
+    one rank. Tensors of kind "model" may change dtype, others may not. ``check`` is given the meta on every rank,
+    before anything else is looked at, and may raise.
 
     Raises `CheckpointError` on every rank, `DamagedError` where no checkpoint, or not the one asked for, is undamaged.
     All but a read failure while copying is found before the first tensor is changed.
@@ -70,14 +72,18 @@ def load(
         if found is None:
             break
         try:
-            meta = _load(root / found[0], found[1], shards, group, device, verify)
+            manifest = parse_manifest(found[1].encode(), root / found[0] / NAME)
+            with together(group, device):
+                if check is not None:
+                    check(dict(manifest.meta))
+            _load(root / found[0], manifest, shards, group, device, verify)
         except DamagedError as error:
             if iteration is not None:
                 raise
             passed.append(str(error))
         else:
-            _tell(passed, meta["iteration"], say, first)
-            return meta
+            _tell(passed, manifest.iteration, say, first)
+            return dict(manifest.meta)
     if passed:
         raise DamagedError("checkpoint directory", root, f"none of its checkpoints is whole: {passed[0]}", _RESTORE)
     raise CheckpointError("checkpoint directory", root, "it holds no complete checkpoint", _REMEDY)
@@ -94,15 +100,13 @@ def _tell(passed: Sequence[str], loaded: int, say: Callable[[str], object] | Non
 
 def _load(
     source: Path,
-    text: str,
+    manifest: Manifest,
     shards: Mapping[str, Sequence[Shard]],
     group: dist.ProcessGroup | None,
     device: torch.device | str,
     verify: bool,
-) -> dict:
-    """Load the directory ``source``; ``text`` is its manifest."""
+) -> None:
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    manifest = parse_manifest(text.encode(), source / NAME)
     with together(group, device):
         _check_known(source, manifest, shards)
     kinds = _check_all_wanted(source, manifest, shards, group, device)
@@ -113,7 +117,6 @@ def _load(
                 verify_tensors(source / file, manifest.files[file], files[file], manifest.save_id)
     with together(group, device):
         _copy(source, manifest, shards)
-    return dict(manifest.meta)
 
 
 def _candidates(root: Path, iteration: int | None, faults: list[DamagedError]) -> Iterator[tuple[str, str]]:

@@ -320,8 +320,12 @@ def check_tokenizer_model(data: DataConfig) -> None:
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    scheduler = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
     needs = {
-        "load": ("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint"),
+        "load": (
+            *("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint"),
+            *(*scheduler, "override_dataset"),
+        ),
         "save": ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng"),
     }
     for directory, names in needs.items():
@@ -334,6 +338,8 @@ def check_checkpoint(checkpoint: CheckpointConfig) -> None:
                     f"has no effect without --{directory}",
                     f"Give --{directory} DIRECTORY, or leave it out",
                 )
+    if checkpoint.use_checkpoint_opt_param_scheduler and checkpoint.override_opt_param_scheduler:
+        raise ConfigError(flag_name(scheduler[0]), True, f"contradicts {flag_name(scheduler[1])}", "Give one of them")
     interval, retain = checkpoint.save_interval, checkpoint.save_retain_interval
     if retain is not None and (interval is None or retain % interval):
         remedy = "Give --save-interval" if interval is None else f"Use {multiples(retain, interval)}"

@@ -182,6 +182,8 @@ class TrainConfig(Section):
     """Weigh every token alike: divide by the global batch's tokens instead of averaging micro-batch means."""
     check_weight_hash_across_dp_replicas_interval: int = setting(100, least=0, megatron=0)
     """Iterations between comparisons of the weights of data-parallel replicas by digest; 0 for none."""
+    max_consecutive_skipped_steps: int = setting(20, least=1, ours=True)
+    """End the run with an error after so many steps in a row whose gradient was not finite; such steps are skipped."""
     skip_train: bool = setting(False)
     """Only evaluate."""
 
@@ -314,6 +316,12 @@ class CheckpointConfig(Section):
     """Do not save the optimizer's state."""
     no_save_rng: bool = setting(False)
     """Accepted and without effect: random numbers follow from --seed and the iteration, no state is saved."""
+    use_checkpoint_opt_param_scheduler: bool = setting(False)
+    """Take the learning-rate and weight-decay schedule of the checkpoint's run instead of the flags'."""
+    override_opt_param_scheduler: bool = setting(False)
+    """Take the schedule of the flags where the checkpoint's run had another; so it is without this flag, and told."""
+    override_dataset: bool = setting(False, ours=True)
+    """Resume with other training data than the checkpoint's run read, which is refused otherwise."""
     exit_on_missing_checkpoint: bool = setting(False)
     """Stop when --load holds no checkpoint, instead of starting anew."""
 

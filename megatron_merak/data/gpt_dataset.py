@@ -69,6 +69,11 @@ class GPTDataset:
         self.document_index, self.sample_index, self.shuffle_index = self._indices()
         self._position_ids = torch.arange(config.sequence_length)
 
+    def __reduce__(self) -> tuple:
+        """Pickled, as for the worker processes of a loader, it is built again where it arrives; cached indices are
+        mapped there, not sent."""
+        return type(self), (self.source, self.bounds, self.num_samples, self.index_split, self.config)
+
     def description(self) -> dict[str, object]:
         """Everything that the indices depend on, JSON-safe."""
         return {

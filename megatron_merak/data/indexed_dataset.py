@@ -38,6 +38,7 @@ DTYPES: Mapping[int, np.dtype] = MappingProxyType(
 REBUILD = "Build the dataset again with tools/preprocess_data.py"
 # Entries checked at a time: bounds the memory that opening an index of any length takes.
 CHUNK = 1 << 20
+_ENDS = 1 << 16  # bytes of the first and of the last tokens in a fingerprint
 
 
 def index_path(prefix: str | Path) -> Path:
@@ -136,11 +137,20 @@ class IndexedDataset:
         return np.frombuffer(data, self.dtype)
 
     def fingerprint(self) -> str:
-        """Digest of both file sizes and of the first and last MiB of the index: tells that a dataset was exchanged."""
+        """Digest of both file sizes, of the first and last MiB of the index and of the first and last 64 KiB of the
+        tokens: tells that a dataset was exchanged."""
         digest = hashlib.sha256(struct.pack("<QQ", len(self._index), self._bin_size))
         digest.update(self._index[: 1 << 20])
         digest.update(self._index[-(1 << 20) :])
+        ends = _ENDS // self.dtype.itemsize
+        tokens = min(self._bin_size // self.dtype.itemsize, ends)
+        for pointer in (0, self._bin_size // self.dtype.itemsize - tokens):
+            digest.update(self._read(pointer * self.dtype.itemsize, tokens).tobytes())
         return digest.hexdigest()[:32]
+
+    def __reduce__(self) -> tuple:
+        """Pickled, as for the worker processes of a loader, it is opened again where it arrives."""
+        return type(self), (self.prefix, self._tokens is not None)
 
 
 def _map(path: Path, size: int) -> memory_map.mmap | bytes:

@@ -16,7 +16,7 @@ from ..cluster import Cluster, find_cluster
 from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
-from .process import Environment, Setup, set_up
+from .process import Environment, Setup, end_with_launcher, set_up
 from .shared_segment import Settings
 
 _PATIENCE = 60.0  # seconds that a rank at its end waits for the others
@@ -118,6 +118,8 @@ def launch(
     ``use_cpu``: leave GPUs alone.
     """
     rank, size = position()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_launcher()
     cluster, clock = _emulation(backend, emulate)
     device = torch.device("cpu") if use_cpu else _device(backend, size)
     if device.type == "cuda":

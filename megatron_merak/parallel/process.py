@@ -1,6 +1,9 @@
 """What a training process sets up once, whichever entry it came by: fp32 matrix products, host memory, threads."""
 
+import ctypes
 import os
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import torch
 from .memory import keep_freed_memory
 from .precision import choose_fp32_matmul
 
+_PR_SET_PDEATHSIG = 1
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -59,6 +63,15 @@ def set_up(device: torch.device, fp32_matmul: str, environment: Environment) -> 
         torch.set_num_threads(max(1, cores() // environment.ranks_here))
     keeps = device.type == "cpu" and not environment.own_malloc and keep_freed_memory()
     return Setup(torch.get_float32_matmul_precision(), keeps, torch.get_num_threads())
+
+
+def end_with_launcher() -> None:
+    """Let the kernel end this process when the one that started it ends, however that comes about.
+
+    A launcher that is killed cannot stop its ranks; they would train on and write checkpoints beside the next job's.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def cores() -> int:

@@ -8,9 +8,11 @@ import torch
 
 from ..arguments import deviation_report
 from ..checkpoint import store
+from ..checkpoint.lock import DirectoryLock
 from ..cluster import find_device
 from ..config import RunConfig
 from ..data.build import Datasets
+from ..data.identity import identity
 from ..data.loader import BatchLoader
 from ..errors import CheckpointError, ConfigError, DataError, PlanError
 from ..parallel.agree import gather_json
@@ -21,6 +23,7 @@ from ..plan import Plan
 from .devices import known
 from .pictures import draw_curve, step_view
 from .report import Report, Throughput
+from .skips import SkippedSteps
 from .state import RunState
 
 
@@ -68,8 +71,19 @@ class Job:
     def __init__(self, trainer: RunState, datasets: Datasets, report: Report | None):
         self.config, self.plan, self.mesh = trainer.config, trainer.plan, trainer.mesh
         self.trainer, self.datasets, self.report = trainer, datasets, report
+        trainer.data = identity(datasets)
+        self.skips = SkippedSteps(self.config.train.max_consecutive_skipped_steps, trainer.buffer, self.mesh.control)
+        self.lock: DirectoryLock | None = None
 
     def run(self) -> None:
+        """Train from where --load stands; --save is this job's alone meanwhile. Raises MerakError on every rank."""
+        if self.config.checkpoint.save is None:
+            self._run()
+            return
+        with DirectoryLock(self.config.checkpoint.save, self.mesh.control) as self.lock:
+            self._run()
+
+    def _run(self) -> None:
         self._resume()
         if not self.config.train.skip_train:
             self._train()
@@ -95,7 +109,7 @@ class Job:
                 raise CheckpointError("--load", options.load, "it holds no complete checkpoint", remedy)
             self.say(f"no checkpoint in {options.load}: starting at iteration 0")
             return
-        self.trainer.load(options.load, options.ckpt_step)
+        self.trainer.load(options.load, options.ckpt_step, self.say)
         self.say(f"loaded the checkpoint of iteration {self.trainer.iteration} from {options.load}")
 
     def say(self, text: str) -> None:
@@ -148,6 +162,7 @@ class Job:
         zeros = trainer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
         if self.report is not None:
             self.report.step(trainer.iteration, trainer.consumed_samples, seconds, result, zeros)
+        self.skips.count(result.skipped)
         if drawn:
             self._draw_timeline(executor.trace)
 
@@ -160,6 +175,7 @@ class Job:
     def _save(self) -> int:
         options = self.config.checkpoint
         began = time.perf_counter()
+        self.lock.confirm()
         path = self.trainer.save(options.save)
         self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
         if options.save_retain_interval:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -143,8 +145,12 @@ class TokenTrainer(RunState):
         flats = {"model": None} | (self.optimizer.state() if optimizer else {})
         return {kind: list(self.captured.shards(flat)) for kind, flat in flats.items()}
 
-    def load(self, root: str | Path, iteration: int | None = None) -> None:
-        super().load(root, iteration)
+    def described(self) -> dict[str, Any] | None:
+        config = getattr(self.captured.model, "config", None)
+        return None if config is None else json.loads(config.to_json_string(use_diff=False))
+
+    def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> None:
+        super().load(root, iteration, say)
         self.captured.iteration = self.iteration
 
 

@@ -82,8 +82,8 @@ class Report:
     Raises ConfigError where TensorBoard is not installed; that files can be written was checked before.
     """
 
-    def __init__(self, config: LoggingConfig, work: Throughput, train_iters: int, out: TextIO = sys.stdout):
-        self.config, self.work, self.train_iters, self.out = config, work, train_iters, out
+    def __init__(self, config: LoggingConfig, work: Throughput, train_iters: int, out: TextIO | None = None):
+        self.config, self.work, self.train_iters, self.out = config, work, train_iters, out or sys.stdout
         self.records: list[dict] = []
         self._pending: list[dict] = []
         self._metrics = None if config.metrics is None else open(config.metrics, "a", buffering=1)

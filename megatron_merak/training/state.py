@@ -1,8 +1,9 @@
 """What a run consists of at any moment, whatever its model: saved, and resumed under any layout."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..config import RunConfig
-from ..errors import CheckpointError
 from ..optimizer.adamw import AdamW
 from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import Plan
 from ..runtime.executor import Executor
+from .changes import check, schedule_of
+from .saved_run import SavedRun
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class StepReport:
 
 
 class RunState:
-    """``iteration``: optimizer steps done. ``consumed_samples``: training samples used, over all replicas.
+    """``iteration``: optimizer steps done. ``consumed_samples``: training samples used, over all replicas. ``data``:
+    what those samples come from, see ``data.identity``; set it before loading and saving.
 
     Subclasses set ``buffer``, ``optimizer`` and ``executor`` (of training steps), and say how the former two read as
     HuggingFace tensors.
@@ -42,6 +45,7 @@ class RunState:
     def __init__(self, config: RunConfig, plan: Plan, mesh: Mesh):
         self.config, self.plan, self.mesh = config, plan, mesh
         self.iteration = self.consumed_samples = 0
+        self.data: dict[str, Any] = {}
 
     def shards(self, optimizer: bool) -> dict[str, list[store.Shard]]:
         """The weights, and with ``optimizer`` its state, by kind."""
@@ -66,30 +70,49 @@ class RunState:
             dist.all_reduce(zeros, group=self.mesh.model)
         return int(zeros)
 
+    def described(self) -> dict[str, Any] | None:
+        """The model's own settings, JSON-safe, where the configuration only says where they are."""
+        return None
+
     def save(self, root: str | Path) -> Path:
-        """Write a checkpoint of this iteration under ``root``. Raises CheckpointError on every rank."""
+        """Write a checkpoint of this iteration under ``root``. Raises CheckpointError on every rank, and NumericsError
+        for numbers that are not finite."""
         meta = {
             "consumed_samples": self.consumed_samples,
             "optimizer_steps": self.optimizer.steps,
+            "global_batch_size": self.plan.global_batch_size,
             "config": self.config.to_dict(),
             "plan": self.plan.to_dict(),
+            "data": self.data,
+            "model": self.described(),
         }
         shards = self.shards(not self.config.checkpoint.no_save_optim)
         return store.save(root, self.iteration, shards, meta, self.mesh.control, "cpu")
 
-    def load(self, root: str | Path, iteration: int | None = None) -> None:
-        """Resume from ``root``, whatever layout it was written under. Raises CheckpointError on every rank."""
+    def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> None:
+        """Resume from ``root``, written under any layout: its newest undamaged checkpoint, or that of ``iteration``.
+
+        ``say`` is called on every rank with each line that the user has to know. Raises CheckpointError on every rank.
+        """
         options = self.config.checkpoint
         optimizer = not (options.finetune or options.no_load_optim)
-        meta = store.load(root, self.shards(optimizer), self.mesh.control, "cpu", iteration)
+        lines: list[str] = []
+
+        def compare(meta: Mapping[str, Any]) -> None:
+            saved = SavedRun.read(meta, root)
+            lines[:] = check(self.config, saved, self.described(), self.data, self.plan.global_batch_size)
+
+        shards, control = self.shards(optimizer), self.mesh.control
+        meta = store.load(root, shards, control, "cpu", iteration, say=say, check=compare)
+        for line in lines if say is not None else ():
+            say(line)
         if not optimizer:
             self.optimizer.refresh_master()
         if options.finetune:
             return
+        saved = SavedRun.read(meta, root)
         if optimizer:
-            self.optimizer.steps = meta["optimizer_steps"]
-        self.iteration, self.consumed_samples = meta["iteration"], meta["consumed_samples"]
-        seed, saved = self.config.train.seed, meta["config"]["train"]["seed"]
-        if seed != saved:
-            remedy = f"Give --seed {saved}, or --finetune to start a new run from these weights"
-            raise CheckpointError("--seed", seed, f"the checkpoint's run has seed {saved}", remedy)
+            self.optimizer.steps = saved.optimizer_steps
+        self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
+        if options.use_checkpoint_opt_param_scheduler:
+            self.config = replace(self.config, optimizer=schedule_of(saved, self.config.optimizer))

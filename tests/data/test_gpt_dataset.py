@@ -1,9 +1,13 @@
 """Samples of a GPTDataset against Megatron's rules, written down again the slow way."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from megatron_merak.data.blend import BlendedDataset
 from megatron_merak.data.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron_merak.data.gpt_index import build_indices, count_epochs, split_bounds
 from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
@@ -243,3 +247,32 @@ def test_mock_documents_are_consistent():
         for offset, length in ((0, 1), (1, None), (len(whole) - 1, 1), (len(whole) // 2, 1)):
             part = source.get(document, offset, length)
             assert part.tolist() == whole[offset : None if length is None else offset + length].tolist()
+
+
+def _spawned_items(kind: str, path, cached: bool, mmap: bool):
+    """A data set of each kind, and what the spawned worker of a loader reads of it."""
+    if kind == "mock":
+        source = MockIndexedDataset(50, 49)
+    else:
+        with IndexedDatasetWriter(path / "x", np.uint16) as writer:
+            for number in range(9):
+                writer.add_document(range(number, number + 12))
+        source = IndexedDataset(path / "x", mmap=mmap)
+    config = GPTDatasetConfig(8, 3, 50, path_to_cache=path / "cache" if cached else None)
+    dataset = GPTDataset(source, (0, 9), 20, "train", config)
+    if kind == "blend":
+        dataset = BlendedDataset([dataset, dataset], [0.3, 0.7], 12, path / "cache" if cached else None)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    return dataset, list(loader)
+
+
+@pytest.mark.parametrize("kind, cached, mmap", [("blend", True, True), ("single", False, False), ("mock", False, True)])
+def test_a_spawned_loader_worker_reads_the_same_samples(tmp_path, kind, cached, mmap):
+    dataset, arrived = _spawned_items(kind, tmp_path, cached, mmap)
+    assert len(arrived) == len(dataset) > 10
+    for index, item in enumerate(arrived):
+        assert all(torch.equal(item[name], value) for name, value in dataset[index].items())
+    if cached:
+        part = dataset.datasets[0]
+        assert len(pickle.dumps(part)) < 2000
+        assert isinstance(pickle.loads(pickle.dumps(part)).shuffle_index, np.memmap)

@@ -207,7 +207,8 @@ def test_random_damage_is_typed_or_harmless(tmp_path):
 
 
 def test_fingerprint_tells_datasets_apart(tmp_path):
-    contents = (DOCUMENTS, [[1]], [[1, 2]])
+    contents = (DOCUMENTS, [[1]], [[1, 2]], [[1, 3]], [[1, 2], [1]], [[*range(40_000), 1]], [[*range(40_000), 2]])
     prints = {IndexedDataset(write(tmp_path / "x", documents)).fingerprint() for documents in contents}
-    assert len(prints) == 3
+    assert len(prints) == len(contents)
+    assert IndexedDataset(tmp_path / "x", mmap=False).fingerprint() in prints
     assert IndexedDataset(write(tmp_path / "y", [[1, 2]])).fingerprint() in prints

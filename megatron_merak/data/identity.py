@@ -1,0 +1,61 @@
+"""What a run's data is, to be stored with a checkpoint and compared when the run resumes."""
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from .build import Dataset, Datasets
+from .gpt_dataset import GPTDataset
+
+_PREFIX = 1 << 16  # entries of an index that tell its order
+
+
+def identity(datasets: Datasets) -> dict[str, dict | None]:
+    """The data of each part, JSON-safe; None where there is none. Reads a few 100 KiB."""
+    return {part: None if dataset is None else _identity(dataset) for part, dataset in datasets._asdict().items()}
+
+
+def _identity(dataset: Dataset) -> dict:
+    """``sources``: where tokens come from. ``samples``: how they are cut. ``order``: digest of which comes when."""
+    single = isinstance(dataset, GPTDataset)
+    parts = [dataset] if single else dataset.datasets
+    indices = [index for part in parts for index in (part.document_index, part.sample_index, part.shuffle_index)]
+    indices += [] if single else [dataset.dataset_index, dataset.dataset_sample_index]
+    order = hashlib.sha256()
+    for index in indices:
+        order.update(np.ascontiguousarray(index[:_PREFIX]).astype("<i8").tobytes())
+    return {
+        "sources": [_source(part) for part in parts],
+        "samples": {
+            "weights": None if single else dataset.weights,
+            "sequence length": parts[0].config.sequence_length,
+            "seed": parts[0].config.random_seed,
+            "end-of-document id left out of the loss": parts[0].config.masked_eod,
+        },
+        "order": order.hexdigest()[:32],
+    }
+
+
+def _source(part: GPTDataset) -> dict:
+    return {"prefix": part.source.prefix, "fingerprint": part.source.fingerprint(), "sequences": list(part.bounds)}
+
+
+def difference(now: Mapping | None, saved: Mapping | None) -> str:
+    """What tells one part of a run's data from the saved one, whatever the names of its files; empty: nothing.
+
+    The order of samples is not looked at.
+    """
+    if now is None or saved is None:
+        return "" if now is saved else f"there is {'none' if now is None else 'some'} now, unlike then"
+    before, after = saved["sources"], now["sources"]
+    if len(before) != len(after):
+        return f"{len(after)} data sets, and then {len(before)}"
+    for one, other in zip(after, before, strict=True):
+        for key in ("fingerprint", "sequences"):
+            if one[key] != other[key]:
+                return f"{key} {one[key]} of {one['prefix']}, and then {other[key]} of {other['prefix']}"
+    for key, value in now["samples"].items():
+        if value != (then := saved["samples"].get(key)):
+            return f"{key} {value}, and then {then}"
+    return ""

@@ -1,0 +1,160 @@
+"""A run that resumes beside the run that saved: another model or other data is refused, another schedule is told."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..arguments import shown
+from ..config import HFConfig, ModelConfig, OptimizerConfig, RunConfig, flag_name
+from ..data.identity import difference
+from ..errors import CheckpointError, ConfigError
+from .saved_run import SavedRun
+
+# Of the model's settings: those that change neither its function nor its samples, ...
+_FREE = frozenset(
+    """init_method_std make_vocab_size_divisible_by cross_entropy_chunk_size model init_weights trust_remote_code
+    allow_pickle graph_sharding tensor_parallel_rules""".split()
+)
+# ... those that may change in the middle of a run, ...
+_TOLD = frozenset("hidden_dropout attention_dropout attn_implementation".split())
+# ... and those that a new run from old weights may choose anew.
+_OF_A_RUN = frozenset(
+    "seq_length max_position_embeddings rotary_base rotary_percent use_rope_scaling rope_scaling_factor".split()
+)
+_TRAIN_TOLD = "train_iters micro_batch_size bf16 fp32_matmul_precision calculate_per_token_loss".split()
+_SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction lr_warmup_init
+    lr_wsd_decay_style lr_wsd_decay_iters weight_decay start_weight_decay end_weight_decay
+    weight_decay_incr_style""".split()
+
+# Of the config.json of a model: keys that are of no consequence for training, and those that may change.
+_CONFIG_FREE = frozenset("transformers_version _name_or_path architectures dtype torch_dtype use_cache".split())
+_CONFIG_TOLD = ("dropout", "_token_id", "pdrop", "_implementation")
+
+
+class Change(NamedTuple):
+    """A setting that is not what it was; ``flag`` is what the user calls it."""
+
+    flag: str
+    now: Any
+    saved: Any
+
+    def __str__(self) -> str:
+        return f"{self.flag} {_text(self.now)} (it was {_text(self.saved)})"
+
+
+def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, data: Mapping, batch: int) -> list[str]:
+    """What a resumed run has to tell, in lines. Raises CheckpointError for another model, and for other data.
+
+    model: see ``RunState.described``. data: see ``data.identity``. batch: samples per step.
+    """
+    refused, told = _model_changes(config, saved, model)
+    for change in refused:
+        reason = f"the checkpoint's run had {_text(change.saved)}: it would be another model"
+        remedy = f"Give {change.flag} {_text(change.saved)}" if change.flag.startswith("--") else "Use the same model"
+        raise CheckpointError(change.flag, _text(change.now), reason, remedy)
+    lines = []
+    if not config.checkpoint.finetune:
+        lines += _check_seed_and_data(config, saved, data)
+        told += _run_changes(config, saved)
+        if saved.global_batch_size not in (None, batch):
+            told.append(Change("--global-batch-size", batch, saved.global_batch_size))
+    if told:
+        lines.insert(0, f"Changed since the checkpoint was written: {'; '.join(map(str, told))}")
+    return lines
+
+
+def schedule_of(saved: SavedRun, optimizer: OptimizerConfig) -> OptimizerConfig:
+    """``optimizer`` with the checkpoint's schedule. Raises CheckpointError where it has none that is sound."""
+    theirs = {name: saved.config["optimizer"][name] for name in _SCHEDULE if name in saved.config["optimizer"]}
+    if theirs.get("lr_decay_iters") is None:
+        theirs["lr_decay_iters"] = saved.config["train"].get("train_iters")
+    try:
+        return dataclasses.replace(optimizer, **theirs)
+    except ConfigError as error:
+        remedy = "Leave out --use-checkpoint-opt-param-scheduler"
+        raise CheckpointError(
+            "--use-checkpoint-opt-param-scheduler", "on", f"in the checkpoint, {error}", remedy
+        ) from error
+
+
+def _model_changes(
+    config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None
+) -> tuple[list[Change], list[Change]]:
+    now, then = config.to_dict()["model"], dict(saved.config["model"])
+    if isinstance(config, HFConfig) != ("model" in then):  # the native model and its captured twin share names only
+        now, then = ({"seq_length": values.get("seq_length")} for values in (now, then))
+    elif isinstance(config.model, ModelConfig):
+        now, then = _effective(config.model), _effective_saved(then)
+    changes = [Change(flag_name(name), now[name], then[name]) for name in _differing(now, then) if name not in _FREE]
+    may_change = _TOLD | _OF_A_RUN if config.checkpoint.finetune else _TOLD
+    refused = [change for change in changes if change.flag[2:].replace("-", "_") not in may_change]
+    told = [change for change in changes if change not in refused]
+    for name in _differing(model or {}, saved.model or {}):
+        change = Change(f"config.json {name}", model[name], saved.model[name])
+        if name not in _CONFIG_FREE:
+            (told if any(part in name for part in _CONFIG_TOLD) else refused).append(change)
+    return refused, told
+
+
+def _effective(model: ModelConfig) -> dict[str, Any]:
+    """The settings with what stands for the unset ones."""
+    values = dataclasses.asdict(model)
+    values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
+    values["max_position_embeddings"] = model.max_positions
+    return {name: value for name, value in values.items() if name != "group_query_attention"}
+
+
+def _effective_saved(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        known = {field.name for field in dataclasses.fields(ModelConfig)}
+        return _effective(ModelConfig.from_dict({name: value for name, value in values.items() if name in known}))
+    except ConfigError:
+        return values
+
+
+def _differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]:
+    """Names that both have with different values; what only one version of the program knows tells nothing."""
+    return (name for name, value in now.items() if name in then and value != then[name])
+
+
+def _run_changes(config: RunConfig, saved: SavedRun) -> list[Change]:
+    now = config.to_dict()
+    pairs = [("train", name) for name in _differing(now["train"], saved.config["train"]) if name in _TRAIN_TOLD]
+    pairs += [("optimizer", name) for name in _differing(now["optimizer"], saved.config["optimizer"])]
+    if config.checkpoint.use_checkpoint_opt_param_scheduler:
+        pairs = [(section, name) for section, name in pairs if name not in _SCHEDULE]
+    return [Change(flag_name(name), now[section][name], saved.config[section][name]) for section, name in pairs]
+
+
+def _check_seed_and_data(config: RunConfig, saved: SavedRun, data: Mapping) -> list[str]:
+    seed, before = config.train.seed, saved.config["train"].get("seed")
+    if seed != before:
+        remedy = f"Give --seed {before}, or --finetune to start a new run from these weights"
+        raise CheckpointError("--seed", seed, f"the checkpoint's run has seed {before}", remedy)
+    if saved.data is None:
+        return ["The checkpoint does not say which data its run read: it is not compared."]
+    lines = []
+    for part, now in data.items():
+        then = saved.data.get(part)
+        text = difference(now, then)
+        if text and part == "train":
+            if not config.checkpoint.override_dataset:
+                remedy = "Give the same data, --override-dataset to go on with other data, or --finetune for a new run"
+                raise CheckpointError(
+                    "training data", _paths(now), f"the checkpoint's run read other data: {text}", remedy
+                )
+            lines.append(f"Other training data than the checkpoint's run, as --override-dataset allows: {text}.")
+        elif text:
+            lines.append(f"Other {part} data than the checkpoint's run: {text}.")
+        elif part == "train" and now is not None and now["order"] != then.get("order"):
+            reason = "--train-iters now reads the data another number of times"
+            lines.append(f"Samples come in another order than in the checkpoint's run ({reason}): some may come again.")
+    return lines
+
+
+def _paths(part: Mapping | None) -> str:
+    return "(none)" if part is None else " ".join(source["prefix"] for source in part["sources"])
+
+
+def _text(value: Any) -> str:
+    return shown(tuple(map(str, value)) if isinstance(value, list) else value)

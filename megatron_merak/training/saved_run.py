@@ -1,0 +1,75 @@
+"""What a checkpoint says of the run that wrote it, read with care: its meta may have been written by anything."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+_MOST = 2**62
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """``iteration``, ``consumed_samples``: as in RunState. ``optimizer_steps``: of Adam's bias correction.
+
+    ``config``: the settings by section. ``data``: see ``data.identity``; ``model``: see ``RunState.described``;
+    ``global_batch_size``: samples per step. The last three are None in checkpoints of earlier versions.
+    """
+
+    iteration: int
+    consumed_samples: int
+    optimizer_steps: int
+    config: Mapping[str, Mapping[str, Any]]
+    data: Mapping[str, Mapping | None] | None
+    model: Mapping[str, Any] | None
+    global_batch_size: int | None
+
+    @classmethod
+    def read(cls, meta: Mapping[str, Any], where: Path | str) -> "SavedRun":
+        """``where``: the directory, for errors. Raises CheckpointError."""
+
+        def get(name: str, sound: Callable[[Any], bool], what: str, default: Any = ...) -> Any:
+            value = meta.get(name, default)
+            if value is ... or not (sound(value) or value is default):
+                told = "is missing from" if value is ... else f"is {value!r:.60} in"
+                reason = f"{name}, {what}, {told} what it says of its run"
+                raise CheckpointError("checkpoint", where, reason, "Load another iteration with --ckpt-step")
+            return value
+
+        return cls(
+            get("iteration", is_count, "a whole number"),
+            get("consumed_samples", is_count, "a whole number"),
+            get("optimizer_steps", is_count, "a whole number"),
+            get("config", _is_config, "sections of settings"),
+            get("data", _is_data, "data sets by part", None),
+            get("model", _is_object, "the model's settings", None),
+            get("global_batch_size", is_count, "a whole number", None),
+        )
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value from JSON can be a number of things."""
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_config(value: Any) -> bool:
+    named = ("model", "train", "optimizer", "data")
+    return _is_object(value) and all(_is_object(value.get(name)) for name in named)
+
+
+def _is_data(value: Any) -> bool:
+    return _is_object(value) and all(part is None or _is_part(part) for part in value.values())
+
+
+def _is_part(value: Any) -> bool:
+    if not (_is_object(value) and _is_object(value.get("samples")) and isinstance(value.get("sources"), list)):
+        return False
+    return all(
+        _is_object(source) and {"prefix", "fingerprint", "sequences"} <= source.keys() for source in value["sources"]
+    )
