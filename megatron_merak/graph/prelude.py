@@ -35,6 +35,20 @@ class Prelude:
         self.reads = tuple(str(n.target) for n in inputs)
         self._fixed: tuple[Tensor, ...] | None = None
 
+    def state(self) -> tuple[Tensor, ...] | None:
+        """A copy of the constants on the device, which a model may write to; None before the first batch."""
+        return None if self._fixed is None else tuple(value.clone() for value in self._fixed)
+
+    @torch.no_grad()
+    def restore(self, state: tuple[Tensor, ...] | None) -> None:
+        """Undo what was written since ``state`` was taken."""
+        if state is None:
+            self._fixed = None
+        else:
+            for value, saved in zip(self._fixed, state, strict=True):
+                if not torch.equal(value, saved):  # tables may be expanded views, which nobody writes to
+                    value.copy_(saved)
+
     @torch.no_grad()
     def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._fixed is None:

@@ -63,13 +63,17 @@ class Executor:
             Kind.RECV_B: self._receive_gradient,
         }
 
-    def run(self, batches: Sequence[Batch], step: int, training: bool = True) -> StepLoss | None:
+    def run(
+        self, batches: Sequence[Batch], step: int, training: bool = True, weights: Sequence[float] | None = None
+    ) -> StepLoss | None:
         """Run every op in order; ``batches`` has one entry per micro-batch, on every rank.
 
         ``training`` turns dropout on and adds gradients to ``main_grad``. What the model hands out beside its loss is
-        in ``results`` afterwards, one dict per micro-batch, on the last stage.
+        in ``results`` afterwards, one dict per micro-batch, on the last stage. ``weights``: factors of the
+        micro-batches' losses, 1 by default.
         """
         self.batches, self.step, self.training, self.losses = batches, step, training, []
+        self.weights = weights
         self.results: list[dict[str, Tensor]] = []
         for stage in self.stages.values():
             stage.start_run(training)
@@ -133,7 +137,8 @@ class Executor:
             return None
         count = stage.count(op.microbatch).clamp(min=1)
         replicas = len(self.batches) * self.mesh.grid.dp
-        return torch.ones_like(count) if self.per_token else 1 / (count * replicas)
+        scale = torch.ones_like(count) if self.per_token else 1 / (count * replicas)
+        return scale if self.weights is None else scale * self.weights[op.microbatch]
 
     def _is_last(self, stage: Stage) -> bool:
         return stage.index == self.schedule.stages - 1
@@ -160,6 +165,8 @@ class Executor:
         parts, count = stage.parts[op.microbatch], stage.count(op.microbatch)
         found = [{name: part.take(name) for name in part.program.results} for part in parts]
         total = sum((values.pop(LOSS) for values in found if LOSS in values), torch.zeros_like(count))
+        if self.weights is not None:
+            total = total * self.weights[op.microbatch]
         self.losses.append((total, count, total / count.clamp(min=1)))
         self.results.append(found[0])
 

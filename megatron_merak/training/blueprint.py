@@ -16,11 +16,12 @@ from ..graph.cut import Chain, align, cut
 from ..graph.fuse import fuse
 from ..graph.guards import Guards
 from ..graph.measure import measure
-from ..graph.nodes import is_op
+from ..graph.nodes import is_op, is_random
 from ..graph.propagate import family
 from ..graph.rewrite import rewrite
 from ..graph.shard import Sharding, TensorRules, shard
 from ..graph.split import Parts, split
+from ..graph.undropped import undropped
 from ..parallel.mesh import Mesh
 from ..plan import Grid, Plan
 from ..planner.make import choices, plan_chain
@@ -166,12 +167,12 @@ class Blueprint:
         return {name: tuple(stages) for name, stages in held.items()}
 
     def parts(
-        self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh
+        self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh, drops: bool = True
     ) -> tuple[Parts, Guards | None]:
-        """The work of ``stage`` on batches of this shape, and what else must hold of them."""
-        first = self.captured
+        """The work of ``stage`` on batches of this shape, and what else must hold of them. ``drops``: with dropout."""
+        first, how = self.captured, (stage, mesh, training, drops)
         if training and shapes_of(batch) == self.example and not (first.guards and first.guards.broken(batch)):
-            return self._parts(first, self.chain, self.sharding, stage, mesh, training), first.guards
+            return self._parts(first, self.chain, self.sharding, *how), first.guards
         captured = self._capture(batch, training, outputs)
         unknown = [name for name in captured.trainable if name not in first.shapes]
         if unknown:
@@ -180,12 +181,21 @@ class Blueprint:
         chain = align(cut(captured, self.settings.graph_sharding), self.chain)
         rules = TensorRules.parse(self.settings.tensor_parallel_rules)
         sharding = shard(captured, self.grid.tp, rules, self.sharding.tensors, self.settings.vocabulary_multiple)
-        return self._parts(captured, chain, sharding, stage, mesh, training), captured.guards
+        return self._parts(captured, chain, sharding, *how), captured.guards
 
     def _parts(
-        self, captured: Captured, chain: Chain, sharding: Sharding, stage: int, mesh: Mesh, training: bool
+        self,
+        captured: Captured,
+        chain: Chain,
+        sharding: Sharding,
+        stage: int,
+        mesh: Mesh,
+        training: bool,
+        drops: bool,
     ) -> Parts:
         rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.grid.tp, self.partial)
+        if not drops:
+            undropped(rewritten.graph)
         if captured is self.captured:
             self.partial = rewritten.partial
         extra = [name for name in rewritten.partial if name not in self.partial and name in self.captured.shapes]
@@ -201,18 +211,21 @@ class Blueprint:
 class Programs:
     """The programs of one stage, captured when a batch comes that has a new shape or breaks the guards of all others.
 
-    wanted: the outputs that evaluation hands out. Raises TraceError where a model decides by values that are other ones
-    in every batch.
+    wanted: the outputs that evaluation hands out. drops: whether training drops values at random. Raises TraceError
+    where a model decides by values that are other ones in every batch.
     """
 
     def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, parameters: Mapping[str, nn.Parameter], sink):
         self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
         self.wanted: tuple[str, ...] = ("loss",)
+        self.drops = True
+        self._random = any(map(is_random, blueprint.captured.module.graph.nodes))
         self._made: dict[tuple, list[tuple[Guards | None, Program]]] = {}
 
     def __call__(self, batch: Batch, training: bool) -> Program:
         outputs = ("loss",) if training else self.wanted
-        made = self._made.setdefault((training, outputs, shapes_of(batch)), [])
+        drops = self.drops or not (training and self._random)
+        made = self._made.setdefault((training, outputs, drops, shapes_of(batch)), [])
         line = ""
         for guards, program in made:
             line = guards.broken(batch) if guards else ""
@@ -224,11 +237,17 @@ class Programs:
                 "Collate batches so that this value is the same for most, or rewrite that line with tensor operations"
             )
             raise TraceError("line", line, reason, remedy)
-        made.append(self._make(batch, training, outputs))
+        made.append(self._make(batch, training, outputs, drops))
         return made[-1][1]
 
-    def _make(self, batch: Batch, training: bool, outputs: tuple[str, ...]) -> tuple[Guards | None, Program]:
-        parts, guards = self.blueprint.parts(batch, training, outputs, self.stage, self.mesh)
+    def made(self) -> list[Program]:
+        """Every program so far."""
+        return [program for cases in self._made.values() for _, program in cases]
+
+    def _make(
+        self, batch: Batch, training: bool, outputs: tuple[str, ...], drops: bool
+    ) -> tuple[Guards | None, Program]:
+        parts, guards = self.blueprint.parts(batch, training, outputs, self.stage, self.mesh, drops)
         return guards, Program(
             tuple(parts.segments(self.parameters, self.sink)),
             parts.prelude,

@@ -1,6 +1,7 @@
 """Training any captured model on this rank: its shards, its programs, its optimizer."""
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ..runtime.stage import Stage
 from .blueprint import Batch, Blueprint, CapturedSettings, Programs
 from .build import shared_here, tie_groups
 from .holdings import Decay, Holdings, decay_matrices
+from .proofs import difference
 from .replicas import Replicas
 from .same_model import check_same_graph, check_same_model
 from .trainer import StepReport
@@ -54,6 +56,9 @@ class CapturedTrainer:
         self._check_case()
         self.plan = self.blueprint.plan
         self._check_halves()
+        # Whether micro-batches run in halves; None: a step will find out.
+        asked = self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
+        self.halves: bool | None = None if asked and len(halve(example)) > 1 else False
         self.holdings = Holdings(self.blueprint, mesh, decay)
         self.holdings.fill()
         self.buffer, self.shards = self.holdings.buffer, self.holdings.shards
@@ -67,8 +72,7 @@ class CapturedTrainer:
         self.executor(settings.micro_batches, True)
         with together(mesh.control, "cpu"):
             for programs in self.programs.values():
-                for part in self._parts(self.blueprint.prepared(example)):
-                    programs(part, True)
+                programs(self.blueprint.prepared(example), True)
         self.iteration = 0
 
     def _check_case(self) -> None:
@@ -121,8 +125,20 @@ class CapturedTrainer:
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """A prepared micro-batch as it runs: in halves where the plan says so and their losses add up."""
-        halves = self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in batch
-        return halve(batch) if halves else [batch]
+        return halve(batch) if self.halves and "num_items_in_batch" in batch else [batch]
+
+    def _try_halves(self, batches: Sequence[Batch]) -> None:
+        """Let micro-batches run in halves if the loss and the gradient of one of these are the sums of its halves'."""
+        prepared = [*map(self.blueprint.prepared, batches)]
+        batch = max(prepared, key=lambda batch: len(halve(batch)))
+        if 1 in gather_json(len(halve(batch)), self.mesh.control, "cpu"):
+            return
+        self.halves = False
+        found = difference(self, batch, halve(batch))
+        self.halves = None if found is None else not found
+        if found and self.mesh.rank == 0:
+            what = "micro-batches run whole, although sub-pipeline splits them in halves"
+            warnings.warn(f"{what}: their losses do not add up ({found}).", stacklevel=2)
 
     def executor(self, micro_batches: int, training: bool = True) -> Executor:
         """What runs steps of so many micro-batches."""
@@ -134,16 +150,18 @@ class CapturedTrainer:
             self._executors[key] = Executor(self.stages, schedule, self.mesh, self.accepts_num_items, pipes)
         return self._executors[key]
 
-    def gradients(self, batches: Sequence[Batch]) -> float:
+    def gradients(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> float:
         """One step's loss, known to every rank, and, in ``buffer.main_grad``, its gradient.
 
         With ``num_items_in_batch`` in the batches (and a model that takes it) losses of micro-batches are shares of
-        the step's loss and add up; else the step's loss is their mean.
+        the step's loss and add up; else the step's loss is their mean. With ``weights``, it is their weighted sum.
         """
+        if self.halves is None:
+            self._try_halves(batches)
         self.parameters.start_step()
         executor = self.executor(len(batches), True)
-        executor.per_token = "num_items_in_batch" in batches[0]
-        loss = executor.run([*map(self.blueprint.prepared, batches)], self.iteration)
+        executor.per_token = weights is not None or "num_items_in_batch" in batches[0]
+        loss = executor.run([*map(self.blueprint.prepared, batches)], self.iteration, weights=weights)
         self.parameters.finish_step()
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if loss is not None:
@@ -178,6 +196,26 @@ class CapturedTrainer:
         results, executor.results = executor.results, []  # logits may be the largest tensors of all
         found = [dict(zip(names, result.values(), strict=True)) for result in results]
         return [{"loss": loss[0]} | result for loss, result in zip(executor.losses, found, strict=True)]
+
+    def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:
+        """Capture what an evaluation of ``batches`` needs, where it is new. Raises TraceError."""
+        for programs in self.programs.values():
+            programs.wanted = tuple(outputs)
+            for batch in batches:
+                programs(self.blueprint.prepared(batch), False)
+
+    def difference(self, one: Batch, others: Sequence[Batch]) -> str | None:
+        """What of loss and gradients a batch does not have in common with others added up; see ``proofs``."""
+        return difference(self, one, others)
+
+    @property
+    def dtype(self) -> str:
+        return self.settings.dtype
+
+    def output_rank(self, replica: int) -> int:
+        """The global rank whose evaluation outputs of a replica count: the first one that runs its last stage."""
+        schedule, grid = self.plan.schedule, self.mesh.grid
+        return grid.rank(dp=replica, pp=schedule.rank_of(schedule.stages - 1))
 
     def _state(self) -> dict[str, list[store.Shard]]:
         return {"model": list(self.shards())} | {

@@ -1,4 +1,4 @@
-"""From datasets to what a step takes: this replica's padded micro-batches and the number of targets in all of them."""
+"""From datasets to what a step takes: this replica's micro-batches and the number of targets in all of them."""
 
 import dataclasses
 import hashlib
@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from ..errors import ConfigError, DataError
-from ..parallel.agree import gather_json
+from ..errors import ConfigError, DataError, MerakError
+from ..parallel.agree import gather_json, raise_together
 from ..parallel.mesh import Mesh
 from .batches import Batch, Loading, epoch_order
 from .blueprint import shapes_of
+from .captured import CapturedTrainer
 from .merak_arguments import MerakArguments
 from .model_facts import ModelFacts
-from .padding import Padding
+from .neutral import TRAINING, NeutralPadding
 from .samplers import Drawn, EpochSampler, length_of
 
 
@@ -30,7 +31,7 @@ class Feed:
     args: MerakArguments
     mesh: Mesh
     facts: ModelFacts
-    padding: Padding
+    neutral: NeutralPadding
     collator: Callable[[list], Mapping[str, Any]]
     tokenizer: object = None
 
@@ -140,29 +141,55 @@ class Feed:
                 remedy = "Make the same dataset on every rank: seed what is random, sort what has no order"
                 raise DataError("dataset", f"(on rank {rank})", reason, remedy)
 
-    def prepare(self, batches: Sequence[Batch], count_items: bool) -> tuple[list[Batch], int, int]:
-        """A step's micro-batches, padded; and, over all replicas, the elements of their main input and, by
-        ``include_num_input_tokens_seen``, the tokens among these. Collective over replicas.
+    def prepare(
+        self, batches: Sequence[Batch], count_items: bool, engine: CapturedTrainer | None = None
+    ) -> tuple[list[Batch], int, int]:
+        """A step's micro-batches, padded as far as ``engine`` shows that to be neutral (None: not at all); and, over
+        all replicas, the elements of their main input and, by ``include_num_input_tokens_seen``, the tokens among
+        these. Collective.
 
         With ``count_items`` each batch holds ``num_items_in_batch``, [] fp32: the targets of the whole step.
         """
-        facts, pad_id = self.facts, self.padding.pad_id
+        facts, pad_id = self.facts, self.neutral.padding.pad_id
         items = [facts.items(batch) for batch in batches] if count_items else [None]
         known = all(item is not None for item in items)
-        counts = torch.tensor(
-            [
-                sum(int(item) for item in items) if known else 0,
-                sum(facts.tokens(batch, pad_id, "all") for batch in batches),
-                sum(facts.tokens(batch, pad_id, self.args.include_num_input_tokens_seen) for batch in batches),
-            ]
+        padded, unsettled, failure = self._propose(batches, engine)
+        counts = self._over_replicas(
+            sum(int(item) for item in items) if known else 0,
+            sum(facts.tokens(batch, pad_id, "all") for batch in batches),
+            sum(facts.tokens(batch, pad_id, self.args.include_num_input_tokens_seen) for batch in batches),
+            int(unsettled is not None),
+            int(failure is not None),
         )
-        if self.mesh.dp is not None:
-            counts = counts.to(self.mesh.device)
-            dist.all_reduce(counts, group=self.mesh.dp)
-        padded = [self.padding(batch) for batch in batches]
-        if known:
-            padded = [batch | {"num_items_in_batch": counts[0].float()} for batch in padded]
-        return padded, int(counts[1]), int(counts[2])
+        if counts[4]:
+            raise_together(failure, self.mesh.control, "cpu")
+        counted = {"num_items_in_batch": torch.tensor(float(counts[0]))} if known else {}
+        plain, unsettled_anywhere = [batch | counted for batch in batches], counts[3]
+        while unsettled_anywhere:
+            place = 0 if unsettled is None else unsettled
+            if not self.neutral.settle(engine, plain[place], padded[place] | counted, TRAINING):
+                return plain, counts[1], counts[2]
+            padded, unsettled = self.neutral.propose(batches, TRAINING)
+            (unsettled_anywhere,) = self._over_replicas(int(unsettled is not None))
+        return [batch | counted for batch in padded], counts[1], counts[2]
+
+    def _propose(
+        self, batches: Sequence[Batch], engine: CapturedTrainer | None
+    ) -> tuple[list[Batch], int | None, MerakError | None]:
+        if engine is None:
+            return list(batches), None, None
+        try:
+            return *self.neutral.propose(batches, TRAINING), None
+        except MerakError as error:
+            return list(batches), None, error
+
+    def _over_replicas(self, *counts: int) -> list[int]:
+        """The sums over all replicas."""
+        if self.mesh.dp is None:
+            return list(counts)
+        summed = torch.tensor(counts, device=self.mesh.device)
+        dist.all_reduce(summed, group=self.mesh.dp)
+        return summed.tolist()
 
 
 def _digest(batch: Batch) -> str:

@@ -54,6 +54,7 @@ from .feed import Feed
 from .merak_arguments import PARALLEL_FIELDS, MerakArguments
 from .merak_loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
+from .neutral import NeutralPadding
 from .outputs import check_directory
 from .overrides import refuse_inputs, refuse_overrides, refusing
 from .predictions import Evaluation, EvaluationBatches
@@ -157,7 +158,8 @@ class MerakTrainer(TrainerFace):
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         self.facts = ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
         padding = padding_of(self.model, self.facts, self.args, tokenizer)
-        self.feed = Feed(self.args, self.mesh, self.facts, padding, self.data_collator, tokenizer)
+        neutral = NeutralPadding(padding, self.mesh)
+        self.feed = Feed(self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer)
 
     # The job
 
@@ -177,7 +179,7 @@ class MerakTrainer(TrainerFace):
         """This rank's part of the model; built when it is first needed, from the first batch there is."""
         if self._engine is None:
             example = self.feed.example(self.train_dataset, self.eval_dataset)
-            (example,), *_ = self.feed.prepare([example], accepts_num_items(self.model))
+            (example,), *_ = self.feed.prepare([example], accepts_num_items(self.model))  # as it comes
             self._engine = self.create_engine(example)
         return self._engine
 
@@ -258,7 +260,7 @@ class MerakTrainer(TrainerFace):
 
     def prepare_step(self, batches: list[Batch]) -> list[Batch]:
         """What the engine takes of this replica's micro-batches of a step; counts tokens and operations."""
-        prepared, elements, tokens = self.feed.prepare(batches, self.engine.accepts_num_items)
+        prepared, elements, tokens = self.feed.prepare(batches, self.engine.accepts_num_items, self.engine)
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += tokens
         self.current_flos += 6 * elements * self._parameters_used
@@ -316,17 +318,13 @@ class MerakTrainer(TrainerFace):
         self.callback_handler.eval_dataloader = batches
         evaluation = Evaluation(
             batches,
-            self.engine.evaluate,
+            self.engine,
             facts,
-            self.feed.padding,
-            lambda replica: grid.rank(dp=replica, pp=grid.pp - 1),
-            self.mesh.rank,
-            self.control_group,
+            self.feed.neutral,
             self.args,
             loss_only,
             everyone,
             self._predicted,
-            self.engine.accepts_num_items,
             self.preprocess_logits_for_metrics,
         )
         output = evaluation.run(self.compute_metrics, prefix)

@@ -95,7 +95,8 @@ def padding_of(model: nn.Module, facts: ModelFacts, args: TrainingArguments, tok
     if not mask and not facts.shifts:
         return Padding(None)
     limit = getattr(text, "max_position_embeddings", None)
-    return Padding(args.buckets, args.pad_to_multiple_of, pad_id, mask, limit if isinstance(limit, int) else None)
+    limit, decoder = limit if isinstance(limit, int) else None, bool(getattr(config, "is_encoder_decoder", False))
+    return Padding(args.buckets, args.pad_to_multiple_of, pad_id, mask, limit, decoder)
 
 
 def decayed_parameters(model: nn.Module) -> list[str]:

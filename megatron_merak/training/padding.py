@@ -1,6 +1,7 @@
 """Token batches padded to few lengths, because every shape of a batch is captured once.
 
-Padding stands at the end, is masked where the model takes a mask and is no target, so that the loss stays the same:
+Padding stands at the end, is masked where the model takes a mask and is no target, so that most losses stay the same
+(``neutral.py`` tells which do not):
 
     input_ids       7  8  9  |  pad  pad           labels        8  9 -100  |  -100 -100
     attention_mask  1  1  1  |    0    0           position_ids  0  1  2    |     3    4
@@ -29,7 +30,8 @@ class Padding:
     buckets: "auto" (8, 12, 16, 24, 32, 48, ...: at most a third is padding), the lengths themselves, or None for none.
     multiple: pad to a multiple of it, whatever the buckets are. pad_id: the token to pad with. mask: whether to add an
     attention mask where there is none; packed sequences, which are told by position_ids, never get one. limit: the
-    longest sequence that the model takes; "auto" and ``multiple`` do not pad beyond it.
+    longest sequence that the model takes; "auto" and ``multiple`` do not pad beyond it. decoder: the model is an
+    encoder with a decoder, whose labels have a length of their own.
     """
 
     buckets: str | tuple[int, ...] | None = "auto"
@@ -37,6 +39,11 @@ class Padding:
     pad_id: int = 0
     mask: bool = True
     limit: int | None = None
+    decoder: bool = False
+
+    @property
+    def active(self) -> bool:
+        return self.buckets is not None or self.multiple is not None
 
     def length(self, length: int) -> int:
         """The length that ``length`` is padded to. Raises DataError when it exceeds the largest bucket."""
@@ -55,36 +62,46 @@ class Padding:
             return self.buckets[place]
         return target if self.limit is None else max(length, min(target, self.limit))
 
-    def __call__(self, batch: Mapping[str, object]) -> dict[str, object]:
-        """``batch`` with its token tensors padded; anything else in it is left as it is."""
-        padded = dict(batch)
-        if self.buckets is None and self.multiple is None:
-            return padded
-        length = _length(batch, "input_ids")
-        target_length = _length(batch, "decoder_input_ids") or _length(batch, "labels")  # floats are no tokens
-        if length is not None and (target := self.length(length)) > length:
-            self._check(batch)
-            if self.mask and not {"attention_mask", "position_ids"} & batch.keys():
-                padded["attention_mask"] = torch.ones_like(batch["input_ids"])
-            self._pad(padded, ENCODER, length, target)
-        if target_length is not None:
-            self._pad(padded, DECODER + TARGETS, target_length, self.length(target_length))
-        return padded
+    def lengths(self, batch: Mapping[str, object]) -> dict[str, int]:
+        """The lengths of a batch: "input", of its tokens, and "decoder", where the model has one."""
+        tokens = {"input": _length(batch, "input_ids")}
+        if self.decoder or "decoder_input_ids" in batch:
+            tokens["decoder"] = _length(batch, "decoder_input_ids") or _length(batch, "labels")
+        return {name: length for name, length in tokens.items() if length is not None}
 
-    def _check(self, batch: Mapping[str, object]) -> None:
+    def unfit(self, batch: Mapping[str, object]) -> str:
+        """Why a batch is of a kind that cannot be padded; "" if it can be."""
         for name in UNPADDED:
             if name in batch:
-                remedy = "Leave it out: position_ids tell where a sequence begins; or set length_buckets none"
-                raise DataError("the batch's", name, "lengths of packed sequences cannot be padded", remedy)
+                return f"{name} gives the lengths of packed sequences"
         mask = batch.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.shape != batch["input_ids"].shape:
-            remedy = "Give one value per token, or set length_buckets none"
-            raise DataError("attention_mask of shape", tuple(mask.shape), "it cannot be padded", remedy)
+        if isinstance(mask, Tensor) and isinstance(tokens := batch.get("input_ids"), Tensor):
+            if mask.shape != tokens.shape:
+                return f"the attention_mask of shape {tuple(mask.shape)} has not one value per token"
+        return ""
+
+    def __call__(self, batch: Mapping[str, object]) -> dict[str, object]:
+        """``batch`` with its token tensors padded; anything else in it, labels that are not per token too, is left as
+        it is. Raises DataError when it is longer than the largest bucket."""
+        padded, lengths = dict(batch), self.lengths(batch)
+        if not self.active:
+            return padded
+        targets = {name: self.length(length) for name, length in lengths.items()}
+        if targets.get("input", 0) > lengths.get("input", 0):
+            if self.mask and not {"attention_mask", "position_ids"} & batch.keys():
+                padded["attention_mask"] = torch.ones_like(batch["input_ids"])
+            names = ENCODER if "decoder" in lengths else ENCODER + TARGETS
+            self._pad(padded, names, lengths["input"], targets["input"])
+        if "decoder" in lengths:
+            self._pad(padded, DECODER + TARGETS, lengths["decoder"], targets["decoder"])
+        return padded
 
     def _pad(self, batch: dict[str, object], names: tuple[str, ...], length: int, target: int) -> None:
         for name in names:
             value = batch.get(name)
             if not isinstance(value, Tensor) or value.dim() < 2 or value.size(-1) != length:
+                continue
+            if name in TARGETS and value.is_floating_point():
                 continue
             more = value.new_full((*value.shape[:-1], target - length), self._filler(name))
             if name == "position_ids":
@@ -101,14 +118,3 @@ def _length(batch: Mapping[str, object], name: str) -> int | None:
     value = batch.get(name)
     whole = isinstance(value, Tensor) and value.dim() > 1 and not value.is_floating_point()
     return value.size(-1) if whole else None
-
-
-def crop(value: Tensor, padded: Mapping[str, object], batch: Mapping[str, object]) -> Tensor:
-    """A model output for ``padded``, [rows, length, ...], without the positions that ``batch`` does not have."""
-    if value.dim() < 2:
-        return value
-    for name in ("decoder_input_ids", "labels", "input_ids"):
-        before, after = _length(batch, name), _length(padded, name)
-        if before is not None and value.size(1) == after:
-            return value[:, :before]
-    return value

@@ -7,8 +7,10 @@ the order of batches, so a metric is that of one process.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
@@ -17,7 +19,7 @@ from ..parallel.agree import broadcast_json, gather_json, together
 from .batches import Batch, Division, Loading
 from .exchange import from_rank
 from .model_facts import ModelFacts
-from .padding import Padding, crop
+from .neutral import NeutralPadding
 
 PAD = -100
 
@@ -63,23 +65,19 @@ class EvaluationBatches:
 class Evaluation:
     """One evaluation. ``run`` is collective over all ranks.
 
-    forward: (batches, output names) -> per batch a dict of outputs, or None off the last stage. owner: replica -> the
-    rank whose outputs count. loss_only: predictions are not asked for. everyone: all ranks keep predictions, else the
-    first. after_batch: called once per batch, for progress.
+    engine: a CapturedTrainer, whose ``evaluate`` gives outputs, and whose ``output_rank`` tells whose outputs count.
+    loss_only: predictions are not asked for. everyone: all ranks keep predictions, else the first. after_batch: called
+    once per batch, for progress.
     """
 
     batches: EvaluationBatches
-    forward: Callable
+    engine: Any
     facts: ModelFacts
-    padding: Padding
-    owner: Callable[[int], int]
-    rank: int
-    control: object
-    args: object
+    neutral: NeutralPadding
+    args: Any
     loss_only: bool
     everyone: bool
     after_batch: Callable[[], None]
-    count_items: bool
     preprocess: Callable | None = None
     losses: list[tuple[int, float, int]] = field(default_factory=list)
     samples: int = 0
@@ -92,8 +90,8 @@ class Evaluation:
             found = self._forward(first, batches)
             for place in range(0 if self.loss_only else count):
                 replica, row = place % replicas, place // replicas
-                mine = found[row] if self.rank == self.owner(replica) else None
-                result = from_rank(self.owner(replica), mine, self.control)
+                owner = self.engine.output_rank(replica)
+                result = from_rank(owner, found[row] if self.rank == owner else None, self.control)
                 for name, container in kept.items():
                     if result[name] is not None and (self.everyone or self.rank == 0):
                         container.add(result[name])
@@ -104,32 +102,51 @@ class Evaluation:
         metrics = self._metrics(compute_metrics, arrays, losses, prefix)
         return EvalLoopOutput(arrays["predictions"], arrays["labels"], metrics, samples)
 
+    @property
+    def rank(self) -> int:
+        return self.neutral.mesh.rank
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        return self.neutral.mesh.control
+
     def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
         """Outputs of this replica's batches of a round; on ranks without them, an empty list."""
-        if not batches:
-            return []
-        has_loss = self.facts.has_loss(batches[0])
+        has_loss = bool(batches) and self.facts.has_loss(batches[0])
         wanted = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
-        padded = [self._prepared(batch, has_loss) for batch in batches]
-        outputs = self.forward(padded, wanted or ("loss",))
+        wanted = wanted or ("loss",)
+        plain = [self._counted(batch, has_loss) for batch in batches]
+        padded = self._padded(plain, wanted)
+        outputs = self.engine.evaluate(padded, wanted) if batches else None
         if outputs is None:
             return []
         loading, results = self.batches.loading, []
-        for row, (batch, full, output) in enumerate(zip(batches, padded, outputs, strict=True)):
-            number, rows = first + loading.replica + row * loading.replicas, find_batch_size(batch) or 1
-            if self.rank == self.owner(loading.replica):
+        for row, (batch, full, output) in enumerate(zip(plain, padded, outputs, strict=True)):
+            number, rows = first + loading.replica + row * loading.replicas, find_batch_size(batches[row]) or 1
+            if self.rank == self.engine.output_rank(loading.replica):
                 self.losses.append((number, float(output["loss"]) if has_loss else None, rows))
             if not self.loss_only:
-                results.append(self._result(batch, full, output))
+                cropped = {name: self.neutral.crop(name, x, batch, full, wanted) for name, x in output.items()}
+                results.append(self._result(batches[row], cropped))
         return results
 
-    def _prepared(self, batch: Batch, has_loss: bool) -> Batch:
-        items = self.facts.items(batch) if has_loss and self.count_items else None
-        return self.padding(batch) | ({} if items is None else {"num_items_in_batch": items.float()})
+    def _counted(self, batch: Batch, has_loss: bool) -> Batch:
+        items = self.facts.items(batch) if has_loss and self.engine.accepts_num_items else None
+        return batch | ({} if items is None else {"num_items_in_batch": items.float()})
 
-    def _result(self, batch: Batch, padded: Batch, output: Mapping) -> dict:
+    def _padded(self, plain: list[Batch], wanted: tuple[str, ...]) -> list[Batch]:
+        """The batches of a round, padded as far as that was shown to be neutral. Collective."""
+        padded, unsettled = self.neutral.propose(plain, wanted)
+        while self.neutral.anywhere(unsettled is not None):
+            place = unsettled or 0
+            pair = (plain[place], padded[place]) if plain else (None, None)
+            self.neutral.settle(self.engine, *pair, wanted)
+            padded, unsettled = self.neutral.propose(plain, wanted)
+        return padded
+
+    def _result(self, batch: Batch, output: Mapping) -> dict:
         labels = self.facts.labels(batch)
-        found = tuple(crop(output[name].detach().cpu(), padded, batch) for name in self.facts.predictions)
+        found = tuple(output[name].detach().cpu() for name in self.facts.predictions)
         found = found[0] if len(found) == 1 else found
         if self.preprocess is not None:
             found = self.preprocess(found, labels)

@@ -118,18 +118,20 @@ class TokenTrainer(RunState):
         self.consumed_samples += self.plan.global_batch_size
         return result
 
-    def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
+    def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float:
+        """Mean token loss of one global batch without dropout, on every rank."""
         found = self.captured.evaluate([self.batches(batch) for batch in batches])
-        if found is None:
-            return None
-        losses = torch.stack([result["loss"].double() for result in found])
-        counts = torch.ones_like(losses)
-        if self.config.train.calculate_per_token_loss:
-            counts = losses.new_tensor([token_count(batch) for batch in batches])
-            losses = losses.where(counts > 0, 0.0)  # a mean over no targets is no number
-        sums = torch.stack([(losses * counts).sum(), counts.sum()])
-        if self.mesh.dp is not None:
-            dist.all_reduce(sums, group=self.mesh.dp)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if found is not None:
+            losses = torch.stack([result["loss"].double() for result in found])
+            counts = torch.ones_like(losses)
+            if self.config.train.calculate_per_token_loss:
+                counts = losses.new_tensor([token_count(batch) for batch in batches])
+                losses = losses.where(counts > 0, 0.0)  # a mean over no targets is no number
+            sums += torch.stack([(losses * counts).sum(), counts.sum()])
+        for group in (self.mesh.dp, self.mesh.pp):  # only one pipeline rank has the last stage, and any may report
+            if group is not None:
+                dist.all_reduce(sums, group=group)
         return (sums[0] / sums[1].clamp(min=1)).item()
 
     def _made(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:

@@ -21,7 +21,7 @@ class EagerEngine:
     """The surface of ``CapturedTrainer`` that a MerakTrainer uses, on the eager model."""
 
     def __init__(self, model, args, mesh):
-        self.model, self.args, self.mesh, self.iteration = model, args, mesh, 0
+        self.model, self.args, self.mesh, self.iteration, self.dtype = model, args, mesh, 0, "float32"
         self.accepts_num_items = accepts_num_items(model)
         decayed = frozenset(decayed_parameters(model))
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -67,6 +67,25 @@ class EagerEngine:
         if self.mesh.pp_rank != self.mesh.grid.pp - 1:
             return None
         return [{name: output[name] for name in outputs} for output in found]
+
+    def admit(self, batches, outputs):
+        pass
+
+    def difference(self, one, others):
+        """Of the eager model's loss and gradients; every rank has all of them."""
+        self.model.eval()
+        losses, grads = [], []
+        for batch in (one, *others):
+            losses.append(self.model(**batch).loss)
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            grads.append(torch.autograd.grad(losses[-1], parameters, allow_unused=True, materialize_grads=True))
+        alike = torch.allclose(losses[0], sum(losses[1:]), rtol=1e-5)
+        for first, *rest in zip(*grads, strict=True):
+            alike = alike and torch.allclose(first, sum(rest), rtol=1e-3, atol=1e-6)
+        return "" if alike else "the loss or a gradient"
+
+    def output_rank(self, replica):
+        return self.mesh.grid.rank(dp=replica, pp=self.mesh.grid.pp - 1)
 
     def save(self, root, extra):
         moments = self.optimizer.state_dict()["state"]
