@@ -217,7 +217,7 @@ def test_a_tokenizer_pads_and_is_told_to_callbacks(tmp_path):
     trainer.train()
     assert seen == [(words, [5e-5, 5e-5], 2)] and trainer.engine.shapes == {(2, 16)}
     assert trainer.model.config.pad_token_id == 3
-    assert trainer.feed.padding.pad_id == 3
+    assert trainer.feed.neutral.padding.pad_id == 3
 
 
 def test_rows_of_an_evaluation_are_weighed_alike(tmp_path):
