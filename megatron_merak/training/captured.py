@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import store
 from ..checkpoint.hf import save_hf
+from ..checkpoint.save import check_finite
 from ..config.checks import check_recompute
 from ..errors import PlanError
 from ..graph.capture import accepts_num_items
@@ -222,6 +223,11 @@ class CapturedTrainer:
             k: list(self.shards(flat)) for k, flat in self.optimizer.state().items()
         }
 
+    def check_finite(self) -> None:
+        """Raise NumericsError on every rank when a trained weight or its optimizer state is not finite."""
+        with together(self.mesh.control, "cpu"):
+            check_finite(self._state())
+
     def save(self, root: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Write the training state under ``root``; ``extra`` is JSON. Collective; raises CheckpointError, and PlanError
         when replicas have different weights, everywhere."""
@@ -229,9 +235,9 @@ class CapturedTrainer:
         meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
         return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
 
-    def load(self, root: str | Path, iteration: int | None = None) -> dict[str, Any]:
+    def load(self, root: str | Path, iteration: int | None = None, verify: bool = True) -> dict[str, Any]:
         """Resume from ``root``, written under any layout. Returns ``extra``. Collective; raises CheckpointError."""
-        meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration)
+        meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify)
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
         return meta["extra"]
 

@@ -15,10 +15,12 @@ from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 
 from ..errors import CheckpointError, ConfigError
-from ..parallel.agree import raise_together
-from . import callbacks, run_directory
+from ..parallel.agree import broadcast_json, raise_together, together
+from . import callbacks, fingerprint, resumption, run_directory, trainer_state
 from .batches import Batch
+from .progress import Progress
 from .rates import extent
+from .run_directory import RunDirectory
 
 DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -26,8 +28,8 @@ DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should
 class TrainingLoop:
     """``trainer``: a MerakTrainer, whose state, control and engine this loop drives. Collective over all ranks."""
 
-    def __init__(self, trainer, resume: Path | None, ignored_outputs: list[str] | None = None):
-        self.ignored_outputs = ignored_outputs
+    def __init__(self, trainer, directory: RunDirectory, resume: Path | None, ignored_outputs: list[str] | None = None):
+        self.directory, self.ignored_outputs = directory, ignored_outputs
         self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
         self.handler, self.loading = trainer.callback_handler, trainer.callback_handler.train_dataloader
         division = self.loading.division
@@ -38,11 +40,12 @@ class TrainingLoop:
         self.rate = trainer.learning_rate(self.extent.steps)
         self.rates = self.rate.groups.rates()
         self.run_loss = self.pending_loss = 0.0
-        self.last_logged = 0
+        self.last_logged = self.finite_losses = self.finite_in_run = 0
         self.grad_norm: float | None = None
         self.used_rate: float | None = None
         self.first_epoch = self.skipped_batches = 0
         self.position = (0, 0)  # epoch, samples of it that are used
+        self.dataset, self.described = self._fingerprint(), resumption.describe(trainer.model)
         self._begin_state()
         if resume is not None:
             self._resume(resume)
@@ -65,26 +68,50 @@ class TrainingLoop:
         state.is_local_process_zero = self.trainer.is_local_process_zero()
         state.is_world_process_zero = self.trainer.is_world_process_zero()
 
+    def _fingerprint(self) -> dict:
+        """Of the training dataset, as the first rank sees it; taken before an epoch may change what it gives."""
+        group, found = self.trainer.control_group, None
+        with together(group, "cpu"):
+            if self.trainer.is_world_process_zero():
+                found = fingerprint.fingerprint(self.loading.dataset)
+        return broadcast_json(found, group, "cpu")
+
     def _resume(self, directory: Path) -> None:
         trainer, args = self.trainer, self.args
-        trainer.state = run_directory.read_state(directory, trainer.control_group)
+        trainer.state = trainer_state.read(directory, trainer.control_group)
         best = self.state.best_model_checkpoint
-        if best is not None and not Path(best).is_dir():
+        if best is not None and not run_directory.exists(Path(best), trainer.control_group):
             self.state.best_model_checkpoint = None
-        compare_trainer_and_checkpoint_args(args, self.state)
         if args.restore_callback_states_from_checkpoint:
             trainer.control = callbacks.restore(self.state, self.handler, trainer.control)
         self._refer()
-        extra = self.engine.load(directory / run_directory.TRAINING_STATE)
-        if (saved := extra["seeds"]) != self._seeds():
-            remedy = "Give the seed and the data_seed of the checkpoint's run, or start a new run from its weights"
-            reason = f"the checkpoint's run has {saved}"
-            raise CheckpointError("seed, data_seed", self._seeds(), reason, remedy)
-        self.rate.load(extra["rate"])
-        self.pending_loss, self.last_logged = extra["pending_loss"], extra["last_logged"]
-        self.first_epoch, samples = extra["position"]
+        path = directory / run_directory.TRAINING_STATE
+        extra = self.engine.load(path, verify=False)  # all of the directory was verified when it was found
+        progress = Progress.of_json(extra, path, self.rate.scheduler.state_dict())
+        self._check_alike(directory, progress)
+        self.rate.load(progress.rate)
+        self.pending_loss, self.last_logged = progress.pending_loss, progress.last_logged
+        self.finite_losses = progress.finite_losses
+        self.first_epoch, samples = progress.position
         if not args.ignore_data_skip:
             self.skipped_batches = self._batches_in(samples)
+
+    def _check_alike(self, directory: Path, saved: Progress) -> None:
+        """Refuse another model, dataset or seed than the checkpoint's; say what else has changed."""
+        if saved.seeds != self._seeds():
+            remedy = "Give the seed and the data_seed of the checkpoint's run, or start a new run from its weights"
+            raise CheckpointError("seed, data_seed", self._seeds(), f"the checkpoint's run has {saved.seeds}", remedy)
+        notes = resumption.check_model(saved.model, self.described)
+        if reason := fingerprint.difference(saved.dataset, self.dataset):
+            if not self.args.ignore_data_skip:
+                remedy = "Give the dataset of that run, or set ignore_data_skip=True to begin an epoch of this one"
+                raise CheckpointError("train_dataset", f"(length {self.dataset['length']})", reason, remedy)
+            notes.append(f"train_dataset: {reason}")
+        if saved.global_batch != self._global_batch():
+            notes.append(f"samples of a step: {self._global_batch()} != {saved.global_batch} (of the checkpoint)")
+        compare_trainer_and_checkpoint_args(self.args, self.state)
+        if self.trainer.is_world_process_zero():
+            resumption.say(directory, notes + resumption.argument_changes(directory, self.args.to_dict()))
 
     def _batches_in(self, samples: int) -> int:
         """This replica's batches among the first ``samples`` of an epoch, which another layout may have divided."""
@@ -97,6 +124,9 @@ class TrainingLoop:
 
     def _seeds(self) -> list:
         return [self.args.seed, self.args.data_seed]
+
+    def _global_batch(self) -> int:
+        return self.samples_per_batch * self.args.gradient_accumulation_steps
 
     def run(self) -> TrainOutput:
         trainer, began = self.trainer, time.time()
@@ -159,10 +189,17 @@ class TrainingLoop:
         self._log_evaluate_save()
 
     def _count_loss(self, loss: float) -> None:
-        if self.args.logging_nan_inf_filter and not math.isfinite(loss):
+        finite = math.isfinite(loss)
+        self.finite_losses += finite
+        self.finite_in_run += finite
+        if self.args.logging_nan_inf_filter and not finite:
             loss = self.pending_loss / (1 + self.state.global_step - self.last_logged)
         self.pending_loss += loss
         self.run_loss += loss
+
+    def _mean(self, total: float, steps: float, finite: int) -> float:
+        """NaN where no loss was finite: the sum of what ``logging_nan_inf_filter`` put in their places is 0 then."""
+        return total / steps if finite or not math.isfinite(total) else math.nan
 
     def _agree(self) -> None:
         """What any rank's callbacks decide, all ranks do: else some would wait in a collective for ever.
@@ -193,11 +230,13 @@ class TrainingLoop:
         trainer = self.trainer
         self._agree()
         if trainer.control.should_log and self.state.global_step > self.last_logged:
-            logs = {"loss": self.pending_loss / (self.state.global_step - self.last_logged)}
+            steps = self.state.global_step - self.last_logged
+            logs = {"loss": self._mean(self.pending_loss, steps, self.finite_losses)}
             if self.grad_norm is not None:
                 logs["grad_norm"] = self.grad_norm
             logs["learning_rate"] = self.rate.logged if self.used_rate is None else self.used_rate
-            self.pending_loss, self.last_logged = 0.0, self.state.global_step
+            self.pending_loss, self.finite_losses, self.last_logged = 0.0, 0, self.state.global_step
+            trainer.store_flos()
             trainer.log(logs, self.began)
             self._agree()
         if trainer.control.should_evaluate:
@@ -242,30 +281,38 @@ class TrainingLoop:
 
     def _save(self) -> None:
         trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
-        directory = run_directory.checkpoint_directory(args.output_dir, state.global_step)
-        run_directory.prepare(directory, group)
-        trainer.save_model(str(directory), _internal_call=True)
-        if not args.save_only_model:
-            extra = {
-                "rate": self.rate.state(),
-                "pending_loss": self.pending_loss,
-                "last_logged": self.last_logged,
-                "seeds": self._seeds(),
-                "position": self.position,
-            }
-            self.engine.save(directory / run_directory.TRAINING_STATE, extra)
-        if state.best_global_step:
-            best = run_directory.checkpoint_directory(args.output_dir, state.best_global_step)
-            if best.is_dir():
-                state.best_model_checkpoint = str(best)
-        callbacks.export(state, self.handler, trainer.control)
-        run_directory.write_state(directory, state, group)
-        run_directory.rotate(args.output_dir, args.save_total_limit, state.best_model_checkpoint, group)
+        trainer.store_flos()
+        with self.directory.writing(state.global_step) as directory:
+            if args.save_only_model:
+                self.engine.check_finite()
+            else:  # checks the same
+                self.engine.save(directory / run_directory.TRAINING_STATE, self._progress().to_json())
+            trainer.save_model(str(directory), _internal_call=True)
+            if state.best_global_step:
+                best = self.directory.place(state.best_global_step)
+                if state.best_global_step == state.global_step or run_directory.exists(best, group):
+                    state.best_model_checkpoint = str(best)
+            callbacks.export(state, self.handler, trainer.control)
+            trainer_state.write(directory, state, group)
+        self.directory.rotate(args.save_total_limit, state.global_step, state.best_model_checkpoint)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.rate.state(),
+            self.pending_loss,
+            self.finite_losses,
+            self.last_logged,
+            self._seeds(),
+            list(self.position),
+            self._global_batch(),
+            self.dataset,
+            self.described,
+        )
 
     def _finish(self) -> TrainOutput:
         trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
         steps = state.global_step - self.first_step
-        loss = self.run_loss / max(steps, 0.001)
+        loss = self._mean(self.run_loss, steps, self.finite_in_run) if steps else 0.0
         share = steps / max(state.max_steps, 1)
         metrics = speed_metrics("train", self.began, self.extent.samples * share, steps)
         trainer.store_flos()
@@ -273,8 +320,9 @@ class TrainingLoop:
         trainer.log(metrics)
         best = state.best_model_checkpoint
         if args.load_best_model_at_end and best is not None:
-            self.engine.load(Path(best) / run_directory.TRAINING_STATE)
+            run_directory.verify(Path(best), group)
+            self.engine.load(Path(best) / run_directory.TRAINING_STATE, verify=False)
         if best is not None and args.save_total_limit == 1:
-            run_directory.remove_others(args.output_dir, best, group)
+            self.directory.keep_only(Path(best))
         self._tell("on_train_end")
         return TrainOutput(state.global_step, loss, metrics)

@@ -32,6 +32,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import (
     EvalLoopOutput,
     PredictionOutput,
+    SaveStrategy,
     TrainOutput,
     align_special_tokens,
     speed_metrics,
@@ -45,7 +46,6 @@ from ..parallel.agree import gather_json, together
 from ..parallel.launch import leave
 from ..parallel.mesh import Mesh, build_mesh
 from ..plan import Grid
-from . import run_directory
 from .batches import Batch
 from .blueprint import CapturedSettings
 from .captured import CapturedTrainer
@@ -58,6 +58,7 @@ from .neutral import NeutralPadding
 from .outputs import check_directory
 from .overrides import refuse_inputs, refuse_overrides, refusing
 from .predictions import Evaluation, EvaluationBatches
+from .run_directory import RunDirectory, write_text
 from .trainer_face import TrainerFace
 
 
@@ -238,9 +239,19 @@ class MerakTrainer(TrainerFace):
         """Train; from the newest checkpoint in ``output_dir`` (True), from a directory, or from the beginning."""
         if trial is not None:
             raise ConfigError("trial", trial, "there is no search of hyperparameters", "Start one run per trial")
+        directory = RunDirectory(self.args.output_dir, self.control_group)
+        try:
+            return self._train(directory, resume_from_checkpoint, ignore_keys_for_eval)
+        finally:
+            self.is_in_train = False
+            directory.release()
+
+    def _train(self, directory: RunDirectory, resume_from: str | bool | None, ignored: list[str] | None) -> TrainOutput:
         resume = None
-        if resume_from_checkpoint:
-            resume = run_directory.find(self.args.output_dir, resume_from_checkpoint, self.control_group)
+        if resume_from or self.args.save_strategy != SaveStrategy.NO:
+            directory.hold()
+        if resume_from:
+            resume = directory.find(resume_from)
         if self.model_init is not None and self._engine is not None:
             set_seed(self.args.seed)
             self.model, self._engine, self._groups = self.call_model_init(), None, None
@@ -253,10 +264,7 @@ class MerakTrainer(TrainerFace):
         sampler = self._get_train_sampler(self.train_dataset)
         self.callback_handler.train_dataloader = self.feed.training(self.train_dataset, sampler)
         self.is_in_train = True
-        try:
-            return TrainingLoop(self, resume, ignore_keys_for_eval).run()
-        finally:
-            self.is_in_train = False
+        return TrainingLoop(self, directory, resume, ignored).run()
 
     def prepare_step(self, batches: list[Batch]) -> list[Batch]:
         """What the engine takes of this replica's micro-batches of a step; counts tokens and operations."""
@@ -341,4 +349,4 @@ class MerakTrainer(TrainerFace):
         """Write the trained model, its tokenizer and the arguments; ``from_pretrained`` of transformers opens it."""
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         self.engine.save_hf(directory, self.feed.tokenizer)
-        run_directory.write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)
+        write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)

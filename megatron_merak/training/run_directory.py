@@ -2,109 +2,188 @@
 
     output_dir/checkpoint-500/    config.json, model.safetensors, tokenizer files: from_pretrained() opens it
                                   training_state/       parameters, moments, schedule; for any layout of ranks
-                                  trainer_state.json    written last: what lacks it is not a checkpoint
+                                  trainer_state.json    steps done, log history, callbacks
+                                  manifest.json         written last: size and digest of all of these
 
-Every function is collective over ``group``; what fails on one rank raises on all.
+A checkpoint is one unit (``checkpoint/unit.py``): it is there whole or not at all, whatever is killed when. Every
+function is collective over ``group``; what fails on one rank raises on all.
 """
 
-import dataclasses
-import json
+import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from transformers import TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
+from ..checkpoint import places, unit
 from ..checkpoint.files import disk_errors
+from ..checkpoint.lock import DirectoryLock
 from ..data.files import atomic_writer
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedError
 from ..parallel.agree import broadcast_json, together
 
 TRAINING_STATE, TRAINER_STATE = "training_state", "trainer_state.json"
 SAVE_REMEDY = "Check output_dir, its permissions and its free space; earlier checkpoints are untouched"
 Group = dist.ProcessGroup | None
+_REMEDY = "Name a complete checkpoint-N directory, or train without resuming"
+_log = logging.getLogger(__name__)
 
 
-def _is_first(group: Group) -> bool:
-    return group is None or dist.get_rank(group) == 0
+class RunDirectory:
+    """``output_dir`` of one run. Its lock is taken when it is first needed, and kept until `release`."""
 
+    def __init__(self, output_dir: str, group: Group):
+        self.root, self.group = Path(output_dir), group
+        self.first = group is None or dist.get_rank(group) == 0
+        self._lock: DirectoryLock | None = None
 
-def checkpoint_directory(output_dir: str, step: int) -> Path:
-    return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    def hold(self) -> None:
+        """Keep other jobs out, and finish what a crash of an earlier one interrupted. Raises CheckpointError."""
+        if self._lock is not None:
+            self._lock.confirm()
+            return
+        self._lock = DirectoryLock(self.root, self.group)
+        with self._on_first():
+            if self.first:
+                places.settle(self.root)
 
+    def release(self) -> None:
+        """Let other jobs in. Not collective."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
-def find(output_dir: str, asked: str | bool, group: Group) -> Path:
-    """The checkpoint to resume from: the one asked for, or the newest complete one. Raises CheckpointError."""
-    found = None
-    with together(group, "cpu"):
-        if _is_first(group):
-            found = str(_find(Path(output_dir), asked))
-    return Path(broadcast_json(found, group, "cpu"))
+    @contextmanager
+    def _on_first(self) -> Iterator[None]:
+        """What the first rank does to the disk; no rank goes on when it failed."""
+        with together(self.group, "cpu"), disk_errors(self.root, SAVE_REMEDY):
+            yield
 
+    def place(self, step: int) -> Path:
+        return places.plain(self.root, step)
 
-def _find(output_dir: Path, asked: str | bool) -> Path:
-    candidates = sort_checkpoints(str(output_dir))[::-1] if asked is True else [asked]
-    for candidate in map(Path, candidates):
-        if (candidate / TRAINER_STATE).is_file():
-            if not (candidate / TRAINING_STATE).is_dir():
-                reason = "it holds a model but no training state of this library"
-                remedy = "Start a new run from its weights: megatron_merak.from_pretrained(directory)"
-                raise CheckpointError("resume_from_checkpoint", candidate, reason, remedy)
-            return candidate
-    where = output_dir if asked is True else asked
-    remedy = "Name a complete checkpoint-N directory, or train without resuming"
-    raise CheckpointError("resume_from_checkpoint", where, "there is no complete checkpoint", remedy)
+    def _newest_first(self, faults: list[str]) -> list[Path]:
+        """The complete checkpoints that the first rank sees; ``faults`` receives what is wrong with others."""
+        found: tuple[list[str], list[str]] = ([], [])
+        with self._on_first():
+            if self.first:
+                errors: list[CheckpointError] = []
+                found = [str(path) for path in places.newest_first(self.root, errors)], [*map(str, errors)]
+        paths, told = broadcast_json(found, self.group, "cpu")
+        faults += told
+        return [*map(Path, paths)]
 
+    def find(self, asked: str | bool) -> Path:
+        """The checkpoint to resume from, every byte of it verified: the one asked for, or with True the newest good
+        one.
 
-def read_state(directory: Path, group: Group) -> TrainerState:
-    """The trainer's state in a checkpoint. Raises CheckpointError when it cannot be read."""
-    text = None
-    with together(group, "cpu"):
-        if _is_first(group):
-            path = directory / TRAINER_STATE
+        With True, a damaged one is passed over for an older one, which is said. Raises CheckpointError.
+        """
+        if asked is not True:
+            verify(Path(asked), self.group)
+            _need_training_state(Path(asked), self.group)
+            return Path(asked)
+        faults: list[str] = []
+        for path in self._newest_first(faults):
             try:
-                text = path.read_text(encoding="utf-8")
-                TrainerState(**json.loads(text))
-            except (OSError, ValueError, TypeError) as error:
-                raise CheckpointError("trainer state", path, str(error), "Resume from another checkpoint") from error
-    return TrainerState(**json.loads(broadcast_json(text, group, "cpu")))
+                verify(path, self.group)
+            except DamagedError as error:
+                faults.append(str(error))
+                continue
+            _need_training_state(path, self.group)
+            if faults and self.first:
+                _log.error("Resuming from %s; damaged checkpoints are passed over:\n%s", path, "\n".join(faults))
+            return path
+        reason = "; ".join(["there is no complete checkpoint", *(fault.rstrip(".") for fault in faults)])
+        raise CheckpointError("resume_from_checkpoint", self.root, reason, _REMEDY)
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """The directory in which a checkpoint is written; it takes its place when the body has ended without an error.
+
+        An earlier checkpoint of the same step stays until then, and what is incomplete never counts. The body is run
+        by all ranks and may hold collectives; what it raises, it raises on every rank.
+        """
+        self.hold()
+        fresh = places.fresh(self.root, step)
+        try:
+            with self._on_first():
+                if self.first:
+                    places.settle(self.root)
+                    fresh.mkdir()
+            yield fresh
+            with self._on_first():
+                if self.first:
+                    unit.complete(fresh, step, {})
+                    places.publish(self.root, step)
+        except Exception:
+            if self.first:
+                shutil.rmtree(fresh, ignore_errors=True)  # the next save would remove what is left
+            raise
+
+    def rotate(self, limit: int | None, saved: int, best: str | None) -> None:
+        """Remove the oldest checkpoints beyond ``limit``, by step; never that of step ``saved``, nor the ``best`` one.
+
+        Only complete checkpoints count, and nothing is removed unless every byte of the one just saved is as it was
+        written.
+        """
+        if limit is None or limit <= 0:
+            return
+        complete = [places.step_of(path) for path in self._newest_first([])]
+        protected = {saved}
+        if best is not None and Path(best).resolve().parent == self.root.resolve():
+            protected.add(places.step_of(Path(best)))
+        beyond = max(0, len(complete) - max(limit, len(protected & {*complete})))
+        expendable = [step for step in complete[::-1] if step not in protected][:beyond]
+        self._remove(expendable, self.place(saved))
+
+    def keep_only(self, best: Path) -> None:
+        """Remove all checkpoints but this one, once every byte of it is verified."""
+        steps = [places.step_of(path) for path in self._newest_first([])]
+        self._remove([step for step in steps if self.place(step).resolve() != best.resolve()], best)
+
+    def _remove(self, steps: list[int], successor: Path) -> None:
+        if not steps:
+            return
+        try:
+            verify(successor, self.group)
+        except DamagedError as error:
+            if self.first:
+                _log.error("No checkpoint is removed: %s", error)
+            return
+        with self._on_first():
+            for step in steps if self.first else ():
+                places.remove(self.root, step)
+
+
+def exists(directory: Path, group: Group) -> bool:
+    """Whether the first rank sees a directory."""
+    return broadcast_json(directory.is_dir(), group, "cpu")
+
+
+def verify(directory: Path, group: Group) -> None:
+    """Compare every byte of a checkpoint with its manifest, each file on one rank. Raises CheckpointError."""
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    with together(group, "cpu"), disk_errors(directory, "Resume from another checkpoint"):
+        if not directory.is_dir():
+            raise CheckpointError("checkpoint", directory, "there is no complete checkpoint here", _REMEDY)
+        unit.verify(directory, unit.read(directory, places.step_of(directory)), rank, world)
+
+
+def _need_training_state(directory: Path, group: Group) -> None:
+    with together(group, "cpu"):
+        if not (directory / TRAINING_STATE).is_dir():
+            reason = "it holds a model but no training state of this library"
+            remedy = "Start a new run from its weights: megatron_merak.from_pretrained(directory)"
+            raise CheckpointError("resume_from_checkpoint", directory, reason, remedy)
 
 
 def write_text(directory: Path, name: str, text: str, group: Group) -> None:
     """The first rank writes a file that is whole or absent."""
     with together(group, "cpu"), disk_errors(directory, SAVE_REMEDY):
-        if _is_first(group):
+        if group is None or dist.get_rank(group) == 0:
             directory.mkdir(parents=True, exist_ok=True)
             with atomic_writer(directory / name) as file:
                 file.write(text.encode())
-
-
-def prepare(directory: Path, group: Group) -> None:
-    """Make the directory, and no checkpoint of it before its trainer state is written again."""
-    with together(group, "cpu"), disk_errors(directory, SAVE_REMEDY):
-        if _is_first(group):
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / TRAINER_STATE).unlink(missing_ok=True)
-
-
-def rotate(output_dir: str, limit: int | None, best: str | None, group: Group) -> None:
-    """Remove the oldest checkpoints beyond ``limit``, never the newest nor the best one."""
-    with together(group, "cpu"):
-        if _is_first(group):
-            rotate_checkpoints(output_dir, limit, best)
-
-
-def remove_others(output_dir: str, best: str, group: Group) -> None:
-    """Keep the best checkpoint only."""
-    with together(group, "cpu"):
-        if _is_first(group):
-            for path in sort_checkpoints(output_dir):
-                if Path(path).resolve() != Path(best).resolve():
-                    shutil.rmtree(path)
-
-
-def write_state(directory: Path, state: TrainerState, group: Group) -> None:
-    """The file that makes the directory a checkpoint."""
-    text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
-    write_text(directory, TRAINER_STATE, text, group)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,10 +13,8 @@ import torch.distributed as dist
 from megatron_merak.checkpoint.directory import newest_first
 from megatron_merak.checkpoint.store import Shard, load, prune, save
 from megatron_merak.errors import CheckpointError
+from tests.checkpoint.kills import DISK, NAMES, fork, kill_before_call
 from tests.ranks import RankFailure, run_ranks
-
-NAMES = {"replace", "rename", "mkdir", "unlink", "rmdir"}  # calls that change what a directory shows
-DISK = NAMES | {"open", "write", "flush", "fsync", "scandir", "close"}
 
 
 @pytest.fixture
@@ -34,37 +31,6 @@ def root(tmp_path):
 def _shards(value: int) -> dict:
     kinds = ("model", "exp_avg")
     return {kind: [Shard("w", (300, 40), None, (), torch.full((300, 40), value * 1.0))] for kind in kinds}
-
-
-def _kill_before_call(number: int, calls: set[str]) -> None:
-    left = number
-
-    def count(frame, event, function):
-        nonlocal left
-        if event == "c_call" and function.__name__ in calls:
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(count)
-
-
-def _fork(action) -> tuple[bool, int]:
-    """Run an action in a child. Returns (it was not killed, how often it reported progress)."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            action(lambda: os.write(writer, b"."))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        progress = len(pipe.read())
-    status = os.waitpid(child, 0)[1]
-    assert status in (0, signal.SIGKILL), status
-    return status == 0, progress
 
 
 def _load(root: Path, iteration: int) -> tuple[int, int]:
@@ -91,14 +57,14 @@ def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: i
         iteration, value = before[0] + 1, before[1] + 2
 
         def work(report, number=number, iteration=iteration, value=value):
-            _kill_before_call(number, calls)
+            kill_before_call(number, calls)
             save(root, iteration, _shards(value), {"value": value}, None, "cpu")
             report()
             save(root, iteration, _shards(value + 1), {"value": value + 1}, None, "cpu")
             report()
             prune(root, 1 << 20)
 
-        done, saves = _fork(work)
+        done, saves = fork(work)
         after = _look(root)
         allowed = (before, (iteration, value), (iteration, value + 1))[saves : saves + 2]
         assert after in allowed, (number, after, allowed)
@@ -149,7 +115,7 @@ def test_kills_at_arbitrary_times_in_a_loop_of_saves(root):
 def _one_rank_dies(rank: int, world: int, root: Path, number: int) -> None:
     shards = [Shard("w", (300, 40), 0, ((150 * rank, 150 * rank + 150),), torch.full((150, 40), 2.0))]
     if rank == world - 1:
-        _kill_before_call(number, DISK)
+        kill_before_call(number, DISK)
     save(root, 2, {"model": shards, "exp_avg": shards}, {"value": 2}, dist.group.WORLD, "cpu")
     if rank == world - 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron_merak.checkpoint.save import check_finite
+from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.graph.capture import accepts_num_items
 from megatron_merak.optimizer.adamw import StepResult
 from megatron_merak.training.merak_trainer import MerakTrainer
@@ -87,7 +89,11 @@ class EagerEngine:
     def output_rank(self, replica):
         return self.mesh.grid.rank(dp=replica, pp=self.mesh.grid.pp - 1)
 
+    def check_finite(self):
+        check_finite({"model": [Shard(n, tuple(p.shape), None, (), p) for n, p in self.model.named_parameters()]})
+
     def save(self, root, extra):
+        self.check_finite()
         moments = self.optimizer.state_dict()["state"]
         flat = {f"{name}.{key}": value[key] for name, value in moments.items() for key in value}
         if self.mesh.rank == 0:
@@ -96,7 +102,7 @@ class EagerEngine:
             save_file(flat, Path(root) / "moments.safetensors")
             (Path(root) / "extra.json").write_text(json.dumps({"iteration": self.iteration, "extra": extra}))
 
-    def load(self, root, iteration=None):
+    def load(self, root, iteration=None, verify=True):
         self.model.load_state_dict(load_file(Path(root) / "model.safetensors"))
         state = self.optimizer.state_dict()
         for name, value in load_file(Path(root) / "moments.safetensors").items():

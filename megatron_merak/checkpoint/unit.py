@@ -1,0 +1,177 @@
+"""A directory of any files that is one unit: complete once the manifest over all of them, written last, is in.
+
+    checkpoint-500/manifest.json     the size of every other file and its SHA-256; sealed by its own digest
+    checkpoint-500/config.json ...   whatever was there when the manifest was made
+
+The tensor files of a training state inside have a digest per tensor in their own manifest, which is a file of the unit:
+they are not hashed again. Files that came later belong to whoever put them there: they are not verified,
+and never removed. All functions here are local to one rank.
+"""
+
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from megatron_merak.checkpoint import directory as directories
+from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, sync_directory, verify_tensors
+from megatron_merak.checkpoint.manifest import FILE_NAME, NAME
+from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
+from megatron_merak.errors import CheckpointError, DamagedError
+
+FORMAT, VERSION = "megatron_merak directory", 1
+SEALED_BY = "digests in"  # of a file: the manifest beside it that has a digest of each of its tensors
+
+_LARGEST_MANIFEST = 1 << 28  # bytes
+_REMEDY = "Use another checkpoint, or restore this one from a copy"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """``files``: path relative to the directory -> {"bytes": size, "sha256": hexadecimal or "digests in": manifest}."""
+
+    step: int
+    save_id: str
+    files: Mapping[str, Mapping]
+
+
+def complete(directory: Path, step: int, known: Mapping[str, str]) -> None:
+    """Write the manifest over all files of ``directory``, after which it is a unit; all of it is on the disk then.
+
+    known: SHA-256 by path, of files whose writer has hashed them. Raises `CheckpointError` for what is no regular file.
+    """
+    files = {}
+    for path in sorted(_walk(directory)):
+        name = path.relative_to(directory).as_posix()
+        if not path.is_file() or path.is_symlink() or name == NAME:
+            reason = "it is not a regular file, or has the name of the manifest"
+            raise CheckpointError("checkpoint", path, reason, "Write other files in save_model")
+        if FILE_NAME.fullmatch(path.name) and (path.parent / NAME).is_file():
+            beside = (path.parent / NAME).relative_to(directory).as_posix()
+            files[name] = {"bytes": path.stat().st_size, SEALED_BY: beside}
+        else:
+            files[name] = {"bytes": path.stat().st_size, "sha256": _hash_and_sync(path, known.get(name))}
+    for folder, _, _ in os.walk(directory, topdown=False):
+        sync_directory(Path(folder))
+    document = {"format": FORMAT, "version": VERSION, "step": step, "save_id": secrets.token_hex(16), "files": files}
+    with complete_or_absent(directory / NAME) as file:
+        file.write(seal(document))
+    sync_directory(directory)
+
+
+def parse(path: Path) -> Unit:
+    """Read and check a manifest file alone. Raises `CheckpointError` where anything in it is not sound."""
+    try:
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_MANIFEST:
+            raise ValueError(f"it is not a regular file of at most {_LARGEST_MANIFEST} bytes")
+        document = unseal(path.read_bytes(), FORMAT, VERSION)
+        files = {_path(name): _file(written) for name, written in document["files"].items()}
+        if any(each.get(SEALED_BY, NAME) not in {*files, NAME} for each in files.values()):
+            raise ValueError("a file has its digests in a manifest that is not listed")
+        return Unit(_size(document["step"]), str(document["save_id"]), files)
+    except FileNotFoundError as error:
+        reason = f"it has no {path.name}, so it is not complete"
+        raise CheckpointError("checkpoint", path.parent, reason, _REMEDY) from error
+    except OSError as error:
+        raise CheckpointError("manifest", path, error.strerror or str(error), _REMEDY) from error
+    except KeyError as error:
+        raise DamagedError("manifest", path, f"it has no {error}", _REMEDY) from error
+    except OtherVersionError as error:
+        remedy = "Read it with the version of megatron_merak that wrote it"
+        raise CheckpointError("manifest", path, str(error), remedy) from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError("manifest", path, str(error), _REMEDY) from error
+
+
+def read(directory: Path, step: int | None = None) -> Unit:
+    """The manifest, once every file of it is there at its full size. Raises `CheckpointError` when it is not complete.
+
+    ``step``: the one that the directory's name says, if any.
+    """
+    unit = parse(directory / NAME)
+    if step is not None and unit.step != step:
+        raise CheckpointError("manifest", directory / NAME, f"it belongs to step {unit.step}", _REMEDY)
+    for path, written in unit.files.items():
+        try:
+            found = os.lstat(directory / path)
+        except OSError as error:
+            raise DamagedError("checkpoint file", directory / path, error.strerror or str(error), _REMEDY) from error
+        if not stat.S_ISREG(found.st_mode):
+            reason = "it is not a regular file (links are not followed)"
+            raise DamagedError("checkpoint file", directory / path, reason, _REMEDY)
+        if found.st_size != written["bytes"]:
+            reason = f"it has {found.st_size} bytes where {written['bytes']} were written"
+            raise DamagedError("checkpoint file", directory / path, reason, _REMEDY)
+    return unit
+
+
+def verify(directory: Path, unit: Unit, part: int = 0, parts: int = 1) -> None:
+    """Compare every byte of each ``parts``-th file with its digest. Raises `DamagedError` naming file and tensor."""
+    for name in sorted(unit.files)[part::parts]:
+        path, written = directory / name, unit.files[name]
+        with disk_errors(path, _REMEDY):
+            if SEALED_BY in written:
+                _verify_tensors(directory / written[SEALED_BY], path.name)
+            elif _sha256(path) != written["sha256"]:
+                raise DamagedError("checkpoint file", path, "it was changed after it was written", _REMEDY)
+
+
+def foreign(directory: Path, unit: Unit, *ours: str) -> list[str]:
+    """The files in ``directory`` that are neither the unit's nor of the names ``ours``."""
+    found = (path.relative_to(directory).as_posix() for path in _walk(directory))
+    return sorted(name for name in found if name not in unit.files and name not in ours)
+
+
+def _walk(directory: Path) -> list[Path]:
+    """Everything below that is no directory, links to directories included."""
+    found = []
+    for folder, folders, names in os.walk(directory):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [Path(folder, name) for name in (*names, *links)]
+    return found
+
+
+def _hash_and_sync(path: Path, known: str | None) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest() if known is None else known
+        os.fsync(file.fileno())
+    return digest
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _verify_tensors(beside: Path, name: str) -> None:
+    _, manifest = directories.read_manifest(beside.parent)
+    if name not in manifest.files:
+        raise DamagedError("checkpoint file", beside.parent / name, f"{beside} does not list it", _REMEDY)
+    digests = manifest.files_of(sorted(manifest.tensors))[name]
+    verify_tensors(beside.parent / name, manifest.files[name], digests, manifest.save_id)
+
+
+def _path(name: object) -> str:
+    """A path that stays inside the directory."""
+    plain = isinstance(name, str) and name and "\0" not in name and PurePosixPath(name).as_posix() == name
+    if not plain or name.startswith("/") or ".." in name.split("/") or name == NAME:
+        raise ValueError(f"{name!r} is not the path of a file in this directory")
+    return name
+
+
+def _file(value: dict) -> dict:
+    kept = {"bytes": _size(value["bytes"])}
+    key = SEALED_BY if SEALED_BY in value else "sha256"
+    if not isinstance(value[key], str):
+        raise ValueError(f"{value[key]!r} stands where a digest or a path belongs")
+    return kept | {key: value[key]}
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r} stands where a size or a step belongs")
+    return value
