@@ -3,12 +3,10 @@
 A linear layer with a whole input divides its output features; what follows works on the parts as long as a rule
 allows it; a linear layer whose input features are divided divides its weight alike and ends in a sum over the ranks. An
 op that cannot take a divided value bans the weights it was divided by, and one that cuts it into pieces asks for
-blocks: in both cases the walk starts again. Bans and blocks hold for all layers (numbers in names are wildcards), so a
-few walks do.
+blocks: in both cases the walk starts again. Bans and blocks hold for all layers (see roles.py), so a few walks do.
 """
 
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -27,23 +25,22 @@ VOCABULARY_ROWS = 64  # tables with fewer rows are not worth a sum over the rank
 Rule = Callable[["Propagation", Node], Decision | None]
 
 
-def family(name: str) -> str:
-    """The name with every number replaced by a wildcard: the same weight of every layer."""
-    return re.sub(r"\d+", "*", name)
-
-
 @dataclass
 class Choices:
     """What propagation may assume about weights; restarts add to it."""
 
-    banned: dict[str, str] = field(default_factory=dict)  # family or name -> why
-    blocks: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)  # (family, extent) -> blocks
+    roles: Mapping[str, str] = field(default_factory=dict)  # name -> what it has in common with other layers' weights
+    banned: dict[str, str] = field(default_factory=dict)  # role or name -> why
+    blocks: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)  # (role, extent) -> blocks
     row: tuple[str, ...] = ()  # names of weights whose input features are to be divided
     whole: dict[str, str] = field(default_factory=dict)  # name -> why it was left whole though nothing banned it
 
     def ban(self, name: str) -> str | None:
         """Why a weight must stay whole."""
-        return self.banned.get(name) or self.banned.get(family(name))
+        return self.banned.get(name) or self.banned.get(self.role(name))
+
+    def role(self, name: str) -> str:
+        return self.roles.get(name, name)
 
 
 class Propagation:
@@ -234,7 +231,7 @@ class Propagation:
         wanted = {}
         for origin in split.origins:
             extent = self.extents.get(origin, 0)
-            key = (family(origin), extent)
+            key = (self.choices.role(origin), extent)
             known = self.choices.blocks.get(key, (extent,))
             first, per = split.rows or (0, 0)
             ends = sorted({sum(known[:k]) for k in range(len(known) + 1)} | {first + per * edge for edge in edges})
@@ -333,12 +330,10 @@ class Propagation:
     def _ban(self, error: Unfit) -> None:
         layouts = [self.layouts[x] for x in error.operands]
         splits = [s for x in layouts for s in (x if isinstance(x, tuple) else (x,)) if s]
-        new = [
-            family(o) for o in dict.fromkeys(o for split in splits for o in split.origins) if not self.choices.ban(o)
-        ]
+        new = [o for o in dict.fromkeys(o for split in splits for o in split.origins) if not self.choices.ban(o)]
         assert new, f"{error.node} {error.node.target} has no way out: {error.why}"
         for name in new:
-            self.choices.banned[name] = f"{op_name(error.node)} in {place(error.node)} {error.why}"
+            self.choices.banned[self.choices.role(name)] = f"{op_name(error.node)} in {place(error.node)} {error.why}"
 
     def _output(self, node: Node) -> None:
         """Outputs are whole: logits are made whole from the ranks' parts."""

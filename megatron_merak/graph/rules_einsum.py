@@ -4,7 +4,7 @@ from torch.fx import Node
 
 from .padding import zeros
 from .placement import Cut, Decision, Split
-from .propagate import Propagation, family
+from .propagate import Propagation
 
 COLUMN = "column parallel: its output features are divided"
 
@@ -49,7 +49,7 @@ def _column(p: Propagation, node: Node, terms: list[str], result: str) -> Decisi
             extent = p.shape(x)[dim]
             if letter not in result or letter in others or extent % p.tp:
                 continue
-            blocks = p.choices.blocks.get((family(name), extent), (extent,))
+            blocks = p.choices.blocks.get((p.choices.role(name), extent), (extent,))
             if p.demand(x, Cut(dim, blocks), COLUMN):
                 p.column(name, extent, node)
                 return Decision(Split(result.index(letter), blocks, (name,), rows=(0, 1)))

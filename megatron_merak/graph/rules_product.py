@@ -9,7 +9,8 @@ from torch.fx import Node
 
 from .padding import zeros
 from .placement import Cut, Decision, Split
-from .propagate import Propagation, family
+from .propagate import Propagation
+from .roles import family
 from .rules_value import argument
 
 aten = torch.ops.aten
@@ -97,7 +98,7 @@ def _column(p: Propagation, m: Product) -> Decision | None:
     if padded is None:
         p.note(name, f"its {extent} output features do not divide by {p.tp}")
         return None
-    blocks = p.choices.blocks.get((family(name), extent), (extent,))
+    blocks = p.choices.blocks.get((p.choices.role(name), extent), (extent,))
     padded = padded if len(blocks) == 1 else 0
     if not p.demand(weight, Cut(dim, blocks, padded), "column parallel: its output features are divided"):
         return None

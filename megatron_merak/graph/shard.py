@@ -12,11 +12,12 @@ from megatron_merak.plan import TensorSharding
 from .captured import Captured
 from .nodes import op_name
 from .placement import Again, Decision, Layout, Split
-from .propagate import Choices, Propagation, family, place
+from .propagate import Choices, Propagation, place
+from .roles import roles
 from .rules import RULES, STARTERS
 
 CHOICES = ("column", "row", "replicate", "vocabulary")
-MAX_RESTARTS = 400
+RESTARTS_PER_WEIGHT = 4  # every walk but the last bans a weight, or finds another block of one
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def shard(
 def _choices(
     captured: Captured, tp: int, asked: Mapping[str, tuple[str, str]], pins: Mapping[str, TensorSharding]
 ) -> Choices:
-    choices = Choices()
+    choices = Choices(roles(captured))
     for name, (choice, pattern) in asked.items():
         if choice == "replicate":
             choices.banned[name] = f"the rule {pattern}=replicate asks for it"
@@ -126,17 +127,18 @@ def _choices(
             extent = pin.shape[pin.dim]
             blocks = (extent // pin.blocks,) * pin.blocks if isinstance(pin.blocks, int) else pin.blocks
             if len(blocks) > 1:
-                choices.blocks[family(name), extent] = blocks
+                choices.blocks[choices.role(name), extent] = blocks
     return choices
 
 
 def _propagate(captured: Captured, tp: int, choices: Choices, multiple: int) -> Propagation:
-    for _ in range(MAX_RESTARTS):
+    most = RESTARTS_PER_WEIGHT * len(captured.shapes) + 1
+    for _ in range(most):
         try:
             return Propagation(captured, tp, RULES, STARTERS, choices, multiple).run()
         except Again:
             continue
-    raise AssertionError(f"propagation did not settle in {MAX_RESTARTS} walks")
+    raise AssertionError(f"propagation did not settle in {most} walks")
 
 
 def _tensor(whole: TensorSharding, split: Split | None) -> TensorSharding:

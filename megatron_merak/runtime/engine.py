@@ -147,9 +147,9 @@ class Engine:
             if name not in outputs:
                 self._dies[segment].append(name)
         first_reader = {i.value: self._block_of[s] for s in reversed(self.segments) for i in s.ins}
-        for block in self.blocks if self.kept else ():
+        for block in (block for block in self.blocks if block.recompute):
             readers = {i.value: s for s in block.segments for i in s.ins}
-            for name, segment in readers.items() if block.recompute else ():
+            for name, segment in readers.items():
                 # Blocks recompute last to first: a kept input dies with the first block that reads it.
                 if name not in self.kept or first_reader[name] is block:
                     self._dies_again[segment].append(name)

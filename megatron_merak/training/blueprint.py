@@ -17,7 +17,6 @@ from ..graph.fuse import fuse
 from ..graph.guards import Guards
 from ..graph.measure import measure
 from ..graph.nodes import is_op, is_random
-from ..graph.propagate import family
 from ..graph.rewrite import rewrite
 from ..graph.shard import Sharding, TensorRules, shard
 from ..graph.split import Parts, split
@@ -25,6 +24,7 @@ from ..graph.undropped import undropped
 from ..parallel.mesh import Mesh
 from ..plan import Grid, Plan
 from ..planner.make import choices, plan_chain
+from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..tensor_parallel import group_rank
 
@@ -134,10 +134,9 @@ class Blueprint:
         """A sentence per family of matrices that every tensor-parallel rank holds whole."""
         if self.grid.tp == 1:
             return ()
-        reasons = self.sharding.reasons
-        whole = [t for t in self.sharding.tensors.values() if t.dim is None and len(t.shape) > 1]
-        first = {family(tensor.name): reasons[tensor.name] for tensor in reversed(whole)}
-        return tuple(f"{name} is {reason}." for name, reason in reversed(first.items()))
+        tensors, reasons = self.sharding.tensors, self.sharding.reasons
+        matrices = by_family((name, reasons[name]) for name, tensor in tensors.items() if len(tensor.shape) > 1)
+        return tuple(f"{name} is {reason}." for name, reason in matrices if reason.startswith("whole"))
 
     def _plan(self, example: Batch) -> Plan:
         samples, length = batch_size(example)

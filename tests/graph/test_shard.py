@@ -9,6 +9,7 @@ import torch
 
 from megatron_merak.errors import PlanError
 from megatron_merak.graph.capture import capture
+from megatron_merak.graph.roles import roles
 from megatron_merak.graph.shard import TensorRules, shard
 from tests.graph.tiny import tiny
 
@@ -144,3 +145,28 @@ def test_planning_is_quick():
     start = time.process_time()
     shard(capturing, 2)
     assert time.process_time() - start < 1e-3 * nodes
+
+
+class Pairs(torch.nn.Module):
+    """Blocks of two pairs of layers: features of the first are sorted, which parts cannot be."""
+
+    def __init__(self, blocks=3):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.ModuleList(map(torch.nn.Linear, *SIZES)) for _ in range(blocks))
+
+    def forward(self, x):
+        for l0, l1, l2, l3 in self.blocks:
+            x = x + l1(l0(x).sort(-1).values)
+            x = x + l3(l2(x).tanh())
+        return x.square().mean()
+
+
+SIZES = (8, 16, 8, 16), (16, 8, 16, 8)
+
+
+def test_what_holds_of_a_weight_holds_in_all_layers_and_of_no_other_weight():
+    capturing = capture(Pairs(), {"x": torch.ones(2, 8)})
+    found = divided(shard(capturing, 2), "weight")
+    assert set(found) == {f"blocks.{k}.{i}.weight" for k in range(3) for i in (1, 2, 3)}
+    named = roles(capturing)
+    assert len({named[f"blocks.{k}.{i}.weight"] for k in range(3) for i in range(4)}) == 4

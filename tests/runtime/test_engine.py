@@ -349,3 +349,20 @@ def test_leftovers_name_what_was_forgotten():
     machine.forward(state)
     state.add_grad("loss", torch.ones(()))
     assert state.leftovers() == ["loss", *(f"tape of unit {unit}" for unit in range(4))]
+
+
+def test_recomputation_of_all_leaves_no_value():
+    """Nothing is kept for a unit that reads only what the batch gives, but values pass between its segments."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    segments = [
+        Segment(0, 0, lambda c: (2 * weight,), (), (Out("x"),), (weight,)),
+        Segment(0, 1, lambda c, x: (3 * x,), (In("x"),), (Out("y"),)),
+        Segment(0, 2, lambda c, x, y: (x * y,), (In("x"), In("y")), (Out("z"),)),
+    ]
+    sink = WeightGradients({weight: torch.zeros(2)})
+    engine, state = Engine(segments, [(0,)], ("z",), None, sink, CPU), State(Common({}), training=True)
+    engine.forward(state)
+    engine.take(state, "z")
+    state.add_grad("z", torch.ones(2))
+    engine.backward(state)
+    assert state.values == {} and sink.grads[weight].tolist() == [24.0, 24.0]
