@@ -9,24 +9,21 @@ The samples of an epoch are cut into batches, numbered from 0; replica r of R ta
 With one replica the last batch stays short. With several it is filled up from the epoch's first samples, as accelerate
 does, since every replica trains on equally many. The order of an epoch is ``randperm`` seeded with seed + epoch: what
 ``transformers.Trainer`` draws. Whatever a dataset or a collator draws at random comes from a stream of its own, seeded
-by (seed, epoch, batch).
+by (seed, epoch, batch), and what a stream draws, from one seeded by seed + epoch.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..errors import DataError
+from .randomness import PrivateStream, private_randomness
 
 Batch = dict[str, object]
-DIGITS = 1_000_003  # a prime: two batches of one run have different seeds
 
 
 def epoch_order(samples: int, seed: int, epoch: int, lengths: Sequence[int] | None = None, group: int = 1) -> list[int]:
@@ -59,24 +56,6 @@ class Division:
         if self.replicas == 1:
             return range(first, min(first + self.batch_size, self.samples))
         return [place % self.samples for place in range(first, first + self.batch_size)]
-
-
-@contextmanager
-def private_randomness(*numbers: int) -> Iterator[None]:
-    """Every global generator seeded by ``numbers`` inside, and untouched outside."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * DIGITS + number) % 2**32
-    before = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.default_generator.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
 
 
 def tensors_of(collated: object) -> Batch:
@@ -114,7 +93,7 @@ class Batches(Dataset):
 class StreamedBatches(IterableDataset):
     """An ``IterableDataset``'s batches for one replica; the last ones are filled up as ``Division`` does it."""
 
-    samples: Iterator
+    samples: PrivateStream
     collate: Callable[[list], Mapping[str, object]]
     batch_size: int
     replica: int
@@ -123,15 +102,13 @@ class StreamedBatches(IterableDataset):
     seeds: tuple[int, ...]
 
     def __iter__(self) -> Iterator[Batch]:
-        first, chunk, number = None, [], self.replica
-        for sample in self.samples:
-            chunk.append(sample)
-            if len(chunk) == self.batch_size * self.replicas:
-                yield self._batch(chunk, number)
-                first, chunk, number = first or chunk, [], number + self.replicas
+        first, number, whole = None, self.replica, self.batch_size * self.replicas
+        while len(chunk := self.samples.take(whole)) == whole:
+            yield self._batch(chunk, number)
+            first, number = first or chunk, number + self.replicas
         if chunk and not self.drop_last:
             filler = first or chunk
-            while self.replicas > 1 and len(chunk) < self.batch_size * self.replicas:
+            while self.replicas > 1 and len(chunk) < whole:
                 chunk = chunk + filler
             yield self._batch(chunk, number)
 
@@ -209,7 +186,7 @@ class Loading:
         return iter(self._loader(batches, sampler=numbers))
 
     def _stream(self, epoch: int, skip: int) -> Iterator[Batch]:
-        samples = iter(self._loader(self.dataset))
+        samples = PrivateStream(lambda: iter(self._loader(self.dataset)), self.seed + epoch)
         placing = (self.batch_size, self.replica, self.replicas, self.drop_last)
         batches = iter(StreamedBatches(samples, self.collate, *placing, (self.seed, epoch)))
         for _ in zip(range(skip), batches, strict=False):

@@ -21,6 +21,7 @@ from .captured import CapturedTrainer
 from .merak_arguments import MerakArguments
 from .model_facts import ModelFacts
 from .neutral import TRAINING, NeutralPadding
+from .same_batches import differ_here, different
 from .samplers import Drawn, EpochSampler, length_of
 
 
@@ -160,7 +161,10 @@ class Feed:
             sum(facts.tokens(batch, pad_id, self.args.include_num_input_tokens_seen) for batch in batches),
             int(unsettled is not None),
             int(failure is not None),
+            int(engine is not None and differ_here(batches, self.mesh)),
         )
+        if counts[5]:
+            raise different()
         if counts[4]:
             raise_together(failure, self.mesh.control, "cpu")
         counted = {"num_items_in_batch": torch.tensor(float(counts[0]))} if known else {}

@@ -21,6 +21,7 @@ from .batches import Batch
 from .progress import Progress
 from .rates import extent
 from .run_directory import RunDirectory
+from .same_batches import check_everywhere
 
 DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -152,6 +153,8 @@ class TrainingLoop:
         done, total = skip, self.extent.batches
         while done < total and self.state.global_step < self.extent.steps:
             group = list(islice(batches, min(self.args.gradient_accumulation_steps, total - done)))
+            if self.loading.streamed:
+                check_everywhere(group, len(group), self.trainer.mesh)
             if not group:  # a stream that ended early
                 break
             done += len(group)

@@ -6,7 +6,7 @@ the order of batches, so a metric is that of one process.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from .batches import Batch, Division, Loading
 from .exchange import from_rank
 from .model_facts import ModelFacts
 from .neutral import NeutralPadding
+from .same_batches import check_everywhere
 
 PAD = -100
 
@@ -86,7 +87,7 @@ class Evaluation:
         concatenate = self.args.eval_do_concat_batches
         kept = {name: EvalLoopContainer(concatenate, PAD) for name in ("predictions", "labels", "inputs")}
         replicas = self.batches.loading.replicas
-        for first, count, batches in self.batches.rounds():
+        for first, count, batches in self._rounds():
             found = self._forward(first, batches)
             for place in range(0 if self.loss_only else count):
                 replica, row = place % replicas, place // replicas
@@ -101,6 +102,13 @@ class Evaluation:
         arrays = {name: container.get_arrays() for name, container in kept.items()}
         metrics = self._metrics(compute_metrics, arrays, losses, prefix)
         return EvalLoopOutput(arrays["predictions"], arrays["labels"], metrics, samples)
+
+    def _rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
+        """As of the batches, while all ranks are given the same ones. Collective."""
+        for first, count, batches in chain(self.batches.rounds(), [(0, 0, [])]):
+            check_everywhere(batches, count, self.neutral.mesh)
+            if count:
+                yield first, count, batches
 
     @property
     def rank(self) -> int:

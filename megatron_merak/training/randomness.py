@@ -1,0 +1,67 @@
+"""Random numbers of one purpose, apart from whatever else draws from the global generators."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+DIGITS = 1_000_003  # a prime: two batches of one run have different seeds
+
+
+def _states() -> tuple:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_states(states: tuple) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def private_randomness(*numbers: int) -> Iterator[None]:
+    """Every global generator of the CPU seeded by ``numbers`` inside, and untouched outside."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * DIGITS + number) % 2**32
+    before = _states()
+    try:
+        _seed(seed)
+        yield
+    finally:
+        _set_states(before)
+
+
+class PrivateStream:
+    """The values of an iterator that draws from generators of its own, which stand in for the global ones meanwhile.
+
+    make: makes the iterator, whose draws count too. seed: of the generators at its beginning.
+    """
+
+    def __init__(self, make: Callable[[], Iterator], seed: int):
+        before = _states()
+        try:
+            _seed(seed % 2**32)
+            self._values = make()
+            self._own = _states()
+        finally:
+            _set_states(before)
+
+    def take(self, count: int) -> list:
+        """The next ``count`` values, fewer at the end."""
+        before = _states()
+        try:
+            _set_states(self._own)
+            taken = [value for _, value in zip(range(count), self._values, strict=False)]
+            self._own = _states()
+            return taken
+        finally:
+            _set_states(before)
