@@ -12,10 +12,11 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from megatron_merak.errors import TraceError
-from megatron_merak.graph import patches, twin
+from megatron_merak.graph import patches, python_state, twin
 from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.clean import clean, refuse_dynamic
 from megatron_merak.graph.island import ByValue, Islands, Unfit, around_error, keep_modules
+from megatron_merak.graph.python_state import Written
 from megatron_merak.graph.swift import swift
 from megatron_merak.graph.unlift import unlift
 from megatron_merak.graph.values import values_of_batch
@@ -88,7 +89,7 @@ def _capture(
         if chooses and not attempt.values:
             continue
         try:
-            program, seen = _trace(model, batch, attempt, training, dtype, outputs, islands)
+            program, seen, written = _trace(model, batch, attempt, training, dtype, outputs, islands)
         except TraceError:
             raise
         except Exception as failure:  # the exporter raises whatever the model's code and its own internals raise
@@ -96,6 +97,13 @@ def _capture(
             continue
         if seen.drawn and not attempt.no_layer_drop:
             continue
+
+        def trace(before: Written | None, tensors: bool) -> tuple[ExportedProgram, Written]:
+            how = (attempt, training, dtype, outputs, islands)  # noqa: B023  called within this turn
+            program, _, written = _trace(model, batch, *how, before, tensors)
+            return program, written
+
+        python_state.refuse(model, written, trace, program)
         raw = unlift(program, model)
         if attempt.is_causal and patches.positions_from_batch(raw.module.graph):
             continue
@@ -138,13 +146,22 @@ def _trace(
     dtype: torch.dtype | None,
     outputs: Sequence[str],
     islands: Islands,
-) -> tuple[ExportedProgram, Seen]:
-    fake = twin.make_twin(model, training, dtype, copy_buffers=attempt.values)
-    if attempt.attention:
-        fake.set_attn_implementation(attempt.attention)  # type: ignore[operator]
+    before: Written | None = None,
+    tensors: bool = False,
+) -> tuple[ExportedProgram, Seen, Written]:
+    """before: what an earlier trace wrote and this one begins with. tensors: return what this one writes."""
+    if before is None:
+        fake = twin.make_twin(model, training, dtype, copy_buffers=attempt.values)
+        if attempt.attention:
+            fake.set_attn_implementation(attempt.attention)  # type: ignore[operator]
+        twin.pick_outputs(fake, outputs)
+    else:
+        fake = before.replay()
     if "use_cache" in twin.forward_parameters(fake)[0]:
         batch = {"use_cache": False, **batch}
-    twin.pick_outputs(fake, outputs)
+    written = Written(fake) if attempt.strict else python_state.record(fake)
+    if tensors:
+        python_state.with_written_tensors(fake, written)
     with ExitStack() as world:
         world.enter_context(patches.quiet())
         world.enter_context(swift())
@@ -164,7 +181,7 @@ def _trace(
             given = twin.fake_batch(fake, batch)
         program = torch.export.export(fake, (), given, strict=attempt.strict)
         seen.opaque.settle(program.graph_module)
-    return program, seen
+    return program, seen, written
 
 
 def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -191,6 +208,9 @@ def _refuse_unseen(model: nn.Module, seen: Seen) -> None:
     if seen.reseeded:
         reason = f"{seen.reseeded[0]} sets the seed of torch, which a captured graph would not"
         raise TraceError("model", name, reason, "Leave the seed alone, or keep such numbers in a buffer")
+    if seen.clocked:
+        reason = f"{seen.clocked[0]} reads the clock, which a captured graph would do once"
+        raise TraceError("model", name, reason, "Pass such numbers as an entry of the batch")
     if seen.drawn:
         reason = f"{seen.drawn[0]} draws random numbers on the host, which a captured graph would repeat at every step"
         remedy = "Turn that augmentation off in the config, or draw with torch"

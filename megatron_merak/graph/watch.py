@@ -2,6 +2,9 @@
 
 import pickle
 import random
+import sys
+import sysconfig
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +23,8 @@ from megatron_merak.graph.opaque import Opaque, forward_of, keep_functions
 _LARGEST = 1 << 22  # values in one tensor that a check of a Function is worth
 _SIZES = (2, 3, 4, 5, 6, 7)
 _GENERATORS = (random.Random, numpy.random.RandomState)
+_CLOCKS = ("time", "time_ns", "perf_counter", "monotonic", "process_time")
+_STANDARD = sysconfig.get_path("stdlib")
 _NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state")
 
 
@@ -35,14 +40,15 @@ class Like:
 class Seen:
     """functions: each custom Function that was applied and the values it was applied to -> how its own gradient differs
     from that of its forward's operations. opaque: those that differ. hooked, drawn: lines that put a gradient hook on a
-    tensor or drew a random number on the host. reseeded: lines that set torch's seed. seeded: the model sets the
-    host's seed itself."""
+    tensor or drew a random number on the host. reseeded: lines that set torch's seed. clocked: lines that read the
+    clock. seeded: the model sets the host's seed itself."""
 
     opaque: Opaque
     functions: dict[tuple[type[Function], str], str] = field(default_factory=dict)
     hooked: list[str] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
     reseeded: list[str] = field(default_factory=list)
+    clocked: list[str] = field(default_factory=list)
     seeded: bool = False
 
 
@@ -97,7 +103,19 @@ def watch() -> Iterator[Seen]:
         patches.enter_context(mock.patch.object(torch, "manual_seed", reseeded))
         for owner, name in _draws():
             patches.enter_context(mock.patch.object(owner, name, drawing(getattr(owner, name))))
+        for name in _CLOCKS:
+            patches.enter_context(mock.patch.object(time, name, _reading(getattr(time, name), seen)))
         yield seen
+
+
+def _reading(read: Callable[[], Any], seen: Seen) -> Callable[[], Any]:
+    def clocked() -> Any:
+        path = sys._getframe(1).f_code.co_filename
+        if not _foreign(path) and ("site-packages" in path or not path.startswith(_STANDARD)):
+            seen.clocked.append(place())
+        return read()
+
+    return clocked
 
 
 def _state() -> tuple[Any, Any]:

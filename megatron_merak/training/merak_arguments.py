@@ -35,6 +35,7 @@ HONOURED = frozenset(
     train_sampling_strategy length_column_name ddp_backend ddp_timeout do_train do_eval do_predict
     resume_from_checkpoint local_rank""".split()
 )
+UNKNOWN = ("this field is not supported", "Leave it as it is")
 COMPILED = "the captured program is compiled by this library"
 DEGREES = "Set tensor_model_parallel_size and pipeline_model_parallel_size"
 # field -> (why, what to do); a value other than the field's default is refused.
@@ -83,6 +84,27 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "deepspeed": ("the model is divided by tensor and pipeline parallelism", DEGREES),
         "debug": ("hooks on the model are not captured", "Leave it empty"),
         "skip_memory_metrics": ("memory is not tracked", "Leave it True"),
+    }
+)
+# What is honoured, but is not quite what it is in transformers.
+DIFFERENT: Mapping[str, str] = MappingProxyType(
+    {
+        "activation_checkpointing": "units of the plan recompute; see `recompute_method`",
+        "bf16": "weights are bf16 and their fp32 masters are trained; there is no autocast",
+        "data_seed": "also seeds what datasets and collators draw at random, by epoch and batch",
+        "dataloader_num_workers": "of each rank",
+        "ddp_backend": "of all groups of the job; also `shm`, `emu` and others of this library",
+        "eval_accumulation_steps": "predictions always go to the CPU at once",
+        "gradient_accumulation_steps": "the micro-batches that fill the pipeline",
+        "gradient_checkpointing": "as `activation_checkpointing`",
+        "ignore_data_skip": "batches are numbered, so nothing is loaded to be skipped",
+        "include_num_input_tokens_seen": "counted over replicas, not over ranks",
+        "optim": "`adamw_torch` and `adamw_torch_fused`; others are refused",
+        "per_device_eval_batch_size": "of a replica of the model",
+        "per_device_train_batch_size": "of a replica of the model: tensor x pipeline ranks",
+        "save_total_limit": "counts complete checkpoints",
+        "seed": "dropout draws by seed, step and place in the model, so that recomputation and pipelines repeat it",
+        "train_sampling_strategy": "`group_by_length` draws by seed and epoch; `batch_rebalance` is refused",
     }
 )
 EQUIVALENT: Mapping[str, tuple] = MappingProxyType({"optim": ("adamw_torch", "adamw_torch_fused")})
@@ -211,6 +233,15 @@ class MerakArguments(TrainingArguments):
             reason = f"tensor x pipeline parallelism makes replicas of {degrees} ranks"
             raise ConfigError("world size", self.world_size, reason, "Start a multiple of that, or lower the degrees")
 
+        not_honoured = [each.name for each in dataclasses.fields(TrainingArguments) if each.name not in HONOURED]
+        self._settled = {name: getattr(self, name) for name in not_honoured}
+
+    def refuse_changes(self) -> None:
+        """Raises ConfigError for a field that cannot be honoured and was set after the arguments were made."""
+        for name, value in self._settled.items():
+            if getattr(self, name) != value:
+                raise ConfigError(name, repr(getattr(self, name)), *REFUSED.get(name, UNKNOWN))
+
     @property
     def buckets(self) -> str | tuple[int, ...] | None:
         """``length_buckets``: "auto", ascending lengths, or None."""
@@ -256,8 +287,7 @@ def _refuse_fields(args: TrainingArguments) -> None:
         default = each.default if each.default is not dataclasses.MISSING else each.default_factory()
         if value == default or not (value or default):
             continue
-        reason, remedy = REFUSED.get(name, ("this field is not supported", f"Leave it at {default!r}"))
-        raise ConfigError(name, repr(value), reason, remedy)
+        raise ConfigError(name, repr(value), *REFUSED.get(name, UNKNOWN))
     known = tuple(name for name in BACKENDS if name not in ("auto", "emu"))
     if args.ddp_backend is not None and args.ddp_backend not in known:
         remedy = f"Use {', '.join(known)} or leave it unset"

@@ -56,7 +56,7 @@ from .merak_loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
 from .neutral import NeutralPadding
 from .outputs import check_directory
-from .overrides import refuse_inputs, refuse_overrides, refusing
+from .overrides import refuse_inputs, refuse_late, refuse_overrides, refusing
 from .predictions import Evaluation, EvaluationBatches
 from .run_directory import RunDirectory, write_text
 from .trainer_face import TrainerFace
@@ -128,6 +128,7 @@ class MerakTrainer(TrainerFace):
 
     def _check(self) -> None:
         args = self.args
+        args.refuse_changes()
         with together(self.mesh.control, "cpu"):
             if args.should_save:
                 check_directory("output_dir", args.output_dir, Path(args.output_dir))
@@ -257,6 +258,9 @@ class MerakTrainer(TrainerFace):
             self.model, self._engine, self._groups = self.call_model_init(), None, None
             self.callback_handler.model = self.model
             self._describe()
+        self.args.refuse_changes()
+        if isinstance(self._engine, CapturedTrainer):
+            refuse_late(self._engine.settings, self.settings(), ("lr", "weight_decay", "micro_batches"))
         if isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(
             self.model, "config"
         ):

@@ -5,7 +5,8 @@ overrides it, when it is set and when it is read. ``REFUSED`` says why and what 
 that ``Trainer`` gives to its instances.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -54,8 +55,9 @@ _GROUPS: tuple[tuple[Reason, str], ...] = (
     (STEP, "training_step optimizer_step neftune_noise_alpha neftune_hook_handle current_gradient_accumulation_steps"),
     (
         OPTIMIZER,
-        """create_optimizer create_optimizer_and_scheduler get_optimizer_cls_and_kwargs optimizer_cls_and_kwargs
-        _get_learning_rate _clip_grad_norm _get_grad_norm _has_mixed_mesh_grads _mixed_mesh_grad_norm""",
+        """optimizers create_optimizer create_optimizer_and_scheduler get_optimizer_cls_and_kwargs
+        optimizer_cls_and_kwargs _get_learning_rate _clip_grad_norm _get_grad_norm _has_mixed_mesh_grads
+        _mixed_mesh_grad_norm""",
     ),
     (
         BATCHES,
@@ -98,6 +100,28 @@ _GROUPS: tuple[tuple[Reason, str], ...] = (
     (COUNTS, "floating_point_ops"),
 )
 REFUSED: Mapping[str, Reason] = MappingProxyType({name: why for why, names in _GROUPS for name in names.split()})
+# What is there and honoured, but is not quite what it is in transformers.
+DIFFERENT: Mapping[str, str] = MappingProxyType(
+    {
+        "args": "`MerakArguments`; the same on every rank",
+        "callbacks": "`on_substep_end` and `on_pre_optimizer_step` come when all gradients of the step are there; "
+        "gradients are not in `p.grad`. What one rank's callback decides, all ranks do",
+        "compute_metrics": "runs on the first rank, which tells the others",
+        "end": "leaves the job; the last call of a script, on every rank",
+        "evaluate": "collective: called on every rank",
+        "_get_eval_sampler": "called on every rank, for the samples of all replicas",
+        "_get_train_sampler": "called on every rank, for the samples of all replicas; what it draws at random is "
+        "seeded by seed and epoch",
+        "is_local_process_zero": "true on the first rank of the job, not of every node",
+        "log": "called on every rank, with the same numbers",
+        "lr_scheduler": "a schedule of `trainer.optimizer`; set by `create_scheduler` only",
+        "optimizer": "the two groups of parameters: `lr` and `weight_decay` count, any other change or call raises",
+        "predict": "collective: called on every rank, and all of them get the predictions",
+        "preprocess_logits_for_metrics": "gets tensors on the CPU",
+        "save_model": "collective; writes `training_args.json`, no pickle",
+        "train": "collective; `trial` is refused",
+    }
+)
 
 
 class Refused:
@@ -154,3 +178,17 @@ def refuse_overrides(kind: type, base: type) -> None:
     if issubclass(kind, Trainer):
         remedy = f"Derive it from {base.__name__} alone"
         raise ConfigError(kind.__name__, "(a transformers.Trainer)", "its methods would not be called", remedy)
+
+
+def refuse_late(built: object, wanted: object, later: Collection[str]) -> None:
+    """Raises ConfigError for an argument that was changed since the model was captured by it.
+
+    built, wanted: settings, of the capture and of now. later: their fields that a running model still follows.
+    """
+    for each in dataclasses.fields(wanted):
+        old, new = getattr(built, each.name), getattr(wanted, each.name)
+        if dataclasses.is_dataclass(new):
+            refuse_late(old, new, later)
+        elif old != new and each.name not in later:
+            remedy = "Make a new MerakTrainer with it"
+            raise ConfigError(f"args: {each.name}", new, f"the model was captured with {old}", remedy)

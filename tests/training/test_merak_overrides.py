@@ -285,3 +285,14 @@ def test_a_second_training_goes_on_as_in_transformers(tmp_path):
         trainer.train()
         found.append([[entry[k] for k in LOGGED] for entry in trainer.state.log_history if "loss" in entry])
     np.testing.assert_allclose(found[1], found[0], rtol=3e-5)
+
+
+def test_arguments_that_are_changed_too_late_are_refused(tmp_path):
+    args = MerakArguments(str(tmp_path / "a"), **RUN)
+    args.label_smoothing_factor = 0.1
+    with pytest.raises(ConfigError, match="label_smoothing_factor.*Smooth inside the model"):
+        MerakTrainer(tiny_llama(), args, collate)
+    trainer = trained(MerakTrainer, tmp_path)[1]
+    trainer.args.max_grad_norm = 0.5
+    with pytest.raises(ConfigError, match="clip_grad 0.5: the model was captured with 1.0"):
+        trainer.train()

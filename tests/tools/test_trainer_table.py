@@ -1,0 +1,49 @@
+"""docs/trainer.md says of every name of the installed transformers how it stands here."""
+
+import inspect
+
+from transformers import Trainer, TrainingArguments
+
+from megatron_merak.training import merak_arguments, overrides
+from megatron_merak.training.merak_arguments import MerakArguments
+from tests.training.merak_stand_in import EagerTrainer, collate, tiny_llama
+from tools import trainer_table
+
+LATER = {"current_gradient_accumulation_steps", "optimizer_step"}  # of other releases of transformers 5
+
+
+def test_the_document_is_what_the_tool_writes():
+    assert trainer_table.DOCUMENT.read_text() == trainer_table.document(), "run tools/trainer_table.py --write"
+
+
+def test_every_refusal_has_its_own_reason():
+    """A release of transformers that brings a name fails here, until the name is served or refused by reason."""
+    plain = f"{overrides.OTHER.why}."
+    found = [name for name, _, told in trainer_table.trainer_rows() + trainer_table.argument_rows() if plain in told]
+    assert found == []
+    private = {name for name in dir(Trainer) if name.startswith("_") and not name.startswith("__")}
+    assert sorted(name for name in private if name not in overrides.REFUSED and not _served(name)) == []
+
+
+def test_the_tables_name_nothing_that_transformers_has_not():
+    known = {*dir(Trainer), *trainer_table.attributes(Trainer), *inspect.signature(Trainer.__init__).parameters}
+    assert {*overrides.REFUSED, *overrides.DIFFERENT} - known <= LATER
+    fields = {*TrainingArguments.__dataclass_fields__}
+    assert {*merak_arguments.REFUSED, *merak_arguments.HONOURED, *merak_arguments.DIFFERENT} <= fields
+    assert not {*merak_arguments.REFUSED} & {*merak_arguments.HONOURED}
+    assert not {*overrides.REFUSED} & {*overrides.DIFFERENT}
+
+
+def test_what_is_the_same_is_there(tmp_path):
+    trainer = EagerTrainer(tiny_llama(), MerakArguments(str(tmp_path), use_cpu=True), collate)
+    parameters = inspect.signature(EagerTrainer.__init__).parameters
+    for name, how, _ in trainer_table.trainer_rows():
+        assert (how == "refused") != (hasattr(trainer, name) or name == "callbacks"), name
+        if callable(theirs := inspect.getattr_static(Trainer, name, None)) and how != "refused":
+            ours = [*inspect.signature(getattr(EagerTrainer, name)).parameters]
+            assert ours == [*inspect.signature(theirs).parameters], name
+    assert [*parameters] == [*inspect.signature(Trainer.__init__).parameters]
+
+
+def _served(name):
+    return not isinstance(inspect.getattr_static(EagerTrainer, name), overrides.Refused)
