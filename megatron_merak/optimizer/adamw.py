@@ -24,8 +24,8 @@ class AdamW:
 
     A parameter's update does not depend, to the bit, on where in the buffer it lies or on what lies beside it.
 
-    buffer: holds initial parameters already. In fp32 they are updated in place. In any other dtype an fp32 master copy
-        is taken here and updated; every step rounds it into `buffer.data`.
+    buffer: holds initial parameters already. `buffer.master` is updated; where that is not `buffer.data`, every step
+        rounds it into it.
     config: adam_beta1, adam_beta2, adam_eps and clip_grad (0: no clipping) are read.
     group: the ranks that hold one replica of the model (tensor x pipeline), whose gradients make the global norm.
         None or one rank: this rank holds all of it.
@@ -37,7 +37,7 @@ class AdamW:
         self.buffer = buffer
         self.config = config
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self.master = buffer.data if buffer.dtype == torch.float32 else buffer.data.to(torch.float32)
+        self.master = buffer.master
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
         self.steps = 0
@@ -50,8 +50,7 @@ class AdamW:
 
     def refresh_master(self) -> None:
         """Take the parameters as they are in the buffer: after they were loaded without a master copy."""
-        if self.master is not self.buffer.data:
-            self.master.copy_(self.buffer.data)
+        self.buffer.refresh_master()
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float, others: tuple[float, float] | None = None) -> StepResult:

@@ -23,12 +23,14 @@ class BufferEntry:
 
     decay: weight decay applies to it.
     counted: this rank counts its gradient in the global norm; False where another rank holds the same parameter.
+    fp32: it is used in fp32, whatever the dtype of the buffer.
     """
 
     name: str
     shape: tuple[int, ...]
     decay: bool
     counted: bool = True
+    fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Slot:
     shape: tuple[int, ...]
     decay: bool
     counted: bool
+    fp32: bool
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class ParameterBuffer:
     bucket_elements: a bucket closes once it holds this many elements; no parameter is split. None: one bucket.
 
     data       [size] dtype   zeros until they are filled through `parameter(name)`
+    master     [size] fp32    what the optimizer updates and rounds into `data`: `data` itself where that is fp32, else
+                              a copy, taken when it is first asked for
     main_grad  [size] fp32    the sum of this step's gradients
     slots      parameter name -> Slot, in order of offset
     buckets    contiguous, disjoint, they cover everything; buckets[0] holds the last parameters
@@ -92,6 +97,7 @@ class ParameterBuffer:
         self.dtype = dtype
         self.device = torch.device(device)
         self.data = torch.zeros(self.size, dtype=dtype, device=device)
+        self._master: torch.Tensor | None = None
         self.main_grad = torch.zeros(self.size, dtype=torch.float32, device=device)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
@@ -99,8 +105,23 @@ class ParameterBuffer:
         slot = self.slots[name]
         return flat[slot.start : slot.stop].view(slot.shape)
 
+    @property
+    def master(self) -> torch.Tensor:
+        if self._master is None:
+            self._master = self.data if self.dtype == torch.float32 else self.data.to(torch.float32)
+        return self._master
+
     def parameter(self, name: str) -> torch.Tensor:
-        return self.view(self.data, name)
+        """What the model computes with: of `data`, or of `master` for an entry that is used in fp32."""
+        return self.view(self.master if self.slots[name].fp32 else self.data, name)
+
+    def refresh_master(self) -> None:
+        """Take the values of `data`, but for entries used in fp32, whose values are in `master` alone."""
+        if self.master is not self.data:
+            apart = {slot: self.master[slot.start : slot.stop].clone() for slot in self.slots.values() if slot.fp32}
+            self.master.copy_(self.data)
+            for slot, values in apart.items():
+                self.master[slot.start : slot.stop] = values
 
     def grad(self, name: str) -> torch.Tensor:
         return self.view(self.main_grad, name)
@@ -120,7 +141,9 @@ def _lay_out(groups: Sequence[Sequence[BufferEntry]]) -> tuple[dict[str, Slot], 
         for entry in sorted(group, key=lambda entry: not entry.decay):
             assert entry.name not in slots, f"parameter {entry.name} is listed twice"
             elements = prod(entry.shape)
-            slots[entry.name] = Slot(offset, offset + elements, tuple(entry.shape), entry.decay, entry.counted)
+            slots[entry.name] = Slot(
+                offset, offset + elements, tuple(entry.shape), entry.decay, entry.counted, entry.fp32
+            )
             offset = _align(offset + elements)
     return slots, offset
 

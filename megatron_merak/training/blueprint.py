@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ..planner.make import choices, plan_chain
 from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..tensor_parallel import group_rank
+from .precision import cast_of, check_operands
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Batch = Mapping[str, Any]
@@ -37,9 +38,10 @@ MOST_CASES = 16  # programs for batches of one shape
 class CapturedSettings:
     """What a captured model is trained with beside its data.
 
-    micro_batches: per step and replica, where a step does not say otherwise. dtype: of parameters and activations.
-    device: the planner's name of it. loss_chunk: rows whose logits exist at a time, 0 for all.
-    replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
+    micro_batches: per step and replica, where a step does not say otherwise. dtype: of parameters and activations,
+    but for the fp32 part of a bf16 model. device: the planner's name of it. loss_chunk: rows whose logits exist at a
+    time, 0 for all. replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for
+    none. autocast: a model that does not run with parts of different dtypes computes in ``dtype`` alone.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -53,6 +55,7 @@ class CapturedSettings:
     vocabulary_multiple: int = 1
     loss_chunk: int = 0
     replica_check_interval: int = 100
+    autocast: bool = False
 
 
 def batch_size(batch: Batch) -> tuple[int, int]:
@@ -88,10 +91,16 @@ class Blueprint:
         self.model, self.settings, self.grid = model, settings, grid
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
-        maskless = self._without_mask(example) if "attention_mask" in example else None
-        self.drops_full_mask = maskless is not None
-        whole = len(self.prepared(example)) < len(example)
-        self.captured = maskless if whole else self._capture(example, training=True, outputs=("loss",))
+        self._cast = cast_of(model, DTYPES[settings.dtype])
+        try:
+            self.captured = self._first(example)
+        except TraceError:
+            if self._cast is not None or not settings.autocast:
+                raise
+            self._cast = DTYPES[settings.dtype]
+            captured = self._first(example)
+            note = f"The model does not run with the dtypes of its weights: all compute in {settings.dtype}."
+            self.captured = replace(captured, notes=(*captured.notes, note))
         self.example = shapes_of(self.prepared(example))
         self._check_dtypes()
         self.chain = cut(self.captured, settings.graph_sharding)
@@ -103,6 +112,13 @@ class Blueprint:
             self.partial = tuple(name for name, tensor in self.sharding.tensors.items() if tensor.dim is None)
         self.units = measure(self.captured, self.chain, self.sharding, grid.tp, settings.device, settings.loss_chunk)
         self.plan = self._plan(example)
+
+    def _first(self, example: Batch) -> Captured:
+        """The capture of the first batch; decides whether a mask that masks nothing is left out."""
+        maskless = self._without_mask(example) if "attention_mask" in example else None
+        self.drops_full_mask = maskless is not None
+        whole = len(self.prepared(example)) < len(example)
+        return maskless if whole else self._capture(example, training=True, outputs=("loss",))
 
     def _without_mask(self, example: Batch) -> Captured | None:
         """The capture without an attention mask, None where leaving out one that masks nothing could change a value:
@@ -121,14 +137,15 @@ class Blueprint:
         return without_full_mask(batch) if self.drops_full_mask else batch
 
     def _capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
-        return capture(self.model, batch, training=training, dtype=DTYPES[self.settings.dtype], outputs=outputs)
+        captured = capture(self.model, batch, training=training, dtype=self._cast, outputs=outputs)
+        check_operands(captured)
+        return captured
 
     def _check_dtypes(self) -> None:
-        wanted, captured = DTYPES[self.settings.dtype], self.captured
-        for name, dtype in captured.dtypes.items():
-            if name in captured.trainable and dtype != wanted:
-                reason = f"the model keeps it in {dtype} even where the rest is {wanted}, and here all are of one dtype"
-                raise TraceError("parameter", name, reason, f"Train all in {str(dtype).removeprefix('torch.')}")
+        for name, dtype in self.captured.dtypes.items():
+            if name in self.captured.trainable and dtype not in DTYPES.values():
+                reason = f"its dtype is {str(dtype).removeprefix('torch.')}, and weights train in {' or '.join(DTYPES)}"
+                raise TraceError("parameter", name, reason, "Cast the model, or freeze it")
 
     def whole_weights(self) -> tuple[str, ...]:
         """A sentence per family of matrices that every tensor-parallel rank holds whole."""

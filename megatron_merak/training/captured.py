@@ -238,10 +238,13 @@ class CapturedTrainer:
     def load(self, root: str | Path, iteration: int | None = None, verify: bool = True) -> dict[str, Any]:
         """Resume from ``root``, written under any layout. Returns ``extra``. Collective; raises CheckpointError."""
         meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify)
+        self.holdings.settle()
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
         return meta["extra"]
 
     def save_hf(self, directory: str | Path, processing_class=None) -> None:
-        """Write a directory that ``from_pretrained`` of plain transformers opens. Collective."""
+        """Write a directory that ``from_pretrained`` of plain transformers opens, weights in the dtypes of the model
+        that was given. Collective."""
         self.replicas.check()
-        save_hf(directory, self.model, list(self.shards()), self.mesh.control, "cpu", processing_class=processing_class)
+        weights = list(self.holdings.exported())
+        save_hf(directory, self.model, weights, self.mesh.control, "cpu", processing_class=processing_class)

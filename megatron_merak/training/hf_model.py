@@ -102,6 +102,7 @@ def settings_of(config: HFConfig, world_size: int, device: str) -> CapturedSetti
         tensor_parallel_rules=rules_text(config.model.tensor_parallel_rules),
         vocabulary_multiple=config.model.make_vocab_size_divisible_by,
         loss_chunk=config.model.cross_entropy_chunk_size,
+        autocast=config.train.bf16,
         replica_check_interval=config.train.check_weight_hash_across_dp_replicas_interval,
     )
 

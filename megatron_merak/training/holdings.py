@@ -26,11 +26,16 @@ def decay_matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter: how it is divided, its storage (padding included), whether of all stages this one counts it."""
+    """One parameter, padding included.
+
+    sharding: how it is divided. storage: what the model computes with. counted: whether of all stages this one counts
+    it. exact: its values in the dtype of the user's model, fp32 where it computes in bf16; else ``storage`` itself.
+    """
 
     sharding: TensorSharding
     storage: Tensor
     counted: bool
+    exact: Tensor
 
     def shard(self, mesh: Mesh, storage: Tensor) -> Shard:
         tensor, tp = self.sharding, mesh.grid.tp
@@ -85,11 +90,14 @@ class Holdings:
 
         def entry(name: str) -> BufferEntry:
             tensor = tensors[name]
-            return BufferEntry(name, stored_shape(tensor, tp), decay(name, tensor.shape), self._counted(name))
+            decayed, fp32 = decay(name, tensor.shape), blueprint.captured.dtypes[name] == torch.float32
+            return BufferEntry(name, stored_shape(tensor, tp), decayed, self._counted(name), fp32)
 
         entries = [[entry(name) for name in names if name in blueprint.captured.trainable] for names in units]
         bucket = settings.parallel.ddp_bucket_size or default_bucket_elements(self.mesh.grid.dp)
-        return ParameterBuffer(entries, DTYPES[settings.dtype], self.mesh.device, bucket)
+        kinds = {blueprint.captured.dtypes[name] for name in blueprint.captured.trainable}
+        dtype = kinds.pop() if len(kinds) == 1 else DTYPES[settings.dtype]
+        return ParameterBuffer(entries, dtype, self.mesh.device, bucket)
 
     def _counted(self, name: str) -> bool:
         """Whether of all ranks of a replica that hold the same values this one counts and writes them."""
@@ -98,11 +106,18 @@ class Holdings:
 
     def _hold(self, name: str) -> Held:
         captured, tensor = self.blueprint.captured, self.blueprint.sharding.tensors[name]
+        own = self.blueprint.model.get_parameter(name).dtype
+        rounds = own == torch.float32 and captured.dtypes[name] == torch.bfloat16
         if name in captured.trainable:
-            return Held(tensor, self.buffer.parameter(name), self._counted(name))
-        shape = stored_shape(tensor, self.mesh.grid.tp)
-        storage = torch.zeros(shape, dtype=captured.dtypes[name], device=self.mesh.device)
-        return Held(tensor, storage, self._counted(name))
+            storage = exact = self.buffer.parameter(name)
+            if rounds:
+                exact = self.buffer.view(self.buffer.master, name)
+        else:
+            shape = stored_shape(tensor, self.mesh.grid.tp)
+            storage = exact = torch.zeros(shape, dtype=captured.dtypes[name], device=self.mesh.device)
+            if rounds:
+                exact = torch.zeros_like(storage, dtype=own)
+        return Held(tensor, storage, self._counted(name), exact)
 
     def _unused(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.blueprint.model.named_parameters():
@@ -111,15 +126,27 @@ class Holdings:
 
     def _spare(self, name: str, parameter: nn.Parameter) -> Held:
         storage = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.mesh.device)
-        return Held(TensorSharding(name, tuple(parameter.shape)), storage, self.mesh.tp_rank == 0)
+        return Held(TensorSharding(name, tuple(parameter.shape)), storage, self.mesh.tp_rank == 0, storage)
 
     def shards(self, flat: Tensor | None = None) -> Iterator[Shard]:
         """``flat`` ([buffer.size]: gradients, optimizer state) as shards of HuggingFace tensors; None: all weights."""
         for name, held in self.held.items():
             if flat is None:
-                yield held.shard(self.mesh, held.storage)
+                yield held.shard(self.mesh, held.storage if name in self.buffer.slots else held.exact)
             elif name in self.buffer.slots:
                 yield held.shard(self.mesh, self.buffer.view(flat, name))
+
+    def exported(self) -> Iterator[Shard]:
+        """All weights in the dtypes of the user's model."""
+        for held in self.held.values():
+            yield held.shard(self.mesh, held.exact)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Frozen weights that compute in another dtype than the user's model has follow their exact values."""
+        for name, held in self.held.items():
+            if name not in self.buffer.slots and held.exact is not held.storage:
+                held.storage.copy_(held.exact)
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -131,7 +158,7 @@ class Holdings:
         directory = getattr(model, "merak_source", None)
         source = directory or ModuleSource(model)
         available = {*broadcast_json(source.names(), self.mesh.control, "cpu")}
-        shards = list(self.shards())
+        shards = list(self.exported())
         given = [shard for shard in shards if shard.name in available]
         if directory is None and self.mesh.control is not None:
             deliver(given, source, self.mesh)
@@ -145,3 +172,8 @@ class Holdings:
                 if shard.dim is not None:
                     full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
                 shard.tensor.copy_(full)
+        for name, held in self.held.items():
+            if name in self.buffer.slots and held.exact is held.storage:
+                self.buffer.view(self.buffer.master, name).copy_(held.storage)
+            else:
+                held.storage.copy_(held.exact)

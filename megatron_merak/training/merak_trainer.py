@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
@@ -57,6 +56,7 @@ from .model_facts import ModelFacts, padding_of
 from .neutral import NeutralPadding
 from .outputs import check_directory
 from .overrides import refuse_inputs, refuse_late, refuse_overrides, refusing
+from .precision import compute_dtype
 from .predictions import Evaluation, EvaluationBatches
 from .run_directory import RunDirectory, write_text
 from .trainer_face import TrainerFace
@@ -216,16 +216,16 @@ class MerakTrainer(TrainerFace):
             adam_beta2=args.adam_beta2,
             adam_eps=args.adam_epsilon,
         )
-        half = args.bf16 or next(self.model.parameters()).dtype == torch.bfloat16
         return CapturedSettings(
             parallel,
             optimizer,
             args.gradient_accumulation_steps,
             args.seed,
-            "bfloat16" if half else "float32",
+            compute_dtype(self.model, args.bf16),
             known(device_name(self.args.world)),
             args.graph_sharding,
             args.tensor_parallel_rules or "",
+            autocast=args.bf16,
             replica_check_interval=args.replica_check_interval,
         )
 
