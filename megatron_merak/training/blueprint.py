@@ -27,6 +27,7 @@ from ..planner.make import choices, plan_chain
 from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..tensor_parallel import group_rank
+from .guard import unguarded
 from .precision import cast_of, check_operands
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -137,7 +138,8 @@ class Blueprint:
         return without_full_mask(batch) if self.drops_full_mask else batch
 
     def _capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
-        captured = capture(self.model, batch, training=training, dtype=self._cast, outputs=outputs)
+        with unguarded(self.model):
+            captured = capture(self.model, batch, training=training, dtype=self._cast, outputs=outputs)
         check_operands(captured)
         return captured
 

@@ -26,11 +26,13 @@ from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
 from .blueprint import Batch, Blueprint, CapturedSettings, Programs
 from .build import shared_here, tie_groups
+from .guard import unguarded
 from .holdings import Decay, Holdings, decay_matrices
 from .proofs import difference
 from .replicas import Replicas
 from .same_model import check_same_graph, check_same_model
 from .trainer import StepReport
+from .user_model import UserModel
 
 
 class CapturedTrainer:
@@ -75,6 +77,12 @@ class CapturedTrainer:
             for programs in self.programs.values():
                 programs(self.blueprint.prepared(example), True)
         self.iteration = 0
+        self.user_model: UserModel | None = None
+
+    def share_weights(self) -> UserModel:
+        """From now on the model that was given has the trained weights, or says that it does not."""
+        self.user_model = UserModel(self.model, self.holdings, self.mesh)
+        return self.user_model
 
     def _check_case(self) -> None:
         """A model that decides by values of its batch was captured for the same case on every rank, or PlanError."""
@@ -180,6 +188,8 @@ class CapturedTrainer:
 
     def update(self, rate: float, decay: float, others: tuple[float, float] | None = None) -> StepResult:
         """The second half of a step: change the parameters by ``gradients``. others: as of ``AdamW.step``."""
+        if self.user_model is not None:
+            self.user_model.stale()
         result = self.optimizer.step(rate, decay, others)
         self.iteration += 1
         self.replicas.note(result.grad_norm, self.iteration)
@@ -239,6 +249,8 @@ class CapturedTrainer:
         """Resume from ``root``, written under any layout. Returns ``extra``. Collective; raises CheckpointError."""
         meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify)
         self.holdings.settle()
+        if self.user_model is not None:
+            self.user_model.stale()
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
         return meta["extra"]
 
@@ -247,4 +259,5 @@ class CapturedTrainer:
         that was given. Collective."""
         self.replicas.check()
         weights = list(self.holdings.exported())
-        save_hf(directory, self.model, weights, self.mesh.control, "cpu", processing_class=processing_class)
+        with unguarded(self.model):
+            save_hf(directory, self.model, weights, self.mesh.control, "cpu", processing_class=processing_class)

@@ -67,7 +67,8 @@ class MerakTrainer(TrainerFace):
     """Takes what ``transformers.Trainer`` takes, in its order, and does what it does. Raises MerakError.
 
     ``model`` may be without weights (``init_empty_weights``) or remember where they are (``from_pretrained``); it is
-    captured, not run, and its own parameters stay as they are: ``save_model`` writes the trained ones. ``evaluate``,
+    captured, not run. Without tensor and pipeline parallelism its parameters share memory with the trained ones; else
+    using it raises ConfigError until ``gather_model`` brings the trained ones to the first rank. ``evaluate``,
     ``predict``, ``save_model`` and ``train`` are collective: every rank of the job calls them. Losses, metrics and
     logs are the same on every rank; ``compute_metrics`` runs on the first one.
     """
@@ -108,6 +109,8 @@ class MerakTrainer(TrainerFace):
         self.is_in_train, self.current_flos, self.first_tokens = False, 0, 0
         self._engine: CapturedTrainer | None = None
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+        if getattr(self.model, "config", None) is not None:
+            self.model.config.use_cache = args.use_cache  # as transformers does, for the config that is saved
 
     def _build_mesh(self) -> Mesh:
         args = self.args
@@ -194,7 +197,17 @@ class MerakTrainer(TrainerFace):
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
         for note in engine.notes:
             self._say(f"{name}: {note}")
+        engine.share_weights()
         return engine
+
+    def gather_model(self) -> nn.Module:
+        """The model, with the trained weights on the first rank; there they need memory for all of it. Collective.
+
+        Needed where tensor or pipeline parallelism divides the model, and again once training went on.
+        """
+        if self.engine.user_model is not None:
+            self.engine.user_model.gather()
+        return self.model
 
     def _say(self, text: str) -> None:
         if self.is_world_process_zero() and not self.args.disable_tqdm:
@@ -272,6 +285,8 @@ class MerakTrainer(TrainerFace):
 
     def prepare_step(self, batches: list[Batch]) -> list[Batch]:
         """What the engine takes of this replica's micro-batches of a step; counts tokens and operations."""
+        if not self.model.training:
+            self.model.train()  # as transformers leaves it; what is captured does not depend on it
         prepared, elements, tokens = self.feed.prepare(batches, self.engine.accepts_num_items, self.engine)
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += tokens
@@ -320,6 +335,7 @@ class MerakTrainer(TrainerFace):
         self, dataset: Dataset, prefix: str, loss_only: bool, everyone: bool, ignore_keys: list[str] | None
     ) -> EvalLoopOutput:
         began, grid = time.time(), self.mesh.grid
+        self.model.eval()
         if self._engine is None and self.train_dataset is None and self.eval_dataset is None:
             self.eval_dataset = dataset
         facts = self.facts
