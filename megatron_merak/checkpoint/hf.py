@@ -5,7 +5,7 @@ fill(shards, model.merak_source)              this rank's intervals of each tens
 save_hf(directory, model, shards, group, device)      AutoModel.from_pretrained(directory) opens the result
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Self
@@ -23,7 +23,7 @@ from megatron_merak.errors import CheckpointError
 from megatron_merak.graph.empty import is_fake
 from megatron_merak.planner.tables import family
 
-__all__ = ["HFSource", "ModuleSource", "Source", "fill", "from_pretrained", "save_hf"]
+__all__ = ["HFSource", "ModuleSource", "Source", "fill", "from_pretrained", "give", "save_hf"]
 
 _NAMED = 5  # tensors named in one message
 _COMPARED = 1 << 24  # elements of two tied tensors compared at once
@@ -172,6 +172,22 @@ def fill(shards: Iterable[Shard], source: Source) -> None:
                 held.narrow(shard.dim, offset, stop - start).copy_(values)
             offset += stop - start
     source.close()
+
+
+def give(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Let parameters be ``values``, by name; tied ones stay tied, and those with memory stay the same objects."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, value in values.items():
+        parameter = model.get_parameter(name)
+        if not is_fake(parameter):
+            parameter.data = value
+            continue
+        real = nn.Parameter(value, parameter.requires_grad)
+        for each in names[id(parameter)]:
+            path, _, key = each.rpartition(".")
+            model.get_submodule(path)._parameters[key] = real
 
 
 def from_pretrained(

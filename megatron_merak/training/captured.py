@@ -24,6 +24,7 @@ from ..runtime.executor import Executor
 from ..runtime.halves import halve
 from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
+from .adapters import has_adapters, save_adapters
 from .blueprint import Batch, Blueprint, CapturedSettings, Programs
 from .build import shared_here, tie_groups
 from .guard import unguarded
@@ -229,9 +230,10 @@ class CapturedTrainer:
         return grid.rank(dp=replica, pp=schedule.rank_of(schedule.stages - 1))
 
     def _state(self) -> dict[str, list[store.Shard]]:
-        return {"model": list(self.shards())} | {
-            k: list(self.shards(flat)) for k, flat in self.optimizer.state().items()
-        }
+        weights = list(self.shards())
+        if has_adapters(self.model):  # its base is not trained, and whoever resumes has it
+            weights = [shard for shard in weights if shard.name in self.buffer.slots]
+        return {"model": weights} | {k: list(self.shards(flat)) for k, flat in self.optimizer.state().items()}
 
     def check_finite(self) -> None:
         """Raise NumericsError on every rank when a trained weight or its optimizer state is not finite."""
@@ -255,9 +257,14 @@ class CapturedTrainer:
         return meta["extra"]
 
     def save_hf(self, directory: str | Path, processing_class=None) -> None:
-        """Write a directory that ``from_pretrained`` of plain transformers opens, weights in the dtypes of the model
-        that was given. Collective."""
+        """Write a directory that ``from_pretrained`` of plain transformers, or of peft, opens, weights in the dtypes
+        of the model that was given. Collective."""
         self.replicas.check()
         weights = list(self.holdings.exported())
         with unguarded(self.model):
-            save_hf(directory, self.model, weights, self.mesh.control, "cpu", processing_class=processing_class)
+            if not has_adapters(self.model):
+                save_hf(directory, self.model, weights, self.mesh.control, "cpu", processing_class=processing_class)
+                return
+            shared = self.user_model is not None and self.user_model.shared
+            trained = [] if shared else [shard for shard in weights if shard.name in self.buffer.slots]
+            save_adapters(Path(directory), self.model, trained, self.mesh.control, processing_class)

@@ -1,17 +1,18 @@
 """What one rank holds of a captured model: its parts of the parameters that its stages use, filled."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.hf import ModuleSource, fill
+from ..checkpoint.hf import ModuleSource, Source, fill
 from ..checkpoint.store import Shard
 from ..parallel.agree import broadcast_json, together
 from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
 from ..parallel.mesh import Mesh
 from ..plan import TensorSharding
+from .adapters import base_name, has_adapters
 from .blueprint import DTYPES, Blueprint
 from .deliver import deliver
 from .initialise import Initialiser
@@ -148,6 +149,12 @@ class Holdings:
             if name not in self.buffer.slots and held.exact is not held.storage:
                 held.storage.copy_(held.exact)
 
+    def _stored(self, directory: Source) -> dict[str, str]:
+        """The parameters that are read from ``directory``, and their names there."""
+        names, adapted = {*directory.names()}, has_adapters(self.blueprint.model)
+        under = {name: base_name(name) if adapted else name for name in self.held}
+        return {name: each for name, each in under.items() if each in names}
+
     @torch.no_grad()
     def fill(self) -> None:
         """Take the values from where the model was loaded, from the first rank's model, or from its own random rule.
@@ -155,17 +162,15 @@ class Holdings:
         Collective over all ranks: what fails on one raises its MerakError on every rank.
         """
         model, seed = self.blueprint.model, self.blueprint.settings.seed
-        directory = getattr(model, "merak_source", None)
-        source = directory or ModuleSource(model)
-        available = {*broadcast_json(source.names(), self.mesh.control, "cpu")}
+        directory: Source | None = getattr(model, "merak_source", None)
+        stored = {} if directory is None else self._stored(directory)
+        in_memory = {*broadcast_json(ModuleSource(model).names(), self.mesh.control, "cpu")} - stored.keys()
         shards = list(self.exported())
-        given = [shard for shard in shards if shard.name in available]
-        if directory is None and self.mesh.control is not None:
-            deliver(given, source, self.mesh)
-            given = []
+        deliver([shard for shard in shards if shard.name in in_memory], ModuleSource(model), self.mesh)
         with together(self.mesh.control, "cpu"):
-            fill(given, source)
-            drawn = [shard for shard in shards if shard.name not in available]
+            if directory is not None:
+                fill([replace(shard, name=stored[shard.name]) for shard in shards if shard.name in stored], directory)
+            drawn = [shard for shard in shards if shard.name not in in_memory and shard.name not in stored]
             initialiser = Initialiser(model) if drawn else None
             for shard in drawn:
                 full = initialiser.draw(shard.name, seed)

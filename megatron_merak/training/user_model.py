@@ -1,9 +1,8 @@
 """The model that the user holds: it has the trained weights where a rank holds all of them, else says who does."""
 
-from collections.abc import Mapping
+from torch import nn
 
-from torch import Tensor, nn
-
+from ..checkpoint.hf import give
 from ..checkpoint.hf_gather import Gather
 from ..graph.empty import is_fake
 from ..parallel.mesh import Mesh
@@ -23,7 +22,7 @@ class UserModel:
         self.model, self.holdings, self.mesh = model, holdings, mesh
         self.shared = mesh.grid.tp * mesh.grid.pp == 1
         if self.shared:
-            _give(model, {shard.name: shard.tensor for shard in holdings.exported()})
+            give(model, {shard.name: shard.tensor for shard in holdings.exported()})
             for buffer in model.buffers():
                 if not is_fake(buffer):
                     buffer.data = buffer.data.to(mesh.device)
@@ -44,22 +43,6 @@ class UserModel:
         for name, shape in gather.shapes.items():
             values = gather(name, tuple((0, extent) for extent in shape))
             if gather.first:
-                _give(model, {name: values})
+                give(model, {name: values})
         if gather.first:
             unguard(model)
-
-
-def _give(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Let parameters be ``values``, by name; tied ones stay tied, and those with memory stay the same objects."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for name, value in values.items():
-        parameter = model.get_parameter(name)
-        if not is_fake(parameter):
-            parameter.data = value
-            continue
-        real = nn.Parameter(value, parameter.requires_grad)
-        for each in names[id(parameter)]:
-            path, _, key = each.rpartition(".")
-            model.get_submodule(path)._parameters[key] = real
