@@ -83,6 +83,8 @@ class Cluster:
         be.
         """
         try:
+            if Path(path).exists() and not Path(path).is_file():
+                raise OSError("it is not a regular file")
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError("cluster file", path, error.strerror or str(error), "Name a readable file") from error

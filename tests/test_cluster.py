@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
 from megatron_merak.cluster import CLUSTERS, DEVICES, GIB, LINKS, Cluster, Device, find_cluster
 from megatron_merak.errors import ConfigError, PlanError
+from megatron_merak.training.planned import stored
 
 
 def test_profiles_are_found_by_name_and_by_device():
@@ -95,3 +97,11 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "torn.json").write_text('{"device": ')
     with pytest.raises(ConfigError, match="it is not JSON"):
         find_cluster(str(tmp_path / "torn.json"))
+
+
+def test_a_fifo_is_no_cluster_file_and_no_plan(tmp_path):
+    os.mkfifo(tmp_path / "fifo.json")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        Cluster.from_json(tmp_path / "fifo.json")
+    with pytest.raises(PlanError, match="not a regular file"):
+        stored(str(tmp_path / "fifo.json"))

@@ -15,6 +15,12 @@ from megatron_merak.graph.empty import init_empty_weights
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 
+_MOST_MODULES = 1 << 16
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_COUNT = re.compile(
+    r"layers?$|blocks?$|experts?$|depth$|stages?$"
+)  # names of fields that say how many modules there are
+
 _BUILD = ("dtype", "attn_implementation", "experts_implementation")  # given to the model's class, not to its config
 
 
@@ -85,6 +91,7 @@ def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any])
     file = directory if directory.is_file() else directory / CONFIG
     text = read_json(file)
     _check_type(directory, text, trust_remote_code)
+    _check_values(file, text)
     if text.get("quantization_config"):
         reason = "its weights are quantised, and training needs them in floating point"
         raise CheckpointError("model directory", directory, reason, "Give the model from which it was quantised")
@@ -110,6 +117,8 @@ def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, own_code = text.get("model_type"), text.get("auto_map")
+    if not isinstance(kind, str | None):
+        raise CheckpointError("config", directory, f"its model_type is {str(kind)[:60]!r}", "Copy the directory again")
     if kind in CONFIG_MAPPING or (own_code and trust_remote_code):
         return
     if own_code:
@@ -121,6 +130,22 @@ def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) 
     near = get_close_matches(kind, list(CONFIG_MAPPING), 1, 0.0)
     remedy = f"The nearest known type is {near[0]}" if near else "Install a newer transformers"
     raise CheckpointError("model type", kind, "this version of transformers does not know it", remedy)
+
+
+def _check_values(file: Path, text: dict[str, Any]) -> None:
+    """Refuse what would run for long, or far, before anybody notices."""
+    names = text.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        reason = f"its architectures are {str(names)[:60]!r}, and not a list of class names"
+        raise CheckpointError("config", file, reason, "Copy the model directory again")
+    pending = [("", text)]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.items()
+        elif type(value) is int and (value > _MOST_MODULES and _COUNT.search(name) or value < 0 and name in _LAYERS):
+            reason = f"its {name} is {value}, and a model has between 0 and {_MOST_MODULES}"
+            raise CheckpointError("config", file, reason, "Copy the model directory again")
 
 
 def _class_of(config, directory: Path, trust_remote_code: bool) -> type:

@@ -10,6 +10,7 @@ without gaps. The directory comes from elsewhere, so nothing in it is believed: 
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +56,10 @@ def has_weights(directory: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `CheckpointError` when it is unreadable, not JSON, or says one key twice."""
     with _readable(path):
-        if path.stat().st_size > _LARGEST_JSON:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise bad("file", path, "it is not a regular file")
+        if found.st_size > _LARGEST_JSON:
             raise bad("file", path, f"it is larger than {_LARGEST_JSON} bytes")
         return _parse(path, path.read_bytes())
 

@@ -18,7 +18,7 @@ OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
 class ModelConfig(Section):
     """The model's shape. GELU models use the tanh formula, as GPT-2 does."""
 
-    num_layers: int = setting(least=1)
+    num_layers: int = setting(least=1, most=65536)
     """Number of transformer layers."""
     hidden_size: int = setting(least=1)
     """Width of the residual stream."""

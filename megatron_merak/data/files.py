@@ -1,5 +1,6 @@
 """Files that are either whole or absent."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ def temporary_name(path: Path) -> Path:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a closed, flushed file over `path` and make the rename itself durable."""
+    """Rename a closed, flushed file over `path` and make the rename itself durable, where the file system can."""
     os.replace(temporary, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF):
+            raise
     finally:
         os.close(directory)
 

@@ -186,6 +186,9 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, values: Mapping) -> "Schedule":
+        for name in ("stages", "microbatches"):
+            if type(values[name]) is not int:
+                raise TypeError(f"{name} is {values[name]!r:.40}")
         programs = tuple(tuple(map(parse_entry, program)) for program in values["ranks"])
         placement = tuple(values.get("placement", ()))
         return cls(values["name"], values["stages"], values["microbatches"], programs, placement)

@@ -32,10 +32,13 @@ class RngTracker:
     def __init__(self, device: torch.device):
         self.generator = default_generator(device)
         self.states: dict[str, torch.Tensor] = {}
+        self.seeds: dict[int, str] = {}
 
     def add(self, name: str, seed: int) -> None:
         """Start the stream ``name`` at ``seed``; the default stream is not moved."""
         assert name not in self.states, f"stream {name} exists"
+        assert seed not in self.seeds, f"stream {self.seeds[seed]} has seed {seed}: both would draw the same numbers"
+        self.seeds[seed] = name
         before = self.generator.get_state()
         self.generator.manual_seed(seed)
         self.states[name] = self.generator.get_state()

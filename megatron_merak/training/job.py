@@ -111,6 +111,9 @@ class Job:
             return
         self.trainer.load(options.load, options.ckpt_step, self.say)
         self.say(f"loaded the checkpoint of iteration {self.trainer.iteration} from {options.load}")
+        step = options.ckpt_step
+        if step is not None and (newest := store.latest(options.load, self.mesh.control)) > step:
+            self.say(f"{options.load} also holds iteration {newest}, where a resume without --ckpt-step goes on")
 
     def say(self, text: str) -> None:
         """Print a line, on the rank that prints."""

@@ -14,8 +14,8 @@ def check_directory(flag: str, value: str, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"\0")
-    except OSError as error:
-        reason = f"it cannot be written ({error.strerror or error})"
+    except (OSError, ValueError) as error:  # a ValueError: a path with a NUL
+        reason = f"it cannot be written ({getattr(error, 'strerror', None) or error})"
         raise ConfigError(flag, value, reason, "Name a path in a writable directory with free space") from error
 
 

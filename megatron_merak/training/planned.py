@@ -57,8 +57,10 @@ def stored(path: str) -> Plan:
     """The plan of a JSON file. Raises PlanError."""
     remedy = "Name a file that --save PLAN.json wrote"
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is not a regular file")
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise PlanError("plan", path, f"it cannot be read ({error})", remedy) from error
     except PlanError as error:
         raise PlanError("plan", path, f"{error.what} {error.value}: {error.reason}", remedy) from error

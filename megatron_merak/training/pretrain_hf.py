@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +143,8 @@ class TokenTrainer(RunState):
             dist.all_reduce(count, group=self.mesh.dp)
         return [self.batches(batch, count.clamp(min=1).cpu()) for batch in batches]
 
-    def shards(self, optimizer: bool) -> dict[str, list[Shard]]:
-        flats = {"model": None} | (self.optimizer.state() if optimizer else {})
-        return {kind: list(self.captured.shards(flat)) for kind, flat in flats.items()}
+    def parts(self, flat: Tensor | None) -> Iterable[Shard]:
+        return self.captured.shards(flat)
 
     def described(self) -> dict[str, Any] | None:
         config = getattr(self.captured.model, "config", None)

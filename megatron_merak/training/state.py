@@ -1,6 +1,6 @@
 """What a run consists of at any moment, whatever its model: saved, and resumed under any layout."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class RunState:
     what those samples come from, see ``data.identity``; set it before loading and saving.
 
     Subclasses set ``buffer``, ``optimizer`` and ``executor`` (of training steps), and say how the former two read as
-    HuggingFace tensors.
+    HuggingFace tensors (``parts``).
     """
 
     buffer: ParameterBuffer
@@ -47,9 +47,15 @@ class RunState:
         self.iteration = self.consumed_samples = 0
         self.data: dict[str, Any] = {}
 
+    def parts(self, flat: Tensor | None) -> Iterable[store.Shard]:
+        """``flat`` ([buffer.size]: gradients, optimizer state) as shards of HuggingFace tensors, without padding; None:
+        all weights."""
+        raise NotImplementedError
+
     def shards(self, optimizer: bool) -> dict[str, list[store.Shard]]:
         """The weights, and with ``optimizer`` its state, by kind."""
-        raise NotImplementedError
+        flats = {"model": None} | (self.optimizer.state() if optimizer else {})
+        return {kind: list(self.parts(flat)) for kind, flat in flats.items()}
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         """Train on one global batch: ``batches`` holds this replica's micro-batches, on every rank of the replica."""
@@ -60,14 +66,11 @@ class RunState:
         raise NotImplementedError
 
     def count_zeros(self) -> int:
-        """Elements of the whole model's last gradient that are exactly zero. Collective over a replica's ranks."""
-        buffer = self.buffer
-        zeros = sum(
-            ((buffer.grad(name) == 0).sum() for name, slot in buffer.slots.items() if slot.counted), torch.tensor(0)
-        )
-        zeros = zeros.to(self.mesh.device)
-        if self.mesh.model is not None:
-            dist.all_reduce(zeros, group=self.mesh.model)
+        """Elements of the whole model's last gradient that are exactly zero, padding excluded. Collective."""
+        owned = [part.tensor for part in self.parts(self.buffer.main_grad) if part.owner]
+        zeros = sum(((tensor == 0).sum().cpu() for tensor in owned), torch.tensor(0))
+        if self.mesh.control is not None:
+            dist.all_reduce(zeros, group=self.mesh.control)
         return int(zeros)
 
     def described(self) -> dict[str, Any] | None:

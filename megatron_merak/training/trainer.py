@@ -1,6 +1,6 @@
 """One training run of the native model on this rank: steps and evaluation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,5 @@ class Trainer(RunState):
             return total / max(tokens, 1.0)
         return mean / (microbatches * self.mesh.grid.dp)
 
-    def shards(self, optimizer: bool) -> dict[str, list[Shard]]:
-        kinds = {"model": self.model.buffer.data} | (self.optimizer.state() if optimizer else {})
-        return {kind: list(self.model.shards(flat)) for kind, flat in kinds.items()}
+    def parts(self, flat: Tensor | None) -> Iterable[Shard]:
+        return self.model.shards(self.buffer.data if flat is None else flat)

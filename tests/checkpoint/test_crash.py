@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.checkpoint.directory import newest_first
+from megatron_merak.checkpoint.lock import DirectoryLock
 from megatron_merak.checkpoint.store import Shard, load, prune, save
 from megatron_merak.errors import CheckpointError
 from tests.checkpoint.kills import DISK, NAMES, fork, kill_before_call
 from tests.ranks import RankFailure, run_ranks
+
+LOCK = {"ftruncate", "pwrite", "pread", "flock"}  # calls that take and read a lock file
 
 
 @pytest.fixture
@@ -58,11 +61,12 @@ def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: i
 
         def work(report, number=number, iteration=iteration, value=value):
             kill_before_call(number, calls)
-            save(root, iteration, _shards(value), {"value": value}, None, "cpu")
-            report()
-            save(root, iteration, _shards(value + 1), {"value": value + 1}, None, "cpu")
-            report()
-            prune(root, 1 << 20)
+            with DirectoryLock(root):
+                save(root, iteration, _shards(value), {"value": value}, None, "cpu")
+                report()
+                save(root, iteration, _shards(value + 1), {"value": value + 1}, None, "cpu")
+                report()
+                prune(root, 1 << 20)
 
         done, saves = fork(work)
         after = _look(root)
@@ -77,16 +81,18 @@ def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: i
     return number - 1, len(seen)
 
 
-def test_a_kill_before_any_change_of_names_leaves_all_checkpoints_loadable(tmp_path):
-    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, tmp_path, NAMES, 1)
-    assert kills >= 20 and outcomes == 3, (kills, outcomes)
+def test_a_kill_before_any_change_of_names_leaves_all_checkpoints_loadable(root):
+    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, NAMES | LOCK | {"open", "flush"}, 1)
+    assert kills >= 50 and outcomes == 3, (kills, outcomes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tidy", [1, 4])
-def test_a_kill_before_any_disk_call_leaves_all_checkpoints_loadable(tmp_path, tidy):
-    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, tmp_path, DISK, tidy, timeout=110.0)
-    assert kills >= 90 and outcomes == 3, (kills, outcomes)
+def test_a_kill_before_any_disk_call_leaves_all_checkpoints_loadable(root, tidy):
+    [(kills, outcomes)] = run_ranks(
+        _kill_everywhere, 1, root, DISK | LOCK | {"stat", "lstat", "listdir"}, tidy, timeout=1000.0
+    )
+    assert kills >= 170 and outcomes == 3, (kills, outcomes)
 
 
 def _kill_at_times(rank: int, world: int, root: Path, kills: int) -> None:

@@ -1,6 +1,9 @@
 """Processes that want the same arrays at the same time."""
 
+import errno
+import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -68,3 +71,14 @@ def test_arrays_without_the_description_do_not_count(tmp_path):
     for path in tmp_path.glob("*description.txt"):
         path.unlink()
     assert cached_arrays(tmp_path, "Kind", {"key": 1}, ["only"], lambda: [np.arange(9)])[0].tolist() == list(range(9))
+
+
+def test_a_file_system_that_cannot_sync_directories_holds_a_cache(tmp_path, monkeypatch):
+    def fsync(descriptor, sync=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    (array,) = cached_arrays(tmp_path, "Kind", {"key": 1}, ["first"], lambda: [np.arange(5)])
+    assert array.tolist() == [0, 1, 2, 3, 4]

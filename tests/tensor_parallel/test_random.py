@@ -85,4 +85,7 @@ def test_a_stream_is_not_started_twice():
     tracker = RngTracker(CPU)
     tracker.add("a", 1)
     with pytest.raises(AssertionError, match="stream a exists"):
-        tracker.add("a", 1)
+        tracker.add("a", 2)
+    with pytest.raises(AssertionError, match="stream a has seed 1"):
+        tracker.add("b", 1)
+    tracker.add("b", 2)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,8 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_and_not_the_job(tmp_path):
     assert [iteration for iteration, _ in losses] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
     assert losses[4:6] == losses[6:8]
     assert iterations(tmp_path / "c") == [4, 8]
+    told = run_ranks(job, 1, f"--train-iters 5 --load {tmp_path}/c --ckpt-step 4")[0]
+    assert "also holds iteration 8, where a resume without --ckpt-step goes on" in told
     data[-1] ^= 2
     (tmp_path / "c" / "iter_0000008" / file.name).write_bytes(data)
     assert "tensor" in refused(CheckpointError, f"--train-iters 9 --load {tmp_path}/c --ckpt-step 8")
@@ -146,3 +149,17 @@ def test_a_rank_that_torchrun_did_not_start_outlives_its_parent(monkeypatch):
     monkeypatch.setattr(launch, "end_with_launcher", never)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert launch.launch("gloo") == launch.World(0, 1, torch.device("cpu"))
+
+
+def _zeros(rank: int, world: int, flags: str) -> list[str]:
+    told = job(rank, world, f"--train-iters 1 --log-num-zeros-in-grad --untie-embeddings-and-output-weights {flags}")
+    return re.findall(r"num zeros: (\d+)", told)
+
+
+def test_padding_of_the_vocabulary_is_no_zero_of_the_gradient():
+    """Rows of tokens that do not occur have no gradient; rows that only padding adds do not count."""
+    [alone] = run_ranks(_zeros, 1, "--make-vocab-size-divisible-by 1")
+    assert len(alone) == 1 and int(alone[0]) > 0
+    assert run_ranks(_zeros, 1, "") == [alone]
+    for layout in ("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--micro-batch-size 1"):
+        assert run_ranks(_zeros, 2, layout)[-1] == alone
