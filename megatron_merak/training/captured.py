@@ -14,7 +14,7 @@ from ..checkpoint import store
 from ..checkpoint.hf import save_hf
 from ..checkpoint.save import check_finite
 from ..config.checks import check_recompute
-from ..errors import PlanError
+from ..errors import CheckpointError, PlanError
 from ..graph.capture import accepts_num_items
 from ..optimizer.adamw import AdamW, StepResult
 from ..parallel.agree import gather_json, together
@@ -32,6 +32,7 @@ from .holdings import Decay, Holdings, decay_matrices
 from .proofs import difference
 from .replicas import Replicas
 from .same_model import check_same_graph, check_same_model
+from .saved_run import is_count
 from .trainer import StepReport
 from .user_model import UserModel
 
@@ -253,6 +254,9 @@ class CapturedTrainer:
         self.holdings.settle()
         if self.user_model is not None:
             self.user_model.stale()
+        if not is_count(meta.get("optimizer_steps")) or not isinstance(meta.get("extra"), dict):
+            reason = "optimizer_steps or extra is missing from what it says of its run, or of another kind"
+            raise CheckpointError("training state", root, reason, "Resume from another checkpoint")
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
         return meta["extra"]
 

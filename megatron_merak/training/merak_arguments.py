@@ -110,7 +110,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
 EQUIVALENT: Mapping[str, tuple] = MappingProxyType({"optim": ("adamw_torch", "adamw_torch_fused")})
 POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "max_consecutive_skipped_steps"),
 )
 PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
     *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
@@ -193,6 +193,12 @@ class MerakArguments(TrainingArguments):
     )
     pad_to_multiple_of: int | None = field(
         default=None, metadata={"help": "Pad the length of token batches to a multiple of this, not to length_buckets."}
+    )
+    max_consecutive_skipped_steps: int = field(
+        default=20,
+        metadata={
+            "help": "A step whose gradient is not finite is skipped; so many of them in a row end the run, naming it."
+        },
     )
     fp32_matmul_precision: str = field(
         default="auto",
@@ -305,6 +311,8 @@ def _check_numbers(args: "MerakArguments") -> None:
             value = getattr(args, name)
             if not isinstance(value, int | float):
                 raise ConfigError(name, repr(value), "it is not a number", "Give a number")
+            if names is POSITIVE and not isinstance(value, int):
+                raise ConfigError(name, value, "it is not a whole number", "Give a whole number")
             if not value >= least:
                 raise ConfigError(name, value, f"it is below {least}", f"Give {least} or more")
     choices_of = {

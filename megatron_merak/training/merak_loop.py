@@ -22,6 +22,7 @@ from .progress import Progress
 from .rates import extent
 from .run_directory import RunDirectory
 from .same_batches import check_everywhere
+from .skips import SkippedSteps
 
 DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -40,6 +41,8 @@ class TrainingLoop:
         self.extent = extent(self.args, batches, examples, self.loading.replicas)
         self.rate = trainer.learning_rate(self.extent.steps)
         self.rates = self.rate.groups.rates()
+        limit = self.args.max_consecutive_skipped_steps
+        self.skips = SkippedSteps(limit, self.engine.buffer, trainer.control_group, "max_consecutive_skipped_steps")
         self.run_loss = self.pending_loss = 0.0
         self.last_logged = self.finite_losses = self.finite_in_run = 0
         self.grad_norm: float | None = None
@@ -190,6 +193,7 @@ class TrainingLoop:
         state.epoch = epoch
         self._tell("on_step_end")
         self._log_evaluate_save()
+        self.skips.count(result.skipped)
 
     def _count_loss(self, loss: float) -> None:
         finite = math.isfinite(loss)

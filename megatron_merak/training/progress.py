@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .trainer_state import Check, is_amount, is_count, is_number
+from .saved_run import is_count
+from .trainer_state import Check, is_amount, is_number
 
 RATES = 4  # learning rate and weight decay of both groups of parameters
 _ODD = "float"  # the key of an object that stands for a number which JSON does not have
@@ -87,7 +88,7 @@ def _alike(name: str, saved: object, present: object) -> bool:
     if isinstance(present, bool) or isinstance(saved, bool):
         return type(saved) is type(present)
     if isinstance(present, int | float):
-        return is_number(saved)
+        return is_number(saved) and (isinstance(present, float) or isinstance(saved, int))
     if isinstance(present, list):
         pairs = isinstance(saved, list) and len(saved) == len(present)
         return pairs and all(_alike("", s, p) for s, p in zip(saved, present, strict=True))

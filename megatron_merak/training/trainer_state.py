@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,24 +12,20 @@ from transformers import TrainerState
 from ..errors import CheckpointError, MerakError
 from ..parallel.agree import broadcast_json, together
 from .run_directory import TRAINER_STATE, write_text
+from .saved_run import is_count
 
 Check = Callable[[object], bool]
-_LARGEST = 2**62
-
-
-def is_count(value: object) -> bool:
-    """Whether it is a number of things."""
-    return type(value) is int and 0 <= value < _LARGEST
+_LARGEST = 1e300  # so that an int is a float, too
 
 
 def is_number(value: object) -> bool:
     """Whether it is a number, NaN and infinities included."""
-    return type(value) in (int, float) and abs(value) != _LARGEST**9
+    return type(value) is float or type(value) is int and abs(value) < _LARGEST
 
 
 def is_amount(value: object) -> bool:
     """Whether it is a finite number that is not negative."""
-    return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) in (int, float) and 0 <= value < _LARGEST
 
 
 def _optional(check: Check) -> Check:
