@@ -8,11 +8,11 @@ import numpy as np
 from .build import Dataset, Datasets
 from .gpt_dataset import GPTDataset
 
-_PREFIX = 1 << 16  # entries of an index that tell its order
+_PREFIX = 1 << 12  # entries of an index that tell its order
 
 
 def identity(datasets: Datasets) -> dict[str, dict | None]:
-    """The data of each part, JSON-safe; None where there is none. Reads a few 100 KiB."""
+    """The data of each part, JSON-safe; None where there is none. Reads a few MiB of each data set."""
     return {part: None if dataset is None else _identity(dataset) for part, dataset in datasets._asdict().items()}
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from ..checkpoint.lock import DirectoryLock
 from ..cluster import find_device
 from ..config import RunConfig
 from ..data.build import Datasets
-from ..data.identity import identity
+from ..data.identity import difference, identity
 from ..data.loader import BatchLoader
 from ..errors import CheckpointError, ConfigError, DataError, PlanError
 from ..parallel.agree import gather_json
@@ -36,6 +36,17 @@ def agree(config: RunConfig, mesh: Mesh) -> None:
                 if value != (first := configs[0][section][key]):
                     flag = "--" + key.replace("_", "-")
                     raise ConfigError(flag, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
+
+
+def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:
+    """Raise DataError on every rank when hosts have copies of the data that differ. ``data``: see ``data.identity``."""
+    everywhere = gather_json(data, mesh.control, "cpu")
+    for rank, theirs in enumerate(everywhere):
+        for part, first in everywhere[0].items():
+            text = difference(theirs[part], first)
+            if text or first is not None and theirs[part]["order"] != first["order"]:
+                reason = f"rank {rank} reads other {part} data than rank 0: {text or 'samples in another order'}"
+                raise DataError("data set", f"({part})", reason, "Give all hosts the same files")
 
 
 def opening(config: RunConfig, plan: Plan, world: World, device: str, notes: Sequence[str] = ()) -> str:
@@ -72,6 +83,7 @@ class Job:
         self.config, self.plan, self.mesh = trainer.config, trainer.plan, trainer.mesh
         self.trainer, self.datasets, self.report = trainer, datasets, report
         trainer.data = identity(datasets)
+        agree_on_data(trainer.data, self.mesh)
         self.skips = SkippedSteps(self.config.train.max_consecutive_skipped_steps, trainer.buffer, self.mesh.control)
         self.lock: DirectoryLock | None = None
 

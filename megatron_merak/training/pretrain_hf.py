@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checkpoint.save import check_finite
 from ..checkpoint.store import Shard
 from ..config import DataConfig, HFConfig
 from ..data.build import build_datasets, build_tokenizer
@@ -152,6 +153,7 @@ class TokenTrainer(RunState):
 
     def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> None:
         super().load(root, iteration, say)
+        self.captured.holdings.settle()
         self.captured.iteration = self.iteration
 
 
@@ -161,6 +163,8 @@ class HFJob(Job):
     def finish(self) -> None:
         directory = self.config.checkpoint.save_hf
         if directory is not None:
+            with together(self.mesh.control, "cpu"):
+                check_finite(self.trainer.shards(True))
             self.trainer.captured.save_hf(directory, self._tokenizer())
             self.say(f"saved {directory} for HuggingFace")
 

@@ -1,10 +1,11 @@
 """One writer per directory: the living are refused by name, the dead are succeeded."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,17 +18,16 @@ from megatron_merak.checkpoint.lock import NAME, DirectoryLock
 from megatron_merak.errors import CheckpointError, DirectoryLockedError
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-HOLD = "import sys, time; from megatron_merak.checkpoint.lock import DirectoryLock as L; l = L(sys.argv[1]); print(1, "
-HOLD += "flush=True); time.sleep(60)"
+
+def _owner(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**lock._this_process(), "token": "theirs", **changes}))
 
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the lock of tmp_path."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, env=environment)
-    assert process.stdout.readline() == b"1\n"
+    """Another process, whose lock lies in tmp_path."""
+    process = subprocess.Popen(["sleep", "60"])
+    _owner(tmp_path / NAME, pid=process.pid, started=lock._started(process.pid))
     yield process
     process.kill()
     process.wait()
@@ -57,10 +57,6 @@ def test_release_lets_the_next_one_in_and_a_process_may_lock_twice(tmp_path):
     first.release()
     first.release()
     assert not (first.directory / NAME).exists()
-
-
-def _owner(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps({**lock._this_process(), "token": "theirs", **changes}))
 
 
 @pytest.mark.parametrize("left", [b"", b"{", b"[1]", b"\xff"])
@@ -120,6 +116,16 @@ def test_what_cannot_be_a_lock_is_a_typed_error(tmp_path):
         with pytest.raises(CheckpointError):
             DirectoryLock(tmp_path / directory)
     assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_file_system_without_locks_still_tells_owners_apart(tmp_path, monkeypatch, holder):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(DirectoryLockedError, match=f"process {holder.pid}"):
+        DirectoryLock(tmp_path)
+    DirectoryLock(tmp_path / "other").release()
 
 
 def _race(rank: int, world: int, root: Path, rounds: int) -> list[int]:

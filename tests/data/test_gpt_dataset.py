@@ -251,13 +251,10 @@ def test_mock_documents_are_consistent():
 
 def _spawned_items(kind: str, path, cached: bool, mmap: bool):
     """A data set of each kind, and what the spawned worker of a loader reads of it."""
-    if kind == "mock":
-        source = MockIndexedDataset(50, 49)
-    else:
-        with IndexedDatasetWriter(path / "x", np.uint16) as writer:
-            for number in range(9):
-                writer.add_document(range(number, number + 12))
-        source = IndexedDataset(path / "x", mmap=mmap)
+    with IndexedDatasetWriter(path / "x", np.uint16) as writer:
+        for number in range(9):
+            writer.add_document(range(number, number + 12))
+    source = IndexedDataset(path / "x", mmap=mmap)
     config = GPTDatasetConfig(8, 3, 50, path_to_cache=path / "cache" if cached else None)
     dataset = GPTDataset(source, (0, 9), 20, "train", config)
     if kind == "blend":
@@ -266,7 +263,7 @@ def _spawned_items(kind: str, path, cached: bool, mmap: bool):
     return dataset, list(loader)
 
 
-@pytest.mark.parametrize("kind, cached, mmap", [("blend", True, True), ("single", False, False), ("mock", False, True)])
+@pytest.mark.parametrize("kind, cached, mmap", [("blend", True, True), ("single", False, False)])
 def test_a_spawned_loader_worker_reads_the_same_samples(tmp_path, kind, cached, mmap):
     dataset, arrived = _spawned_items(kind, tmp_path, cached, mmap)
     assert len(arrived) == len(dataset) > 10

@@ -10,11 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from megatron_merak.checkpoint.lock import DirectoryLock
-from megatron_merak.errors import CheckpointError, DirectoryLockedError, NumericsError
+from megatron_merak.config import HFConfig
+from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_merak.errors import CheckpointError, DataError, DirectoryLockedError, NumericsError
 from megatron_merak.parallel import launch
 from megatron_merak.training.trainer import Trainer
 from tests.ranks import RankFailure, run_ranks
@@ -66,6 +70,35 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     message = refused(NumericsError, f"{flags} --save {tmp_path} --save-interval 1 --save-retain-interval 100", 2)
     assert "it holds numbers that are not finite" in message
     assert not list(tmp_path.glob("*.new"))
+
+
+def test_weights_that_are_not_finite_are_not_exported(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 60}
+    shape = LlamaConfig(**sizes, num_attention_heads=4).to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "shape.json").write_text(json.dumps(shape))
+    flags = "--train-iters 8 --lr 3e38 --min-lr 3e38 --lr-decay-style constant --clip-grad 0 --weight-decay 10"
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(job, 1, f"--model {tmp_path}/shape.json {flags} --save-hf {tmp_path}/out", HFConfig)
+    assert isinstance(caught.value.__cause__, NumericsError), caught.value
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def _own_data(rank: int, world: int, root: Path) -> str:
+    """Each rank reads a copy of its own, as on hosts without a shared disk."""
+    with IndexedDatasetWriter(root / f"data.{rank}", np.int32) as writer:
+        for number in range(40):
+            writer.add_document([(number + rank * (number == 39)) % 59] * 20)
+    flags = f"--tokenizer-type NullTokenizer --vocab-size 59 --data-path {root}/data --train-iters 1 --split 1"
+    first = IndexedDataset.__init__
+    IndexedDataset.__init__ = lambda self, prefix, **options: first(self, f"{prefix}.{rank}", **options)
+    return job(rank, world, f"{flags} --data-cache-path {root}/cache")
+
+
+def test_ranks_that_read_different_copies_of_the_data_are_refused(tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(_own_data, 2, tmp_path)
+    assert isinstance(caught.value.__cause__, DataError)
+    assert "rank 1 reads other train data than rank 0: fingerprint" in str(caught.value.__cause__)
 
 
 def test_a_damaged_newest_checkpoint_costs_its_steps_and_not_the_job(tmp_path):
@@ -151,15 +184,15 @@ def test_a_rank_that_torchrun_did_not_start_outlives_its_parent(monkeypatch):
     assert launch.launch("gloo") == launch.World(0, 1, torch.device("cpu"))
 
 
-def _zeros(rank: int, world: int, flags: str) -> list[str]:
-    told = job(rank, world, f"--train-iters 1 --log-num-zeros-in-grad --untie-embeddings-and-output-weights {flags}")
-    return re.findall(r"num zeros: (\d+)", told)
+def _zeros(rank: int, world: int, *layouts: str) -> list[str]:
+    flags = "--train-iters 1 --log-num-zeros-in-grad --untie-embeddings-and-output-weights"
+    told = [job(rank, world, f"{flags} {layout}") for layout in layouts]
+    return [number for text in told for number in re.findall(r"num zeros: (\d+)", text)]
 
 
 def test_padding_of_the_vocabulary_is_no_zero_of_the_gradient():
     """Rows of tokens that do not occur have no gradient; rows that only padding adds do not count."""
-    [alone] = run_ranks(_zeros, 1, "--make-vocab-size-divisible-by 1")
-    assert len(alone) == 1 and int(alone[0]) > 0
-    assert run_ranks(_zeros, 1, "") == [alone]
-    for layout in ("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--micro-batch-size 1"):
-        assert run_ranks(_zeros, 2, layout)[-1] == alone
+    first, *alone = run_ranks(_zeros, 1, "--make-vocab-size-divisible-by 1", "")[0]
+    layouts = ("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--micro-batch-size 1")
+    together = run_ranks(_zeros, 2, *layouts)[-1]
+    assert int(first) > 0 and alone + together == [first] * 4
