@@ -175,11 +175,16 @@ def fill(shards: Iterable[Shard], source: Source) -> None:
 
 
 def give(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Let parameters be ``values``, by name; tied ones stay tied, and those with memory stay the same objects."""
+    """Let parameters and buffers be ``values``, by name; tied ones stay tied, and those with memory stay the same
+    objects."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for name, value in values.items():
+        if name in buffers:
+            buffers[name].data = value
+            continue
         parameter = model.get_parameter(name)
         if not is_fake(parameter):
             parameter.data = value

@@ -145,6 +145,12 @@ def _itself(node: Node) -> Node:
 
 def _refuse_state(graph: Graph) -> None:
     """A parameter or buffer that the forward changes; the counter of batch norm, which nothing reads, is dropped."""
+    for node in graph.nodes:
+        out = node.kwargs.get("out") if isinstance(node.target, torch._ops.OpOverload) else None
+        if isinstance(out, Node):
+            what, name = ("buffer", out.target) if out.op == "get_attr" else ("tensor", out.name)
+            reason = f"{source(node)} writes into it in the forward (out=), and a captured graph keeps no state"
+            raise TraceError(what, name, reason, "Leave out=, or for spectral_norm use a plain layer")
     for node, shared in written(graph).items():
         if shared[0].op != "get_attr":
             continue

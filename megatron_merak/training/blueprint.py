@@ -92,6 +92,7 @@ class Blueprint:
         self.model, self.settings, self.grid = model, settings, grid
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
+        self._shared: dict[str, Tensor] = {}
         self._cast = cast_of(model, DTYPES[settings.dtype])
         try:
             self.captured = self._first(example)
@@ -141,7 +142,19 @@ class Blueprint:
         with unguarded(self.model):
             captured = capture(self.model, batch, training=training, dtype=self._cast, outputs=outputs)
         check_operands(captured)
+        self._share(captured)
         return captured
+
+    def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Let every capture, those made already included, read and change these tensors, by the buffers' names."""
+        self._shared = dict(buffers)
+        self._share(self.captured)
+
+    def _share(self, captured: Captured) -> None:
+        for name in captured.buffers:
+            if name in self._shared:
+                path, _, key = name.rpartition(".")
+                setattr(captured.module.get_submodule(path), key, self._shared[name].detach())
 
     def _check_dtypes(self) -> None:
         for name, dtype in self.captured.dtypes.items():

@@ -31,6 +31,7 @@ from .guard import unguarded
 from .holdings import Decay, Holdings, decay_matrices
 from .proofs import difference
 from .replicas import Replicas
+from .running import RunningStatistics
 from .same_model import check_same_graph, check_same_model
 from .saved_run import is_count
 from .trainer import StepReport
@@ -64,6 +65,7 @@ class CapturedTrainer:
         # Whether micro-batches run in halves; None: a step will find out.
         asked = self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
         self.halves: bool | None = None if asked and len(halve(example)) > 1 else False
+        self.running = RunningStatistics(self.blueprint, mesh)
         self.holdings = Holdings(self.blueprint, mesh, decay)
         self.holdings.fill()
         self.buffer, self.shards = self.holdings.buffer, self.holdings.shards
@@ -83,7 +85,7 @@ class CapturedTrainer:
 
     def share_weights(self) -> UserModel:
         """From now on the model that was given has the trained weights, or says that it does not."""
-        self.user_model = UserModel(self.model, self.holdings, self.mesh)
+        self.user_model = UserModel(self.model, self.exported, self.mesh)
         return self.user_model
 
     def _check_case(self) -> None:
@@ -174,6 +176,7 @@ class CapturedTrainer:
         executor.per_token = weights is not None or "num_items_in_batch" in batches[0]
         loss = executor.run([*map(self.blueprint.prepared, batches)], self.iteration, weights=weights)
         self.parameters.finish_step()
+        self.running.count(len(batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if loss is not None:
             value += loss.total if executor.per_token else loss.mean / (len(batches) * self.mesh.grid.dp)
@@ -230,10 +233,18 @@ class CapturedTrainer:
         schedule, grid = self.plan.schedule, self.mesh.grid
         return grid.rank(dp=replica, pp=schedule.rank_of(schedule.stages - 1))
 
+    def share_statistics(self) -> None:
+        """Before an evaluation: all replicas take the running statistics of the first. Collective over all ranks."""
+        self.running.share()
+
+    def exported(self) -> list[store.Shard]:
+        """All that is trained, in the dtypes of the model that was given."""
+        return [*self.holdings.exported(), *self.running.shards()]
+
     def _state(self) -> dict[str, list[store.Shard]]:
-        weights = list(self.shards())
+        weights = [*self.shards(), *self.running.shards()]
         if has_adapters(self.model):  # its base is not trained, and whoever resumes has it
-            weights = [shard for shard in weights if shard.name in self.buffer.slots]
+            weights = [shard for shard in self.shards() if shard.name in self.buffer.slots]
         return {"model": weights} | {k: list(self.shards(flat)) for k, flat in self.optimizer.state().items()}
 
     def check_finite(self) -> None:
@@ -264,7 +275,7 @@ class CapturedTrainer:
         """Write a directory that ``from_pretrained`` of plain transformers, or of peft, opens, weights in the dtypes
         of the model that was given. Collective."""
         self.replicas.check()
-        weights = list(self.holdings.exported())
+        weights = self.exported()
         with unguarded(self.model):
             if not has_adapters(self.model):
                 save_hf(directory, self.model, weights, self.mesh.control, "cpu", processing_class=processing_class)

@@ -82,10 +82,13 @@ def deliver(shards: Sequence[Shard], source: Source | None, mesh: Mesh) -> None:
     elif mesh.dp_rank == 0:
         for message in _messages(parts):
             _receive(message, held, 0, mesh)
-    _to_replicas(parts, held, mesh)
+    to_replicas(shards, mesh)
 
 
-def _to_replicas(parts: list[_Part], held: dict[str, Tensor], mesh: Mesh) -> None:
+def to_replicas(shards: Sequence[Shard], mesh: Mesh) -> None:
+    """Give the shards of every replica the values of the first one's. Collective over all ranks."""
+    parts = [_Part.of(shard) for shard in shards]
+    held = {shard.name: shard.tensor.detach() for shard in shards}
     tp, cp, place, pp = mesh.grid.coordinates(mesh.rank)
     span = 1
     while span < mesh.grid.dp:

@@ -355,6 +355,7 @@ class MerakTrainer(TrainerFace):
             self._predicted,
             self.preprocess_logits_for_metrics,
         )
+        self.engine.share_statistics()
         output = evaluation.run(self.compute_metrics, prefix)
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
         output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
