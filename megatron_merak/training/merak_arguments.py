@@ -90,7 +90,7 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
 DIFFERENT: Mapping[str, str] = MappingProxyType(
     {
         "activation_checkpointing": "units of the plan recompute; see `recompute_method`",
-        "bf16": "weights are bf16 and their fp32 masters are trained; there is no autocast",
+        "bf16": "no autocast: all computes in bf16; weights are trained and saved as given, see docs/weights.md",
         "data_seed": "also seeds what datasets and collators draw at random, by epoch and batch",
         "dataloader_num_workers": "of each rank",
         "ddp_backend": "of all groups of the job; also `shm`, `emu` and others of this library",

@@ -17,7 +17,7 @@ from ..optimizer.adamw import AdamW
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
 
-_CHUNK = 1 << 22  # elements that are added up at a time
+_CHUNK = 1 << 20  # words of 8 bytes that are added up at a time
 _NAMED = 8
 _NOT_FINITE = -1.0
 
@@ -87,8 +87,7 @@ class Replicas:
         """Of the bits of the parameters and of their masters."""
         buffer, digest = self.optimizer.buffer, hashlib.sha256()
         for flat in (buffer.data, self.optimizer.master)[: 1 + (self.optimizer.master is not buffer.data)]:
-            bits = flat.view(torch.int32 if flat.dtype.itemsize == 4 else torch.int16)
-            sums = [chunk.sum(dtype=torch.int64) for chunk in bits.split(_CHUNK)]
+            sums = [chunk.sum() for chunk in flat.view(torch.int64).split(_CHUNK)]  # of whole words; they wrap around
             digest.update(torch.stack(sums).cpu().numpy().tobytes() if sums else b"")
         return digest.hexdigest()
 

@@ -10,14 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
+from ..checkpoint.hf import Source
 from ..checkpoint.hf_names import aliases
 from ..errors import ConfigError
 from ..graph.captured import Captured
 from ..graph.empty import is_fake
-from ..parallel.agree import broadcast_json, gather_json, raise_together
+from ..parallel.agree import broadcast_json, gather_json, raise_together, together
 from ..parallel.mesh import Mesh
 
 _PATHS = ("_name_or_path", "transformers_version")  # of a config; they may differ from host to host
+_SAMPLED = 8  # stored tensors of which a row is compared
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -30,7 +32,8 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
     """
     if mesh.control is None:
         return
-    facts = _facts(model)
+    with together(mesh.control, "cpu"):
+        facts = _facts(model)
     digests = gather_json(_digest(json.dumps(facts).encode()), mesh.control, "cpu")
     if len(dict.fromkeys(digests)) > 1:
         first = dict(broadcast_json(list(facts.items()), mesh.control, "cpu"))
@@ -69,6 +72,8 @@ def _facts(model: nn.Module) -> dict[str, str]:
     facts["where the weights come from"] = "the model" if source is None else "a directory that every rank reads"
     for name in () if source is None else source.names():
         facts[f"stored tensor {name}"] = f"{source.shape(name)}, {source.dtype(name)}"
+    if source is not None:
+        facts |= _stored_samples(source)
     for name, held in model.named_parameters():
         facts[f"parameter {name}"] = f"{tuple(held.shape)}, {held.dtype}, requires_grad={held.requires_grad}"
     facts |= {f"tied parameter {name}": f"tied to {canonical}" for name, canonical in aliases(model).items()}
@@ -77,6 +82,15 @@ def _facts(model: nn.Module) -> dict[str, str]:
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         facts[f"forward of {kind.__module__}.{kind.__qualname__}"] = _code(kind)
     return facts
+
+
+def _stored_samples(source: Source) -> dict[str, str]:
+    """Digests of the first row of some tensors: other weights of one architecture differ in all of them."""
+    names = sorted(name for name in source.names() if source.shape(name))
+    chosen = names[:: max(1, len(names) // _SAMPLED)][:_SAMPLED]
+    rows = {name: source.read(name, 0, ((0, min(1, source.shape(name)[0])),)) for name in chosen}
+    source.close()
+    return {f"values of stored tensor {name}": "sha256 " + _digest(_bytes(row))[:16] for name, row in rows.items()}
 
 
 def _code(kind: type) -> str:

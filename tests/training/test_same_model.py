@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_merak.checkpoint.hf import from_pretrained
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.graph.empty import init_empty_weights
 from megatron_merak.parallel.mesh import build_mesh
@@ -87,10 +88,10 @@ DIFFERENT = {
 }
 
 
-def build_different(rank, world_size):
+def build_different(rank, world_size, directory):
     refused = []
     plain, language = batches(), collate(samples(4, ragged=False))
-    for make in DIFFERENT.values():
+    for make in (*DIFFERENT.values(), lambda: [from_pretrained(f"{directory}/{rank}")] * 2):
         model = make()[rank]
         batch = plain[0] if isinstance(model, Scaled) else language
         with pytest.raises(ConfigError) as caught:
@@ -99,9 +100,12 @@ def build_different(rank, world_size):
     return refused
 
 
-def test_another_model_on_a_rank_is_named_before_anything_is_sent():
-    for refused in run_ranks(build_different, 2):
-        for message, pattern in zip(refused, DIFFERENT, strict=True):
+def test_another_model_on_a_rank_is_named_before_anything_is_sent(tmp_path):
+    for seed in range(2):
+        tiny_llama(seed).save_pretrained(tmp_path / str(seed))
+    patterns = (*DIFFERENT, r"values of stored tensor lm_head.weight sha256 .*: on rank 1, it is sha256 ")
+    for refused in run_ranks(build_different, 2, str(tmp_path)):
+        for message, pattern in zip(refused, patterns, strict=True):
             with pytest.raises(AssertionError, match=pattern):
                 raise AssertionError(message)
 
