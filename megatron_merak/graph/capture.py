@@ -16,6 +16,7 @@ from megatron_merak.graph import patches, python_state, twin
 from megatron_merak.graph.captured import Captured
 from megatron_merak.graph.clean import clean, refuse_dynamic
 from megatron_merak.graph.island import ByValue, Islands, Unfit, around_error, keep_modules
+from megatron_merak.graph.outputs import pick_outputs
 from megatron_merak.graph.python_state import Written
 from megatron_merak.graph.swift import swift
 from megatron_merak.graph.unlift import unlift
@@ -52,7 +53,7 @@ def capture(
     The model is not changed, and its parameters may be real or fake (``init_empty_weights``). Of the batch only shapes
     and dtypes of tensors matter; other values are part of the graph. ``training``: dropout and friends are on.
     ``dtype``: floating parameters are of that dtype (None: of their own). ``outputs``: which values of the model's
-    output, "loss" being a tensor that is returned alone or first.
+    output, "loss" being a tensor that is returned alone or first, "*" all others (see ``pick_outputs``).
 
     Raises TraceError, naming the model's line of code, if no attempt gives a graph that is right.
     """
@@ -113,7 +114,7 @@ def _capture(
             chooses = chooses or refusal
             continue
         _refuse_unseen(model, seen)
-        captured = clean(raw, outputs, str(attempt))
+        captured = clean(raw, seen.outputs, str(attempt))
         notes = function_notes(seen) + _notes(model, batch, captured, attempt)
         return replace(captured, notes=captured.notes + notes)
     raise chooses or _failure(model, error)
@@ -154,9 +155,9 @@ def _trace(
         fake = twin.make_twin(model, training, dtype, copy_buffers=attempt.values)
         if attempt.attention:
             fake.set_attn_implementation(attempt.attention)  # type: ignore[operator]
-        twin.pick_outputs(fake, outputs)
+        told = pick_outputs(fake, outputs)
     else:
-        fake = before.replay()
+        fake, told = before.replay(), []
     if "use_cache" in twin.forward_parameters(fake)[0]:
         batch = {"use_cache": False, **batch}
     written = Written(fake) if attempt.strict else python_state.record(fake)
@@ -166,6 +167,7 @@ def _trace(
         world.enter_context(patches.quiet())
         world.enter_context(swift())
         seen = world.enter_context(watch())
+        seen.outputs = told
         world.enter_context(keep_modules(fake, islands, seen.opaque))
         if not attempt.strict:
             world.enter_context(patches.native())

@@ -18,6 +18,7 @@ from .flow import REDUCTIONS, Flow
 from .levels import check_in_place, is_sharded, levels
 from .marks import copy_in
 from .nodes import is_random, op_name
+from .outputs import SAME
 from .prelude import Prelude
 from .rewrite import Rewritten
 
@@ -66,7 +67,8 @@ class Parts:
 
     parts: in order, those of one unit one after the other. sources, targets: values that enter and leave the range,
     those that merely pass through it too, in the order of the graph. results: the values of the captured outputs, in
-    their order, when the range ends with the last unit, else none. prelude: batch -> every ``common`` value.
+    their order, when the range ends with the last unit, else none; ``named``: what each is called, of one that is
+    several outputs all names. prelude: batch -> every ``common`` value.
     """
 
     parts: tuple[Part, ...]
@@ -74,6 +76,7 @@ class Parts:
     targets: tuple[Crossing, ...]
     results: tuple[str, ...]
     prelude: Prelude
+    named: tuple[str, ...] = ()
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -97,7 +100,9 @@ def split(rewritten: Rewritten, units: range, device: torch.device | None = None
 class _Splitter:
     def __init__(self, flow: Flow, outputs: Sequence[Node], names: Sequence[str], units: range, device: torch.device):
         self.flow, self.units, self.device = flow, units, device
-        self.outputs = {flow.behind(node): name for node, name in zip(outputs, names, strict=True)}
+        self.outputs: dict[Node, str] = {}
+        for node, name in zip(map(flow.behind, outputs), names, strict=True):
+            self.outputs[node] = f"{self.outputs[node]}{SAME}{name}" if node in self.outputs else name
         self.last = max(flow.unit.values())
         self.segment = {n: (unit, level) for unit in units for n, level in levels(flow, unit).items()}
         check_in_place(flow, self.segment)
@@ -116,11 +121,13 @@ class _Splitter:
             wanted |= dict.fromkeys(common)
         ends = self.last in self.units
         results = tuple(map(self._name, self.outputs)) if ends else ()
+        wanted |= {node: None for node in self.outputs if ends and node not in self.flow.unit}
         prelude = Prelude(self.flow, list(wanted), self.device)
-        return Parts(tuple(parts), self._live(self.units.start), self._live(self.units.stop), results, prelude)
+        crossing = self._live(self.units.start), self._live(self.units.stop)
+        return Parts(tuple(parts), *crossing, results, prelude, tuple(self.outputs.values()) if ends else ())
 
     def _name(self, node: Node) -> str:
-        return LOSS if self.outputs.get(node) == LOSS else node.name
+        return LOSS if LOSS in self.outputs.get(node, "").split(SAME) else node.name
 
     def _part(self, unit: int, index: int, nodes: list[Node]) -> tuple[Part, list[Node]]:
         """A part and the common nodes it reads."""

@@ -1,10 +1,9 @@
 """The fake twin of a model: what is traced in its place, so that the model itself never changes."""
 
 import copy
-import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,42 +48,11 @@ def fake_batch(twin: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**batch, **{k: mode.from_tensor(v, static_shapes=True) for k, v in tensors.items()}}
 
 
-def pick_outputs(twin: nn.Module, names: Sequence[str]) -> None:
-    """Let the twin's forward return a tuple of the outputs ``names`` only."""
-    forward = twin.forward
-
-    @functools.wraps(forward)
-    def picked(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        return _pick(type(twin).__name__, forward(*args, **kwargs), names)
-
-    twin.forward = picked  # type: ignore[method-assign]
-
-
 def forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], bool]:
     """(the named parameters of the model's forward, whether it takes further keywords)."""
     every = inspect.signature(model.forward).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in every.values())
     return {k: p for k, p in every.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, open_ended
-
-
-def _pick(model: str, output: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
-    if isinstance(output, Tensor):
-        found = {"loss": output}
-    elif isinstance(output, Mapping):
-        found = dict(output)
-    elif isinstance(output, Sequence):
-        found = dict(zip(("loss", "logits"), output, strict=False))
-    else:
-        reason = f"its forward returns a {type(output).__name__}"
-        raise TraceError("model", model, reason, "Return a tensor (the loss), a tuple (loss first) or a dict")
-    missing = [name for name in names if not isinstance(found.get(name), Tensor)]
-    if missing:
-        reason = f"its forward returns no tensor named {', '.join(missing)}, only {', '.join(map(str, found))}"
-        raise TraceError("model", model, reason, "Put what it computes the loss from (labels) into the batch")
-    if "loss" in names and found["loss"].numel() != 1:
-        reason = f"its loss has the shape {tuple(found['loss'].shape)}"
-        raise TraceError("model", model, reason, "Return a loss of one value, the mean or the sum")
-    return tuple(found[name].reshape(()) if name == "loss" and found[name].dim() else found[name] for name in names)
 
 
 def _kept_in_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:

@@ -41,7 +41,7 @@ class Seen:
     """functions: each custom Function that was applied and the values it was applied to -> how its own gradient differs
     from that of its forward's operations. opaque: those that differ. hooked, drawn: lines that put a gradient hook on a
     tensor or drew a random number on the host. reseeded: lines that set torch's seed. clocked: lines that read the
-    clock. seeded: the model sets the host's seed itself."""
+    clock. seeded: the model sets the host's seed itself. outputs: what the traced outputs are called."""
 
     opaque: Opaque
     functions: dict[tuple[type[Function], str], str] = field(default_factory=dict)
@@ -50,6 +50,7 @@ class Seen:
     reseeded: list[str] = field(default_factory=list)
     clocked: list[str] = field(default_factory=list)
     seeded: bool = False
+    outputs: list[str] = field(default_factory=list)
 
 
 @contextmanager

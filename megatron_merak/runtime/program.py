@@ -16,7 +16,7 @@ class Program:
 
     prelude: batch -> what the segments share. sources, targets: values that enter and leave the stage, in the order in
     which they travel. results: values that the last stage hands out, ``loss`` the first. count: how many tokens the
-    loss of a micro-batch is a sum over; None where the loss is complete as it is.
+    loss of a micro-batch is a sum over; None where the loss is complete as it is. named: what each result is called.
     """
 
     segments: tuple[Segment, ...]
@@ -25,6 +25,7 @@ class Program:
     targets: tuple[Crossing, ...] = ()
     results: tuple[str, ...] = ()
     count: Callable[[Common], Tensor] | None = None
+    named: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -43,6 +43,8 @@ class Part:
 
     def take(self, name: str) -> Tensor:
         """A value that leaves the stage; what a recomputation still needs stays."""
+        if name in self.state.common:
+            return self.state.common[name]
         return self.runner.engine.take(self.state, name)
 
 

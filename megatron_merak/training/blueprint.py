@@ -285,4 +285,5 @@ class Programs:
             parts.sources,
             parts.targets,
             parts.results,
+            named=parts.named,
         )

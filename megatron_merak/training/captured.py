@@ -16,6 +16,7 @@ from ..checkpoint.save import check_finite
 from ..config.checks import check_recompute
 from ..errors import CheckpointError, PlanError
 from ..graph.capture import accepts_num_items
+from ..graph.outputs import SAME
 from ..optimizer.adamw import AdamW, StepResult
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
@@ -201,17 +202,26 @@ class CapturedTrainer:
         return result
 
     def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
-        """Forward without dropout: per micro-batch the named outputs, on ranks of the last stage, else None."""
+        """Forward without dropout: per micro-batch the outputs, by their names, on ranks of the last stage, else None.
+
+        outputs: names, and "*" for all but the loss and those that "!name" names; tensors of a tuple or dictionary are
+        called after their place, such as "hidden_states.0".
+        """
         for programs in self.programs.values():
             programs.wanted = tuple(outputs)
         executor = self.executor(len(batches), False)
         prepared = [*map(self.blueprint.prepared, batches)]
         if executor.run(prepared, self.iteration, training=False) is None:
             return None
-        names = [name for name in outputs if name != "loss"]  # results have their values' names, in this order
         results, executor.results = executor.results, []  # logits may be the largest tensors of all
-        found = [dict(zip(names, result.values(), strict=True)) for result in results]
-        return [{"loss": loss[0]} | result for loss, result in zip(executor.losses, found, strict=True)]
+        programs = self.programs[self.plan.schedule.stages - 1]
+        found = []
+        for batch, loss, result in zip(prepared, executor.losses, results, strict=True):
+            program = programs(batch, False)
+            named = zip(program.results, program.named, strict=True)
+            called = {each: result[value] for value, names in named if value in result for each in names.split(SAME)}
+            found.append({"loss": loss[0]} | called)
+        return found
 
     def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:
         """Capture what an evaluation of ``batches`` needs, where it is new. Raises TraceError."""

@@ -213,7 +213,7 @@ class MerakArguments(TrainingArguments):
     )
     prediction_outputs: str | None = field(
         default=None,
-        metadata={"help": "Model outputs that predictions consist of, 'logits' by default, joined by commas."},
+        metadata={"help": "Model outputs that predictions consist of, joined by commas; all, if unset."},
     )
 
     def __post_init__(self):

@@ -1,6 +1,5 @@
 """``MerakTrainer``: ``transformers.Trainer`` for a model that is divided by tensor, pipeline and data parallelism."""
 
-import dataclasses
 import datetime
 import functools
 import math
@@ -338,10 +337,7 @@ class MerakTrainer(TrainerFace):
         self.model.eval()
         if self._engine is None and self.train_dataset is None and self.eval_dataset is None:
             self.eval_dataset = dataset
-        facts = self.facts
-        if ignore_keys:
-            kept = tuple(name for name in facts.predictions if name not in ignore_keys)
-            facts = dataclasses.replace(facts, predictions=kept)
+        facts = self.facts if ignore_keys is None else self.facts.without(ignore_keys)
         batches = EvaluationBatches(self.feed.evaluation(dataset, self._get_eval_sampler(dataset)), grid.pp)
         self.callback_handler.eval_dataloader = batches
         evaluation = Evaluation(

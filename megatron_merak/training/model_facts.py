@@ -1,8 +1,8 @@
 """What a trainer reads off a model's class, its forward and its config, by transformers' own rules."""
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from transformers import TrainingArguments
@@ -19,7 +19,8 @@ NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 class ModelFacts:
     """label_names: inputs that are targets. return_loss: whether the forward makes a loss without labels. shifts:
     whether its loss predicts the next token, so that the first label of a row is no target. columns: the forward's
-    parameters. main_input: what tokens are counted of. predictions: outputs that are predictions.
+    parameters. main_input: what tokens are counted of. predictions: outputs that are predictions, "*" being all but
+    those that "!name" names.
     """
 
     label_names: tuple[str, ...]
@@ -31,11 +32,12 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: nn.Module, args: TrainingArguments, predictions: str | None = None) -> "ModelFacts":
-        """``predictions``: names joined by commas; None: what models of this kind call their predictions."""
+        """``predictions``: names joined by commas; None: all but what the config ignores at inference."""
         kind, config = type(model), getattr(model, "config", None)
         labels = tuple(find_labels(kind) if args.label_names is None else args.label_names)
         if predictions is None:
-            predictions = "start_logits,end_logits" if "QuestionAnswering" in kind.__name__ else "logits"
+            ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+            predictions = ",".join(("*", *(f"!{name}" for name in ignored)))
         next_token = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
         return cls(
             labels,
@@ -45,6 +47,12 @@ class ModelFacts:
             getattr(model, "main_input_name", "input_ids"),
             tuple(name.strip() for name in predictions.split(",")),
         )
+
+    def without(self, outputs: Sequence[str]) -> "ModelFacts":
+        """With all predictions but ``outputs``, in place of those that the config ignores."""
+        if "*" in self.predictions:
+            return replace(self, predictions=("*", *(f"!{name}" for name in outputs)))
+        return replace(self, predictions=tuple(name for name in self.predictions if name not in outputs))
 
     @property
     def used_columns(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
+from ..graph.outputs import nested
 from ..parallel.agree import broadcast_json, gather_json, together
 from .batches import Batch, Division, Loading
 from .exchange import from_rank
@@ -154,7 +155,7 @@ class Evaluation:
 
     def _result(self, batch: Batch, output: Mapping) -> dict:
         labels = self.facts.labels(batch)
-        found = tuple(output[name].detach().cpu() for name in self.facts.predictions)
+        found = tuple(nested({name: x.detach().cpu() for name, x in output.items() if name != "loss"}).values())
         found = found[0] if len(found) == 1 else found
         if self.preprocess is not None:
             found = self.preprocess(found, labels)

@@ -217,7 +217,7 @@ def test_batches_that_do_not_fit_are_named():
         capture(Net(lambda m, y: y.sum()), {})
     with pytest.raises(TraceError, match="several tensors"):
         capture(Net(lambda m, y: y.sum()), {"x": [torch.randn(2, 4)]})
-    with pytest.raises(TraceError, match="no tensor named loss, only logits.*labels"):
+    with pytest.raises(TraceError, match="returns no loss, only logits.*labels"):
         capture(empty(), {"input_ids": batch["input_ids"]})
     with pytest.raises(TraceError, match=r"loss has the shape \(3, 4\)"):
         capture(Net(lambda m, y: y), {"x": torch.randn(3, 4)})

@@ -70,7 +70,11 @@ class EagerEngine:
         found = [self.model(**batch) for batch in batches]
         if self.mesh.pp_rank != self.mesh.grid.pp - 1:
             return None
-        return [{name: output[name] for name in outputs} for output in found]
+        left_out = {name.removeprefix("!") for name in outputs if name.startswith("!")} | {"loss"}
+        return [
+            {name: x for name, x in output.items() if name in outputs or ("*" in outputs and name not in left_out)}
+            for output in found
+        ]
 
     def admit(self, batches, outputs):
         pass
