@@ -94,12 +94,13 @@ def read(directory: Path, step: int | None = None) -> Unit:
     """
     unit = parse(directory / NAME)
     if step is not None and unit.step != step:
-        raise CheckpointError("manifest", directory / NAME, f"it belongs to step {unit.step}", _REMEDY)
+        raise DamagedError("manifest", directory / NAME, f"it belongs to step {unit.step}", _REMEDY)
     for path, written in unit.files.items():
         try:
             found = os.lstat(directory / path)
         except OSError as error:
-            raise DamagedError("checkpoint file", directory / path, error.strerror or str(error), _REMEDY) from error
+            kind = DamagedError if isinstance(error, FileNotFoundError | NotADirectoryError) else CheckpointError
+            raise kind("checkpoint file", directory / path, error.strerror or str(error), _REMEDY) from error
         if not stat.S_ISREG(found.st_mode):
             reason = "it is not a regular file (links are not followed)"
             raise DamagedError("checkpoint file", directory / path, reason, _REMEDY)

@@ -68,10 +68,11 @@ def argument_changes(directory: Path, arguments: Mapping) -> list[str]:
         return []
     present = json.loads(json.dumps({name: arguments.get(name) for name in SAID}, default=str))
     changed = [name for name in SAID if name in saved and saved[name] != present[name]]
+    theirs = [name in OF_CHECKPOINT for name in changed]
     return [
-        f"{name}: {present[name]} (from args) != {saved[name]} (of the checkpoint"
-        f"{', which are used' if name in OF_CHECKPOINT else ''})"
-        for name in changed
+        f"{name}: {present[name]} (from args{'' if kept else ', used'}) != "
+        f"{saved[name]} (of the checkpoint{', used' if kept else ''})"
+        for name, kept in zip(changed, theirs, strict=True)
     ]
 
 

@@ -64,16 +64,35 @@ class RunDirectory:
     def place(self, step: int) -> Path:
         return places.plain(self.root, step)
 
-    def _newest_first(self, faults: list[str]) -> list[Path]:
-        """The complete checkpoints that the first rank sees; ``faults`` receives what is wrong with others."""
-        found: tuple[list[str], list[str]] = ([], [])
+    def _complete(self) -> list[int]:
+        """The steps of the complete checkpoints that the first rank sees, newest first."""
+        found: list[int | None] = []
         with self._on_first():
             if self.first:
-                errors: list[CheckpointError] = []
-                found = [str(path) for path in places.newest_first(self.root, errors)], [*map(str, errors)]
-        paths, told = broadcast_json(found, self.group, "cpu")
-        faults += told
-        return [*map(Path, paths)]
+                found = [places.step_of(path) for path in places.newest_first(self.root)]
+        return broadcast_json(found, self.group, "cpu")
+
+    def _candidates(self, faults: list[str]) -> Iterator[Path]:
+        """The complete checkpoints, newest first; ``faults`` receives what is wrong with others.
+
+        Raises CheckpointError for one that cannot be read, or that another version wrote: that is no damage.
+        """
+        errors: list[CheckpointError] = []
+        paths = places.newest_first(self.root, errors)
+        while True:
+            found = None
+            with self._on_first():
+                if self.first:
+                    found = next(paths, None)
+                    for error in errors:
+                        if not isinstance(error, DamagedError):
+                            raise error
+            found, told = broadcast_json((found and str(found), [*map(str, errors)]), self.group, "cpu")
+            errors.clear()
+            faults += told
+            if found is None:
+                return
+            yield Path(found)
 
     def find(self, asked: str | bool) -> Path:
         """The checkpoint to resume from, every byte of it verified: the one asked for, or with True the newest good
@@ -86,7 +105,7 @@ class RunDirectory:
             _need_training_state(Path(asked), self.group)
             return Path(asked)
         faults: list[str] = []
-        for path in self._newest_first(faults):
+        for path in self._candidates(faults):
             try:
                 verify(path, self.group)
             except DamagedError as error:
@@ -131,7 +150,7 @@ class RunDirectory:
         """
         if limit is None or limit <= 0:
             return
-        complete = [places.step_of(path) for path in self._newest_first([])]
+        complete = self._complete()
         protected = {saved}
         if best is not None and Path(best).resolve().parent == self.root.resolve():
             protected.add(places.step_of(Path(best)))
@@ -141,8 +160,7 @@ class RunDirectory:
 
     def keep_only(self, best: Path) -> None:
         """Remove all checkpoints but this one, once every byte of it is verified."""
-        steps = [places.step_of(path) for path in self._newest_first([])]
-        self._remove([step for step in steps if self.place(step).resolve() != best.resolve()], best)
+        self._remove([step for step in self._complete() if self.place(step).resolve() != best.resolve()], best)
 
     def _remove(self, steps: list[int], successor: Path) -> None:
         if not steps:

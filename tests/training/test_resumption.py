@@ -159,7 +159,10 @@ def test_what_a_run_may_change_is_said_once(saved, caplog, tmp_path):
     run.args.output_dir = str(tmp_path)
     run.train(str(saved))
     (told,) = (record.getMessage() for record in caplog.records if record.name.endswith("resumption"))
-    for name in ("learning_rate: 0.005", "adam_beta2: 0.9", "lr_scheduler_type: linear", "config.attention_dropout"):
+    for name in (
+        *("learning_rate: 0.005 (from args) != 0.01 (of the checkpoint, used)", "lr_scheduler_type: linear"),
+        *("adam_beta2: 0.9 (from args, used) != 0.999 (of the checkpoint)", "config.attention_dropout: 0.1 != 0.0"),
+    ):
         assert name in told
     caplog.clear()
     same = trainer(saved.parent, [Stop(4)])
@@ -234,6 +237,29 @@ def test_operations_are_counted_over_a_resumption_as_transformers_counts_them(tm
     theirs = totals(Trainer, TrainingArguments, tmp_path / "theirs")
     assert totals(EagerTrainer, unbucketed, tmp_path / "ours") == theirs
     assert theirs[0][1] < theirs[0][0] < theirs[1][0]
+
+
+def test_another_rate_and_decay_change_a_resumed_run_as_they_change_transformers(tmp_path):
+    def resumed(kind, arguments, directory):
+        def run(stop, resume, **changes):
+            args = arguments(str(directory), use_cpu=True, report_to="none", disable_tqdm=True, **{**named, **changes})
+            made = kind(tiny_llama(), args, collate, samples(22), callbacks=[Stop(stop)])
+            made.train(resume_from_checkpoint=resume)
+            return [(e["loss"], e["learning_rate"]) for e in made.state.log_history if "loss" in e]
+
+        named = {"per_device_train_batch_size": 4, "save_steps": 3, "logging_steps": 1, "max_steps": 8}
+        named |= {"learning_rate": 1e-2, "weight_decay": 0.5}
+        run(3, None)
+        return run(8, True, learning_rate=3e-2, weight_decay=0.0, lr_scheduler_type="cosine")
+
+    def unbucketed(*values, **named):
+        return MerakArguments(*values, length_buckets="none", **named)
+
+    theirs = resumed(Trainer, TrainingArguments, tmp_path / "theirs")
+    ours = resumed(EagerTrainer, unbucketed, tmp_path / "ours")
+    assert len(ours) == len(theirs) == 8
+    for our, their in zip(ours, theirs, strict=True):
+        assert our == pytest.approx(their, rel=1e-5)
 
 
 # The engine

@@ -1,5 +1,6 @@
 """What MerakTrainer's checkpoints promise: nothing good is lost, nothing damaged is used, and both are said."""
 
+import datetime
 import json
 import math
 import shutil
@@ -7,13 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megatron_merak.checkpoint import lock, places
+from megatron_merak.checkpoint.sealed import seal
 from megatron_merak.errors import CheckpointError, DamagedError, DirectoryLockedError, NumericsError
 from megatron_merak.optimizer.adamw import StepResult
+from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.plan import Grid
 from megatron_merak.training.run_directory import RunDirectory
 from megatron_merak.training.skips import SkippedSteps
+from tests.ranks import run_ranks
 from tests.training.merak_stand_in import EagerEngine, EagerTrainer
 from tests.training.test_merak_resume import Stop, curve, equal_weights, trainer
 
@@ -123,6 +129,43 @@ def test_when_all_are_damaged_each_is_named(tmp_path):
         damage(tmp_path / f"checkpoint-{step}" / "config.json")
     with pytest.raises(CheckpointError, match=r"no complete checkpoint.*checkpoint-6.*checkpoint-3"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_another_version_is_an_error_and_not_passed_over(tmp_path):
+    trainer(tmp_path, [Stop(6)]).train()
+    path = tmp_path / "checkpoint-6" / "manifest.json"
+    document = json.loads(path.read_text()) | {"version": 2}
+    del document["sha256"]
+    path.write_bytes(seal(document))
+    with pytest.raises(CheckpointError, match="format version is 2 and this program reads 1"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def _fall_back(rank, world, root):
+    mesh = build_mesh(Grid(tp=1, dp=world, pp=1), rank, torch.device("cpu"), datetime.timedelta(seconds=60))
+    directory = RunDirectory(str(root), mesh.control)
+    directory.hold()
+    found = directory.find(True)
+    with pytest.raises(DamagedError) as caught:
+        directory.find(str(root / "checkpoint-6"))
+    directory.rotate(1, 6, None)
+    kept = [path.name for path in places.newest_first(root)]
+    directory.rotate(1, 3, None)
+    dist.barrier(mesh.control)
+    directory.release()
+    return found.name, str(caught.value), kept, [path.name for path in places.newest_first(root)]
+
+
+def test_ranks_that_share_the_verification_agree(tmp_path):
+    """Each file is read on one rank; the damaged one lies on the second."""
+    trainer(tmp_path, [Stop(6)]).train()
+    files = sorted(json.loads((tmp_path / "checkpoint-6" / "manifest.json").read_text())["files"])
+    damage(tmp_path / "checkpoint-6" / files[1])
+    one, other = run_ranks(_fall_back, 2, tmp_path)
+    assert one == other
+    found, error, kept, left = one
+    assert found == "checkpoint-3" and files[1] in error and "rank 1" in error
+    assert kept == ["checkpoint-6", "checkpoint-3"] and left == ["checkpoint-3"]
 
 
 def test_a_damaged_best_model_is_not_loaded(tmp_path):
