@@ -142,7 +142,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite; needs no memory."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
-    return all(bound.isfinite() for bound in tensor.detach().aminmax())
+    as_stored = tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return all(bound.isfinite() for bound in as_stored.aminmax())
 
 
 def verify_tensors(

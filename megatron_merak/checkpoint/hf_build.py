@@ -15,10 +15,10 @@ from megatron_merak.graph.empty import init_empty_weights
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 
-_MOST_MODULES = 1 << 16
+_MOST_MODULES = 1 << 14
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _COUNT = re.compile(
-    r"layers?$|blocks?$|experts?$|depth$|stages?$"
+    r"layers?$|blocks?$|experts?$|depths?$|stages?$"
 )  # names of fields that say how many modules there are
 
 _BUILD = ("dtype", "attn_implementation", "experts_implementation")  # given to the model's class, not to its config
@@ -143,6 +143,8 @@ def _check_values(file: Path, text: dict[str, Any]) -> None:
         name, value = pending.pop()
         if isinstance(value, dict):
             pending += value.items()
+        elif isinstance(value, list):
+            pending += [(name, each) for each in value]
         elif type(value) is int and (value > _MOST_MODULES and _COUNT.search(name) or value < 0 and name in _LAYERS):
             reason = f"its {name} is {value}, and a model has between 0 and {_MOST_MODULES}"
             raise CheckpointError("config", file, reason, "Copy the model directory again")

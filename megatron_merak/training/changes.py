@@ -26,9 +26,14 @@ _SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup
     lr_wsd_decay_style lr_wsd_decay_iters weight_decay start_weight_decay end_weight_decay
     weight_decay_incr_style""".split()
 
+# Settings that follow from others where they are unset: they are compared last, by what they come to.
+_DERIVED = "ffn_hidden_size kv_channels group_query_attention num_query_groups max_position_embeddings".split()
+
 # Of the config.json of a model: keys that are of no consequence for training, and those that may change.
-_CONFIG_FREE = frozenset("transformers_version _name_or_path architectures dtype torch_dtype use_cache".split())
-_CONFIG_TOLD = ("dropout", "_token_id", "pdrop", "_implementation")
+_CONFIG_FREE = frozenset(
+    "transformers_version _name_or_path architectures dtype torch_dtype use_cache initializer_range".split()
+)
+_CONFIG_TOLD = ("dropout", "_token_id", "pdrop", "_implementation", "_coef")
 
 
 class Change(NamedTuple):
@@ -41,6 +46,14 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         return f"{self.flag} {_text(self.now)} (it was {_text(self.saved)})"
 
+    def undone(self) -> str:
+        """How to have the saved value."""
+        if not self.flag.startswith("--"):
+            return "Use the same model"
+        if self.saved is None or self.saved is False:
+            return f"Leave {self.flag} out"
+        return f"Add {self.flag}" if self.saved is True else f"Give {self.flag} {_text(self.saved)}"
+
 
 def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, data: Mapping, batch: int) -> list[str]:
     """What a resumed run has to tell, in lines. Raises CheckpointError for another model, and for other data.
@@ -50,8 +63,7 @@ def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, d
     refused, told = _model_changes(config, saved, model)
     for change in refused:
         reason = f"the checkpoint's run had {_text(change.saved)}: it would be another model"
-        remedy = f"Give {change.flag} {_text(change.saved)}" if change.flag.startswith("--") else "Use the same model"
-        raise CheckpointError(change.flag, _text(change.now), reason, remedy)
+        raise CheckpointError(change.flag, _text(change.now), reason, change.undone())
     lines = []
     if not config.checkpoint.finetune:
         lines += _check_seed_and_data(config, saved, data)
@@ -98,10 +110,11 @@ def _model_changes(
 
 def _effective(model: ModelConfig) -> dict[str, Any]:
     """The settings with what stands for the unset ones."""
-    values = dataclasses.asdict(model)
+    values = {name: value for name, value in dataclasses.asdict(model).items() if name not in _DERIVED}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
-    values["max_position_embeddings"] = model.max_positions
-    return {name: value for name, value in values.items() if name != "group_query_attention"}
+    learned = model.position_embedding_type == "learned_absolute"  # else it is the length of a table of angles
+    values["max_position_embeddings"] = model.max_positions if learned else None
+    return values
 
 
 def _effective_saved(values: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def test_a_path_that_does_not_exist_is_refused(tmp_path):
         ({"num_hidden_layers": 10**9}, "its num_hidden_layers is 1000000000"),
         ({"num_hidden_layers": -1}, "its num_hidden_layers is -1"),
         ({"model_type": "gpt2", "n_layer": 10**9}, "its n_layer is 1000000000"),
+        ({"vision_config": {"depths": [2, 10**9]}}, "its depths is 1000000000"),
         ({"text_config": {"num_experts": 10**9}}, "its num_experts is 1000000000"),
     ],
 )

@@ -41,6 +41,7 @@ def test_another_model_is_refused_by_flag_and_both_values(tmp_path):
         "--num-attention-heads 2": "--num-attention-heads 2: the checkpoint's run had 4",
         "--position-embedding-type none": "--position-embedding-type none: the checkpoint's run had rope",
         "--rotary-base 500": "--rotary-base 500: the checkpoint's run had 10000",
+        "--swiglu": "--swiglu on: the checkpoint's run had off: it would be another model. Leave --swiglu out",
         "--norm-epsilon 1e-3": "--norm-epsilon 0.001: the checkpoint's run had 1e-05",
         "--seq-length 8": "--seq-length 8: the checkpoint's run had 16",
     }
@@ -49,12 +50,18 @@ def test_another_model_is_refused_by_flag_and_both_values(tmp_path):
     told = resumed(tmp_path, rope, *flags)
     for expected, text in zip(changed.values(), told, strict=True):
         assert text.startswith("CheckpointError") and expected in text and "another model" in text
-    told = resumed(tmp_path, rope, f"{rope} --finetune --rotary-base 500", "--finetune --num-attention-heads 2")
+    told = resumed(
+        tmp_path,
+        rope,
+        f"{rope} --finetune --rotary-base 500 --max-position-embeddings 64",
+        "--finetune --num-attention-heads 2",
+    )
     assert "--rotary-base 500 (it was 10000)" in told[0] and told[1].startswith("CheckpointError")
 
 
 def test_the_same_model_in_other_words_resumes_without_a_word(tmp_path):
     same = "--ffn-hidden-size 128 --kv-channels 8 --group-query-attention --num-query-groups 4 --train-iters 1"
+    same += " --init-method-std 0.5"
     layout = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 2 --cross-entropy-chunk-size 8"
     (told,) = resumed(tmp_path, "", f"{same} {layout} --max-position-embeddings 16", ranks=2)
     assert told.startswith(f"loaded the checkpoint of iteration 1 from {tmp_path}\n")
