@@ -20,7 +20,7 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full test-native test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm clean
+.PHONY: help install train test lint parity parity-full test-native test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -28,6 +28,7 @@ help:
 	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"
 	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (10 minutes)"
+	@echo "make fuzz-graph   random modules on simulated ranks against their eager selves; ARGS='--modules 5000'"
 	@echo "make test-slow    the other long sweeps: every model type's weights, the largest shapes"
 	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
 	@echo "make bench-two-lines  one training script through HF Trainer and MerakTrainer, as shipped (40 minutes)"
@@ -69,6 +70,9 @@ test-native: install
 
 test-slow: install
 	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity $(ARGS)
+
+fuzz-graph: install
+	@$(PY) -m tests.fuzz $(ARGS)
 
 bench: install
 	@$(PY) benchmarks/step.py $(ARGS)

@@ -75,8 +75,11 @@ class Emitter:
 
 def sinking(flow: Flow, node: Node) -> tuple[Callable, tuple, dict] | None:
     """The operation, its arguments and options, that does the work of ``node`` and hands the gradient of its weight to
-    a sink; None where there is none, or the weight is no parameter of two dimensions as it is."""
+    a sink; None where there is none, or the weight is no parameter of two dimensions as it is. Nor where the result is
+    written in place: autograd lets no one write to a view that a function of ours returns."""
     target, operands = node.target, node.args
+    if node in flow.written:
+        return None
     if target in _TAKE_SINK:
         found = target, operands, dict(node.kwargs)
     else:

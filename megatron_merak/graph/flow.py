@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .marks import copy_in, reduce_sum, stack
-from .nodes import mutation_deps, op_name
+from .nodes import mutation_deps, op_name, storages, writers
 from .rewrite import Rewritten
 
 REDUCTIONS = {reduce_sum: "sum", stack: "stack"}
@@ -22,8 +22,8 @@ class Flow:
 
     unit: node -> the unit that makes its value, in graph order; a node without one is common, a parameter or a
     constant. A reduced value is made where its partial value is, a piece of a tuple where the tuple is, a copy where it
-    is first read. after: node -> earlier nodes that write in place to what it reads. differentiable: node -> whether a
-    gradient comes back for its value.
+    is first read. after: node -> earlier nodes that write in place to what it reads. written: nodes whose memory is
+    written in place later. differentiable: node -> whether a gradient comes back for its value.
     """
 
     def __init__(self, rewritten: Rewritten):
@@ -36,6 +36,8 @@ class Flow:
             if unit is not None:
                 self.unit[node] = unit
         self.after = mutation_deps(graph)
+        root, found = storages(graph), writers(graph)
+        self.written = {node: None for node in graph.nodes if root[node] in found}
         self.differentiable: dict[Node, bool] = {}
         for node in graph.nodes:
             self.differentiable[node] = self._takes_gradient(node)

@@ -1,0 +1,295 @@
+"""A random module on simulated ranks, through everything that a captured model goes through, against its eager self."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_merak.errors import PlanError
+from megatron_merak.graph.capture import capture
+from megatron_merak.graph.captured import Captured
+from megatron_merak.graph.cut import Chain, align, cut
+from megatron_merak.graph.fuse import fuse
+from megatron_merak.graph.rewrite import Rewritten, rewrite
+from megatron_merak.graph.shard import Sharding, shard
+from megatron_merak.graph.split import Parts, split
+from megatron_merak.runtime.engine import Engine, Pass, State, execute
+from megatron_merak.segment import Common
+from megatron_merak.tensor_parallel import derive_seed
+from tests.fuzz.grammar import BATCH, LENGTH, Recipe, source
+from tests.fuzz.simulated import Member, simulated
+from tests.graph.lockstep import part
+from tests.graph.stages import Sums
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}  # of a gradient's largest entry
+SMALL = {torch.float64: 1e-3, torch.float32: 1e-2, torch.bfloat16: 0.1}  # gradients this small beside others are alike
+
+
+class Mismatch(AssertionError):
+    """A module that is not its eager self."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a module is run. dtype: of its parameters."""
+
+    tp: int
+    stages: int = 1
+    recompute: bool = False
+    fused: bool = True
+    dtype: torch.dtype = torch.float64
+
+
+@dataclass
+class Subject:
+    """A module and all that is known of it: its batches, its capture and its chain."""
+
+    recipe: Recipe
+    dtype: torch.dtype = torch.float64
+    text: str = ""  # instead of the recipe's
+    model: nn.Module = field(init=False)
+    example: dict[str, Tensor] = field(init=False)
+    batch: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self):
+        scope: dict = {}
+        self.text = self.text or source(self.recipe)
+        exec(compile(self.text, f"fuzz_{self.recipe.seed}.py", "exec"), scope)
+        generator = torch.Generator().manual_seed(self.recipe.seed)
+        self.model = scope["Module"]().to(self.dtype)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
+        self.example, self.batch = (self._batch(generator) for _ in range(2))
+        self.captured: Captured = capture(self.model, self.example, dtype=self.dtype)
+        self.chain: Chain = cut(self.captured)
+        self.random = "F.dropout" in self.text
+        self._wanted: tuple[Tensor, dict[str, Tensor]] | None = None
+
+    def _batch(self, generator: torch.Generator) -> dict[str, Tensor]:
+        draw = {"size": (BATCH, LENGTH), "generator": generator}
+        return {name: torch.randint(0, min(self.recipe.vocabulary, 67), **draw) for name in ("ids", "labels")}
+
+    def wanted(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The eager loss and gradients of the batch."""
+        if self._wanted is None:
+            loss = self.model(**self.batch)
+            named = dict(self.model.named_parameters())
+            grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
+            self._wanted = loss.detach(), dict(zip(named, grads, strict=True))
+        return self._wanted
+
+    def made(self, way: Way) -> "Made":
+        """What every rank runs of the batch, made from the capture of the other batch."""
+        sharding = shard(self.captured, way.tp)
+        captured, chain, first = self.captured, self.chain, sharding
+        partial: tuple[str, ...] = ()
+        if captured.guards:
+            partial = tuple(name for name, tensor in sharding.tensors.items() if tensor.dim is None)
+            if captured.guards.broken(self.batch):
+                captured = capture(self.model, self.batch, dtype=self.dtype)
+                chain = align(cut(captured), chain)
+                sharding = shard(captured, way.tp, pins=first.tensors)
+        ranks = [rewrite(captured, chain, sharding, rank, way.tp, partial) for rank in range(way.tp)]
+        for program in ranks if way.fused else ():
+            fuse(program.graph)
+        return Made(sharding, ranks, chain)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the ranks of a layout run."""
+
+    sharding: Sharding
+    programs: list[Rewritten]
+    chain: Chain
+
+
+class Rank:
+    """One simulated rank: its parameters and an engine per stage."""
+
+    def __init__(self, subject: Subject, made: Made, way: Way, rank: int, group: Member | dist.ProcessGroup):
+        real = dict(subject.model.named_parameters(remove_duplicate=False))
+        self.rank, program, units = rank, made.programs[rank], len(made.chain.units)
+        self.parameters = {
+            name: nn.Parameter(part(real[name].detach(), tensor, rank, way.tp))
+            for name, tensor in made.sharding.tensors.items()
+        }
+        wide = torch.promote_types(way.dtype, torch.float32)
+        self.sink = Sums({p: torch.zeros_like(p, dtype=wide, requires_grad=False) for p in self.parameters.values()})
+        borders = [round(i * units / way.stages) for i in range(way.stages + 1)]
+        self.parts: list[Parts] = []
+        self.engines: list[Engine] = []
+        self.states: list[State] = []
+        for first, last in zip(borders, borders[1:], strict=False):
+            if first == last:
+                continue
+            parts = split(program, range(first, last))
+            again = [(unit,) for unit in range(first, last)] if way.recompute else ()
+            outputs = [value.name for value in parts.targets] + list(parts.results)
+            segments = parts.segments(self.parameters, self.sink)
+            self.parts.append(parts)
+            self.engines.append(Engine(segments, again, outputs, group, self.sink, CPU))
+
+    def start(self, stage: int, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Pass:
+        state = State(Common(self.parts[stage].prelude(batch), self._seed), True)
+        for value in self.parts[stage].sources:
+            arrived = values[value.name]
+            assert (arrived.shape, arrived.dtype) == (value.shape, value.dtype), value
+            state.values[value.name] = arrived.clone()
+        self.states.append(state)
+        return Pass(self.engines[stage], state, self.engines[stage].forward_runs)
+
+    def _seed(self, segment) -> None:
+        shard = self.rank if segment.sharded else 0
+        torch.default_generator.manual_seed(derive_seed(5, segment.unit, segment.index, shard))
+
+    def leaving(self, stage: int) -> dict[str, Tensor]:
+        names = [*(value.name for value in self.parts[stage].targets), *self.parts[stage].results]
+        return {name: self.engines[stage].take(self.states[stage], name) for name in names}
+
+    def turn(self, stage: int, grads: Mapping[str, Tensor | None]) -> Pass:
+        for name, grad in grads.items():
+            if grad is not None:
+                self.states[stage].add_grad(name, grad)
+        return Pass(self.engines[stage], self.states[stage], self.engines[stage].backward_runs(self.states[stage]))
+
+    def entering(self, stage: int) -> dict[str, Tensor | None]:
+        state = self.states[stage]
+        found = {value.name: state.take_grad(value.name) for value in self.parts[stage].sources if value.grad}
+        assert state.leftovers() == [] and state.values == {}, (state.leftovers(), list(state.values))
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: self.sink.grads[p] for name, p in self.parameters.items()}
+
+
+def run(ranks: Sequence[Rank], batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """One step of ranks that share this process, stage by stage: their losses."""
+    values: list[dict[str, Tensor]] = [{} for _ in ranks]
+    stages = range(len(ranks[0].engines))
+    for stage in stages:
+        execute([rank.start(stage, batch, v) for rank, v in zip(ranks, values, strict=True)])
+        values = [rank.leaving(stage) for rank in ranks]
+    losses = [found["loss"] for found in values]
+    grads: list[dict[str, Tensor | None]] = [{"loss": torch.ones_like(loss)} for loss in losses]
+    for stage in reversed(stages):
+        execute([rank.turn(stage, g) for rank, g in zip(ranks, grads, strict=True)])
+        grads = [rank.entering(stage) for rank in ranks]
+    return losses
+
+
+def step(subject: Subject, way: Way) -> tuple[Sharding, list[Tensor], list[dict[str, Tensor]]]:
+    """(sharding, every rank's loss, every rank's gradients) of one step on the batch."""
+    made = subject.made(way)
+    with simulated(way.tp) as members:
+        ranks = [Rank(subject, made, way, member.rank, member) for member in members]
+        losses = run(ranks, subject.batch)
+    found = [rank.gradients() for rank in ranks]
+    for name in made.programs[0].partial:
+        total = torch.stack([one[name] for one in found]).sum(0)
+        for one in found:
+            one[name] = total
+    return made.sharding, losses, found
+
+
+def step_of_process(subject: Subject, way: Way, rank: int) -> tuple[Sharding, Tensor, dict[str, Tensor]]:
+    """The same of this process as one of ``way.tp`` real ones."""
+    made = subject.made(way)
+    one = Rank(subject, made, way, rank, dist.group.WORLD)
+    (loss,) = run([one], subject.batch)
+    found = one.gradients()
+    for name in made.programs[0].partial:
+        dist.all_reduce(found[name])
+    return made.sharding, loss, found
+
+
+def check(subject: Subject, way: Way) -> float | None:
+    """The share of the parameters that a rank holds, None where nothing can be divided, after comparing the loss and
+    every gradient with those of the eager module. Raises Mismatch."""
+    try:
+        sharding, losses, found = step(subject, way)
+    except PlanError as error:
+        if "not one weight can be divided" in str(error):
+            return None
+        raise
+    if subject.random:
+        _compare_with_itself(subject, way, losses, found)
+        return sharding.share()
+    for rank, (loss, grads) in enumerate(zip(losses, found, strict=True)):
+        compare(subject, way, sharding, rank, loss, grads)
+        whole = [name for name, tensor in sharding.tensors.items() if tensor.dim is None]
+        if not torch.equal(loss, losses[0]) or not all(torch.equal(grads[name], found[0][name]) for name in whole):
+            raise Mismatch(f"what is replicated differs on rank {rank}")
+    return sharding.share()
+
+
+def compare(
+    subject: Subject, way: Way, sharding: Sharding, rank: int, loss: Tensor, found: Mapping[str, Tensor]
+) -> None:
+    """Compare what one rank found with the eager module. Raises Mismatch."""
+    wanted, grads = subject.wanted()
+    allowed = TOLERANCE[way.dtype]
+    if not abs(loss - wanted) <= allowed * max(1.0, abs(float(wanted))):
+        raise Mismatch(f"loss {float(loss)!r} on rank {rank}, {float(wanted)!r} of the eager module")
+    scale = max(float(grad.abs().max()) for grad in grads.values())
+    for name, tensor in sharding.tensors.items():
+        expected = part(grads[name], tensor, rank, way.tp)
+        error, own = float((found[name] - expected).abs().max()), float(expected.abs().max())
+        if not error <= allowed * max(own, SMALL[way.dtype] * scale):
+            raise Mismatch(f"gradient of {name} on rank {rank}: off by {error:.3e}, its largest is {own:.3e}")
+        padding = part(torch.ones_like(grads[name]), tensor, rank, way.tp) == 0
+        if found[name][padding].any():
+            raise Mismatch(f"the padding of {name} has a gradient on rank {rank}")
+
+
+def _compare_with_itself(subject: Subject, way: Way, losses: list[Tensor], found: list[dict[str, Tensor]]) -> None:
+    """Where random numbers are drawn: not those of the eager module, but the same in every layout of stages."""
+    other = Way(way.tp, 1 if way.stages > 1 else 2, not way.recompute, way.fused, way.dtype)
+    _, again, others = step(subject, other)
+    if not all(torch.equal(a, losses[0]) and torch.equal(b, losses[0]) for a, b in zip(losses, again, strict=True)):
+        raise Mismatch(f"loss {float(losses[0])!r}, and {float(again[0])!r} in other stages")
+    for one, two in zip(found, others, strict=True):
+        for name in one:
+            if not torch.allclose(one[name], two[name], rtol=1e-9, atol=1e-12):
+                raise Mismatch(f"the gradient of {name} depends on the stages")
+
+
+def ways(seed: int) -> list[Way]:
+    """How the module of a seed is run: on two and on four ranks, in other stages each; few in low precision."""
+    stages, recompute, fused = 1 + seed % 3, seed // 3 % 2 == 1, seed // 6 % 4 != 0
+    dtype = {11: torch.float32, 23: torch.bfloat16}.get(seed % 24, torch.float64)
+    return [Way(2, stages, recompute, fused, dtype), Way(4, 1 + (seed + 1) % 3, not recompute, fused, dtype)]
+
+
+def shrink(recipe: Recipe, way: Way) -> tuple[Recipe, str]:
+    """The smallest module found that still fails, and how it fails."""
+    text = failure(recipe, way)
+    again = True
+    while again:
+        again = False
+        for index in range(len(recipe.pieces)):
+            smaller = recipe.without(index)
+            found = failure(smaller, way)
+            if found:
+                recipe, text, again = smaller, found, True
+                break
+    return recipe, text
+
+
+def failure(recipe: Recipe, way: Way) -> str:
+    """How a module fails, "" if it does not."""
+    try:
+        check(Subject(recipe, way.dtype), way)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def report(recipe: Recipe, way: Way) -> str:
+    """A failing module as a reader wants it: small, with how it was run."""
+    smaller, text = shrink(recipe, way)
+    return f"\nseed {recipe.seed}, {way}\n{text}\n\n{source(smaller)}"
