@@ -28,7 +28,7 @@ from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
 from .blueprint import Batch, Blueprint, CapturedSettings, Programs
 from .build import shared_here, tie_groups
-from .guard import unguarded
+from .guard import check_weights, unguard, unguarded
 from .holdings import Decay, Holdings, decay_matrices
 from .proofs import difference
 from .replicas import Replicas
@@ -58,6 +58,10 @@ class CapturedTrainer:
         check_recompute(settings.parallel)
         self.model, self.settings, self.mesh = model, settings, mesh
         self.accepts_num_items = accepts_num_items(model)
+        with together(mesh.control, "cpu"):
+            if mesh.rank == 0:
+                check_weights(model)
+        unguard(model)  # the first rank's weights are everybody's
         check_same_model(model, mesh)
         self.blueprint = Blueprint(model, example, settings, mesh.grid)
         self._check_case()

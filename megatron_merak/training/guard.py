@@ -48,6 +48,13 @@ def guard(model: nn.Module, ranks: int) -> None:
             vars(model)[name] = Guard(type(model), name, ranks, own)
 
 
+def check_weights(model: nn.Module) -> None:
+    """Raises ConfigError where a model's trained weights are elsewhere."""
+    held = vars(model).get("forward")
+    if isinstance(held, Guard):
+        held()
+
+
 def unguard(model: nn.Module) -> dict[str, Guard]:
     """Take the guards away; returns them."""
     guards = {name: value for name, value in vars(model).items() if isinstance(value, Guard)}

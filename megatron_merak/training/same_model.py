@@ -67,7 +67,7 @@ def _facts(model: nn.Module) -> dict[str, str]:
     facts = {"class": f"{type(model).__module__}.{type(model).__qualname__}"}
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        facts |= {f"config.{k}": repr(v) for k, v in sorted(config.to_dict().items()) if k not in _PATHS}
+        facts |= {f"config.{k}": _told(v) for k, v in sorted(config.to_dict().items()) if k not in _PATHS}
     source = getattr(model, "merak_source", None)
     facts["where the weights come from"] = "the model" if source is None else "a directory that every rank reads"
     for name in () if source is None else source.names():
@@ -82,6 +82,17 @@ def _facts(model: nn.Module) -> dict[str, str]:
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         facts[f"forward of {kind.__module__}.{kind.__qualname__}"] = _code(kind)
     return facts
+
+
+def _told(value: object) -> str:
+    """What is the same in every process that holds the same value."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_told(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_told, value))) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_told, value)) + "]"
+    return _ADDRESS.sub("", repr(value))
 
 
 def _stored_samples(source: Source) -> dict[str, str]:

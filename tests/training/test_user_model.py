@@ -112,6 +112,8 @@ def divided(rank, world_size, directory, tp, pp):
     trainer.train()
     assert inspect.signature(model.forward) == signature
     found = refused(model)
+    with pytest.raises(ConfigError, match="gather_model"):
+        MerakTrainer(model, args, collate, samples(16), samples(4)).train()
     trainer.predict(samples(3, ragged=False))  # captures anew
     trainer.save_model(f"{directory}/saved")
     assert trainer.gather_model() is model
@@ -126,6 +128,10 @@ def divided(rank, world_size, directory, tp, pp):
         refused(model)
     trainer.engine.load(f"{directory}/checkpoint-2/training_state")
     assert refused(model) == found
+    trainer.gather_model()
+    again = MerakTrainer(model, args, collate, samples(16), samples(4))
+    for one, other in zip(again.engine.exported(), trainer.engine.exported(), strict=True):
+        assert torch.equal(one.tensor, other.tensor)
     return found
 
 
