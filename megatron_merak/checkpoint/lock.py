@@ -79,20 +79,17 @@ class _Claim:
         self.path = path
         self.mine = {**_this_process(), "token": secrets.token_hex(8)}
         self._over = threading.Event()
-        self.nested = False
+        self.nested = True  # this process had the lock before
         watched = None  # an owner elsewhere that gave no sign of life
         while not self._take(watched):
             watched = _watch(path, patience)
-        if not self.nested:
-            threading.Thread(target=self._beat, name="directory lock", daemon=True).start()
 
-    def _take(self, presumed_dead: dict | None) -> bool:
+    def _take(self, presumed_dead: dict | None = None) -> bool:
         """True once the lock is ours, False where its owner has to be watched."""
         with _guarded(self.path) as file:
             owner = _read(file)
             if owner is not None and owner != presumed_dead:
                 if _same_process(owner, self.mine):
-                    self.nested = True
                     return True
                 alive = _is_alive(owner, self.mine)
                 if alive:
@@ -102,6 +99,9 @@ class _Claim:
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(self.mine).encode(), 0)
             os.fsync(file)
+        if self.nested:
+            self.nested = False
+            threading.Thread(target=self._beat, name="directory lock", daemon=True).start()
         return True
 
     def _beat(self) -> None:
@@ -112,9 +112,10 @@ class _Claim:
 
     def confirm(self) -> None:
         owner = _peek(self.path)
-        if owner is None:  # somebody removed the file
-            self._take(None)
-        elif not _same_process(owner, self.mine):
+        if owner is None and self._take():  # somebody had removed the file
+            return
+        owner = owner or _peek(self.path) or {}
+        if not _same_process(owner, self.mine):
             raise _locked(self.path, owner)
 
     def release(self) -> None:

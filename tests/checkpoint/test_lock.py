@@ -57,6 +57,12 @@ def test_release_lets_the_next_one_in_and_a_process_may_lock_twice(tmp_path):
     first.release()
     first.release()
     assert not (first.directory / NAME).exists()
+    outer, inner = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
+    outer.release()
+    inner.confirm()
+    assert (tmp_path / NAME).exists()
+    inner.release()
+    assert not (tmp_path / NAME).exists()
 
 
 @pytest.mark.parametrize("left", [b"", b"{", b"[1]", b"\xff"])
