@@ -50,7 +50,7 @@ def step_of(directory: Path) -> int | None:
 def locate(root: Path, step: int, faults: list[CheckpointError] | None = None) -> Path | None:
     """The complete directory of a step, whatever a crash left it called.
 
-    ``faults`` receives what is wrong with those that have a manifest and are not complete; None: it is logged.
+    ``faults`` receives what is wrong with others; None: it is logged, unless they have no manifest.
     """
     paths = (place(root, step) for place in (plain, fresh, old))
     return next((path for path in paths if _is_complete(path, step, faults)), None)
@@ -119,8 +119,11 @@ def discard(root: Path, step: int) -> None:
         for name in unit.files:
             (directory / name).unlink(missing_ok=True)
         for folder, _, _ in os.walk(directory, topdown=False):
-            if folder != str(directory):
+            if folder != str(directory) and not os.listdir(folder):
                 os.rmdir(folder)
+        if os.listdir(directory) != [REMOVED]:
+            _say("%s is not empty yet: some program has its files open; a later save removes it", directory)
+            return
         (directory / REMOVED).unlink()
     if os.listdir(directory):
         _set_aside(directory, place.name)
@@ -175,7 +178,9 @@ def _steps(root: Path, *places: Callable[[Path, int], Path]) -> set[int]:
 
 
 def _is_complete(directory: Path, step: int, faults: list[CheckpointError] | None = None) -> bool:
-    if directory.is_symlink() or not os.path.lexists(directory / NAME):
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    if not os.path.lexists(directory / NAME) and (faults is None or directory.name.startswith(".")):
         return False
     try:
         units.read(directory, step)

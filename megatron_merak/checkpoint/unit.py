@@ -74,8 +74,9 @@ def parse(path: Path) -> Unit:
             raise ValueError("a file has its digests in a manifest that is not listed")
         return Unit(_size(document["step"]), str(document["save_id"]), files)
     except FileNotFoundError as error:
-        reason = f"it has no {path.name}, so it is not complete"
-        raise CheckpointError("checkpoint", path.parent, reason, _REMEDY) from error
+        reason = f"it has no {path.name}: its save did not end, or another program or version wrote it"
+        remedy = "Use another checkpoint, or start a new run from its weights: from_pretrained(directory)"
+        raise DamagedError("checkpoint", path.parent, reason, remedy) from error
     except OSError as error:
         raise CheckpointError("manifest", path, error.strerror or str(error), _REMEDY) from error
     except KeyError as error:
@@ -122,8 +123,11 @@ def verify(directory: Path, unit: Unit, part: int = 0, parts: int = 1) -> None:
 
 
 def foreign(directory: Path, unit: Unit, *ours: str) -> list[str]:
-    """The files in ``directory`` that are neither the unit's nor of the names ``ours``."""
-    found = (path.relative_to(directory).as_posix() for path in _walk(directory))
+    """The files in ``directory`` that are neither the unit's nor of the names ``ours``.
+
+    A file that is removed while a program has it open stays as .nfs... for as long, on a network file system.
+    """
+    found = (path.relative_to(directory).as_posix() for path in _walk(directory) if not path.name.startswith(".nfs"))
     return sorted(name for name in found if name not in unit.files and name not in ours)
 
 

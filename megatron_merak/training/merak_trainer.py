@@ -261,7 +261,7 @@ class MerakTrainer(TrainerFace):
 
     def _train(self, directory: RunDirectory, resume_from: str | bool | None, ignored: list[str] | None) -> TrainOutput:
         resume = None
-        if resume_from or self.args.save_strategy != SaveStrategy.NO:
+        if resume_from is True or self.args.save_strategy != SaveStrategy.NO:
             directory.hold()
         if resume_from:
             resume = directory.find(resume_from)

@@ -18,12 +18,12 @@ SAID = (
     *("train_sampling_strategy", "label_names"),
 )
 OF_CHECKPOINT = ("learning_rate", "weight_decay")  # what the run goes on with, as transformers' optimizer state does
-# Entries of a model's configuration that say nothing of what it computes...
+# Entries of a model's configuration that say nothing of what it computes, ...
 IGNORED = (
     *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures", "dtype"),
     *("torch_dtype", "tokenizer_class", "id2label", "label2id"),
 )
-SOFT = ("drop", "initializer", "init_std", "use_cache", "attn_implementation")  # ... or are choices of a run
+SOFT = tuple("drop initializer init_std use_cache attn_implementation checkpointing".split())  # ... or are choices
 
 
 def describe(model: nn.Module) -> dict:

@@ -159,7 +159,9 @@ class RunDirectory:
         self._remove(expendable, self.place(saved))
 
     def keep_only(self, best: Path) -> None:
-        """Remove all checkpoints but this one, once every byte of it is verified."""
+        """Remove all checkpoints but this one, if it is one of these, once every byte of it is verified."""
+        if best.resolve().parent != self.root.resolve():
+            return
         self._remove([step for step in self._complete() if self.place(step).resolve() != best.resolve()], best)
 
     def _remove(self, steps: list[int], successor: Path) -> None:

@@ -158,6 +158,21 @@ def test_what_is_no_checkpoint_is_set_aside_and_not_removed(tmp_path, caplog):
     assert caplog.text.count("no complete checkpoint") == 2
 
 
+def test_a_directory_that_a_program_keeps_open_is_removed_later(tmp_path, caplog):
+    """What a network file system leaves of a file that is removed while it is open."""
+    directory = _save(tmp_path, 5)
+    (directory / "sub" / ".nfs0001").write_text("")
+    (directory / ".nfs0002").write_text("")
+    places.remove(tmp_path, 5)
+    left = places.old(tmp_path, 5)
+    assert sorted(path.name for path in left.rglob("*")) == [".nfs0001", ".nfs0002", places.REMOVED, "sub"]
+    assert "open" in caplog.text and [*places.newest_first(tmp_path)] == []
+    for path in [*left.rglob(".nfs*")]:
+        path.unlink()
+    places.settle(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_settling_twice_changes_nothing(tmp_path):
     _save(tmp_path, 5)
     _write(places.fresh(tmp_path, 6), 1)

@@ -96,12 +96,17 @@ def test_a_named_checkpoint_is_taken_and_a_finished_run_stays_as_it_is(tmp_path)
     assert finished.engine.seen == [] and equal_weights(finished, whole)
 
 
-def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
+def test_an_unfinished_checkpoint_is_passed_over_and_named(tmp_path, caplog):
     trainer(tmp_path, [Stop(6)]).train()
-    (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
-    resumed = trainer(tmp_path)
+    (tmp_path / "checkpoint-6" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint-6: it has no manifest\.json"):
+        trainer(tmp_path).train(str(tmp_path / "checkpoint-6"))
+    resumed = trainer(tmp_path, [Stop(5)])
     resumed.train(resume_from_checkpoint=True)
-    assert len(resumed.engine.seen) == 12 - 3
+    assert len(resumed.engine.seen) == 5 - 3 and "checkpoint-6: it has no manifest.json" in caplog.text
+    (tmp_path / "checkpoint-3" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no complete checkpoint.*checkpoint-6.*checkpoint-3"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_what_cannot_be_resumed_is_told(tmp_path):
