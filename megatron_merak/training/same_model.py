@@ -18,7 +18,7 @@ from ..graph.empty import is_fake
 from ..parallel.agree import broadcast_json, gather_json, raise_together, together
 from ..parallel.mesh import Mesh
 
-_PATHS = ("_name_or_path", "transformers_version")  # of a config; they may differ from host to host
+_ASIDE = ("_name_or_path", "transformers_version", "architectures", "dtype")  # of a config: notes of where it has been
 _SAMPLED = 8  # stored tensors of which a row is compared
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -67,7 +67,7 @@ def _facts(model: nn.Module) -> dict[str, str]:
     facts = {"class": f"{type(model).__module__}.{type(model).__qualname__}"}
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        facts |= {f"config.{k}": _told(v) for k, v in sorted(config.to_dict().items()) if k not in _PATHS}
+        facts |= {f"config.{k}": _told(v) for k, v in sorted(config.to_dict().items()) if k not in _ASIDE}
     source = getattr(model, "merak_source", None)
     facts["where the weights come from"] = "the model" if source is None else "a directory that every rank reads"
     for name in () if source is None else source.names():
