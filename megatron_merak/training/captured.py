@@ -116,6 +116,8 @@ class CapturedTrainer:
         captured, fused = self.blueprint.captured, self.blueprint.fused
         found = ", ".join(f"{count} {name}" for name, count in sorted(fused.items()))
         told = (f"Captured {captured.how}.", *captured.notes, f"Fused: {found or 'nothing'}.")
+        if self.plan.overlap == "sub-pipeline" and self.halves is False:
+            told += ("Micro-batches run whole: halves need two samples, and losses that are shares of the step's.",)
         return told + self.blueprint.whole_weights()
 
     def _rank_parameters(self) -> RankParameters:

@@ -1,7 +1,8 @@
 """Evaluation and prediction: every sample once, in the dataset's order, whatever the layout.
 
 Batch k goes to replica k mod R, several at a time so that a pipeline is filled. Losses and predictions are put back in
-the order of batches, so a metric is that of one process.
+the order of batches, so metrics, the loss among them, are those of transformers in one process. (In several processes,
+transformers counts the samples again that fill up the last batches, and weighs batches by their targets.)
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -32,7 +32,7 @@ class Tolerance:
 
 TOLERANCES: Mapping[str, Tolerance] = {
     "float32": Tolerance(1e-5, 1e-4, 1e-3, 1e-5),
-    "bfloat16": Tolerance(4e-3, 4e-2, 4e-2, 4e-3),
+    "bfloat16": Tolerance(2e-3, 2e-2, 2e-2, 2e-3),
 }
 
 
@@ -70,12 +70,16 @@ def _norms(buffer) -> dict[str, float]:
 
 def _told(loss: float, gap: float, sizes: dict[str, float], gaps: dict[str, float], tolerance: Tolerance) -> str:
     if not abs(gap) <= tolerance.loss * abs(loss) + 1e-6:
-        return f"a loss of {loss:.6g} becomes {loss - gap:.6g}"
+        return f"the loss changes by {_share(gap, loss)}"
     noise = tolerance.noise * sum(size**2 for size in sizes.values()) ** 0.5
     for name, size in sizes.items():
         if not gaps[name] <= tolerance.gradient * size + noise:
-            return f"the gradient of {name} changes by {gaps[name] / size if size else float('inf'):.2%}"
+            return f"the gradient of {name} changes by {_share(gaps[name], size)}"
     return ""
+
+
+def _share(gap: float, whole: float) -> str:
+    return f"{abs(gap / whole):.2%}" if whole else f"{abs(gap):.3g}"
 
 
 @contextmanager

@@ -133,18 +133,22 @@ def test_a_loss_that_is_asked_for_otherwise_is_named(tmp_path):
         MerakTrainer(clip(), args, pictures, samples(2)).train()
 
 
-def with_placement(rank, world_size, directory, schedule):
-    degrees = {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule}
-    args = MerakArguments(directory, **RUN, **degrees)
-    return predicted(MerakTrainer, args, tiny_llama(), collate, samples(7))
+def on_two_ranks(rank, world_size, directory):
+    """A pipeline whose last stage is on the first rank; two replicas, of which one has a batch less."""
+    found = []
+    for degrees in ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}, {}):
+        args = MerakArguments(directory, **RUN, **degrees)
+        found.append(predicted(MerakTrainer, args, tiny_llama(), collate, samples(5)))
+    return found
 
 
-def test_outputs_come_from_the_rank_that_has_the_last_stage(tmp_path):
-    ranks = run_ranks(with_placement, 2, str(tmp_path), "zb-v")  # the first one
+@pytest.mark.timeout(200)
+def test_outputs_are_those_of_one_process(tmp_path):
+    ranks = run_ranks(on_two_ranks, 2, str(tmp_path), timeout=150)
     args = TrainingArguments(str(tmp_path), **RUN)
-    metrics, predictions, labels, told = predicted(Trainer, args, tiny_llama(), collate, samples(7))
-    for ours in ranks:
-        assert ours[0].keys() == metrics.keys() and ours[0]["eval_loss"] == pytest.approx(metrics["eval_loss"], 1e-5)
-        assert ours[3]["test_loss"] == pytest.approx(told["test_loss"], 1e-5)
+    metrics, predictions, labels, told = predicted(Trainer, args, tiny_llama(), collate, samples(5))
+    for ours in (each for found in ranks for each in found):
+        assert ours[0].keys() == metrics.keys() and ours[0]["eval_loss"] == pytest.approx(metrics["eval_loss"], 1e-6)
+        assert ours[3]["test_loss"] == pytest.approx(told["test_loss"], 1e-6)
         np.testing.assert_allclose(ours[1], predictions, rtol=1e-4, atol=1e-5)
         assert np.array_equal(ours[2], labels)

@@ -145,6 +145,9 @@ def test_padding_that_a_model_notices_is_left_out(tmp_path, name):
 HALVED = ((classifier, classified, False), (mixtral, collate, False), (tiny_llama, collate, True))
 
 
+REPLICAS = {"per_device_train_batch_size": 1, "max_steps": 3}  # at most one of the two has a batch to pad at a time
+
+
 def in_halves(rank, world_size, directory):
     results = []
     for make, collator, _ in HALVED:
@@ -152,14 +155,20 @@ def in_halves(rank, world_size, directory):
         *found, trainer = trained(MerakTrainer, MerakArguments, directory, make, collator, **degrees)
         results.append((*found, trainer.engine.halves))
     dropped = trained(MerakTrainer, MerakArguments, directory, dropping_gpt2, collate, **degrees)[3]
-    return results, dropped.engine.halves
+    replicas = trained(MerakTrainer, MerakArguments, directory, Pooled, classified, True, **REPLICAS)[:3]
+    return results, dropped.engine.halves, replicas
 
 
 @pytest.mark.timeout(200)
 def test_halves_that_do_not_add_up_run_whole(tmp_path):
-    for rank, (ran, dropped) in enumerate(run_ranks(in_halves, 2, str(tmp_path), timeout=150)):
+    alone = trained(
+        Trainer, TrainingArguments, str(tmp_path), Pooled, classified, True, **REPLICAS, gradient_accumulation_steps=2
+    )
+    for rank, (ran, dropped, replicas) in enumerate(run_ranks(in_halves, 2, str(tmp_path), timeout=150)):
         for (make, collator, adds_up), (losses, norms, said, halved) in zip(HALVED, ran, strict=True):
             expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator)
             assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
             assert halved is adds_up and len(said) == (rank == 0 and not adds_up), said
         assert dropped is True, "dropout is no reason to differ"
+        assert replicas[0] == pytest.approx(alone[0], rel=1e-5) and replicas[1] == pytest.approx(alone[1], rel=1e-4)
+        assert ["changes by" in text for text in replicas[2]] == [True] * (rank == 0)
