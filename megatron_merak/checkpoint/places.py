@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_merak.checkpoint import unit as units
 from megatron_merak.checkpoint.files import sync_directory
 from megatron_merak.checkpoint.manifest import NAME
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, DamagedError
 
 REMOVED = NAME + ".removed"  # what the manifest is called once its files are being removed
 
@@ -63,9 +63,16 @@ def newest_first(root: Path, faults: list[CheckpointError] | None = None) -> Ite
 
 
 def settle(root: Path) -> None:
-    """Finish what a crash interrupted: put complete directories in their places, remove what is left of others."""
+    """Finish what a crash interrupted: put complete directories in their places, remove what is left of others.
+
+    Raises `CheckpointError`, and changes nothing of that step, where one cannot be read or is another version's.
+    """
     for step in sorted(_steps(root, fresh, old)):
-        place, found = plain(root, step), locate(root, step)
+        faults: list[CheckpointError] = []
+        place, found = plain(root, step), locate(root, step, faults)
+        for fault in faults:
+            if found is None and not isinstance(fault, DamagedError):
+                raise fault
         if found is not None and found != place:
             if os.path.lexists(place):
                 _set_aside(place)

@@ -173,6 +173,19 @@ def test_a_directory_that_a_program_keeps_open_is_removed_later(tmp_path, caplog
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("place", [places.fresh, places.old])
+def test_what_cannot_be_judged_is_not_removed(tmp_path, place):
+    """It may be the only copy: that of a newer version, or on a disk that fails for a moment."""
+    _save(tmp_path, 5).rename(place(tmp_path, 5))
+    path = place(tmp_path, 5) / "manifest.json"
+    document = json.loads(path.read_text()) | {"version": 2}
+    del document["sha256"]
+    path.write_bytes(seal(document))
+    with pytest.raises(CheckpointError, match="format version is 2"):
+        places.settle(tmp_path)
+    assert (place(tmp_path, 5) / "config.json").is_file()
+
+
 def test_settling_twice_changes_nothing(tmp_path):
     _save(tmp_path, 5)
     _write(places.fresh(tmp_path, 6), 1)
