@@ -166,6 +166,8 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
     finally:
         torchrun.kill()
         torchrun.wait()
+        for rank in filter(alive, map(int, os.listdir(started))):
+            os.kill(rank, signal.SIGKILL)
 
 
 def alive(pid: int) -> bool:
