@@ -156,7 +156,7 @@ class Writer:
         whole = self._gather(node) if node in self.decision.gathered else self.new[node]
         cut = self.decision.cuts.get(node)
         if cut is None:
-            return self._enter(whole)
+            return self.enter(whole)
         part = self._take(whole, cut)
         return self._fill(node, part, cut) if node in self.decision.fills else part
 
@@ -209,7 +209,7 @@ class Writer:
         self._note(made, sharded)
         return made
 
-    def _enter(self, whole: Node) -> Node:
+    def enter(self, whole: Node) -> Node:
         """A whole value enters sharded work. A parameter does so without a mark: see ``Rewritten.partial``."""
         if whole.op != "call_function" or not whole.meta["grad"]:
             return whole
@@ -222,7 +222,7 @@ class Writer:
         key = ("take", whole, cut)
         if key in self.made:
             return self.made[key]
-        x = self._enter(whole)
+        x = self.enter(whole)
         if cut.repeats > 1:
             target, args = local.take_heads, (x, cut.dim, sum(cut.blocks), cut.repeats, self.rank, self.tp)
         else:

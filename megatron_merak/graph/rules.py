@@ -2,12 +2,11 @@
 values."""
 
 from .propagate import Rule
+from .rules_across import amax, gather, index, logsumexp, maximum, nll_loss, softmax
 from .rules_einsum import einsum
 from .rules_product import addmm, attention, depthwise, grouped, linear, matmul
 from .rules_shape import (
     expand,
-    gather,
-    index,
     index_select,
     join,
     like,
@@ -75,15 +74,18 @@ RULES: dict[str, Rule] = {
     "unfold": unfold,
     **_rows("linalg_solve_triangular linalg_inv triangular_solve", batched),
     # values along dimensions
-    **_rows(
-        "mean sum prod var std amax amin logsumexp linalg_vector_norm argmax argmin any all count_nonzero", reduction
-    ),
-    **_rows("max.dim min.dim", reduction),
-    **_rows("softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp glu", along),
+    **_rows("mean sum prod var std amin linalg_vector_norm argmin any all count_nonzero", reduction),
+    "min.dim": reduction,
+    **_rows("max.dim argmax", maximum),
+    **_rows("cumsum cumprod logcumsumexp glu", along),
+    "logsumexp": logsumexp,
+    "amax": amax,
+    **_rows("softmax log_softmax _softmax _log_softmax", softmax),
     **_rows("layer_norm rms_norm", norm),
     **_rows("topk sort", selection),
     # products
     "scaled_dot_product_attention": attention,
     **_rows("conv1d conv2d", depthwise),
     "cross_entropy_loss": cross_entropy,
+    **_rows("nll_loss nll_loss_nd", nll_loss),
 }

@@ -91,7 +91,7 @@ def _statistic(p: Propagation, node: Node, depth: int = 8) -> bool:
     return False
 
 
-def _dims(p: Propagation, node: Node, name: str) -> tuple[int, ...]:
+def dims_of(p: Propagation, node: Node, name: str) -> tuple[int, ...]:
     """The dimensions an op works along, from 0; all when it names none."""
     rank = len(p.shape(node.args[0]))
     given = argument(node, name)
@@ -103,7 +103,7 @@ def reduction(p: Propagation, node: Node) -> Decision:
     """Reducing other dimensions keeps the parts; a sum or mean along the divided one is a partial sum."""
     x = node.args[0]
     split = p.subject(node)
-    dims = _dims(p, node, "dim")
+    dims = dims_of(p, node, "dim")
     if split.dim not in dims:
         kept = argument(node, "keepdim") or 0
         dim = split.dim if kept else split.dim - sum(other < split.dim for other in dims)
@@ -127,7 +127,7 @@ def _kept(p: Propagation, node: Node, split: Split, made: Split) -> Decision:
 def along(p: Propagation, node: Node) -> Decision:
     """Ops along one dimension that keep the shape (softmax, cumsum): it must not be the divided one."""
     split = p.subject(node)
-    if split.dim in _dims(p, node, "dim"):
+    if split.dim in dims_of(p, node, "dim"):
         raise p.unfit(node, "works along the divided dimension")
     return _kept(p, node, split, split)
 

@@ -45,7 +45,7 @@ def _launch(tensor: Tensor, kind: str, group: Member, inplace: bool) -> tuple[Te
         out = tensor.new_empty(len(group.meeting.given), *tensor.shape)
     else:
         out = tensor if inplace and tensor.is_contiguous() else torch.empty_like(tensor.contiguous())
-    out.fill_(torch.nan)  # whoever reads it before it has arrived
+    out.fill_(torch.nan if out.is_floating_point() else -1)  # for whoever reads it before it has arrived
     return out, _Work(group, len(given) - 1, out)
 
 

@@ -77,7 +77,7 @@ FAULTS = {
     "maximum of a part": (lambda: rule("amax", lambda p, node: Decision(None)), "amax("),
     "mean that is not scaled": (lambda: rule("mean", unscaled), "mean(-1"),
     "padding that is not replaced": (lambda: mock.patch.object(local, "fill", lambda part, *_: part), "67"),
-    "gradient that is not summed": (lambda: mock.patch.object(rewrite.Writer, "_enter", lambda self, whole: whole), ""),
+    "gradient that is not summed": (lambda: mock.patch.object(rewrite.Writer, "enter", lambda self, whole: whole), ""),
     "partial gradient of a whole weight": (lambda: mock.patch.object(rewrite, "_settle_parameters", lambda *_: ()), ""),
     "weight read in two ways counted twice": (lambda: mock.patch.object(local, "own", lambda x, rank: x), ""),
     "slice of another place": (lambda: rule("slice", first_entries), "[..., "),

@@ -186,6 +186,11 @@ def shifted(logits, labels):
     return F.cross_entropy(logits.float().view(-1, 67).to(logits.dtype), labels.view(-1), ignore_index=-100)
 
 
+def by_hand(logits, labels, maximum):
+    total = (logits - maximum).exp().sum(-1, keepdim=True).log() + maximum
+    return (total - logits.gather(-1, labels.unsqueeze(-1))).mean()
+
+
 LOSSES = {
     "shifted": shifted,
     "sliced": lambda x, y: F.cross_entropy(x[:, :-1].reshape(-1, 67), y[:, 1:].reshape(-1)),
@@ -195,6 +200,20 @@ LOSSES = {
     "ignored": lambda x, y: F.cross_entropy(x.view(-1, 67), y.view(-1), ignore_index=5),
     "capped": lambda x, y: F.cross_entropy((3 * torch.tanh(x / 3) * 0.5).view(-1, 67), y.view(-1)),
     "classes second": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
+    "log softmax": lambda x, y: -x.log_softmax(-1).gather(-1, y[..., None]).mean(),
+    "log softmax of rows": lambda x, y: -F.log_softmax(x.view(-1, 67), 1)[torch.arange(10), y.view(-1) - 67].mean(),
+    "nll": lambda x, y: F.nll_loss(F.log_softmax(x.transpose(1, 2), 1), y, ignore_index=5, reduction="sum"),
+    "logsumexp": lambda x, y: (x.logsumexp(-1) - x.gather(-1, y[..., None])[..., 0]).mean(),
+    "amax": lambda x, y: by_hand(x, y, x.amax(-1, keepdim=True)),
+    "amax, detached": lambda x, y: by_hand(x, y, x.amax(-1, keepdim=True).detach()),
+    "max": lambda x, y: by_hand(x, y, x.max(-1, keepdim=True)[0]),
+    "ties": lambda x, y: (x.clamp(max=0.2).amax(-1) * x.clamp(max=0.1).max(-1)[0]).mean(),
+    "softmax": lambda x, y: -(x.softmax(-1) + 1e-3).log().gather(-1, y[..., None]).mean(),
+    "smoothed by hand": lambda x, y: (
+        -(x.log_softmax(-1).gather(-1, y[..., None]) + x.log_softmax(-1).mean(-1, True)).sum()
+    ),
+    "one hot": lambda x, y: -(F.one_hot(y, 67) * x.log_softmax(-1)).sum(-1).mean(),
+    "accuracy beside": lambda x, y: F.cross_entropy(x.transpose(1, 2), y) + (x.argmax(-1) == y).double().mean(),
 }
 
 
