@@ -108,6 +108,19 @@ class Tagged(Pooled):
         return {"loss": (logits.sigmoid() - labels).square().mean(), "logits": logits}
 
 
+class Normed(Pooled):
+    """Running statistics, which a comparison must not move."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        words = (self.words(input_ids) * attention_mask[..., None]).sum(1)
+        logits = self.head(self.norm(words))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 def last_token():
     """Llama's classifier without a padding token takes the last position of every row, whatever stands there."""
     torch.manual_seed(0)
@@ -124,6 +137,7 @@ PADDED = {
     "recurrent": (Recurrent, classified, False),
     "last token": (last_token, classified, False),
     "several classes": (Tagged, tagged, True),
+    "running statistics": (Normed, classified, True),
     "causal": (tiny_llama, collate, True),
     "bidirectional": (classifier, classified, True),
 }
@@ -137,6 +151,8 @@ def test_padding_that_a_model_notices_is_left_out(tmp_path, name):
     losses, norms, said, trainer = trained(MerakTrainer, MerakArguments, str(tmp_path), make, collator, **changes)
     assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
     assert ("training batches are not padded" in "".join(said)) != neutral
+    for mine, other in zip(trainer.model.buffers(), expected[3].model.buffers(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
     shapes = [shapes for (training, _, _, shapes) in trainer.engine.programs[0]._made if training]
     lengths = {shape[1] for shapes in shapes for entry, shape, _ in shapes if entry == "input_ids"}
     assert lengths & {8, 12} and lengths - {8, 12}
