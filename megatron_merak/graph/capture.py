@@ -50,8 +50,9 @@ def capture(
 ) -> Captured:
     """The forward of ``model`` for batches like ``batch``, as a graph of aten operations without memory.
 
-    The model is not changed, and its parameters may be real or fake (``init_empty_weights``). Of the batch only shapes
-    and dtypes of tensors matter; other values are part of the graph. ``training``: dropout and friends are on.
+    The model is not changed, but for what its forward writes into its config, and its parameters may be real or fake
+    (``init_empty_weights``). Of the batch only shapes and dtypes of tensors matter; other values are part of the graph.
+    ``training``: dropout and friends are on.
     ``dtype``: floating parameters are of that dtype (None: of their own). ``outputs``: which values of the model's
     output, "loss" being a tensor that is returned alone or first, "*" all others (see ``pick_outputs``).
 
@@ -105,6 +106,7 @@ def _capture(
             return program, written
 
         python_state.refuse(model, written, trace, program)
+        python_state.keep_config(model, written)
         raw = unlift(program, model)
         if attempt.is_causal and patches.positions_from_batch(raw.module.graph):
             continue

@@ -130,6 +130,17 @@ def refuse(model: nn.Module, first: Written, trace: Callable, program: ExportedP
     raise TraceError("Python value", what, reason, "Make it a buffer or an entry of the batch, or do without it")
 
 
+def keep_config(model: nn.Module, written: Written) -> None:
+    """Write into the config of ``model`` what its forward wrote into a twin's, such as ``problem_type``."""
+    place = ("", "config")
+    if place not in written.changed or place not in written.before:
+        return
+    before, after = (dict(told[place][1]) for told in (written.before, written.after))
+    for key, told in after.items():
+        if isinstance(told, _PLAIN) and before.get(key, "(absent)") != told:
+            setattr(model.config, key, getattr(written.values[place], key))
+
+
 def with_written_tensors(model: nn.Module, written: Written) -> None:
     """Let the forward of ``model`` return the tensors that ``written`` is told of, and nothing else."""
     forward = model.forward

@@ -54,7 +54,7 @@ from .merak_loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
 from .neutral import NeutralPadding
 from .outputs import check_directory
-from .overrides import refuse_inputs, refuse_late, refuse_overrides, refusing
+from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
 from .precision import compute_dtype
 from .predictions import Evaluation, EvaluationBatches
 from .run_directory import RunDirectory, write_text
@@ -148,6 +148,8 @@ class MerakTrainer(TrainerFace):
 
     def _callback_handler(self, callbacks: list) -> CallbackHandler:
         args = self.args
+        for callback in callbacks:
+            refuse_gradients(callback)
         try:
             reporters = get_reporting_integration_callbacks(args.report_to)
             chosen = [DefaultFlowCallback, *reporters, *callbacks]

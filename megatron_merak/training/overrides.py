@@ -8,7 +8,7 @@ that ``Trainer`` gives to its instances.
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 
 from transformers import Trainer
 
@@ -192,3 +192,18 @@ def refuse_late(built: object, wanted: object, later: Collection[str]) -> None:
         elif old != new and each.name not in later:
             remedy = "Make a new MerakTrainer with it"
             raise ConfigError(f"args: {each.name}", new, f"the model was captured with {old}", remedy)
+
+
+def refuse_gradients(callback: object) -> None:
+    """Raises ConfigError for a callback (or its class) that reads ``.grad`` where transformers has gradients."""
+    for event in ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"):
+        code = getattr(getattr(callback, event, None), "__code__", None)
+        if code is not None and _reads(code, "grad"):
+            name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+            reason = "it reads .grad, which is None here: gradients lie sharded in flat buffers"
+            raise ConfigError(f"{name}.{event}", f"(line {code.co_firstlineno})", reason, "Use grad_norm of on_log")
+
+
+def _reads(code: CodeType, name: str) -> bool:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return name in code.co_names or any(_reads(each, name) for each in inner)

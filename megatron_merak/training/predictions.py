@@ -40,6 +40,11 @@ class EvaluationBatches:
             return None
         return Division(self.loading.count, self.loading.batch_size, 1, self.loading.drop_last).batches
 
+    def samples(self, number: int) -> int | None:
+        """Samples of batch ``number``, which a collator may have packed into fewer rows; None for a stream."""
+        loading = self.loading
+        return None if loading.streamed else len(Division(loading.count, loading.batch_size).rows(number))
+
     def __len__(self) -> int:
         if self.total is None:
             raise TypeError("a stream has no length")
@@ -132,7 +137,8 @@ class Evaluation:
             return []
         loading, results = self.batches.loading, []
         for row, (batch, full, output) in enumerate(zip(plain, padded, outputs, strict=True)):
-            number, rows = first + loading.replica + row * loading.replicas, find_batch_size(batches[row]) or 1
+            number = first + loading.replica + row * loading.replicas
+            rows = self.batches.samples(number) or find_batch_size(batches[row]) or 1
             if self.rank == self.engine.output_rank(loading.replica):
                 self.losses.append((number, float(output["loss"]) if has_loss else None, rows))
             if not self.loss_only:
@@ -187,4 +193,5 @@ class Evaluation:
             finite = np.isfinite(losses)
             use = losses[finite] if self.args.logging_nan_inf_filter and finite.any() else losses
             metrics[f"{prefix}_loss"] = use.mean().item()
-        return {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": value for k, value in metrics.items()}
+        named = {key: value for key, value in metrics.items() if key.startswith(f"{prefix}_")}
+        return named | {f"{prefix}_{key}": value for key, value in metrics.items() if key not in named}

@@ -25,7 +25,7 @@ from transformers.trainer_utils import number_of_arguments, speed_metrics
 from ..errors import ConfigError
 from .feed import Feed
 from .model_facts import decayed_parameters
-from .overrides import OPTIMIZER
+from .overrides import OPTIMIZER, refuse_gradients
 from .parameter_groups import ParameterGroups
 from .rates import LearningRate, schedule
 
@@ -158,6 +158,7 @@ class TrainerFace:
         self.control = self.callback_handler.on_log(self.args, state, self.control, logs)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        refuse_gradients(callback)
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:

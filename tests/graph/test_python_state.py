@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture import capture
@@ -160,3 +161,18 @@ def test_what_the_next_forward_does_not_mind_is_captured(kind):
     loss, *_ = run(captured, dict(model.named_parameters()), batch)
     assert vars(model).get("length", 0) == 0 and vars(model).get("widest", 0) == 0
     assert torch.equal(loss, model(**batch)) and torch.equal(loss, model(**batch))
+
+
+class Configured(Net):
+    def begin(self):
+        self.config = BertConfig()
+
+    def factor(self, x):
+        self.config.problem_type = "regression"
+        return 1.0
+
+
+def test_what_a_forward_writes_into_the_config_is_there_afterwards():
+    model = Configured()
+    capture(model, {"x": torch.randn(2, 4)})
+    assert model.config.problem_type == "regression"

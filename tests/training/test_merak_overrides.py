@@ -296,3 +296,16 @@ def test_arguments_that_are_changed_too_late_are_refused(tmp_path):
     trainer.args.max_grad_norm = 0.5
     with pytest.raises(ConfigError, match="clip_grad 0.5: the model was captured with 1.0"):
         trainer.train()
+
+
+class Watches(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+
+
+def test_a_callback_that_looks_at_gradients_is_refused(tmp_path):
+    for given in (Watches, Watches()):
+        with pytest.raises(ConfigError, match="Watches.on_pre_optimizer_step .*reads .grad"):
+            trained(EagerTrainer, tmp_path, callbacks=[given])
+    with pytest.raises(ConfigError, match="reads .grad"):
+        EagerTrainer(tiny_llama(), MerakArguments(str(tmp_path), use_cpu=True), collate).add_callback(Watches)
