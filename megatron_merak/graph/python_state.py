@@ -26,6 +26,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OPAQUE = (nn.Module, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 _DEPTH, _LONGEST = 4, 256
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LIBRARIES = ("torch", "transformers", "megatron_merak", "builtins", "peft")
 Place = tuple[str, str]  # (a module's name, or "class C" or "file F"), attribute
 
@@ -207,7 +208,7 @@ def _text(program: ExportedProgram) -> str:
     number = {node: f"%{place}" for place, node in enumerate(node for node in graph.nodes if node in kept)}
     constants = {k: v.tolist() for k, v in program.constants.items() if isinstance(v, Tensor) and v.numel() < 64}
     lines = [f"{n.op} {n.target} {map_arg((n.args, n.kwargs), number.get)}" for n in number]
-    return "\n".join([*lines, repr(constants)])
+    return _ADDRESS.sub("", "\n".join([*lines, repr(constants)]))
 
 
 def _writes(node: Node) -> bool:
