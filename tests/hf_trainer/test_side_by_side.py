@@ -47,7 +47,13 @@ def compare(name, layout, theirs, directory, **changes):
 
 
 def product(cells, chosen):
-    return [pytest.param(*cell, marks=() if chosen(cell) else pytest.mark.slow) for cell in cells]
+    def label(part):
+        return part if isinstance(part, str) else "-".join(part.values())
+
+    return [
+        pytest.param(*cell, marks=() if chosen(cell) else pytest.mark.slow, id="-".join(map(label, cell)))
+        for cell in cells
+    ]
 
 
 @pytest.mark.parametrize(("name", "layout"), product(itertools.product(CASES, LAYOUTS), CHOSEN.__contains__))
