@@ -99,6 +99,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "gradient_checkpointing": "as `activation_checkpointing`",
         "ignore_data_skip": "batches are numbered, so nothing is loaded to be skipped",
         "include_num_input_tokens_seen": "counted over replicas, not over ranks",
+        "logging_nan_inf_filter": "by step, not by micro-batch; without a finite loss in between nan is logged",
         "optim": "`adamw_torch` and `adamw_torch_fused`; others are refused",
         "per_device_eval_batch_size": "of a replica of the model",
         "per_device_train_batch_size": "of a replica of the model: tensor x pipeline ranks",

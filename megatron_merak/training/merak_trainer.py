@@ -41,6 +41,7 @@ from ..config import OptimizerConfig, ParallelConfig
 from ..errors import ConfigError
 from ..graph.capture import accepts_num_items
 from ..parallel.agree import gather_json, together
+from ..parallel.attendance import attend
 from ..parallel.launch import leave
 from ..parallel.mesh import Mesh, build_mesh
 from ..plan import Grid
@@ -206,6 +207,7 @@ class MerakTrainer(TrainerFace):
 
         Needed where tensor or pipeline parallelism divides the model, and again once training went on.
         """
+        attend("gather_model", self.control_group)
         if self.engine.user_model is not None:
             self.engine.user_model.gather()
         return self.model
@@ -254,6 +256,7 @@ class MerakTrainer(TrainerFace):
         """Train; from the newest checkpoint in ``output_dir`` (True), from a directory, or from the beginning."""
         if trial is not None:
             raise ConfigError("trial", trial, "there is no search of hyperparameters", "Start one run per trial")
+        attend("train", self.control_group)
         directory = RunDirectory(self.args.output_dir, self.control_group)
         try:
             return self._train(directory, resume_from_checkpoint, ignore_keys_for_eval)
@@ -335,6 +338,7 @@ class MerakTrainer(TrainerFace):
     def _predict(
         self, dataset: Dataset, prefix: str, loss_only: bool, everyone: bool, ignore_keys: list[str] | None
     ) -> EvalLoopOutput:
+        attend("evaluate or predict", self.control_group)
         began, grid = time.time(), self.mesh.grid
         self.model.eval()
         if self._engine is None and self.train_dataset is None and self.eval_dataset is None:
@@ -366,6 +370,7 @@ class MerakTrainer(TrainerFace):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model, its tokenizer and the arguments; ``from_pretrained`` of transformers opens it."""
+        attend("save_model", self.control_group)
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         self.engine.save_hf(directory, self.feed.tokenizer)
         write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)

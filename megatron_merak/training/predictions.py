@@ -5,6 +5,7 @@ the order of batches, so metrics, the loss among them, are those of transformers
 transformers counts the samples again that fill up the last batches, and weighs batches by their targets.)
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -16,6 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
+from ..errors import ConfigError
 from ..graph.outputs import nested
 from ..parallel.agree import broadcast_json, gather_json, together
 from .batches import Batch, Division, Loading
@@ -187,7 +189,7 @@ class Evaluation:
                     "inputs": arrays["inputs"] if "inputs" in self.args.include_for_metrics else None,
                 }
                 prediction = EvalPrediction(arrays["predictions"], arrays["labels"], **extra)
-                metrics = denumpify_detensorize(compute(prediction))
+                metrics = plain_metrics(denumpify_detensorize(compute(prediction)))
         metrics = dict(broadcast_json(metrics, self.control, "cpu"))
         if losses is not None:
             finite = np.isfinite(losses)
@@ -195,3 +197,19 @@ class Evaluation:
             metrics[f"{prefix}_loss"] = use.mean().item()
         named = {key: value for key, value in metrics.items() if key.startswith(f"{prefix}_")}
         return named | {f"{prefix}_{key}": value for key, value in metrics.items() if key not in named}
+
+
+def plain_metrics(metrics: object) -> dict:
+    """What compute_metrics returned, if logs and checkpoints can hold it. Raises ConfigError."""
+    remedy = "Return a dictionary of numbers, with a name of its own for each"
+    if not isinstance(metrics, Mapping):
+        raise ConfigError("compute_metrics", type(metrics).__name__, "it returned no dictionary", remedy)
+    for name, value in metrics.items():
+        try:
+            known = isinstance(name, str) and json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError):
+            known = False
+        if not known and not (isinstance(value, float) and isinstance(name, str)):  # nan is not equal to itself
+            reason = f"its {name!r} is a {type(value).__name__}, which logs and checkpoints cannot hold"
+            raise ConfigError("compute_metrics", repr(value)[:60], reason, remedy)
+    return dict(metrics)

@@ -1,5 +1,6 @@
 """What evaluation and prediction hand out, beside ``transformers.Trainer`` in one process."""
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -18,9 +19,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from megatron_merak.errors import TraceError
+from megatron_merak.errors import ConfigError, TraceError
 from megatron_merak.training.merak_arguments import MerakArguments
 from megatron_merak.training.merak_trainer import MerakTrainer
+from megatron_merak.training.predictions import plain_metrics
 from tests.ranks import run_ranks
 from tests.training.merak_reference import untimed
 from tests.training.merak_stand_in import collate, samples, tiny_llama
@@ -152,3 +154,21 @@ def test_outputs_are_those_of_one_process(tmp_path):
         assert ours[3]["test_loss"] == pytest.approx(told["test_loss"], 1e-6)
         np.testing.assert_allclose(ours[1], predictions, rtol=1e-4, atol=1e-5)
         assert np.array_equal(ours[2], labels)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"per_class": np.ones(2)}, "its 'per_class' is a ndarray, which logs and checkpoints cannot hold"),
+        ({1: 0.5}, "its 1 is a float"),
+        ([0.5], "compute_metrics list: it returned no dictionary"),
+    ],
+)
+def test_metrics_that_no_log_can_hold_are_refused(metrics, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        plain_metrics(metrics)
+
+
+def test_metrics_of_plain_numbers_are_kept():
+    metrics = {"f1": 0.5, "count": 3, "note": "x", "by_class": [0.1, 0.2], "undefined": float("nan")}
+    assert plain_metrics(metrics) == metrics
