@@ -13,7 +13,7 @@ by (seed, epoch, batch), and what a stream draws, from one seeded by seed + epoc
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..errors import DataError
+from .apart import apart, copied
 from .randomness import PrivateStream, private_randomness
 
 Batch = dict[str, object]
@@ -127,7 +128,7 @@ class Loading:
     """How batches are loaded; ``options`` are those of a ``DataLoader``, its workers among them.
 
     order: epoch -> the epoch's samples, None for the dataset's own order. samples: in an epoch, None for the dataset's
-    length.
+    length. begun: streams, by the ids of their datasets, that ``first`` has looked into: (seed and epoch, samples).
     """
 
     dataset: Dataset
@@ -140,6 +141,7 @@ class Loading:
     options: Mapping[str, object] = field(default_factory=dict)
     order: Callable[[int], Sequence[int] | None] = lambda epoch: None
     samples: int | None = None
+    begun: dict[int, tuple[tuple[int, int], PrivateStream]] = field(default_factory=dict)
 
     @property
     def streamed(self) -> bool:
@@ -169,15 +171,44 @@ class Loading:
         return self.division.batches
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """This replica's batches of an epoch, without its first ``skip``."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        """This replica's batches of an epoch, without its first ``skip``. A stream that ``first`` began goes on."""
         if self.streamed:
             return self._stream(epoch, skip)
+        self._set_epoch(epoch)
         division = self.division
         batches = Batches(self.dataset, self.collate, division, self.order(epoch), (self.seed, epoch))
         numbers = [self.replica + self.replicas * place for place in range(skip, division.batches)]
         return iter(self._loader(batches, sampler=numbers))
+
+    def first(self, epoch: int) -> Batch:
+        """The first replica's first batch of an epoch; whoever takes the epoch's batches next finds it there again.
+
+        A stream's iterator is kept until then. Raises DataError when a stream has no batch.
+        """
+        collate = apart(self.collate)
+        if not self.streamed:
+            alone = replace(self, replica=0, replicas=1, options={}, dataset=apart(self.dataset), collate=collate)
+            return next(alone.epoch(epoch))
+        samples = self._samples(epoch)
+        self.begun[id(self.dataset)] = (self.seed, epoch), samples
+        rows = samples.look(self.batch_size)
+        if not rows or (self.drop_last and len(rows) < self.batch_size):
+            remedy = "Give a stream with more samples, or one that can be iterated over again"
+            raise DataError("dataset", type(self.dataset).__name__, "the stream ends before its first batch", remedy)
+        with private_randomness(self.seed, epoch, 0):
+            return tensors_of(collate(copied(rows)))
+
+    def _set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def _samples(self, epoch: int) -> PrivateStream:
+        """Of a stream: those that ``first`` began with, where they are this epoch's."""
+        key, begun = self.begun.pop(id(self.dataset), (None, None))
+        if key == (self.seed, epoch):
+            return begun
+        self._set_epoch(epoch)
+        return PrivateStream(lambda: iter(self._loader(self.dataset)), self.seed + epoch)
 
     def some(self, numbers: Sequence[int]) -> Iterator[Batch]:
         """The batches of these numbers, in the first epoch's order and without filling up: for evaluation."""
@@ -186,7 +217,7 @@ class Loading:
         return iter(self._loader(batches, sampler=numbers))
 
     def _stream(self, epoch: int, skip: int) -> Iterator[Batch]:
-        samples = PrivateStream(lambda: iter(self._loader(self.dataset)), self.seed + epoch)
+        samples = self._samples(epoch)
         placing = (self.batch_size, self.replica, self.replicas, self.drop_last)
         batches = iter(StreamedBatches(samples, self.collate, *placing, (self.seed, epoch)))
         for _ in zip(range(skip), batches, strict=False):

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from ..errors import ConfigError, DataError, MerakError
-from ..parallel.agree import gather_json, raise_together
+from ..parallel.agree import gather_json, raise_together, together
 from ..parallel.mesh import Mesh
 from .batches import Batch, Loading, epoch_order
 from .blueprint import shapes_of
@@ -35,6 +35,7 @@ class Feed:
     neutral: NeutralPadding
     collator: Callable[[list], Mapping[str, Any]]
     tokenizer: object = None
+    begun: dict = dataclasses.field(default_factory=dict)  # of Loading
 
     def training(self, dataset: Dataset | None, sampler: Sampler | None) -> Loading:
         """How this replica's training batches are loaded. Raises ConfigError and DataError.
@@ -53,7 +54,8 @@ class Feed:
     def _loading(self, dataset: Dataset, sampler: Sampler | None, batch_size: int, seed: int) -> Loading:
         place = (self.mesh.dp_rank, self.mesh.grid.dp)
         drop_last = self.args.dataloader_drop_last
-        loading = Loading(dataset, self._collate(), batch_size, *place, seed, drop_last, self._options())
+        options = self._options()
+        loading = Loading(dataset, self._collate(), batch_size, *place, seed, drop_last, options, begun=self.begun)
         if loading.streamed or sampler is None:
             return loading
         order = sampler.order if isinstance(sampler, EpochSampler) else Drawn(sampler, self._seed, self.mesh.control)
@@ -113,8 +115,11 @@ class Feed:
             raise DataError("train_dataset", f"(columns {', '.join(first)})", f"samples have no {tokens!r}", remedy)
         return [len(dataset[index][tokens]) for index in range(len(dataset))]
 
-    def example(self, train: Dataset | None, evaluation: Dataset | Mapping | None) -> Batch:
-        """The first batch of all, the same one on every rank and after every resumption. Collective."""
+    def example(self, train: Dataset | None, evaluation: Dataset | Mapping | None, epoch: int = 0) -> Batch:
+        """The first batch of all, the same one on every rank and after every resumption. Collective.
+
+        A stream is not iterated over again for it: the batch is the first one of ``epoch``, which goes on behind it.
+        """
         if train is None and evaluation is None:
             raise ConfigError("train_dataset", None, "without a batch the model cannot be captured", "Give a dataset")
         if train is None and isinstance(evaluation, Mapping):
@@ -123,8 +128,11 @@ class Feed:
             loading = self.evaluation(evaluation, None)
         else:
             loading = self.training(train, self.training_sampler(train))
-        alone = dataclasses.replace(loading, replica=0, replicas=1, options={})
-        batch = next(alone.epoch(0))
+        if loading.streamed:
+            with together(self.mesh.control, "cpu"):
+                batch = loading.first(epoch)
+        else:
+            batch = loading.first(0)
         self._check_alike(batch, None if loading.streamed else len(loading.dataset))
         return batch
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from .apart import apart
 from .batches import private_randomness
 
 SAMPLES = 8  # looked at, the first and the last among them
@@ -19,7 +20,7 @@ def fingerprint(dataset: Dataset) -> dict:
     """
     if isinstance(dataset, IterableDataset):
         return {"length": None, "samples": None}
-    length = len(dataset)
+    dataset, length = apart(dataset), len(dataset)
     places = sorted({round(k * (length - 1) / (SAMPLES - 1)) for k in range(SAMPLES)}) if length else []
     first, second = _digest(dataset, places), _digest(dataset, places)
     return {"length": length, "samples": first if first == second else None}

@@ -152,8 +152,8 @@ class TrainingLoop:
 
     def _epoch(self, epoch: int) -> None:
         skip = self.skipped_batches if epoch == self.first_epoch else 0
-        batches = self.loading.epoch(epoch, skip)
         done, total = skip, self.extent.batches
+        batches = self.loading.epoch(epoch, skip) if done < total else iter(())
         while done < total and self.state.global_step < self.extent.steps:
             group = list(islice(batches, min(self.args.gradient_accumulation_steps, total - done)))
             if self.loading.streamed:

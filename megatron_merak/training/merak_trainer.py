@@ -45,6 +45,7 @@ from ..parallel.attendance import attend
 from ..parallel.launch import leave
 from ..parallel.mesh import Mesh, build_mesh
 from ..plan import Grid
+from . import trainer_state
 from .batches import Batch
 from .blueprint import CapturedSettings
 from .captured import CapturedTrainer
@@ -185,10 +186,14 @@ class MerakTrainer(TrainerFace):
     def engine(self) -> CapturedTrainer:
         """This rank's part of the model; built when it is first needed, from the first batch there is."""
         if self._engine is None:
-            example = self.feed.example(self.train_dataset, self.eval_dataset)
-            (example,), *_ = self.feed.prepare([example], accepts_num_items(self.model))  # as it comes
-            self._engine = self.create_engine(example)
+            self._build(0)
         return self._engine
+
+    def _build(self, epoch: int) -> None:
+        """Build the engine, for a run that begins with ``epoch``."""
+        example = self.feed.example(self.train_dataset, self.eval_dataset, epoch)
+        (example,), *_ = self.feed.prepare([example], accepts_num_items(self.model))  # as it comes
+        self._engine = self.create_engine(example)
 
     def create_engine(self, example: Batch) -> CapturedTrainer:
         """Capture the model, cut and divide it, take its weights or draw them. Collective."""
@@ -285,6 +290,8 @@ class MerakTrainer(TrainerFace):
         sampler = self._get_train_sampler(self.train_dataset)
         self.callback_handler.train_dataloader = self.feed.training(self.train_dataset, sampler)
         self.is_in_train = True
+        if resume is not None and self._engine is None:
+            self._build(int(trainer_state.read(resume, self.control_group).epoch or 0))
         return TrainingLoop(self, directory, resume, ignored).run()
 
     def prepare_step(self, batches: list[Batch]) -> list[Batch]:

@@ -54,13 +54,20 @@ class PrivateStream:
             self._own = _states()
         finally:
             _set_states(before)
+        self._seen: list = []
+
+    def look(self, count: int) -> list:
+        """The next ``count`` values, fewer at the end; ``take`` gives them again."""
+        self._seen = self.take(count)
+        return list(self._seen)
 
     def take(self, count: int) -> list:
         """The next ``count`` values, fewer at the end."""
         before = _states()
+        taken, self._seen = self._seen[:count], self._seen[count:]
         try:
             _set_states(self._own)
-            taken = [value for _, value in zip(range(count), self._values, strict=False)]
+            taken += [value for _, value in zip(range(count - len(taken)), self._values, strict=False)]
             self._own = _states()
             return taken
         finally:
