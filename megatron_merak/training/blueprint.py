@@ -29,6 +29,7 @@ from ..runtime.program import Program
 from ..tensor_parallel import group_rank
 from .guard import unguarded
 from .precision import cast_of, check_operands
+from .unused import Unused
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Batch = Mapping[str, Any]
@@ -92,6 +93,7 @@ class Blueprint:
         self.model, self.settings, self.grid = model, settings, grid
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
+        self.unused = Unused()
         self._shared: dict[str, Tensor] = {}
         self._cast = cast_of(model, DTYPES[settings.dtype])
         try:
@@ -209,6 +211,8 @@ class Blueprint:
         if unknown:
             reason = "this batch uses it, and the first one, which decided where it goes, did not"
             raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
+        if training:
+            self.unused.tell(first.trainable, captured.trainable, mesh)
         chain = align(cut(captured, self.settings.graph_sharding), self.chain)
         rules = TensorRules.parse(self.settings.tensor_parallel_rules)
         sharding = shard(captured, self.grid.tp, rules, self.sharding.tensors, self.settings.vocabulary_multiple)

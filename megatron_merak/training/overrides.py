@@ -115,7 +115,9 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "is_local_process_zero": "true on the first rank of the job, not of every node",
         "log": "called on every rank, with the same numbers",
         "lr_scheduler": "a schedule of `trainer.optimizer`; set by `create_scheduler` only",
-        "optimizer": "the two groups of parameters: `lr` and `weight_decay` count, any other change or call raises",
+        "optimizer": "the two groups of parameters: `lr` and `weight_decay` count, any other change or call raises. "
+        "A parameter that no batch of a step uses has a gradient of 0, not None: weight decay and moments go on, with "
+        "a warning",
         "predict": "collective: called on every rank, and all of them get the predictions",
         "preprocess_logits_for_metrics": "gets tensors on the CPU",
         "save_model": "collective; writes `training_args.json`, no pickle",
