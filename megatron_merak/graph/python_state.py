@@ -25,7 +25,7 @@ from megatron_merak.errors import TraceError
 _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OPAQUE = (nn.Module, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
-_DEPTH, _LONGEST = 4, 256
+_DEPTH, _LONGEST, _FEW = 4, 256, 64
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LIBRARIES = ("torch", "transformers", "megatron_merak", "builtins", "peft")
 Place = tuple[str, str]  # (a module's name, or "class C" or "file F"), attribute
@@ -162,6 +162,19 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for file in {kind.__module__: None for kind in kinds}:
         if file in sys.modules:
             yield f"file {file}", sys.modules[file]
+
+
+def tell_modules(model: nn.Module) -> Iterator[tuple[Place, Any]]:
+    """Each Python attribute of the modules of ``model``, told so that it can be compared later. Functions are told by
+    their identity, small tensors by their values.
+    """
+    for place, value, told, _ in _tell([*model.named_modules()]):
+        if isinstance(value, FunctionType | BuiltinFunctionType):
+            yield place, (getattr(value, "__qualname__", ""), id(value))
+        elif isinstance(value, Tensor) and value.numel() <= _FEW and type(value) in (Tensor, nn.Parameter):
+            yield place, (told, repr(value.tolist()))
+        else:
+            yield place, told
 
 
 def _tell(owners: list[tuple[str, Any]]) -> Iterator[tuple[Place, Any, Any, Any]]:

@@ -123,6 +123,15 @@ class ParameterBuffer:
             for slot, values in apart.items():
                 self.master[slot.start : slot.stop] = values
 
+    def follow_edits(self) -> None:
+        """After values were written from outside: `master` takes those of `data` that it would not round to."""
+        if self.master is not self.data:
+            for slot in self.slots.values():
+                span = slice(slot.start, slot.stop)
+                if not slot.fp32:
+                    data, master = self.data[span], self.master[span]
+                    master.copy_(torch.where(master.to(self.dtype) == data, master, data.to(torch.float32)))
+
     def grad(self, name: str) -> torch.Tensor:
         return self.view(self.main_grad, name)
 

@@ -90,7 +90,7 @@ class CapturedTrainer:
 
     def share_weights(self) -> UserModel:
         """From now on the model that was given has the trained weights, or says that it does not."""
-        self.user_model = UserModel(self.model, self.exported, self.mesh)
+        self.user_model = UserModel(self.model, self.exported, self.mesh, self.holdings.follow_edits)
         return self.user_model
 
     def _check_case(self) -> None:
@@ -299,3 +299,5 @@ class CapturedTrainer:
             shared = self.user_model is not None and self.user_model.shared
             trained = [] if shared else [shard for shard in weights if shard.name in self.buffer.slots]
             save_adapters(Path(directory), self.model, trained, self.mesh.control, processing_class)
+        if trained and self.user_model is not None:
+            self.user_model.note()  # the first rank's model has taken them

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import ConfigError
 
-GUARDED = ("forward", "generate", "save_pretrained", "state_dict")
+GUARDED = ("forward", "generate", "save_pretrained", "state_dict", "load_state_dict")
 
 
 class Guard:
@@ -27,6 +27,8 @@ class Guard:
     def __call__(self, *args: object, **kwargs: object) -> None:
         reason = f"the trained weights are divided over {self.ranks} ranks, and this model does not have them"
         remedy = "Call trainer.gather_model() on every rank, then use the model on the first one"
+        if self.name == "load_state_dict":
+            remedy = "Load weights before the trainer is first used, or into a new model for a new MerakTrainer"
         raise ConfigError(f"{self.kind.__name__}.{self.name}", "(called)", reason, remedy)
 
 

@@ -149,6 +149,15 @@ class Holdings:
             if name not in self.buffer.slots and held.exact is not held.storage:
                 held.storage.copy_(held.exact)
 
+    @torch.no_grad()
+    def follow_edits(self) -> None:
+        """All copies of a weight follow the one that is exported, after that was written from outside."""
+        for name, held in self.held.items():
+            if held.exact is not held.storage and name in self.buffer.slots:
+                held.storage.copy_(held.exact)
+        self.settle()
+        self.buffer.follow_edits()
+
     def _stored(self, directory: Source) -> dict[str, str]:
         """The parameters that are read from ``directory``, and their names there."""
         names, adapted = {*directory.names()}, has_adapters(self.blueprint.model)

@@ -20,6 +20,7 @@ from . import callbacks, fingerprint, resumption, run_directory, trainer_state
 from .batches import Batch
 from .progress import Progress
 from .rates import extent
+from .recapture import check_model
 from .run_directory import RunDirectory
 from .same_batches import check_everywhere
 from .skips import SkippedSteps
@@ -141,6 +142,7 @@ class TrainingLoop:
             self._evaluate(moves_rate=False)
         for epoch in range(self.first_epoch, self.extent.epochs):
             self._tell("on_epoch_begin")
+            check_model(trainer)
             self._epoch(epoch)
             if trainer.control.should_training_stop:
                 break
@@ -288,6 +290,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
+        check_model(trainer, saves=True)
         trainer.store_flos()
         with self.directory.writing(state.global_step) as directory:
             if args.save_only_model:

@@ -59,6 +59,7 @@ from .outputs import check_directory
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
 from .precision import compute_dtype
 from .predictions import Evaluation, EvaluationBatches
+from .recapture import check_model, check_step, check_training
 from .run_directory import RunDirectory, write_text
 from .trainer_face import TrainerFace
 
@@ -98,7 +99,7 @@ class MerakTrainer(TrainerFace):
         logging.set_verbosity(args.get_process_log_level())
         set_seed(args.seed)
         self.model_init = model_init
-        self.model = self.call_model_init() if model is None else model
+        self.model = self._trained_model = self.call_model_init() if model is None else model
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = self._default_collator() if data_collator is None else data_collator
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -213,6 +214,7 @@ class MerakTrainer(TrainerFace):
         Needed where tensor or pipeline parallelism divides the model, and again once training went on.
         """
         attend("gather_model", self.control_group)
+        check_model(self, saves=True)
         if self.engine.user_model is not None:
             self.engine.user_model.gather()
         return self.model
@@ -277,9 +279,8 @@ class MerakTrainer(TrainerFace):
             resume = directory.find(resume_from)
         if self.model_init is not None and self._engine is not None:
             set_seed(self.args.seed)
-            self.model, self._engine, self._groups = self.call_model_init(), None, None
-            self.callback_handler.model = self.model
-            self._describe()
+            self._engine = self._groups = self._moments = None
+            self.model = self._trained_model = self.call_model_init()
         self.args.refuse_changes()
         if isinstance(self._engine, CapturedTrainer):
             refuse_late(self._engine.settings, self.settings(), ("lr", "weight_decay", "micro_batches"))
@@ -287,6 +288,7 @@ class MerakTrainer(TrainerFace):
             self.model, "config"
         ):
             align_special_tokens(self.model, self.processing_class)
+        check_training(self)
         sampler = self._get_train_sampler(self.train_dataset)
         self.callback_handler.train_dataloader = self.feed.training(self.train_dataset, sampler)
         self.is_in_train = True
@@ -298,6 +300,7 @@ class MerakTrainer(TrainerFace):
         """What the engine takes of this replica's micro-batches of a step; counts tokens and operations."""
         if not self.model.training:
             self.model.train()  # as transformers leaves it; what is captured does not depend on it
+        check_step(self)
         prepared, elements, tokens = self.feed.prepare(batches, self.engine.accepts_num_items, self.engine)
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += tokens
@@ -350,6 +353,7 @@ class MerakTrainer(TrainerFace):
         self.model.eval()
         if self._engine is None and self.train_dataset is None and self.eval_dataset is None:
             self.eval_dataset = dataset
+        check_model(self)
         facts = self.facts if ignore_keys is None else self.facts.without(ignore_keys)
         batches = EvaluationBatches(self.feed.evaluation(dataset, self._get_eval_sampler(dataset)), grid.pp)
         self.callback_handler.eval_dataloader = batches
@@ -379,5 +383,6 @@ class MerakTrainer(TrainerFace):
         """Write the trained model, its tokenizer and the arguments; ``from_pretrained`` of transformers opens it."""
         attend("save_model", self.control_group)
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        check_model(self, saves=True)
         self.engine.save_hf(directory, self.feed.tokenizer)
         write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)

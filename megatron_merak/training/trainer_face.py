@@ -28,6 +28,7 @@ from .model_facts import decayed_parameters
 from .overrides import OPTIMIZER, refuse_gradients
 from .parameter_groups import ParameterGroups
 from .rates import LearningRate, schedule
+from .recapture import Moments
 
 
 def _described(name: str) -> property:
@@ -44,14 +45,33 @@ def _described(name: str) -> property:
     return property(get, put)
 
 
+def _model() -> property:
+    """The model; another one is described anew, and captured when it is first used."""
+
+    def get(trainer: "TrainerFace") -> nn.Module:
+        return vars(trainer)["model"]
+
+    def put(trainer: "TrainerFace", model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError("trainer.model", type(model).__name__, "it is no model", "Set a torch.nn.Module")
+        vars(trainer)["model"] = model
+        if "feed" in vars(trainer):
+            trainer.callback_handler.model = model
+            vars(trainer).pop("_parameters_used", None)
+            trainer._describe()
+
+    return property(get, put)
+
+
 class TrainerFace:
     log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
     get_learning_rates, get_optimizer_group = get_learning_rates, get_optimizer_group
     get_num_trainable_parameters = get_num_trainable_parameters
     data_collator, processing_class = _described("data_collator"), _described("processing_class")
 
+    model = _model()
+
     args: TrainingArguments
-    model: nn.Module
     model_init: Callable[..., nn.Module] | None
     train_dataset: Dataset | None
     feed: Feed
@@ -61,6 +81,7 @@ class TrainerFace:
     current_flos: float
     first_tokens: int
     _groups: ParameterGroups | None = None
+    _moments: Moments | None = None
     _scheduler: LRScheduler | None = None
 
     def _describe(self) -> None:

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..checkpoint.hf import give
 from ..checkpoint.hf_gather import Gather
 from ..checkpoint.shard import Shard
 from ..graph.empty import is_fake
 from ..parallel.mesh import Mesh
-from .guard import guard, unguard
+from .guard import Guard, guard, unguard
+from .model_picture import Change, Picture
 
 
 class UserModel:
@@ -17,12 +19,20 @@ class UserModel:
 
     Without tensor and pipeline parallelism its parameters become views of the trained ones, and use no memory of their
     own. Else what reads its weights (its forward, ``generate``, ``save_pretrained``, ``state_dict``) raises ConfigError
-    until `gather` brings them to the first rank, and again when training changes them.
+    until `gather` brings them to the first rank, and again when training changes them. ``settle``: makes what computes
+    follow the exported tensors after they were written.
     """
 
-    def __init__(self, model: nn.Module, exported: Callable[[], list[Shard]], mesh: Mesh):
-        self.model, self.exported, self.mesh = model, exported, mesh
+    def __init__(
+        self,
+        model: nn.Module,
+        exported: Callable[[], list[Shard]],
+        mesh: Mesh,
+        settle: Callable[[], None] = lambda: None,
+    ):
+        self.model, self.exported, self.mesh, self._settle = model, exported, mesh, settle
         self.shared = mesh.grid.tp * mesh.grid.pp == 1
+        self._guard: Guard | None = None
         if self.shared:
             give(model, {shard.name: shard.tensor for shard in exported()})
             for buffer in model.buffers():
@@ -30,11 +40,24 @@ class UserModel:
                     buffer.data = buffer.data.to(mesh.device)
         else:
             self.stale()
+        self.picture = Picture.of(model)
+        self.note()
+
+    def note(self) -> None:
+        """The weights that the model has now are those that it shall have."""
+        self._parameters = [p for p in self.model.parameters() if not is_fake(p)]
+        self._writes = self._count()
+        self._address = self._parameters[0].data_ptr() if self._parameters else 0
+        self._held = {name: _written(p) for name, p in self.model.named_parameters()}
+        held = vars(self.model).get("forward")
+        self._guard = held if isinstance(held, Guard) else None
 
     def stale(self) -> None:
         """The trained weights change."""
         if not self.shared:
             guard(self.model, self.mesh.grid.size)
+            held = vars(self.model).get("forward")
+            self._guard = held if isinstance(held, Guard) else None
 
     def gather(self) -> None:
         """Give the first rank's model the trained weights, in memory of its own. Collective over all ranks."""
@@ -48,3 +71,53 @@ class UserModel:
                 give(model, {name: values})
         if gather.first:
             unguard(model)
+        self.note()
+
+    # What the user changed
+
+    def change(self, only_weights: bool = False) -> Change | None:
+        """What was changed of the model that a capture depends on: the first place. only_weights: of its parameters."""
+        now = Picture.of(self.model)
+        return self.picture.weights_change(now) if only_weights else self.picture.change(now)
+
+    def taken(self) -> bool:
+        """Whether another trainer divides this model now."""
+        held = vars(self.model).get("forward")
+        return not self.shared and (held if isinstance(held, Guard) else None) is not self._guard
+
+    def edited(self) -> str | None:
+        """The first parameter that was written, where the model does not share memory with the trained ones."""
+        if self.shared:
+            return None
+        held = self._held
+        return next((name for name, p in self.model.named_parameters() if _written(p) != held.get(name)), None)
+
+    def touched(self) -> bool:
+        """Whether weights of a model that shares them were written or moved; for every step, since it is quick."""
+        if not self.shared or not self._parameters:
+            return False
+        return self._parameters[0].data_ptr() != self._address or self._count() != self._writes
+
+    def _count(self) -> int:
+        return sum([p._version for p in self._parameters])
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Train on with the weights that the model has, where it shares them: written in place, set to other memory,
+        or taken by another trainer."""
+        if not self.shared:
+            return
+        shards = self.exported()
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        for shard in shards:
+            own: Tensor = buffers[shard.name] if shard.name in buffers else self.model.get_parameter(shard.name)
+            if own.data_ptr() != shard.tensor.data_ptr():
+                shard.tensor.copy_(own)
+        give(self.model, {shard.name: shard.tensor for shard in shards})
+        self._settle()
+        self.note()
+
+
+def _written(parameter: nn.Parameter) -> tuple[int, int]:
+    """What changes when its values do, wherever it is moved."""
+    return (0, 0) if is_fake(parameter) else (id(parameter), parameter._version)
