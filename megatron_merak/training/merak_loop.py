@@ -20,7 +20,7 @@ from . import callbacks, fingerprint, resumption, run_directory, trainer_state
 from .batches import Batch
 from .progress import Progress
 from .rates import extent
-from .recapture import check_model
+from .recapture import check_model, lost_writes
 from .run_directory import RunDirectory
 from .same_batches import check_everywhere
 from .skips import SkippedSteps
@@ -216,7 +216,8 @@ class TrainingLoop:
         Needed behind every event whose wishes are read before the next one. Raises ConfigError on every rank for a
         change of the optimizer's groups that cannot be honoured, or that other ranks did not make.
         """
-        group, control, fault = self.trainer.control_group, self.trainer.control, self.rate.groups.fault()
+        group, control = self.trainer.control_group, self.trainer.control
+        fault = self.rate.groups.fault() or lost_writes(self.trainer)
         if group is None:
             if fault is not None:
                 raise fault

@@ -83,8 +83,17 @@ def check_training(trainer: Any) -> None:
 def check_step(trainer: Any) -> None:
     """Before a step: what a callback wrote into weights that the model shares is trained on."""
     user_model = getattr(trainer.engine, "user_model", None)
-    if user_model is not None and user_model.touched():
+    if user_model is not None and user_model.shared and user_model.touched():
         user_model.adopt()
+
+
+def lost_writes(trainer: Any) -> ConfigError | None:
+    """What a callback wrote into a model that does not have the trained weights."""
+    held = getattr(trainer._engine, "user_model", None)
+    if held is None or held.shared or not held.touched():
+        return None
+    reason = "a callback wrote it, and the trained weights are divided over the ranks"
+    return ConfigError(f"model.{held.edited()}", "(written)", reason, "Leave the weights to the optimizer")
 
 
 def _change(trainer: Any, engine: CapturedTrainer, saves: bool) -> Change | None:

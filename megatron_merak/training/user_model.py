@@ -93,10 +93,9 @@ class UserModel:
         return next((name for name, p in self.model.named_parameters() if _written(p) != held.get(name)), None)
 
     def touched(self) -> bool:
-        """Whether weights of a model that shares them were written or moved; for every step, since it is quick."""
-        if not self.shared or not self._parameters:
-            return False
-        return self._parameters[0].data_ptr() != self._address or self._count() != self._writes
+        """Whether weights were written, or moved where they are shared; for every step, since it is quick."""
+        moved = self.shared and self._parameters and self._parameters[0].data_ptr() != self._address
+        return bool(moved) or self._count() != self._writes
 
     def _count(self) -> int:
         return sum([p._version for p in self._parameters])

@@ -182,6 +182,8 @@ def divided(rank, world_size, directory, expected):
     found.append(evaluated(trainer))
     trainer.train()
     assert [*found, *losses(trainer)] == pytest.approx(expected, rel=2e-5)
+    with pytest.raises(ConfigError, match=r"weight .written.: on ranks 0, 1, a callback wrote it"):
+        made(directory, tiny_llama(), callbacks=[AtStep(clamp)], pipeline_model_parallel_size=2).train()
     trainer.gather_model()
     trainer.save_model(f"{directory}/saved")
     evaluated(trainer)
