@@ -440,7 +440,7 @@ def test_refused_combinations(sections, world_size, message):
 @pytest.mark.parametrize(
     "sections, message",
     [
-        ({"model": {"num_layers": 0}}, "--num-layers 0: is out of range. Use a value at least 1."),
+        ({"model": {"num_layers": 0}}, "--num-layers 0: is out of range. Use a value at least 1 and at most 65536."),
         ({"model": {"num_layers": 2.0}}, "--num-layers 2.0: is not a whole number. Give a whole number."),
         ({"model": {"num_layers": True}}, "--num-layers True: is not a whole number. Give a whole number."),
         ({"model": {"num_layers": None}}, "--num-layers None: is not a whole number. Give a whole number."),

@@ -28,7 +28,9 @@ class MeasuredExecutor(Executor):
     and between ops; the numbers are those of an ordinary run, its speed is not.
     """
 
-    def run(self, batches: Sequence[Batch], step: int, training: bool = True) -> StepLoss | None:
+    def run(
+        self, batches: Sequence[Batch], step: int, training: bool = True, weights: Sequence[float] | None = None
+    ) -> StepLoss | None:
         self.peak = 0
         self._begun: set[tuple[int, int]] = set()
         self._tapes: dict[int, _Count] = {}
@@ -38,7 +40,7 @@ class MeasuredExecutor(Executor):
             sink.grads = _ByPlace(sink.grads)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
-                return super().run(batches, step, training)
+                return super().run(batches, step, training, weights)
         finally:
             for sink, grads in zip(sinks, usual, strict=True):
                 sink.grads = grads
