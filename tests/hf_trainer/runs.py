@@ -75,7 +75,9 @@ def transformers_run(name: str, replicas: int, directory: str) -> dict[str, Any]
 def merak_run(rank: int, world: int, name: str, directory: str, tp: int, pp: int, changes: dict) -> dict[str, Any]:
     """MerakTrainer on this rank."""
     degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    return see(MerakTrainer, MerakArguments, name, directory, gradient_accumulation_steps=2, **degrees, **changes)
+    return see(
+        MerakTrainer, MerakArguments, name, directory, **{"gradient_accumulation_steps": 2, **degrees, **changes}
+    )
 
 
 def alike(ours: Any, theirs: Any, path: str = "") -> None:
