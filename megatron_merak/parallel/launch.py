@@ -117,7 +117,7 @@ def launch(
     the cluster that the backend "emu" models, see ``find_cluster`` for its errors. ``fp32_matmul``: see ``set_up``.
     ``use_cpu``: leave GPUs alone.
     """
-    rank, size = position()
+    (rank, size), environment = position(), _environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
     cluster, clock = _emulation(backend, emulate)
@@ -136,7 +136,7 @@ def launch(
         atexit.register(_end)
         if job != "nccl":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
-    setup = set_up(device, fp32_matmul, _environment())
+    setup = set_up(device, fp32_matmul, environment)
     return World(rank, size, device, cluster, clock, own_collectives(backend, device, size), setup)
 
 

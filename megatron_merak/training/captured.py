@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,15 +275,28 @@ class CapturedTrainer:
         meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
         return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
 
-    def load(self, root: str | Path, iteration: int | None = None, verify: bool = True) -> dict[str, Any]:
-        """Resume from ``root``, written under any layout. Returns ``extra``. Collective; raises CheckpointError."""
-        meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify)
+    def load(
+        self,
+        root: str | Path,
+        iteration: int | None = None,
+        verify: bool = True,
+        check: Callable[[dict[str, Any]], object] = lambda extra: None,
+    ) -> dict[str, Any]:
+        """Resume from ``root``, written under any layout. Returns ``extra``. Collective; raises CheckpointError.
+
+        check: is given ``extra`` on every rank, and may raise, before a weight is changed.
+        """
+
+        def checked(meta: dict[str, Any]) -> None:
+            if not is_count(meta.get("optimizer_steps")) or not isinstance(meta.get("extra"), dict):
+                reason = "optimizer_steps or extra is missing from what it says of its run, or of another kind"
+                raise CheckpointError("training state", root, reason, "Resume from another checkpoint")
+            check(meta["extra"])
+
+        meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify, check=checked)
         self.holdings.settle()
         if self.user_model is not None:
             self.user_model.stale()
-        if not is_count(meta.get("optimizer_steps")) or not isinstance(meta.get("extra"), dict):
-            reason = "optimizer_steps or extra is missing from what it says of its run, or of another kind"
-            raise CheckpointError("training state", root, reason, "Resume from another checkpoint")
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
         return meta["extra"]
 

@@ -91,9 +91,15 @@ class TrainingLoop:
             trainer.control = callbacks.restore(self.state, self.handler, trainer.control)
         self._refer()
         path = directory / run_directory.TRAINING_STATE
-        extra = self.engine.load(path, verify=False)  # all of the directory was verified when it was found
-        progress = Progress.of_json(extra, path, self.rate.scheduler.state_dict())
-        self._check_alike(directory, progress)
+
+        def progress_of(extra: dict) -> Progress:
+            return Progress.of_json(extra, path, self.rate.scheduler.state_dict())
+
+        # All of the directory was verified when it was found.
+        extra = self.engine.load(
+            path, verify=False, check=lambda extra: self._check_alike(directory, progress_of(extra))
+        )
+        progress = progress_of(extra)
         self.rate.load(progress.rate)
         self.pending_loss, self.last_logged = progress.pending_loss, progress.last_logged
         self.finite_losses = progress.finite_losses

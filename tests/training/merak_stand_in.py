@@ -111,14 +111,15 @@ class EagerEngine:
             save_file(flat, Path(root) / "moments.safetensors")
             (Path(root) / "extra.json").write_text(json.dumps({"iteration": self.iteration, "extra": extra}))
 
-    def load(self, root, iteration=None, verify=True):
+    def load(self, root, iteration=None, verify=True, check=lambda extra: None):
+        saved = json.loads((Path(root) / "extra.json").read_text())
+        check(saved["extra"])
         self.model.load_state_dict(load_file(Path(root) / "model.safetensors"))
         state = self.optimizer.state_dict()
         for name, value in load_file(Path(root) / "moments.safetensors").items():
             number, _, key = name.partition(".")
             state["state"].setdefault(int(number), {})[key] = value
         self.optimizer.load_state_dict(state)
-        saved = json.loads((Path(root) / "extra.json").read_text())
         self.iteration = saved["iteration"]
         return saved["extra"]
 

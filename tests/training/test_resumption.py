@@ -274,6 +274,12 @@ def test_the_engine_saves_a_schedule_that_has_infinities_and_names_what_is_not_f
         )
 
     run(3, tiny_llama()).train()  # saved before anything was measured: the best is infinite
+    refused = tiny_llama()
+    refused.model.norm.weight.data.mul_(2)
+    before = {name: tensor.clone() for name, tensor in refused.state_dict().items()}
+    with pytest.raises(CheckpointError, match="seed, data_seed"):
+        run(6, refused, seed=7).train(resume_from_checkpoint=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in refused.state_dict().items())
     assert run(6, tiny_llama()).train(resume_from_checkpoint=True).global_step == 6
     broken = tiny_llama()
     broken.model.norm.weight.data[3] = math.inf
