@@ -106,7 +106,7 @@ def _planned(size: Size, layout: Layout, choice: tuple) -> Plan | None:
             micro_batch_size=layout.micro_batch,
             sequence_length=SEQUENCE,
             dtype=DTYPE,
-            device=CLUSTER,
+            cluster=find_cluster(CLUSTER),
             memory_gb=MEMORY_GB,
             **dict(choice),
         )

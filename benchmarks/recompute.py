@@ -20,7 +20,7 @@ from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import Layout
 from megatron_merak.planner.make import plan_chain
 from megatron_merak.planner.memory import rank_memory
-from megatron_merak.planner.predict import step_time, timeline
+from megatron_merak.planner.predict import priced
 from megatron_merak.planner.recompute import Recompute
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "recompute.md"
@@ -60,7 +60,7 @@ class Case:
                 micro_batch_size=self.samples,
                 sequence_length=SEQUENCE,
                 dtype=DTYPE,
-                device=CLUSTER,
+                cluster=find_cluster(CLUSTER),
                 schedule=schedule,
                 recompute=Recompute(method),
                 memory_gb=MEMORY_GB,
@@ -70,8 +70,8 @@ class Case:
 
     def unbalanced(self, schedule: str) -> float:
         """Seconds with the fewest recomputed units on stages that are cut without regard to them."""
-        cluster = find_cluster(CLUSTER)
         draft = {
+            "cluster": find_cluster(CLUSTER),
             "grid": self.grid,
             "units": self.units(),
             "schedule": build_schedule(schedule, self.grid.pp, self.microbatches),
@@ -80,8 +80,8 @@ class Case:
             "micro_batch_size": self.samples,
             "sequence_length": SEQUENCE,
         }
-        made = Layout(draft, cluster, Recompute("capacity"), MEMORY_GB * GIB, True).plans(MEMORY_GB)[-1]
-        return step_time(made, cluster, timeline(made, cluster), True)
+        made = Layout(draft, Recompute("capacity"), MEMORY_GB * GIB).plans(MEMORY_GB)[-1]
+        return priced(made).predicted_time
 
 
 def cases(size: str) -> Iterator[Case]:

@@ -23,6 +23,7 @@ class Device:
     """What one rank computes with. ``memory`` is in bytes, 0 where it is shared and has no fixed size per rank.
 
     ``dispatch`` is the seconds that the host takes to start one operation and that no computation hides: 0 on GPUs.
+    ``fused_attention``: attention is one kernel that keeps no probabilities, with dropout too, as on GPUs.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Device:
     memory: int
     matmul_efficiency: float
     dispatch: float = 0.0
+    fused_attention: bool = True
 
     def flops(self, dtype: str) -> float:
         """The dense matrix-product peak for "float32", or for the 16-bit types."""
@@ -66,6 +68,10 @@ class Cluster:
     between: Link
     name: str = ""
 
+    def __str__(self) -> str:
+        """The device's name, and the cluster's own where that is another."""
+        return self.device.name if self.name in ("", self.device.name) else f"{self.device.name} ({self.name})"
+
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
@@ -90,28 +96,36 @@ class Cluster:
             raise ConfigError("cluster file", path, error.strerror or str(error), "Name a readable file") from error
         except ValueError as error:
             raise ConfigError("cluster file", path, f"it is not JSON: {error}", "Correct it") from error
-        values = _fields(cls, found, str(path), {"name"})
+        named = {"name": Path(path).stem, **found} if isinstance(found, dict) else found
+        return cls.from_dict(named, str(path))
+
+    @classmethod
+    def from_dict(cls, found: Any, where: str) -> Self:
+        """A cluster from what JSON gives: an object as ``from_json`` describes it. ``where`` names it in errors.
+
+        Raises ConfigError as ``from_json`` does.
+        """
+        values = _fields(cls, found, where, {"name"})
         for key, table in (("device", DEVICES), ("inside", LINKS), ("between", LINKS)):
-            values[key] = _row(values[key], table, f"{path}: {key}")
-        return cls(**{"name": Path(path).stem, **values})
+            values[key] = _row(values[key], table, f"{where}: {key}")
+        return cls(**values)
 
 
 _ZERO_IS_FINE = ("memory", "dispatch", "latency")
-_KINDS = {float: "a number", int: "a whole number", str: "text"}
+_KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
 
 def _fields(kind: type, found: Any, where: str, optional: Sequence[str] = ()) -> dict[str, Any]:
     """The values of a dataclass as JSON gives them, checked by name, type and range. Raises ConfigError."""
     types = {field.name: field.type for field in fields(kind)}
     if not isinstance(found, dict):
-        raise ConfigError("cluster file", where, "it is not an object", f"Give {', '.join(types)}")
+        raise ConfigError("cluster", where, "it is not an object", f"Give {', '.join(types)}")
     for key, value in found.items():
         wanted = types.get(key)
         if wanted is None:
             raise ConfigError(f"{where}: key", key, "it is unknown", f"Use {', '.join(types)}")
-        if wanted in _KINDS and (
-            isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted)
-        ):
+        accepted = (int, float) if wanted is float else wanted
+        if wanted in _KINDS and (isinstance(value, bool) != (wanted is bool) or not isinstance(value, accepted)):
             raise ConfigError(f"{where}: {key}", repr(value), f"it is not {_KINDS[wanted]}", "Correct it")
         if wanted in (int, float) and not (0 < value < math.inf or (value == 0 and key in _ZERO_IS_FINE)):
             least = "a finite number, at least 0" if key in _ZERO_IS_FINE else "a finite number above 0"
@@ -133,12 +147,12 @@ def _row(value: Any, table: Mapping[str, Any], where: str) -> Any:
             )
         return table[value]
     kind = type(next(iter(table.values())))
-    return kind(**_fields(kind, value, where, ("dispatch",)))
+    return kind(**_fields(kind, value, where, ("dispatch", "fused_attention")))
 
 
 # The CPU row is one core of a current server with AVX-512 and its bf16 instructions: measured, so its efficiency is 1.
 _DEVICES = (
-    Device("cpu", 400e9, 240e9, 10e9, 0, 1.0, 5e-6),
+    Device("cpu", 400e9, 240e9, 10e9, 0, 1.0, 5e-6, fused_attention=False),
     Device("A100", 312e12, 19.5e12, 2.039e12, 80 * GIB, 0.75),
     Device("A100 40GB", 312e12, 19.5e12, 1.555e12, 40 * GIB, 0.75),
     Device("H100", 989.4e12, 66.9e12, 3.35e12, 80 * GIB, 0.65),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_merak.cluster import CLUSTERS
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit, held_parameters
@@ -116,9 +117,9 @@ def small_plan() -> Plan:
     )
     stages = (StagePlan(0, 2, (1,)), StagePlan(2, 4, (2,)))
     shardings = (TensorSharding("wte", (11, 8), 0, padded=12), TensorSharding("ln_f", (8,)))
-    schedule, predictions = build_schedule("1f1b", 2, 4), (0.5, 0.25, (1000, 2**21))
-    reasons = (("wte", "its rows are token ids"),)
-    return Plan(Grid(2, 1, 3, 2), units, stages, schedule, 2, 16, "bfloat16", shardings, "cpu", *predictions, reasons)
+    schedule, cluster = build_schedule("1f1b", 2, 4), CLUSTERS["laptop"]
+    more = cluster, 0.5, 0.25, (1000, 2**21), (("wte", "its rows are token ids"),)
+    return Plan(Grid(2, 1, 3, 2), units, stages, schedule, 2, 16, "bfloat16", shardings, *more)
 
 
 def test_a_plan_survives_json_exactly():
@@ -173,7 +174,10 @@ def test_a_plan_prints_as_an_aligned_table():
         {"units": [{"name": "layer.0"}]},
         {"units": 3},
         {"micro_batch_size": "2"},
-        {"device": None},
+        {"device": "cpu"},
+        {"cluster": None},
+        {"cluster": "abacus"},
+        {"overlap_grad_reduce": 1},
         {"predicted_time": [1.0]},
         {"predicted_bytes": [1]},
         {"predicted_bytes": ["1000", "2000"]},
@@ -187,6 +191,42 @@ def test_a_stored_plan_that_does_not_fit_is_refused(change):
         change = {"schedule": plan["schedule"] | change["schedule"]}
     with pytest.raises(PlanError):
         Plan.from_json(json.dumps(plan | change))
+
+
+def test_a_plan_written_by_hand_may_name_clusters_devices_and_links():
+    plain = small_plan().to_dict()
+    assert Plan.from_dict(plain | {"cluster": "dgx-a100"}).cluster is CLUSTERS["dgx-a100"]
+    own = {"device": "A100", "ranks_per_node": 8, "inside": "nvlink3", "between": "infiniband-hdr", "name": "dgx-a100"}
+    assert Plan.from_dict(plain | {"cluster": own}).cluster == CLUSTERS["dgx-a100"]
+
+
+def _without(key):
+    return lambda plain: plain.pop(key)
+
+
+def _in_cluster(key, **change):
+    return lambda plain: plain["cluster"][key].update(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without("cluster"), "plan: cluster (missing): a plan is priced for one"),
+        (lambda plain: plain.update(device=plain.pop("cluster")["device"]["name"]),
+         "plan: device cpu: the plan was stored when plans named a device, and no longer says for which links it was "
+         "priced. Make it again with tools/plan.py."),
+        (_in_cluster("inside", bandwidth=0), "plan: cluster: inside: bandwidth 0: it cannot be"),
+        (_in_cluster("device", fused_attention=1), "plan: cluster: device: fused_attention 1: it is not true or false"),
+        (_in_cluster("device", speed=1), "plan: cluster: device: key speed: it is unknown"),
+        (lambda plain: plain["cluster"].pop("ranks_per_node"), "plan: cluster: key ranks_per_node: it is missing"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_cannot_be_is_told_by_its_field(change, message):
+    plain = small_plan().to_dict()
+    change(plain)
+    with pytest.raises(PlanError) as error:
+        Plan.from_dict(plain)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])

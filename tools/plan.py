@@ -29,7 +29,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_merak.cluster import find_cluster
 from megatron_merak.config import RunConfig
 from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.pipeline_parallel.pictures.files import check_suffix, write
@@ -56,7 +55,7 @@ def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
 def shown(found: Plan, notes: Sequence[str] = ()) -> str:
     parts = [str(found), "\n".join(notes), memory_table(found)]
     parts += [tensor_table(found)] if found.reasons else []
-    device = find_cluster(found.device).device
+    device = found.cluster.device
     full = f"{device.memory / 2**30:.0f} GiB of {device.name}"
     parts += [
         "\n".join(f"pipeline rank {rank} does not fit into the {full}" for rank in overflowing_ranks(found, device))
@@ -80,7 +79,7 @@ def show(arguments: Sequence[str]) -> None:
         if path is not None:
             Path(path).write_text(found.to_json(), encoding="utf-8")
     if picture is not None:
-        write([view(found, find_cluster(found.device))], picture)
+        write([view(found)], picture)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -26,7 +26,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_merak.cluster import find_cluster
 from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.plan import Plan
 from megatron_merak.planner.memory import StageMemory, overflowing_ranks, rank_memory
@@ -55,8 +54,8 @@ def looked_at(plan: Plan, limit: float) -> str:
         "",
         f"largest: pipeline rank {rank} with {peaks[rank] / GIB:.2f} GiB" + (f" of {limit / GIB:.2f}" if limit else ""),
     ]
-    device = find_cluster(plan.device).device if plan.device else None
-    for overflowing in overflowing_ranks(plan, device) if device else ():
+    device = plan.cluster.device
+    for overflowing in overflowing_ranks(plan, device):
         lines.append(
             f"pipeline rank {overflowing} does not fit into the {device.memory / GIB:.0f} GiB of {device.name}"
         )
@@ -101,7 +100,7 @@ def show(arguments: Sequence[str]) -> None:
         config, values = configured(flags, arguments)
         found, notes = planned(config, values)
         limit = (config.parallel.device_memory_gb or 0) * GIB
-    limit = limit or (find_cluster(found.device).device.memory if found.device else 0)
+    limit = limit or found.cluster.device.memory
     print("\n\n".join(part for part in (looked_at(found, limit), "\n".join(notes)) if part))
     if given.picture is not None:
         draw_memory(found, given.picture, limit)

@@ -35,8 +35,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_merak.cluster import find_cluster
-from megatron_merak.errors import ConfigError, MerakError, PlanError, ScheduleError
+from megatron_merak.errors import ConfigError, MerakError, ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.check import peak_in_flight
 from megatron_merak.pipeline_parallel.ops import Schedule
@@ -50,9 +49,9 @@ from megatron_merak.pipeline_parallel.pictures.view import View
 from megatron_merak.pipeline_parallel.search.problem import Limits
 from megatron_merak.pipeline_parallel.search.search import search
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
-from megatron_merak.plan import Plan
 from megatron_merak.planner.picture import view
 from megatron_merak.training.outputs import check_file
+from megatron_merak.training.planned import stored
 
 OUTPUTS = {"--png": ".png", "--html": ".html", "--perfetto": ".json"}
 WIDTH = 160  # columns of text
@@ -184,12 +183,8 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
 
 
 def planned(path: str) -> View:
-    try:
-        plan = Plan.from_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, PlanError) as error:
-        reason = error.reason if isinstance(error, PlanError) else str(error)
-        raise PlanError("--plan", path, reason, "Name a file that tools/plan.py --save PLAN.json wrote") from error
-    return view(plan, find_cluster(plan.device), f"{Path(path).stem}: {plan.schedule.name}")
+    plan = stored(path)
+    return view(plan, f"{Path(path).stem}: {plan.schedule.name}")
 
 
 def traced(path: str) -> tuple[View, ...]:

@@ -51,10 +51,10 @@ class Work:
 
 
 def measure(
-    captured: Captured, chain: Chain, sharding: Sharding, tp: int, device: str = "cpu", loss_chunk: int = 0
+    captured: Captured, chain: Chain, sharding: Sharding, tp: int, fused_attention: bool = False, loss_chunk: int = 0
 ) -> tuple[Unit, ...]:
-    """The chain as the planner sees it. ``device``: the planner's name of what runs it; attention with dropout keeps
-    its probabilities on CPUs only. ``loss_chunk``: see ``fuse``."""
+    """The chain as the planner sees it. ``fused_attention``: of the device that runs it, see ``cluster.Device``.
+    ``loss_chunk``: see ``fuse``."""
     rewritten = rewrite(captured, chain, sharding, 0, tp)
     products = _units(rewritten.graph.nodes, len(chain.units))
     counted = [sum(map(flops, nodes)) for nodes in products]
@@ -65,7 +65,7 @@ def measure(
     for total, nodes in zip(counted, _flow_units(flow, len(chain.units)), strict=True):
         key = (total, signature(nodes, flow))
         if key not in known:
-            known[key] = replace(work(nodes, flow, fused_attention=device != "cpu"), flops=total)
+            known[key] = replace(work(nodes, flow, fused_attention), flops=total)
         works.append(known[key])
     return _assembled(captured, chain, sharding, tp, works)
 

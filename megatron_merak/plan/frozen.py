@@ -6,10 +6,11 @@ value, exact through JSON, small enough to be written by hand, and free of torch
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from megatron_merak.errors import PlanError
+from megatron_merak.cluster import CLUSTERS, Cluster
+from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
 from megatron_merak.plan.sharding import TensorSharding
@@ -23,11 +24,12 @@ class Plan:
 
     ``schedule`` holds compute operations only; communication is derived from it. ``dtype`` is that of activations and
     parameters ("float32", "bfloat16"). ``sequence_length`` is 0 where samples are no token sequences. Predictions
-    describe one step on ``device``: ``predicted_time`` in seconds, ``predicted_bubble`` the idle fraction of its
-    forwards and backwards, ``predicted_bytes`` each stage's peak on one rank. ``reasons``: why tensors are divided as
-    they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives are under way (see
-    ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided along the sequence.
-    Printing a plan gives its table.
+    describe one step on ``cluster`` (see ``planner.priced``): ``predicted_time`` in seconds, ``predicted_bubble`` the
+    idle fraction of its forwards and backwards, ``predicted_bytes`` each stage's peak on one rank. ``reasons``: why
+    tensors are divided as they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives
+    are under way (see ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided
+    along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward. Printing a plan gives its
+    table.
     """
 
     grid: Grid
@@ -38,13 +40,14 @@ class Plan:
     sequence_length: int
     dtype: str = "float32"
     shardings: tuple[TensorSharding, ...] = ()
-    device: str = ""
+    cluster: Cluster = CLUSTERS["cpu"]
     predicted_time: float = 0.0
     predicted_bubble: float = 0.0
     predicted_bytes: tuple[int, ...] = ()
     reasons: tuple[tuple[str, str], ...] = ()
     overlap: str = "weight-gradient"
     sequence_parallel: bool = False
+    overlap_grad_reduce: bool = True
 
     def __post_init__(self):
         cuts = [0] + [stage.last for stage in self.stages]
@@ -88,13 +91,17 @@ class Plan:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("units", "stages", "shardings"):
             plain[name] = [record(item) for item in plain[name]]
-        return plain | {"grid": record(self.grid), "schedule": self.schedule.to_dict()}
+        more = {"grid": record(self.grid), "schedule": self.schedule.to_dict(), "cluster": asdict(self.cluster)}
+        return plain | more
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Plan":
-        """Raises PlanError when a key is unknown or missing, or the values do not make a plan."""
+        """Raises PlanError when a key is unknown or missing, or the values do not make a plan.
+
+        In a plan written by hand the cluster, its device and its links may be names of the tables in ``cluster``.
+        """
         rows = {"units": Unit, "stages": StagePlan, "shardings": TensorSharding}
-        values = dict(plain)
+        values = dict(plain) | {"cluster": _cluster(plain)}
         for name, kind in rows.items():
             if name in values:
                 values[name] = build(rows_of, {"kind": kind, "rows": values[name]})
@@ -123,3 +130,18 @@ class Plan:
         if not isinstance(plain, dict):
             raise PlanError("plan", "JSON", "it is not an object", "Start from a stored plan")
         return cls.from_dict(plain)
+
+
+def _cluster(plain: Mapping[str, Any]) -> Cluster:
+    """The cluster of a stored plan. Raises PlanError."""
+    if "cluster" not in plain and "device" in plain:
+        reason = "the plan was stored when plans named a device, and no longer says for which links it was priced"
+        raise PlanError("plan: device", plain["device"], reason, "Make it again with tools/plan.py")
+    if "cluster" not in plain:
+        reason = "a plan is priced for one"
+        raise PlanError("plan: cluster", "(missing)", reason, f"Give its fields, or one of {', '.join(CLUSTERS)}")
+    found = plain["cluster"]
+    try:
+        return CLUSTERS[found] if found in tuple(CLUSTERS) else Cluster.from_dict(found, "cluster")
+    except ConfigError as error:
+        raise PlanError(f"plan: {error.what}", error.value, error.reason, error.remedy) from error

@@ -54,4 +54,4 @@ def _prediction_text(plan: Any) -> str:
     if not plan.predicted_time:
         return ""
     time = f"{plan.predicted_time:.3f} s" if plan.predicted_time >= 1 else f"{plan.predicted_time * 1e3:.3g} ms"
-    return f", predicted on {plan.device}: {time} per step, bubble {plan.predicted_bubble:.1%}"
+    return f", predicted on {plan.cluster}: {time} per step, bubble {plan.predicted_bubble:.1%}"

@@ -1,5 +1,6 @@
 """The planner: pure Python, so that a laptop plans for thousands of ranks."""
 
 from megatron_merak.planner.make import plan, plan_chain
+from megatron_merak.planner.predict import priced
 
-__all__ = ["plan", "plan_chain"]
+__all__ = ["plan", "plan_chain", "priced"]

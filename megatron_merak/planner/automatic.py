@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from megatron_merak.cluster import Cluster
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.search.problem import Limits
@@ -13,7 +12,7 @@ from megatron_merak.planner.predict import stage_costs
 from megatron_merak.planner.saved import footprint
 
 
-def searched(made: Plan, cluster: Cluster, limit: float) -> list[Plan]:
+def searched(made: Plan, limit: float) -> list[Plan]:
     """``made``, which has one stage per rank, with schedules found for its stages, each within ``limit`` bytes per rank
     (0: there is none) if ``made`` is."""
     if made.overlap == "pair":
@@ -24,7 +23,7 @@ def searched(made: Plan, cluster: Cluster, limit: float) -> list[Plan]:
     # Apart from the backward, weight gradients hide no collectives: that costs of its own, where there are any.
     for split in (False, True):
         like = build_schedule("zb-h1" if split else "1f1b", made.grid.pp, made.num_microbatches)
-        costs = stage_costs(replace(made, schedule=like), cluster)
+        costs = stage_costs(replace(made, schedule=like))
         for early in (False, True):
             limits, may = _limits(made, cap, early)
             try:

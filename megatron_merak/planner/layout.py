@@ -22,9 +22,8 @@ class Layout:
     draft: the fields of a Plan but for its stages. limit: bytes that a rank may use, 0 where that is not known.
     """
 
-    def __init__(
-        self, draft: Mapping[str, Any], cluster: Cluster, recompute: Recompute, limit: float, overlap_grad_reduce: bool
-    ):
+    def __init__(self, draft: Mapping[str, Any], recompute: Recompute, limit: float):
+        cluster: Cluster = draft["cluster"]
         self.draft, self.recompute, self.limit = draft, recompute, limit
         self.units, self.schedule = draft["units"], draft["schedule"]
         costs = unit_costs(self.units, cluster, draft["dtype"], draft["grid"])

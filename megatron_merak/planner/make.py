@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_merak.cluster import Cluster, find_cluster
+from megatron_merak.cluster import CLUSTERS, Cluster
 from megatron_merak.config import Config, ParallelConfig
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
@@ -14,8 +14,7 @@ from megatron_merak.plan import DTYPE_BYTES, Grid, Plan, TensorSharding, Unit
 from megatron_merak.planner.automatic import searched
 from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import Layout
-from megatron_merak.planner.memory import stage_memory
-from megatron_merak.planner.predict import step_time, timeline
+from megatron_merak.planner.predict import priced
 from megatron_merak.planner.recompute import Recompute, check_limit
 from megatron_merak.planner.tables import by_family
 
@@ -25,12 +24,17 @@ OVERLAPS = ("weight-gradient", "none", "sub-pipeline", "pair")
 _FIRST_GUESS = "1f1b"
 
 
-def plan(config: Config, world_size: int, device: str = "cpu", shardings: tuple[TensorSharding, ...] = ()) -> Plan:
+def plan(
+    config: Config,
+    world_size: int,
+    cluster: Cluster = CLUSTERS["cpu"],
+    shardings: tuple[TensorSharding, ...] = (),
+) -> Plan:
     """The plan of a native model with the degrees and schedule of ``config``, its layers cut into stages by cost.
 
-    ``device`` is a name that ``cluster.find_cluster`` knows. Raises ConfigError for degrees and sizes that do not fit
-    ``world_size``, PlanError for more stages than units, an unknown device or too little memory, ScheduleError for a
-    schedule that is not defined for these numbers.
+    ``cluster``: where it runs, see ``cluster.find_cluster``. Raises ConfigError for degrees and sizes that do not fit
+    ``world_size``, PlanError for more stages than units or too little memory, ScheduleError for a schedule that is not
+    defined for these numbers.
     """
     config.validate(world_size, training=False)
     model, parallel, train = config.model, config.parallel, config.train
@@ -39,14 +43,13 @@ def plan(config: Config, world_size: int, device: str = "cpu", shardings: tuple[
         dp=config.data_parallel_size(world_size),
         pp=parallel.pipeline_model_parallel_size,
     )
-    fused_dropout = find_cluster(device).device.name != "cpu"
     return plan_chain(
         gpt_units(
             model,
             train.micro_batch_size,
             DTYPE_BYTES[train.dtype],
             grid.tp,
-            fused_dropout,
+            cluster.device.fused_attention,
             parallel.sequence_parallel,
         ),
         grid,
@@ -54,7 +57,7 @@ def plan(config: Config, world_size: int, device: str = "cpu", shardings: tuple[
         micro_batch_size=train.micro_batch_size,
         sequence_length=model.seq_length,
         dtype=train.dtype,
-        device=device,
+        cluster=cluster,
         shardings=shardings,
         **choices(parallel),
     )
@@ -84,7 +87,7 @@ def plan_chain(
     micro_batch_size: int,
     sequence_length: int = 0,
     dtype: str = "float32",
-    device: str = "cpu",
+    cluster: Cluster = CLUSTERS["cpu"],
     schedule: str = "1f1b",
     chunks: int | None = None,
     group: int | None = None,
@@ -102,10 +105,10 @@ def plan_chain(
     collectives): the fastest by the model is taken. ``chunks`` and ``group``: see ``build_schedule``.
     ``overlap_grad_reduce``: gradients are reduced during the backward. ``memory_gb`` is the memory of a rank in GiB;
     without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as it
-    is. Raises PlanError for more stages than units, an unknown device or where ``memory_gb`` does not suffice,
-    ScheduleError for an unknown schedule or one that is not defined for these numbers.
+    is. Raises PlanError for more stages than units or where ``memory_gb`` does not suffice, ScheduleError for an
+    unknown schedule or one that is not defined for these numbers.
     """
-    cluster, units, recompute = find_cluster(device), tuple(units), recompute or Recompute()
+    units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
     check_limit(recompute, limit, cluster.device.name)
     built = _built(schedule, grid.pp, microbatches, chunks, group, len(units))
@@ -114,24 +117,13 @@ def plan_chain(
         order = pair(built) if mode == "pair" else built
         draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
-        layout = Layout(draft, cluster, recompute, limit, overlap_grad_reduce)
-        for made in layout.plans(memory_gb):
-            found.append(_predicted(made, cluster, overlap_grad_reduce))
+        draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce}
+        for made in Layout(draft, recompute, limit).plans(memory_gb):
+            found.append(priced(made))
             if schedule == "auto":
-                found += [_predicted(one, cluster, overlap_grad_reduce) for one in searched(made, cluster, limit)]
+                found += map(priced, searched(made, limit))
     best = min(found, key=lambda made: made.predicted_time)
     return replace(best, sequence_parallel=sequence_parallel and grid.tp > 1, reasons=by_family(reasons))
-
-
-def _predicted(made: Plan, cluster: Cluster, overlap_grad_reduce: bool) -> Plan:
-    pipeline = timeline(made, cluster)
-    return replace(
-        made,
-        device=cluster.device.name,
-        predicted_time=step_time(made, cluster, pipeline, overlap_grad_reduce),
-        predicted_bubble=pipeline.bubble,
-        predicted_bytes=tuple(memory.total for memory in stage_memory(made)),
-    )
 
 
 def _modes(overlap: str, grid: Grid, microbatches: int, micro_batch_size: int) -> tuple[str, ...]:

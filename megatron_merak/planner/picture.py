@@ -1,6 +1,5 @@
 """What a plan looks like: its simulated step, and the bytes that each pipeline rank holds meanwhile."""
 
-from megatron_merak.cluster import Cluster
 from megatron_merak.pipeline_parallel.ops import Op
 from megatron_merak.pipeline_parallel.pictures.view import Curve, View
 from megatron_merak.pipeline_parallel.simulate import Timeline
@@ -10,12 +9,12 @@ from megatron_merak.planner.predict import timeline
 from megatron_merak.planner.saved import Footprint, Moment, footprint, walk
 
 
-def view(plan: Plan, cluster: Cluster, title: str = "") -> View:
-    """The forwards and backwards of one step of the plan on this cluster."""
-    grid, step = plan.grid, timeline(plan, cluster)
-    detail = f"{grid.size} ranks of {cluster.device.name} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
+def view(plan: Plan, title: str = "") -> View:
+    """The forwards and backwards of one step of the plan."""
+    grid, step = plan.grid, timeline(plan)
+    detail = f"{grid.size} ranks of {plan.cluster} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
     detail += f"{len(plan.units)} units, {plan.micro_batch_size} samples per micro-batch"
-    return View(step, title, "modelled", detail, memory_curves(plan, step), cluster.device.memory)
+    return View(step, title, "modelled", detail, memory_curves(plan, step), plan.cluster.device.memory)
 
 
 def memory_curves(plan: Plan, step: Timeline) -> tuple[Curve, ...]:

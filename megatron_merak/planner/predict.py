@@ -1,23 +1,37 @@
-"""How long one step of a plan takes on a cluster."""
+"""How long one step of a plan takes on its cluster."""
 
-from megatron_merak.cluster import Cluster, all_reduce
+from dataclasses import replace
+
+from megatron_merak.cluster import all_reduce
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
 from megatron_merak.plan import Plan, held_parameters
 from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
+from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.overlap import Times, times
 
 
-def stage_costs(plan: Plan, cluster: Cluster) -> StageCosts:
+def priced(plan: Plan) -> Plan:
+    """The plan with the predictions that follow from the rest of it; the same plan where nothing was edited."""
+    pipeline = timeline(plan)
+    return replace(
+        plan,
+        predicted_time=step_time(plan, pipeline),
+        predicted_bubble=pipeline.bubble,
+        predicted_bytes=tuple(memory.total for memory in stage_memory(plan)),
+    )
+
+
+def stage_costs(plan: Plan) -> StageCosts:
     """The times of one micro-batch on each stage, and of its transfers between neighbours.
 
     Collectives of tensor parallelism count as far as ``plan.overlap`` leaves them exposed, in recomputation too.
     """
-    costs = unit_costs(plan.units, cluster, plan.dtype, plan.grid)
+    costs = _unit_costs(plan)
     transfer, latency = [], []
     for border, stage in enumerate(plan.stages[:-1]):
         ends = [plan.grid.rank(pp=plan.schedule.rank_of(border + side)) for side in (0, 1)]
-        link = cluster.link(ends)
+        link = plan.cluster.link(ends)
         transfer.append(plan.units[stage.last - 1].output_bytes / link.bandwidth)
         latency.append(link.latency)
     found = _stage_times(plan, costs)
@@ -32,6 +46,10 @@ def stage_costs(plan: Plan, cluster: Cluster) -> StageCosts:
     )
 
 
+def _unit_costs(plan: Plan) -> tuple[UnitCost, ...]:
+    return unit_costs(plan.units, plan.cluster, plan.dtype, plan.grid)
+
+
 def _stage_times(plan: Plan, costs: tuple[UnitCost, ...]) -> list[Times]:
     split = {op.stage for entry in plan.schedule.entries() for op in ops_of(entry) if op.kind is Kind.W}
     return [
@@ -40,38 +58,37 @@ def _stage_times(plan: Plan, costs: tuple[UnitCost, ...]) -> list[Times]:
     ]
 
 
-def hidden_share(plan: Plan, cluster: Cluster) -> float:
+def hidden_share(plan: Plan) -> float:
     """The part of the shorter of a forward and a backward that run together which takes no time, 0 to 1."""
-    found = _stage_times(plan, unit_costs(plan.units, cluster, plan.dtype, plan.grid))
+    found = _stage_times(plan, _unit_costs(plan))
     return min((one.hidden / max(min(one.forward, one.backward), one.hidden) if one.hidden else 0.0) for one in found)
 
 
-def timeline(plan: Plan, cluster: Cluster) -> Timeline:
+def timeline(plan: Plan) -> Timeline:
     """The simulated forwards and backwards of one step."""
-    return simulate(plan.schedule, stage_costs(plan, cluster), hidden_share(plan, cluster))
+    return simulate(plan.schedule, stage_costs(plan), hidden_share(plan))
 
 
-def step_time(plan: Plan, cluster: Cluster, pipeline: Timeline, overlap_grad_reduce: bool) -> float:
+def step_time(plan: Plan, pipeline: Timeline) -> float:
     """Seconds of the pipeline, then of what follows on the slowest rank: the data-parallel all-reduce of the fp32
     gradients (behind the last backwards of its stages as far as they reach, with overlap), the all-reduces of tied
     tensors among the ranks that hold them, and the optimizer."""
-    units = unit_costs(plan.units, cluster, plan.dtype, plan.grid)
-    grid = plan.grid
+    units, grid, cluster = _unit_costs(plan), plan.grid, plan.cluster
     replicas = cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
     update = cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype)
-    ties = _tie_times(plan, cluster)
+    ties = _tie_times(plan)
     tails = []
     for rank in range(grid.pp):
         mine = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
         parameters = held_parameters([plan.units[unit] for unit in mine])
         reduce = all_reduce(grid.dp, 4 * parameters, replicas)
-        if overlap_grad_reduce:
+        if plan.overlap_grad_reduce:
             reduce = max(0.0, reduce - sum(units[unit].backward for unit in mine))
         tails.append(reduce + ties[rank] + parameters * update)
     return pipeline.makespan + max(tails)
 
 
-def _tie_times(plan: Plan, cluster: Cluster) -> list[float]:
+def _tie_times(plan: Plan) -> list[float]:
     """Seconds that each pipeline rank spends on summing the gradients of tensors that other ranks hold as well."""
     holders: dict[tuple[str, int], list[int]] = {}
     for rank in range(plan.grid.pp):
@@ -80,7 +97,7 @@ def _tie_times(plan: Plan, cluster: Cluster) -> list[float]:
             holders.setdefault(tensor, []).append(rank)
     seconds = [0.0] * plan.grid.pp
     for (_, values), ranks in holders.items():
-        link = cluster.link([plan.grid.rank(pp=rank) for rank in ranks])
+        link = plan.cluster.link([plan.grid.rank(pp=rank) for rank in ranks])
         for rank in ranks if len(ranks) > 1 else ():
             seconds[rank] += all_reduce(len(ranks), 4 * values, link)
     return seconds

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, fields
+from dataclasses import asdict, astuple, fields
 from math import prod
+from typing import Any
 
 from megatron_merak.plan import Plan, TensorSharding, Unit, bytes_text, held_parameters
 from megatron_merak.planner.memory import StageMemory, rank_memory, stage_memory
@@ -178,6 +179,19 @@ def _bubble(name: str, one: Plan, other: Plan) -> list[str]:
     return [f"predicted bubble: {one.predicted_bubble:.1%} -> {other.predicted_bubble:.1%}"]
 
 
+def _cluster(name: str, one: Plan, other: Plan) -> list[str]:
+    before, after = (_facts(asdict(plan.cluster)) for plan in (one, other))
+    return [f"cluster: {key} {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
+
+
+def _facts(values: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """Nested values, each under its path: "inside.bandwidth"."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _facts(value, f"{where}{key}.") if isinstance(value, dict) else {where + key: value}
+    return found
+
+
 def _peaks(name: str, one: Plan, other: Plan) -> list[str]:
     if not (one.predicted_bytes and other.predicted_bytes):
         return ["predicted bytes: only one plan has them"]
@@ -189,6 +203,7 @@ _DIFFERENCES = {
     "units": _units,
     "stages": _stages,
     "shardings": _shardings,
+    "cluster": _cluster,
     "schedule": _schedule,
     "predicted_time": _time,
     "predicted_bubble": _bubble,

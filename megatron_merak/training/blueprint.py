@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cluster import CLUSTERS, Cluster
 from ..config import OptimizerConfig, ParallelConfig
 from ..errors import PlanError, TraceError
 from ..graph.capture import capture
@@ -41,7 +42,7 @@ class CapturedSettings:
     """What a captured model is trained with beside its data.
 
     micro_batches: per step and replica, where a step does not say otherwise. dtype: of parameters and activations,
-    but for the fp32 part of a bf16 model. device: the planner's name of it. loss_chunk: rows whose logits exist at a
+    but for the fp32 part of a bf16 model. cluster: what the plan is made for. loss_chunk: rows whose logits exist at a
     time, 0 for all. replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for
     none. autocast: a model that does not run with parts of different dtypes computes in ``dtype`` alone.
     """
@@ -51,7 +52,7 @@ class CapturedSettings:
     micro_batches: int = 1
     seed: int = 1234
     dtype: str = "float32"
-    device: str = "cpu"
+    cluster: Cluster = CLUSTERS["cpu"]
     graph_sharding: str = "cut"
     tensor_parallel_rules: str = ""
     vocabulary_multiple: int = 1
@@ -114,7 +115,8 @@ class Blueprint:
         )  # fmt: skip
         if self.captured.guards and grid.tp > 1:  # other cases may use weights otherwise, and all must agree
             self.partial = tuple(name for name, tensor in self.sharding.tensors.items() if tensor.dim is None)
-        self.units = measure(self.captured, self.chain, self.sharding, grid.tp, settings.device, settings.loss_chunk)
+        fused = settings.cluster.device.fused_attention
+        self.units = measure(self.captured, self.chain, self.sharding, grid.tp, fused, settings.loss_chunk)
         self.plan = self._plan(example)
 
     def _first(self, example: Batch) -> Captured:
@@ -182,7 +184,7 @@ class Blueprint:
             micro_batch_size=samples,
             sequence_length=length,
             dtype=settings.dtype,
-            device=settings.device,
+            cluster=settings.cluster,
             shardings=tuple(self.sharding.tensors.values()),
             reasons=tuple(self.sharding.reasons.items()),
             **choices(settings.parallel),

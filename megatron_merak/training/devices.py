@@ -1,26 +1,43 @@
-"""What a rank computes with, by the names of the planner's table of devices."""
+"""What a rank computes with: the cluster that a run is planned for."""
 
 import torch
 
-from ..cluster import CLUSTERS, find_device
+from ..cluster import CLUSTERS, Cluster, Device, find_cluster, find_device
 from ..errors import PlanError
 from ..parallel.launch import World
 
+_UNKNOWN = "H100"  # what a GPU that is not in the table is planned as: the ratios are what matters
 
-def device_name(world: World) -> str:
-    """The name of what a rank computes with, as its driver gives it; of the cluster that is emulated."""
+
+def cluster_of(world: World) -> Cluster:
+    """The cluster that is emulated, or the usual one around this rank's GPU or CPU."""
     if world.cluster is not None:
-        return world.cluster.name if world.cluster.name in CLUSTERS else world.cluster.device.name
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+        return world.cluster
+    if world.device.type != "cuda":
+        return CLUSTERS["cpu"]
+    return find_cluster(_name(world) if _row(world) is not None else _UNKNOWN)
 
 
-def known(device: str, otherwise: str | None = "H100") -> str | None:
-    """The planner's name for a device or cluster, ``otherwise`` for one that it does not know: the ratios are what
-    matters.
-    """
-    if device in CLUSTERS:
-        return device
+def peak_device(world: World) -> Device | None:
+    """What utilisation is measured against: the emulated device, or this rank's GPU where its rates are known."""
+    if world.cluster is not None:
+        return world.cluster.device
+    return _row(world) if world.device.type == "cuda" else None
+
+
+def stand_in(world: World) -> str:
+    """A sentence on a GPU that is planned as another, since its rates are unknown; empty where there is none."""
+    if world.cluster is not None or world.device.type != "cuda" or _row(world) is not None:
+        return ""
+    return f"{_name(world)} is not in the table of devices: planned as {_UNKNOWN}"
+
+
+def _name(world: World) -> str:
+    return torch.cuda.get_device_name(world.device)
+
+
+def _row(world: World) -> Device | None:
     try:
-        return find_device(device).name
+        return find_device(_name(world))
     except PlanError:
-        return otherwise
+        return None

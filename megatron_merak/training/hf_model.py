@@ -10,6 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..checkpoint.hf import from_pretrained
+from ..cluster import Cluster
 from ..config import HFConfig, HFModelConfig
 from ..errors import ConfigError, TraceError
 from ..graph.capture import accepts_num_items, capture
@@ -89,15 +90,15 @@ def grid_of(config: HFConfig, world_size: int) -> Grid:
     )
 
 
-def settings_of(config: HFConfig, world_size: int, device: str) -> CapturedSettings:
-    """``device``: the planner's name of what a rank computes with."""
+def settings_of(config: HFConfig, world_size: int, cluster: Cluster) -> CapturedSettings:
+    """``cluster``: what a run is planned for."""
     return CapturedSettings(
         parallel=config.parallel,
         optimizer=config.optimizer,
         micro_batches=config.num_microbatches(world_size),
         seed=config.train.seed,
         dtype=config.train.dtype,
-        device=device,
+        cluster=cluster,
         graph_sharding=config.model.graph_sharding,
         tensor_parallel_rules=rules_text(config.model.tensor_parallel_rules),
         vocabulary_multiple=config.model.make_vocab_size_divisible_by,
@@ -150,10 +151,10 @@ def shifts_labels(captured: Captured) -> bool:
     return not any((value == 1).any() for value in numbers)
 
 
-def blueprint_of(config: HFConfig, world_size: int, device: str) -> Blueprint:
+def blueprint_of(config: HFConfig, world_size: int, cluster: Cluster) -> Blueprint:
     """The whole plan of a run, made without running anything. Raises MerakError."""
     config.validate(world_size, training=False)
     model = build_model(config.model)
-    settings, grid = settings_of(config, world_size, device), grid_of(config, world_size)
+    settings, grid = settings_of(config, world_size, cluster), grid_of(config, world_size)
     made, _ = with_example(model, config, lambda example: Blueprint(model, example, settings, grid))
     return made

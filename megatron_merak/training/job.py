@@ -9,18 +9,17 @@ import torch
 from ..arguments import deviation_report
 from ..checkpoint import store
 from ..checkpoint.lock import DirectoryLock
-from ..cluster import find_device
 from ..config import RunConfig
 from ..data.build import Datasets
 from ..data.identity import difference, identity
 from ..data.loader import BatchLoader
-from ..errors import CheckpointError, ConfigError, DataError, PlanError
+from ..errors import CheckpointError, ConfigError, DataError
 from ..parallel.agree import gather_json
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.pictures.files import write
 from ..plan import Plan
-from .devices import known
+from .devices import peak_device, stand_in
 from .pictures import draw_curve, step_view
 from .report import Report, Throughput
 from .skips import SkippedSteps
@@ -49,7 +48,7 @@ def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:
                 raise DataError("data set", f"({part})", reason, "Give all hosts the same files")
 
 
-def opening(config: RunConfig, plan: Plan, world: World, device: str, notes: Sequence[str] = ()) -> str:
+def opening(config: RunConfig, plan: Plan, world: World, notes: Sequence[str] = ()) -> str:
     """What the first rank prints; ``notes`` are further lines."""
     parts = [
         f"megatron_merak on {world}",
@@ -57,22 +56,17 @@ def opening(config: RunConfig, plan: Plan, world: World, device: str, notes: Seq
         if world.clock.label
         else "",
         deviation_report(config),
-        "" if known(device, None) is not None else f"{device} is not in the table of devices: planned as {plan.device}",
+        stand_in(world),
         "\n".join((*config.ignored(), *notes)),
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def throughput(config: RunConfig, plan: Plan, world: World, device: str, flops: int) -> Throughput:
+def throughput(config: RunConfig, plan: Plan, world: World, flops: int) -> Throughput:
     """The work of a step; ``flops`` of its forward and backward, over all ranks."""
-    samples = plan.global_batch_size
-    try:
-        peak = find_device(device).flops(config.train.dtype) if world.device.type == "cuda" else None
-    except PlanError:
-        peak = None
-    if world.cluster is not None:
-        peak = world.cluster.device.flops(config.train.dtype)
+    samples, device = plan.global_batch_size, peak_device(world)
+    peak = None if device is None else device.flops(config.train.dtype)
     return Throughput(samples, samples * plan.sequence_length, flops, world.size, peak, world.clock.label)
 
 

@@ -49,7 +49,7 @@ from . import trainer_state
 from .batches import Batch
 from .blueprint import CapturedSettings
 from .captured import CapturedTrainer
-from .devices import device_name, known
+from .devices import cluster_of
 from .feed import Feed
 from .merak_arguments import PARALLEL_FIELDS, MerakArguments
 from .merak_loop import TrainingLoop
@@ -245,7 +245,7 @@ class MerakTrainer(TrainerFace):
             args.gradient_accumulation_steps,
             args.seed,
             compute_dtype(self.model, args.bf16),
-            known(device_name(self.args.world)),
+            cluster_of(self.args.world),
             args.graph_sharding,
             args.tensor_parallel_rules or "",
             autocast=args.bf16,

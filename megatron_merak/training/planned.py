@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..arguments import build_parser, read
-from ..cluster import DEVICES
+from ..cluster import CLUSTERS, DEVICES, find_cluster
 from ..config import Config, HFConfig, RunConfig
 from ..errors import ConfigError, PlanError
 from ..plan import Plan
@@ -26,7 +26,9 @@ def parser(
     flags.usage = usage
     own = flags.add_argument_group("plan")
     own.add_argument("--world-size", metavar="N", default=None, help="number of ranks [required]")
-    own.add_argument("--device", metavar="NAME", default="cpu", help=f"one of {', '.join(DEVICES)} [cpu]")
+    names = ", ".join(dict.fromkeys((*DEVICES, *CLUSTERS)))
+    where = f"the device or cluster to plan for: one of {names}, or a cluster as a JSON file [cpu]"
+    own.add_argument("--device", metavar="NAME", default="cpu", help=where)
     return flags, own
 
 
@@ -37,13 +39,13 @@ def configured(flags: argparse.ArgumentParser, arguments: Sequence[str]) -> tupl
 
 def planned(config: RunConfig, own: argparse.Namespace) -> tuple[Plan, tuple[str, ...]]:
     """The plan, and what its making brought to light."""
-    ranks, device = world_size(own.world_size), own.device
+    ranks, cluster = world_size(own.world_size), find_cluster(own.device)
     if isinstance(config, Config):
-        return plan(config, ranks, device), ()
+        return plan(config, ranks, cluster), ()
     from .hf_model import blueprint_of  # here, since it takes seconds
 
     gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
-    blueprint = blueprint_of(config, ranks, device)
+    blueprint = blueprint_of(config, ranks, cluster)
     return blueprint.plan, (f"Captured {blueprint.captured.how}.", *blueprint.captured.notes)
 
 
@@ -63,4 +65,4 @@ def stored(path: str) -> Plan:
     except (OSError, ValueError) as error:
         raise PlanError("plan", path, f"it cannot be read ({error})", remedy) from error
     except PlanError as error:
-        raise PlanError("plan", path, f"{error.what} {error.value}: {error.reason}", remedy) from error
+        raise PlanError("plan", path, f"{error.what} {error.value}: {error.reason}", error.remedy) from error

@@ -11,7 +11,7 @@ from ..parallel.mesh import build_mesh
 from ..planner import plan as make_plan
 from ..planner.cost import model_flops
 from .build import tensors
-from .devices import device_name, known
+from .devices import cluster_of
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .report import Report
@@ -25,19 +25,18 @@ def pretrain(config: Config, world: World) -> None:
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
     )
-    name = device_name(world)
-    plan = make_plan(config, world.size, known(name), tensors(config))
+    plan = make_plan(config, world.size, cluster_of(world), tensors(config))
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives)
     agree(config, mesh)
     if world.rank == 0:
-        print(opening(config, plan, world, name), flush=True)
+        print(opening(config, plan, world), flush=True)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)
     report = None
     with together(mesh.control, "cpu"):
         if world.is_last:
-            work = throughput(config, plan, world, name, model_flops(config.model, plan.global_batch_size))
+            work = throughput(config, plan, world, model_flops(config.model, plan.global_batch_size))
             report = Report(config.logging, work, config.train.train_iters or 0)
     Job(Trainer(config, plan, mesh), datasets, report).run()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.save import check_finite
 from ..checkpoint.store import Shard
+from ..cluster import Cluster
 from ..config import DataConfig, HFConfig
 from ..data.build import build_datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh, build_mesh
 from .captured import CapturedTrainer
-from .devices import device_name, known
+from .devices import cluster_of
 from .hf_batches import token_count
 from .hf_model import build_model, grid_of, known_tokens, settings_of, with_example
 from .job import Job, agree, opening, throughput
@@ -39,20 +40,19 @@ def pretrain_hf(config: HFConfig, world: World) -> None:
     config.validate(world.size)
     model = build_model(config.model)
     config, tokenizer = with_tokenizer(config, model)
-    name = device_name(world)
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     mesh = build_mesh(grid_of(config, world.size), world.rank, world.device, timeout, world.clock, world.collectives)
     agree(config, mesh)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)
-    trainer = TokenTrainer(model, config, mesh, known(name))
+    trainer = TokenTrainer(model, config, mesh, cluster_of(world))
     if world.rank == 0:
-        print(opening(config, trainer.plan, world, name, trainer.notes()), flush=True)
+        print(opening(config, trainer.plan, world, trainer.notes()), flush=True)
     report = None
     with together(mesh.control, "cpu"):
         if world.is_last:
-            work = throughput(config, trainer.plan, world, name, trainer.flops())
+            work = throughput(config, trainer.plan, world, trainer.flops())
             report = Report(config.logging, work, config.train.train_iters or 0)
     HFJob(trainer, datasets, report).run()
 
@@ -90,9 +90,9 @@ def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
 class TokenTrainer(RunState):
     """A captured model that trains on samples of GPT data sets."""
 
-    def __init__(self, model: nn.Module, config: HFConfig, mesh: Mesh, device: str):
-        """``device``: the planner's name of it. Collective over all ranks."""
-        settings = settings_of(config, mesh.grid.size, device)
+    def __init__(self, model: nn.Module, config: HFConfig, mesh: Mesh, cluster: Cluster):
+        """``cluster``: what it is planned for. Collective over all ranks."""
+        settings = settings_of(config, mesh.grid.size, cluster)
         self.captured, self.batches = with_example(
             model, config, lambda example: CapturedTrainer(model, example, settings, mesh)
         )

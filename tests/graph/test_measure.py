@@ -54,9 +54,9 @@ def captured(name: str, **overrides):
     return capture(model, TokenBatches("shifted").example(SAMPLES, LENGTH))
 
 
-def units_of(graph, tp: int = 1, device: str = "cpu"):
+def units_of(graph, tp: int = 1, fused_attention: bool = False):
     chain, sharding = cut(graph), shard(graph, tp)
-    return measure(graph, chain, sharding, tp, device)
+    return measure(graph, chain, sharding, tp, fused_attention)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -137,7 +137,7 @@ def test_equal_layers_are_measured_once(monkeypatch):
 
 def test_attention_with_dropout_keeps_its_probabilities_on_a_cpu_only():
     graph = captured("gpt2", attn_pdrop=0.1)
-    on_cpu, on_gpu = (units_of(graph, device=device)[1].saved_bytes for device in ("cpu", "H100"))
+    on_cpu, on_gpu = (units_of(graph, fused_attention=fused)[1].saved_bytes for fused in (False, True))
     normed, query, statistics = 64 * 4 + 2 * 4, 64 * 4, 8 * 4  # of a token
     assert on_gpu == SAMPLES * LENGTH * (normed + 3 * query + statistics + 64 * 4)
     probabilities = 8 * LENGTH * 4  # before and after dropout

@@ -49,9 +49,9 @@ def test_a_stage_that_does_not_fit_is_named():
 def test_the_memory_of_a_known_device_is_respected_where_a_cut_does():
     """Units of 5 GiB of activations on devices of 80 GiB: even stages do not fit, uneven ones do, fewer never do."""
     units = chain(18, saved=5 * 2**30)
-    made = plan_chain(units, Grid(pp=4), microbatches=8, micro_batch_size=1, device="H100")
+    made = plan_chain(units, Grid(pp=4), microbatches=8, micro_batch_size=1, cluster=find_cluster("H100"))
     assert max(made.predicted_bytes) <= 80 * 2**30 and len(made.stages[0].units) < len(made.stages[3].units)
-    full = plan_chain(units, Grid(pp=1), microbatches=8, micro_batch_size=1, device="A100 40GB")
+    full = plan_chain(units, Grid(pp=1), microbatches=8, micro_batch_size=1, cluster=find_cluster("A100 40GB"))
     assert max(full.predicted_bytes) > 40 * 2**30
 
 
@@ -70,13 +70,12 @@ def test_tensors_may_be_tied_between_any_units():
     made = plan_chain(units, Grid(pp=4), microbatches=4, micro_batch_size=1)
     assert [len(stage.units) for stage in made.stages] == [2, 2, 2, 2]
     assert [made.stage_parameters(stage) for stage in range(4)] == [1020, 1020, 20, 1020]
-    cluster = find_cluster("cpu")
     alone = replace(made, units=tuple(replace(unit, tied=()) for unit in units))
-    pipeline, quiet = timeline(made, cluster), timeline(alone, cluster)
-    more = step_time(made, cluster, pipeline, True) - pipeline.makespan
-    less = step_time(alone, cluster, quiet, True) - quiet.makespan
-    update = 1000 * 36 / cluster.device.memory_bandwidth
-    assert more - less == pytest.approx(all_reduce(3, 4000, cluster.inside) + update)
+    pipeline, quiet = timeline(made), timeline(alone)
+    more = step_time(made, pipeline) - pipeline.makespan
+    less = step_time(alone, quiet) - quiet.makespan
+    update = 1000 * 36 / made.cluster.device.memory_bandwidth
+    assert more - less == pytest.approx(all_reduce(3, 4000, made.cluster.inside) + update)
 
 
 def test_one_weight_of_all_units_is_updated_once_per_stage():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_merak.cluster import Cluster, Device, Link, find_cluster
+from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, find_cluster
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.pipeline_parallel.ops import ops_of
 from megatron_merak.plan import Grid, Unit
@@ -71,31 +71,29 @@ def config(overlap, hidden=4096, samples=4, batch=64):
 @pytest.mark.parametrize("hidden", [256, 4096])
 def test_auto_takes_the_fastest(device, hidden):
     modes = ("weight-gradient", "none", "sub-pipeline", "pair")
-    every = {mode: plan(config(mode, hidden), 4, device) for mode in modes}
-    found = plan(config("auto", hidden), 4, device)
+    every = {mode: plan(config(mode, hidden), 4, find_cluster(device)) for mode in modes}
+    found = plan(config("auto", hidden), 4, find_cluster(device))
     assert found.overlap in modes
     assert found.predicted_time == min(made.predicted_time for made in every.values())
 
 
 def test_slow_links_and_large_work_favour_halves_and_small_work_none():
-    assert plan(config("auto"), 4, "RTX 3090").overlap in ("sub-pipeline", "pair")
-    halves, plain = (
-        plan(config(mode, 64, 2, 16), 4, "cpu").predicted_time for mode in ("sub-pipeline", "weight-gradient")
-    )
+    assert plan(config("auto"), 4, CLUSTERS["rtx3090"]).overlap in ("sub-pipeline", "pair")
+    halves, plain = (plan(config(mode, 64, 2, 16), 4).predicted_time for mode in ("sub-pipeline", "weight-gradient"))
     assert halves > plain
 
 
 def test_auto_keeps_to_what_is_defined():
     """A micro-batch of one sample has no halves, a step of one micro-batch no pairs, one rank no collectives."""
-    assert plan(config("auto", samples=1, batch=64), 4, "RTX 3090").overlap != "sub-pipeline"
-    assert plan(config("auto", samples=4, batch=4), 4, "RTX 3090").overlap != "pair"
+    assert plan(config("auto", samples=1, batch=64), 4, CLUSTERS["rtx3090"]).overlap != "sub-pipeline"
+    assert plan(config("auto", samples=4, batch=4), 4, CLUSTERS["rtx3090"]).overlap != "pair"
     units = [Unit(f"u{i}", "u", 0, 10**9, 10, 10) for i in range(4)]
     made = plan_chain(units, Grid(pp=2), microbatches=8, micro_batch_size=4, overlap="auto")
     assert made.overlap == "weight-gradient"
 
 
 def test_pairs_are_in_the_schedule():
-    made = plan(config("pair"), 4, "RTX 3090")
+    made = plan(config("pair"), 4, CLUSTERS["rtx3090"])
     assert any(len(ops_of(entry)) == 2 for entry in made.schedule.entries())
-    assert made.predicted_time < plan(config("weight-gradient"), 4, "RTX 3090").predicted_time
-    assert find_cluster(made.device).device.name == "RTX 3090"
+    assert made.predicted_time < plan(config("weight-gradient"), 4, CLUSTERS["rtx3090"]).predicted_time
+    assert made.cluster is CLUSTERS["rtx3090"]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_merak.cluster import CLUSTERS
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
@@ -131,8 +132,8 @@ SCHEDULES = ("1f1b", "shifted", "early-recompute", "zb-h1")
     ("memory", "schedule"), [*((m, s) for m in (5.0, 8.0, 11.0) for s in SCHEDULES), (14.0, "gpipe")]
 )
 def test_what_later_stages_keep_makes_room_for_more_of_their_layers(memory, schedule):
-    full = plan(config(memory, "full", schedule), 4, "RTX 3090")
-    made = plan(config(memory, "capacity", schedule), 4, "RTX 3090")
+    full = plan(config(memory, "full", schedule), 4, CLUSTERS["rtx3090"])
+    made = plan(config(memory, "capacity", schedule), 4, CLUSTERS["rtx3090"])
     assert max(memory.total for memory in rank_memory(made)) <= memory * GIB
     assert made.predicted_time <= full.predicted_time
     if schedule == "1f1b":
@@ -145,11 +146,11 @@ def test_what_later_stages_keep_makes_room_for_more_of_their_layers(memory, sche
 def test_stages_balanced_anew_are_faster_than_the_ratio_rule():
     """The ratio rule leaves the first stage the slowest; the fewest units on stages of their own size do not."""
     for memory in (6.0, 8.0, 10.0):
-        aware = plan(config(memory, "stage-aware"), 4, "RTX 3090")
-        exact = plan(config(memory), 4, "RTX 3090")
+        aware = plan(config(memory, "stage-aware"), 4, CLUSTERS["rtx3090"])
+        exact = plan(config(memory), 4, CLUSTERS["rtx3090"])
         assert exact.predicted_time <= aware.predicted_time
-    full = plan(config(8.0, "full"), 4, "RTX 3090")
-    assert plan(config(8.0), 4, "RTX 3090").predicted_time < 0.95 * full.predicted_time
+    full = plan(config(8.0, "full"), 4, CLUSTERS["rtx3090"])
+    assert plan(config(8.0), 4, CLUSTERS["rtx3090"]).predicted_time < 0.95 * full.predicted_time
 
 
 def test_no_cut_of_a_small_chain_is_better():

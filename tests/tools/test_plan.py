@@ -53,6 +53,26 @@ def test_a_plan_is_printed_stored_and_shown_again(run, tmp_path):
     assert (tmp_path / "same.json").read_text() == path.read_text()
 
 
+@pytest.mark.parametrize("model", [[], ["--model", "LLAMA"]])
+def test_a_device_of_ones_own_is_planned_for(run, llama, tmp_path, model):
+    """Neither the device nor the cluster has a name of the tables."""
+    device = {"name": "Card 1", "memory": 2**34, "matmul_efficiency": 0.5, "memory_bandwidth": 1e11}
+    device |= {"bfloat16_flops": 2e12, "float32_flops": 1e12}
+    slow, fast = ({"name": "own", "latency": 1e-5, "bandwidth": speed} for speed in (1e8, 1e12))
+    plans = []
+    for name, link in (("slow", slow), ("fast", fast)):
+        own = {"device": device, "ranks_per_node": 2, "inside": fast, "between": link}
+        (tmp_path / f"{name}.json").write_text(json.dumps(own))
+        flags = [str(llama) if flag == "LLAMA" else flag for flag in (CAPTURED if model else FLAGS) + model]
+        more = [*TP2_PP2, "--device", tmp_path / f"{name}.json", "--save", tmp_path / f"{name}.plan.json"]
+        assert f"predicted on Card 1 ({name})" in run(*flags, *more)
+        plans.append(Plan.from_json((tmp_path / f"{name}.plan.json").read_text()))
+    assert plans[0].predicted_time > plans[1].predicted_time
+    assert [plan.cluster.between.bandwidth for plan in plans] == [1e8, 1e12]
+    told = run("diff", tmp_path / "slow.plan.json", tmp_path / "fast.plan.json")
+    assert "cluster: between.bandwidth 100000000.0 -> 1000000000000.0\n" in told
+
+
 def test_a_copied_command_line_may_name_its_checkpoints(run, tmp_path):
     run(*FLAGS, "--save", tmp_path / "checkpoints", "--lr", "1e-3", "--mock-data")
     assert list(tmp_path.iterdir()) == []

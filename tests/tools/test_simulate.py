@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_merak.arguments import parse
+from megatron_merak.cluster import CLUSTERS
 from megatron_merak.pipeline_parallel.pictures.page import views_of
 from megatron_merak.planner import plan
 
@@ -91,7 +92,7 @@ def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
         --micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 2"""
     paths = []
     for name in ("1f1b", "gpipe"):
-        made = plan(parse([*flags.split(), "--pipeline-schedule", name]), 2, "H100")
+        made = plan(parse([*flags.split(), "--pipeline-schedule", name]), 2, CLUSTERS["dgx-h100"])
         paths.append(tmp_path / f"{name}.json")
         paths[-1].write_text(made.to_json())
     printed = run("--plan", *paths, "--schedule", "1f1b", "--html", tmp_path / "a.html")
@@ -114,8 +115,8 @@ def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
         (("--png", f"{__file__}/a.png"), f"--png {__file__}/a.png: it cannot be written"),
         (("--perfetto", str(ROOT)), f"--perfetto {ROOT}: it is a directory"),
         (("--html", "/tmp/a.png"), "--html /tmp/a.png: its suffix says otherwise"),
-        (("--plan", "nowhere"), "--plan nowhere: .*No such file"),
-        (("--plan", __file__), "--plan .*it does not parse"),
+        (("--plan", "nowhere"), "plan nowhere: .*No such file"),
+        (("--plan", __file__), "plan .*it does not parse"),
         (("--trace", __file__), "--trace .*Extra data"),
         (("--trace", "EMPTY"), "--trace .*does not describe a pipeline's timeline"),
     ],

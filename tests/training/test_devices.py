@@ -1,18 +1,38 @@
-"""What a rank computes with, as drivers call it, is what the planner's table calls it."""
+"""What a rank computes with, as drivers call it, is what a run is planned for."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_merak.cluster import find_device
+from megatron_merak.cluster import CLUSTERS, DEVICES
 from megatron_merak.parallel.launch import World
-from megatron_merak.training.devices import device_name, known
+from megatron_merak.training.devices import cluster_of, peak_device, stand_in
+
+GPU = World(0, 1, torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Some GPU 9000"])
-def test_a_gpu_is_known_or_planned_as_another(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [("NVIDIA H200", "dgx-h200"), ("NVIDIA H100 80GB HBM3", "dgx-h100"), ("NVIDIA A100-SXM4-80GB", "dgx-a100")],
+)
+def test_a_gpu_is_planned_by_its_name(monkeypatch, name, profile):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    world = World(0, 1, torch.device("cuda", 0))
-    assert device_name(world) == name and find_device(known(device_name(world))).memory > 2**34
+    assert cluster_of(GPU) == CLUSTERS[profile] and peak_device(GPU) == CLUSTERS[profile].device
+    assert stand_in(GPU) == ""
+
+
+def test_an_unknown_gpu_is_planned_as_another_and_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU 9000")
+    assert cluster_of(GPU) == CLUSTERS["dgx-h100"] and peak_device(GPU) is None
+    assert stand_in(GPU) == "Some GPU 9000 is not in the table of devices: planned as H100"
+
+
+def test_an_emulated_cluster_is_planned_for_itself():
+    own = replace(CLUSTERS["dgx-a100"], device=replace(DEVICES["A100"], name="mine", memory_bandwidth=1e9), name="own")
+    world = World(0, 1, torch.device("cpu"), own)
+    assert cluster_of(world) is own and peak_device(world) is own.device and stand_in(world) == ""
+    assert cluster_of(World(0, 1, torch.device("cpu"))) is CLUSTERS["cpu"]
 
 
 def test_a_trainer_on_a_gpu_plans_for_it(monkeypatch, tmp_path):
@@ -22,5 +42,5 @@ def test_a_trainer_on_a_gpu_plans_for_it(monkeypatch, tmp_path):
 
     trainer = MerakTrainer(tiny_llama(), MerakArguments(str(tmp_path), report_to="none", use_cpu=True))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setitem(vars(trainer.args), "world", World(0, 1, torch.device("cuda", 0)))
-    assert find_device(trainer.settings().device).name == "H200"
+    monkeypatch.setitem(vars(trainer.args), "world", GPU)
+    assert trainer.settings().cluster.device is DEVICES["H200"]

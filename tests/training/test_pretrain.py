@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +68,8 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
 
 
 def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
-    CLUSTERS["rtx3090"].to_json(tmp_path / "mine.json")
+    profile = CLUSTERS["rtx3090"]
+    replace(profile, device=replace(profile.device, name="Card 1"), name="own").to_json(tmp_path / "mine.json")
     layout = "--train-iters 3 --tensor-model-parallel-size 2 --timeline {0}/{1}.html --metrics {0}/{1}.jsonl"
     pretrain(layout.format(tmp_path, "real"), ranks=2)
     told = {}
@@ -75,6 +78,9 @@ def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
         told[name] = pretrain(flags, ranks=2).stdout
         assert losses(tmp_path / f"{name}.jsonl") == losses(tmp_path / "real.jsonl")
     assert "Times of training steps are modelled on rtx3090" in told["3090"]
+    predicted = {n: re.search(r"predicted on (.*): (.*) per step", text) for n, text in told.items()}
+    assert predicted["3090"][1] == "RTX 3090 (rtx3090)" and predicted["file"][1] == "Card 1 (own)"
+    assert predicted["file"][2] == predicted["3090"][2] != predicted["laptop"][2]
     assert "(ms): " in told["laptop"] and "(modelled on laptop)" in told["laptop"]
     rows = {n: [json.loads(row) for row in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in told}
     times = {n: [row["modelled_seconds"] for row in rows[n] if row["kind"] == "train"] for n in told}

@@ -12,6 +12,7 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from megatron_merak.cluster import CLUSTERS
 from megatron_merak.config import DataConfig, HFConfig, HFModelConfig, OptimizerConfig, TrainConfig
 from megatron_merak.data.mock import MockIndexedDataset
 from megatron_merak.data.tokenizer import Tokenizer
@@ -149,7 +150,9 @@ def test_a_micro_batch_without_targets_counts_nothing(shape):
     config, _ = resolved(shape, mock_data=True)
     changes = {"micro_batch_size": 2, "global_batch_size": 4, "calculate_per_token_loss": True, "train_iters": 1}
     config = replace(config, train=replace(config.train, **changes), optimizer=OptimizerConfig(lr=0.1))
-    trainer = TokenTrainer(build_model(config.model), config, build_mesh(Grid(), 0, torch.device("cpu")), "cpu")
+    trainer = TokenTrainer(
+        build_model(config.model), config, build_mesh(Grid(), 0, torch.device("cpu")), CLUSTERS["cpu"]
+    )
     tokens = torch.arange(32).view(2, 16)
     full = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(2, 16)}
     empty = full | {"loss_mask": torch.zeros(2, 16)}
