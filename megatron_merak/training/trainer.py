@@ -40,7 +40,8 @@ class Trainer(RunState):
         loss = self.executor.run(batches, self.iteration)
         held.finish_step()
         if self.config.train.calculate_per_token_loss:
-            tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum().to(self.mesh.device)
+            tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
+            tokens = tokens.to(self.mesh.device, non_blocking=True)
             self.model.buffer.main_grad.div_(self._over_replicas(tokens).clamp(min=1))
         return self._mean(loss, len(batches))
 

@@ -1,0 +1,65 @@
+"""One rank's trainer, native or captured, on a GPU that only pretends; its peers do not exist."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_merak.config import OptimizerConfig, ParallelConfig
+from megatron_merak.parallel.mesh import AXES, Mesh, new_groups
+from megatron_merak.plan import Grid
+from megatron_merak.planner.make import plan as make_plan
+from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
+from megatron_merak.training.trainer import Trainer
+from tests.parity.batches import replica_batch
+from tests.parity.cases import MICRO_BATCH, Case
+
+from .device import DEVICE
+
+LAYERS = 2
+
+
+@contextmanager
+def mesh_of(grid: Grid, rank: int) -> Iterator[Mesh]:
+    """The mesh of one rank whose collectives move nothing."""
+    if grid.size == 1:
+        yield Mesh(grid, rank, DEVICE)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)
+    try:
+        tp, dp, pp, model = (new_groups(rank, grid.groups(axis), None) for axis in AXES)
+        yield Mesh(grid, rank, DEVICE, tp, dp, pp, model)
+    finally:
+        dist.destroy_process_group()
+
+
+def native(case: Case, micro_batches: int, mesh: Mesh) -> tuple[Trainer, list[Mapping]]:
+    """A trainer of a model of two layers, and its micro-batches of one step."""
+    config = case.config()
+    train = replace(config.train, global_batch_size=micro_batches * MICRO_BATCH * case.dp)
+    config = replace(config, model=replace(config.model, num_layers=LAYERS), train=train)
+    batches = replica_batch(case, 0, mesh.dp_rank)[:micro_batches]
+    return Trainer(config, make_plan(config, case.world), mesh), batches
+
+
+def captured(
+    model: nn.Module, batch: Mapping, mesh: Mesh, ways: Mapping | None = None, **settings
+) -> tuple[CapturedTrainer, list[Mapping]]:
+    """A trainer of any model, and two micro-batches. ways: fields of ParallelConfig beside the degrees."""
+    degrees = {"tensor_model_parallel_size": mesh.grid.tp, "pipeline_model_parallel_size": mesh.grid.pp}
+    parallel = ParallelConfig(**degrees, **(ways or {}))
+    made = CapturedSettings(parallel, OptimizerConfig(clip_grad=1.0), 2, **settings)
+    return CapturedTrainer(model, batch, made, mesh), [batch, batch]
+
+
+def steps(trainer: Trainer | CapturedTrainer, batches: Sequence[Mapping]) -> None:
+    """One training step and one evaluation."""
+    if isinstance(trainer, Trainer):
+        trainer.step(batches)
+        trainer.evaluate(batches)
+    else:
+        trainer.step(batches, 1e-3, 0.1)
+        trainer.evaluate(batches[:1], ("loss", "*"))
