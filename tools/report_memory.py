@@ -27,7 +27,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_merak.errors import ConfigError, MerakError
-from megatron_merak.plan import Plan
+from megatron_merak.plan import Plan, prediction
 from megatron_merak.planner.memory import StageMemory, overflowing_ranks, rank_memory
 from megatron_merak.planner.memory_picture import draw_memory
 from megatron_merak.planner.tables import align, memory_table
@@ -49,6 +49,7 @@ def looked_at(plan: Plan, limit: float) -> str:
     lines = [
         f"{plan.grid.size} ranks, {plan.schedule.name}, {batches}, {plan.dtype}; every number is modelled, of one rank",
         f"recomputed units per stage: {' '.join(recomputed)}",
+        *filter(None, [prediction(plan)]),
         "",
         memory_table(plan),
         "",

@@ -207,7 +207,7 @@ def views(arguments: argparse.Namespace) -> list[View]:
 def report(shown: View, arguments: argparse.Namespace) -> str:
     timeline = shown.timeline
     head = f"{shown.name}: {shown.size}\n{shown.clock} makespan {timeline.makespan * 1e3:.3f} ms, "
-    parts = [head + f"bubble {timeline.bubble:.1%}"]
+    parts = [head + f"bubble {timeline.bubble:.1%}" + (f"\n{shown.detail}" if shown.detail else "")]
     if arguments.print_schedule:
         schedule = timeline.schedule
         parts.append(str(schedule if schedule.has_communication else add_communication(schedule)))

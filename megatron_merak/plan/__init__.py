@@ -4,6 +4,7 @@ from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.plan.frozen import Plan
 from megatron_merak.plan.parts import AXES, DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
 from megatron_merak.plan.sharding import TensorSharding
+from megatron_merak.plan.table import prediction
 
 __all__ = [
     "AXES",
@@ -15,4 +16,5 @@ __all__ = [
     "Unit",
     "bytes_text",
     "held_parameters",
+    "prediction",
 ]

@@ -41,7 +41,8 @@ def table(plan: Any, width: int = 120) -> str:
     for row in [header, *rows]:
         aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(aligned).rstrip())
-    lines += ["", f"schedule {plan.schedule.name}" + _prediction_text(plan)]
+    predicted = prediction(plan)
+    lines += ["", f"schedule {plan.schedule.name}" + (f", {predicted}" if predicted else "")]
     program = str(plan.schedule).splitlines()[1:]
     for line in program[:8]:
         lines.append(line if len(line) <= width else line[: width - 4].rsplit(" ", 1)[0] + " ...")
@@ -50,8 +51,9 @@ def table(plan: Any, width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def _prediction_text(plan: Any) -> str:
+def prediction(plan: Any) -> str:
+    """What a ``Plan`` predicts for a step; empty where it predicts nothing."""
     if not plan.predicted_time:
         return ""
     time = f"{plan.predicted_time:.3f} s" if plan.predicted_time >= 1 else f"{plan.predicted_time * 1e3:.3g} ms"
-    return f", predicted on {plan.cluster}: {time} per step, bubble {plan.predicted_bubble:.1%}"
+    return f"predicted on {plan.cluster}: {time} per step, bubble {plan.predicted_bubble:.1%}"

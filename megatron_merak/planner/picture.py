@@ -1,11 +1,12 @@
 """What a plan looks like: its simulated step, and the bytes that each pipeline rank holds meanwhile."""
 
 from megatron_merak.pipeline_parallel.ops import Op
+from megatron_merak.pipeline_parallel.pictures.palette import time_text
 from megatron_merak.pipeline_parallel.pictures.view import Curve, View
 from megatron_merak.pipeline_parallel.simulate import Timeline
-from megatron_merak.plan import Plan
+from megatron_merak.plan import Plan, prediction
 from megatron_merak.planner.memory import rank_memory
-from megatron_merak.planner.predict import timeline
+from megatron_merak.planner.predict import ending, timeline
 from megatron_merak.planner.saved import Footprint, Moment, footprint, walk
 
 
@@ -13,8 +14,15 @@ def view(plan: Plan, title: str = "") -> View:
     """The forwards and backwards of one step of the plan."""
     grid, step = plan.grid, timeline(plan)
     detail = f"{grid.size} ranks of {plan.cluster} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
-    detail += f"{len(plan.units)} units, {plan.micro_batch_size} samples per micro-batch"
+    detail += f"{len(plan.units)} units, {plan.micro_batch_size} samples per micro-batch; {_step_text(plan)}"
     return View(step, title, "modelled", detail, memory_curves(plan, step), plan.cluster.device.memory)
+
+
+def _step_text(plan: Plan) -> str:
+    """The step that a plan predicts, and what of it no timeline of forwards and backwards shows."""
+    behind = ending(plan)
+    text = f"{prediction(plan)}; {time_text(behind.total)} of it behind the pipeline"
+    return text + f" (gradients {time_text(behind.reductions)}, optimizer {time_text(behind.optimizer)})"
 
 
 def memory_curves(plan: Plan, step: Timeline) -> tuple[Curve, ...]:

@@ -1,6 +1,6 @@
 """How long one step of a plan takes on its cluster."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_merak.cluster import all_reduce
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
@@ -9,6 +9,18 @@ from megatron_merak.plan import Plan, held_parameters
 from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.overlap import Times, times
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Seconds behind the pipeline on the slowest rank: for ``reductions`` of gradients, and for the ``optimizer``."""
+
+    reductions: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.reductions + self.optimizer
 
 
 def priced(plan: Plan) -> Plan:
@@ -70,22 +82,27 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def step_time(plan: Plan, pipeline: Timeline) -> float:
-    """Seconds of the pipeline, then of what follows on the slowest rank: the data-parallel all-reduce of the fp32
-    gradients (behind the last backwards of its stages as far as they reach, with overlap), the all-reduces of tied
-    tensors among the ranks that hold them, and the optimizer."""
+    """Seconds of the pipeline and of what follows."""
+    return pipeline.makespan + ending(plan).total
+
+
+def ending(plan: Plan) -> Ending:
+    """What follows the pipeline on the slowest rank: the data-parallel all-reduce of the fp32 gradients (behind the
+    last backwards of its stages as far as they reach, with overlap), the all-reduces of tied tensors among the ranks
+    that hold them, and the optimizer."""
     units, grid, cluster = _unit_costs(plan), plan.grid, plan.cluster
     replicas = cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
     update = cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype)
     ties = _tie_times(plan)
-    tails = []
+    endings = []
     for rank in range(grid.pp):
         mine = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
         parameters = held_parameters([plan.units[unit] for unit in mine])
         reduce = all_reduce(grid.dp, 4 * parameters, replicas)
         if plan.overlap_grad_reduce:
             reduce = max(0.0, reduce - sum(units[unit].backward for unit in mine))
-        tails.append(reduce + ties[rank] + parameters * update)
-    return pipeline.makespan + max(tails)
+        endings.append(Ending(reduce + ties[rank], parameters * update))
+    return max(endings, key=lambda one: one.total)
 
 
 def _tie_times(plan: Plan) -> list[float]:

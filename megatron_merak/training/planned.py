@@ -10,7 +10,7 @@ from ..cluster import CLUSTERS, DEVICES, find_cluster
 from ..config import Config, HFConfig, RunConfig
 from ..errors import ConfigError, PlanError
 from ..plan import Plan
-from ..planner import plan
+from ..planner import plan, priced
 
 
 def kind_of(arguments: Sequence[str]) -> type[RunConfig]:
@@ -56,13 +56,17 @@ def world_size(text: str | None) -> int:
 
 
 def stored(path: str) -> Plan:
-    """The plan of a JSON file. Raises PlanError."""
+    """The plan of a JSON file, with the predictions that follow from what it says, also where it was edited.
+
+    Raises PlanError.
+    """
     remedy = "Name a file that --save PLAN.json wrote"
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is not a regular file")
-        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        found = Plan.from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError("plan", path, f"it cannot be read ({error})", remedy) from error
     except PlanError as error:
         raise PlanError("plan", path, f"{error.what} {error.value}: {error.reason}", error.remedy) from error
+    return priced(found)
