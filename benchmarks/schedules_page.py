@@ -158,6 +158,7 @@ INTRODUCTION = """
 # Schedules
 
 How long a step takes under every pipeline schedule, as `python benchmarks/schedules.py` (`make bench-schedules`) found.
+A schedule of your own comes from a file, see [schedule_files.md](schedule_files.md).
 
 ## Modelled
 

@@ -19,6 +19,9 @@ examples:
   # a schedule searched for uneven stages and a slow link, in the memory of 1F1B, beside what formulas give
   python tools/simulate.py --schedule auto 1f1b zb-h1 --forward 10,10,10,14 --backward 20,20,20,28 --latency 4
 
+  # a schedule of one's own, before it is run with --schedule-file
+  python tools/simulate.py --schedule mine.txt 1f1b --ranks 2 --microbatches 4 --html mine.html
+
   # a slow link: the steady state pays for the round trip, not only the fill and the drain
   python tools/simulate.py --ranks 8 --microbatches 8 --forward 20 --backward 40 --latency 8.4
 
@@ -46,6 +49,7 @@ from megatron_merak.pipeline_parallel.pictures.palette import time_text
 from megatron_merak.pipeline_parallel.pictures.table import aligned, rank_rows, summary_rows
 from megatron_merak.pipeline_parallel.pictures.trace import from_trace
 from megatron_merak.pipeline_parallel.pictures.view import View
+from megatron_merak.pipeline_parallel.schedule_files import read_schedule
 from megatron_merak.pipeline_parallel.search.problem import Limits
 from megatron_merak.pipeline_parallel.search.search import search
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
@@ -62,7 +66,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what is shown, several after each other")
     names = ", ".join([*BUILDERS, AUTO])
-    schedules = f"schedules by name ({names}: one that is searched for), or files with a schedule as text [1f1b]"
+    schedules = f"schedules by name ({names}: one that is searched for), or files with a schedule, as text or as CSV "
+    schedules += "of torch.distributed.pipelining [1f1b]"
     what.add_argument("--schedule", "--pipeline-schedule", nargs="+", default=[], metavar="NAME", help=schedules)
     what.add_argument("--plan", nargs="+", default=[], metavar="PLAN.json", help="stored plans, with their own costs")
     traces = "steps as they ran, from --timeline FILE.json of a run, or from --perfetto"
@@ -173,8 +178,8 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
         chunks = arguments.chunks if builder.chunked else None
         group = arguments.group if builder.grouped else None
         schedule = build_schedule(name, arguments.ranks, arguments.microbatches, chunks, group)
-    elif Path(name).is_file():
-        schedule = Schedule.parse(Path(name).read_text(encoding="utf-8"))
+    elif Path(name).exists():
+        schedule = read_schedule(name, "--schedule")
     else:
         reason = f"it is no file, and no schedule of {', '.join([*BUILDERS, 'auto'])}"
         raise ScheduleError("--schedule", name, reason, "Name one of them, or a file")

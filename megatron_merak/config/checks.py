@@ -132,6 +132,20 @@ def check_pipeline(model: ModelConfig, size: int) -> None:
         )
 
 
+def check_schedule(parallel: ParallelConfig) -> None:
+    """A schedule of a file leaves nothing to choose that builders of schedules ask for."""
+    if parallel.schedule_file is None:
+        return
+    for name in (
+        "pipeline_schedule",
+        "num_virtual_stages_per_pipeline_rank",
+        "microbatch_group_size_per_virtual_pipeline_stage",
+    ):
+        if (value := getattr(parallel, name)) is not None:
+            reason = f"contradicts --schedule-file {parallel.schedule_file}, which holds the whole schedule"
+            raise ConfigError(flag_name(name), value, reason, "Give only one of them")
+
+
 def check_recompute(parallel: ParallelConfig) -> None:
     method, layers = parallel.recompute_method, parallel.recompute_num_layers
     if method is not None and parallel.recompute_granularity is None:

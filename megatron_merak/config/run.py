@@ -13,6 +13,7 @@ from .checks import (
     check_pipeline,
     check_ranks,
     check_recompute,
+    check_schedule,
     check_sequence_parallel,
     check_sources,
     check_tensor_parallel,
@@ -66,6 +67,7 @@ class RunConfig:
         self.check_model()
         check_ranks(self.parallel, self.train, world_size)
         check_recompute(self.parallel)
+        check_schedule(self.parallel)
         check_emulation(self.parallel)
         check_checkpoint(self.checkpoint)
         if training:

@@ -118,8 +118,12 @@ class ParallelConfig(Section):
     """Ranks that share every layer."""
     pipeline_model_parallel_size: int = setting(1, least=1)
     """Pipeline stages; the layers are cut between them by cost."""
-    pipeline_schedule: str = setting("1f1b", choices=SCHEDULES, ours=True)
-    """Order of forwards, backwards, recomputations and weight gradients over the pipeline; auto searches for one."""
+    pipeline_schedule: str | None = setting(None, choices=SCHEDULES, ours=True)
+    """Order of forwards, backwards, recomputations and weight gradients over the pipeline; auto searches for one
+    (unset: 1f1b, or what --schedule-file holds)."""
+    schedule_file: str | None = setting(None, ours=True)
+    """File with a schedule written by hand, as text or as CSV of torch.distributed.pipelining, instead of
+    --pipeline-schedule: a rank per line, in the order of its ops; see docs/schedule_files.md."""
     num_virtual_stages_per_pipeline_rank: int | None = setting(None, least=1)
     """Stages that each pipeline rank holds (unset: 2 where the schedule is interleaved or zb-v, else 1)."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(None, least=1)

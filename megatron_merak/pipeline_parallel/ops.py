@@ -53,9 +53,11 @@ _COUNTERPART = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, +1),
 }
-_OP = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|W|R)(\d+)")
-_HEADER = re.compile(r"(\S+) stages=(\d+) microbatches=(\d+)(?: placement=(\d+(?:,\d+)*))?")
-_RANK = re.compile(r"rank (\d+):(.*)")
+_NUMBER = "([0-9]{1,9})"
+_OP = re.compile(f"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B|F|B|W|R){_NUMBER}")
+_PLACEMENT = "([0-9]{1,9}(?:,[0-9]{1,9})*)"
+_HEADER = re.compile(rf"(\S+) stages={_NUMBER} microbatches={_NUMBER}(?: placement={_PLACEMENT})?")
+_RANK = re.compile(f"rank {_NUMBER}:(.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,18 +161,21 @@ class Schedule:
     @classmethod
     def parse(cls, text: str) -> "Schedule":
         """The schedule that prints as `text`; blank lines are skipped. Raises ScheduleError."""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        header = _HEADER.fullmatch(lines[0]) if lines else None
+        lines = [(at, line.strip()) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
+        header = _HEADER.fullmatch(lines[0][1]) if lines else None
         if header is None:
             reason, remedy = "its first line does not name it", "Start with a line like '1f1b stages=4 microbatches=8'"
-            raise ScheduleError("schedule text", repr(lines[0] if lines else ""), reason, remedy)
+            raise ScheduleError("schedule text", repr(lines[0][1][:40] if lines else ""), reason, remedy)
         programs = []
-        for rank, line in enumerate(lines[1:]):
+        for rank, (at, line) in enumerate(lines[1:]):
             match = _RANK.fullmatch(line)
             if match is None or int(match[1]) != rank:
                 reason, remedy = f"the program of rank {rank} belongs here", f"Start the line with 'rank {rank}:'"
-                raise ScheduleError("schedule text", repr(line[:40]), reason, remedy)
-            programs.append(tuple(map(parse_entry, match[2].split())))
+                raise ScheduleError(f"line {at} of a schedule", repr(line[:40]), reason, remedy)
+            try:
+                programs.append(tuple(map(parse_entry, match[2].split())))
+            except ScheduleError as error:
+                raise ScheduleError(f"{error.what} in line {at}", error.value, error.reason, error.remedy) from None
         placement = tuple(map(int, header[4].split(","))) if header[4] else ()
         return cls(header[1], int(header[2]), int(header[3]), tuple(programs), placement)
 

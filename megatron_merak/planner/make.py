@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_merak.cluster import CLUSTERS, Cluster
-from megatron_merak.config import Config, ParallelConfig
+from megatron_merak.config import Config, ParallelConfig, RunConfig
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
@@ -17,10 +17,11 @@ from megatron_merak.planner.layout import Layout
 from megatron_merak.planner.predict import priced
 from megatron_merak.planner.recompute import Recompute, check_limit
 from megatron_merak.planner.tables import by_family
+from megatron_merak.planner.written import FLAG, is_paired, written
 
 GIB = 2**30
 OVERLAPS = ("weight-gradient", "none", "sub-pipeline", "pair")
-# What auto starts from: the schedule whose stages it is given.
+# The schedule of a plan that asks for none, and what auto starts from: the schedule whose stages it is given.
 _FIRST_GUESS = "1f1b"
 
 
@@ -29,20 +30,17 @@ def plan(
     world_size: int,
     cluster: Cluster = CLUSTERS["cpu"],
     shardings: tuple[TensorSharding, ...] = (),
+    schedule: Schedule | None = None,
 ) -> Plan:
     """The plan of a native model with the degrees and schedule of ``config``, its layers cut into stages by cost.
 
-    ``cluster``: where it runs, see ``cluster.find_cluster``. Raises ConfigError for degrees and sizes that do not fit
-    ``world_size``, PlanError for more stages than units or too little memory, ScheduleError for a schedule that is not
-    defined for these numbers.
+    ``cluster``: where it runs, see ``cluster.find_cluster``. ``schedule``: as of ``choices``. Raises ConfigError for
+    degrees and sizes that do not fit ``world_size``, PlanError for more stages than units or too little memory,
+    ScheduleError for a schedule that is not defined for these numbers.
     """
     config.validate(world_size, training=False)
-    model, parallel, train = config.model, config.parallel, config.train
-    grid = Grid(
-        tp=parallel.tensor_model_parallel_size,
-        dp=config.data_parallel_size(world_size),
-        pp=parallel.pipeline_model_parallel_size,
-    )
+    model, parallel, train, grid = config.model, config.parallel, config.train, grid_of(config, world_size)
+    microbatches = config.num_microbatches(world_size)
     return plan_chain(
         gpt_units(
             model,
@@ -53,20 +51,34 @@ def plan(
             parallel.sequence_parallel,
         ),
         grid,
-        microbatches=config.num_microbatches(world_size),
+        microbatches=microbatches,
         micro_batch_size=train.micro_batch_size,
         sequence_length=model.seq_length,
         dtype=train.dtype,
         cluster=cluster,
         shardings=shardings,
-        **choices(parallel),
+        **choices(parallel, microbatches, schedule),
     )
 
 
-def choices(parallel: ParallelConfig) -> dict[str, Any]:
-    """The arguments of ``plan_chain`` that the flags of parallelism give."""
+def grid_of(config: RunConfig, world_size: int) -> Grid:
+    """The grid of ranks that the degrees of ``config`` make of ``world_size``."""
+    parallel = config.parallel
+    return Grid(
+        tp=parallel.tensor_model_parallel_size,
+        dp=config.data_parallel_size(world_size),
+        pp=parallel.pipeline_model_parallel_size,
+    )
+
+
+def choices(parallel: ParallelConfig, microbatches: int, schedule: Schedule | None = None) -> dict[str, Any]:
+    """The arguments of ``plan_chain`` that the flags of parallelism give.
+
+    ``microbatches`` per step and replica. ``schedule``: what ``--schedule-file`` holds, where it has been read already.
+    Raises as ``written`` does.
+    """
     return {
-        "schedule": parallel.pipeline_schedule,
+        "schedule": schedule or written(parallel, microbatches) or parallel.pipeline_schedule or _FIRST_GUESS,
         "chunks": parallel.num_virtual_stages_per_pipeline_rank,
         "group": parallel.microbatch_group_size_per_virtual_pipeline_stage,
         "recompute": Recompute.of(
@@ -88,7 +100,7 @@ def plan_chain(
     sequence_length: int = 0,
     dtype: str = "float32",
     cluster: Cluster = CLUSTERS["cpu"],
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     chunks: int | None = None,
     group: int | None = None,
     recompute: Recompute | None = None,
@@ -101,20 +113,23 @@ def plan_chain(
 ) -> Plan:
     """The plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
 
-    ``microbatches`` per step and replica. ``schedule`` may be "auto", as may ``overlap`` (of tensor-parallel
-    collectives): the fastest by the model is taken. ``chunks`` and ``group``: see ``build_schedule``.
-    ``overlap_grad_reduce``: gradients are reduced during the backward. ``memory_gb`` is the memory of a rank in GiB;
-    without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as it
-    is. Raises PlanError for more stages than units or where ``memory_gb`` does not suffice, ScheduleError for an
-    unknown schedule or one that is not defined for these numbers.
+    ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
+    are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
+    is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``: gradients are reduced during
+    the backward. ``memory_gb`` is the memory of a rank in GiB; without it the device's own is respected where some cut
+    does. ``reasons``: of each tensor, why it is divided as it is. Raises PlanError for more stages than units or where
+    ``memory_gb`` does not suffice, ScheduleError for an unknown schedule or one that is not defined for these numbers.
     """
     units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
     check_limit(recompute, limit, cluster.device.name)
-    built = _built(schedule, grid.pp, microbatches, chunks, group, len(units))
+    given = isinstance(schedule, Schedule)
+    built = schedule if given else _build(schedule, grid.pp, microbatches, chunks, group)
+    assert built.microbatches == microbatches
+    _check_stages(built, len(units), given)
     found: list[Plan] = []
-    for mode in _modes(overlap, grid, microbatches, micro_batch_size):
-        order = pair(built) if mode == "pair" else built
+    for mode in _modes(overlap, grid, built, micro_batch_size, given):
+        order = pair(built) if mode == "pair" and not given else built
         draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
         draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce}
@@ -126,9 +141,10 @@ def plan_chain(
     return replace(best, sequence_parallel=sequence_parallel and grid.tp > 1, reasons=by_family(reasons))
 
 
-def _modes(overlap: str, grid: Grid, microbatches: int, micro_batch_size: int) -> tuple[str, ...]:
+def _modes(overlap: str, grid: Grid, schedule: Schedule, micro_batch_size: int, given: bool) -> tuple[str, ...]:
     """The overlaps that are worth a look, the default first: it is taken where nothing is faster, and where there are
-    no collectives to overlap. Raises PlanError for halves of one sample."""
+    no collectives to overlap. A ``given`` schedule is paired as it is, or not. Raises PlanError for halves of one
+    sample."""
     if grid.tp == 1:
         return ("weight-gradient",)
     if overlap == "sub-pipeline" and micro_batch_size == 1:
@@ -136,24 +152,31 @@ def _modes(overlap: str, grid: Grid, microbatches: int, micro_batch_size: int) -
         raise PlanError("--tp-comm-overlap", overlap, reason, "Use a micro-batch of 2 or more, or pair")
     if overlap != "auto":
         return (overlap,)
-    halves = ("sub-pipeline",) if micro_batch_size > 1 else ()
-    return ("weight-gradient", "none", *halves, *(("pair",) if microbatches > 1 else ()))
+    paired = given and is_paired(schedule)
+    halves = ("sub-pipeline",) if micro_batch_size > 1 and not paired else ()
+    pairs = paired if given else schedule.microbatches > 1
+    return ("weight-gradient", "none", *halves, *(("pair",) if pairs else ()))
 
 
-def _built(name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None, units: int) -> Schedule:
+def _build(name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None) -> Schedule:
     if name == "auto":
         name = _FIRST_GUESS
     elif name not in BUILDERS:
         raise PlanError("--pipeline-schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}, auto")
-    built = build_schedule(name, ranks, microbatches, chunks, group)
-    if built.stages > units:
-        reason = (
-            f"{built.stages} stages ({name} on {ranks} ranks) need as many units, and the model is a chain of {units}"
-        )
-        each = built.stages // ranks
-        if each > 1:
-            flag, value, most = "--num-virtual-stages-per-pipeline-rank", each, units // ranks
-        else:
-            flag, value, most = "--pipeline-model-parallel-size", ranks, units
-        raise PlanError(flag, value, reason, f"Use at most {most}" if most else "Use fewer pipeline ranks")
-    return built
+    return build_schedule(name, ranks, microbatches, chunks, group)
+
+
+def _check_stages(schedule: Schedule, units: int, given: bool) -> None:
+    """Raises PlanError for more stages than units."""
+    stages, ranks, name = schedule.stages, len(schedule.ranks), schedule.name
+    if stages <= units:
+        return
+    reason = f"{stages} stages ({name} on {ranks} ranks) need as many units, and the model is a chain of {units}"
+    each = stages // ranks
+    if given:
+        raise PlanError(FLAG, name, reason, f"Write a schedule of at most {units} stages")
+    if each > 1:
+        flag, value, most = "--num-virtual-stages-per-pipeline-rank", each, units // ranks
+    else:
+        flag, value, most = "--pipeline-model-parallel-size", ranks, units
+    raise PlanError(flag, value, reason, f"Use at most {most}" if most else "Use fewer pipeline ranks")

@@ -167,7 +167,8 @@ def _held(tensor: TensorSharding | None) -> str:
 
 def _schedule(name: str, one: Plan, other: Plan) -> list[str]:
     before, after = (f"{plan.schedule.name} of {plan.num_microbatches} micro-batches" for plan in (one, other))
-    return [f"schedule: {before} -> {after}"] if before != after else []
+    same = one.schedule == other.schedule
+    return [f"schedule: {before} -> {after}{', in another order' * (before == after)}"] if not same else []
 
 
 def _time(name: str, one: Plan, other: Plan) -> list[str]:

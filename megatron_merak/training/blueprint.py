@@ -23,6 +23,7 @@ from ..graph.shard import Sharding, TensorRules, shard
 from ..graph.split import Parts, split
 from ..graph.undropped import undropped
 from ..parallel.mesh import Mesh
+from ..pipeline_parallel.ops import Schedule
 from ..plan import Grid, Plan
 from ..planner.make import choices, plan_chain
 from ..planner.tables import by_family
@@ -87,10 +88,17 @@ class Blueprint:
     The first capture, of ``example``, decides how weights are divided and where the chain is cut; captures of other
     shapes, and of evaluation, follow it. fused: of each fused operation, the most in one program. partial: parameters
     that every rank holds and whose gradient is summed over the ranks.
-    Raises TraceError and PlanError.
+    schedule: what the settings' schedule file holds, where it has been read. Raises TraceError and PlanError.
     """
 
-    def __init__(self, model: nn.Module, example: Batch, settings: CapturedSettings, grid: Grid):
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Batch,
+        settings: CapturedSettings,
+        grid: Grid,
+        schedule: Schedule | None = None,
+    ):
         self.model, self.settings, self.grid = model, settings, grid
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
@@ -117,7 +125,7 @@ class Blueprint:
             self.partial = tuple(name for name, tensor in self.sharding.tensors.items() if tensor.dim is None)
         fused = settings.cluster.device.fused_attention
         self.units = measure(self.captured, self.chain, self.sharding, grid.tp, fused, settings.loss_chunk)
-        self.plan = self._plan(example)
+        self.plan = self._plan(example, schedule)
 
     def _first(self, example: Batch) -> Captured:
         """The capture of the first batch; decides whether a mask that masks nothing is left out."""
@@ -174,7 +182,7 @@ class Blueprint:
         matrices = by_family((name, reasons[name]) for name, tensor in tensors.items() if len(tensor.shape) > 1)
         return tuple(f"{name} is {reason}." for name, reason in matrices if reason.startswith("whole"))
 
-    def _plan(self, example: Batch) -> Plan:
+    def _plan(self, example: Batch, schedule: Schedule | None) -> Plan:
         samples, length = batch_size(example)
         settings = self.settings
         return plan_chain(
@@ -187,7 +195,7 @@ class Blueprint:
             cluster=settings.cluster,
             shardings=tuple(self.sharding.tensors.values()),
             reasons=tuple(self.sharding.reasons.items()),
-            **choices(settings.parallel),
+            **choices(settings.parallel, settings.micro_batches, schedule),
         )
 
     def stages_of(self) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..checkpoint import store
 from ..checkpoint.hf import save_hf
 from ..checkpoint.save import check_finite
-from ..config.checks import check_recompute
+from ..config.checks import check_recompute, check_schedule
 from ..errors import CheckpointError, PlanError
 from ..graph.capture import accepts_num_items
 from ..graph.outputs import SAME
@@ -34,6 +34,7 @@ from .proofs import difference
 from .replicas import Replicas
 from .running import RunningStatistics
 from .same_model import check_same_graph, check_same_model
+from .same_schedule import same_schedule
 from .saved_run import is_count
 from .trainer import StepReport
 from .user_model import UserModel
@@ -56,14 +57,16 @@ class CapturedTrainer:
         decay: Decay = decay_matrices,
     ):
         check_recompute(settings.parallel)
+        check_schedule(settings.parallel)
         self.model, self.settings, self.mesh = model, settings, mesh
         self.accepts_num_items = accepts_num_items(model)
         with together(mesh.control, "cpu"):
             if mesh.rank == 0:
                 check_weights(model)
+        schedule = same_schedule(settings.parallel, settings.micro_batches, mesh)
         unguard(model)  # the first rank's weights are everybody's
         check_same_model(model, mesh)
-        self.blueprint = Blueprint(model, example, settings, mesh.grid)
+        self.blueprint = Blueprint(model, example, settings, mesh.grid, schedule)
         self._check_case()
         self.plan = self.blueprint.plan
         self._check_halves()

@@ -15,7 +15,7 @@ from ..config import HFConfig, HFModelConfig
 from ..errors import ConfigError, TraceError
 from ..graph.capture import accepts_num_items, capture
 from ..graph.captured import Captured
-from ..plan import Grid
+from ..planner.make import grid_of
 from .blueprint import Batch, Blueprint, CapturedSettings
 from .hf_batches import TokenBatches
 
@@ -79,15 +79,6 @@ def rules_text(given: str | None) -> str:
         reason = f"it is neither a rule like '*.o_proj.weight=row' nor a file that can be read ({error})"
         raise ConfigError("--tensor-parallel-rules", given, reason, "Give rules, or a file of them") from error
     return "\n".join(line.partition("#")[0].strip() for line in lines)
-
-
-def grid_of(config: HFConfig, world_size: int) -> Grid:
-    parallel = config.parallel
-    return Grid(
-        tp=parallel.tensor_model_parallel_size,
-        dp=config.data_parallel_size(world_size),
-        pp=parallel.pipeline_model_parallel_size,
-    )
 
 
 def settings_of(config: HFConfig, world_size: int, cluster: Cluster) -> CapturedSettings:

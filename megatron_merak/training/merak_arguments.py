@@ -114,7 +114,7 @@ POSITIVE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "max_consecutive_skipped_steps"),
 )
 PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
-    *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
+    *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
     *("recompute_method", "recompute_num_layers", "device_memory_gb"),
 )
 NOT_NEGATIVE = (
@@ -153,8 +153,15 @@ class MerakArguments(TrainingArguments):
 
     tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share every layer."})
     pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Stages that the layers are cut into."})
-    pipeline_schedule: str = field(
-        default="1f1b", metadata={"help": f"Order of the pipeline's work: {', '.join(SCHEDULES)}."}
+    pipeline_schedule: str | None = field(
+        default=None, metadata={"help": f"Order of the pipeline's work: {', '.join(SCHEDULES)} (unset: 1f1b)."}
+    )
+    schedule_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with a schedule written by hand, as text or as CSV of torch.distributed.pipelining, instead "
+            "of pipeline_schedule; see docs/schedule_files.md."
+        },
     )
     num_virtual_stages_per_pipeline_rank: int | None = field(
         default=None, metadata={"help": "Stages of each pipeline rank, where the schedule leaves a choice."}
@@ -317,7 +324,7 @@ def _check_numbers(args: "MerakArguments") -> None:
             if not value >= least:
                 raise ConfigError(name, value, f"it is below {least}", f"Give {least} or more")
     choices_of = {
-        "pipeline_schedule": SCHEDULES,
+        **({} if args.pipeline_schedule is None else {"pipeline_schedule": SCHEDULES}),
         "tp_comm_overlap": OVERLAPS,
         "graph_sharding": ("cut", "farthest-dependency"),
         "fp32_matmul_precision": FP32_MATMULS,

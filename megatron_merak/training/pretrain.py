@@ -8,13 +8,15 @@ from ..data.build import build_datasets, build_tokenizer, vocabulary
 from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import build_mesh
-from ..planner import plan as make_plan
 from ..planner.cost import model_flops
+from ..planner.make import grid_of
+from ..planner.make import plan as make_plan
 from .build import tensors
 from .devices import cluster_of
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .report import Report
+from .same_schedule import same_schedule
 from .trainer import Trainer
 
 
@@ -25,10 +27,11 @@ def pretrain(config: Config, world: World) -> None:
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
     )
-    plan = make_plan(config, world.size, cluster_of(world), tensors(config))
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives)
+    mesh = build_mesh(grid_of(config, world.size), world.rank, world.device, timeout, world.clock, world.collectives)
     agree(config, mesh)
+    schedule = same_schedule(config.parallel, config.num_microbatches(world.size), mesh)
+    plan = make_plan(config, world.size, cluster_of(world), tensors(config), schedule)
     if world.rank == 0:
         print(opening(config, plan, world), flush=True)
     with together(mesh.control, "cpu"):

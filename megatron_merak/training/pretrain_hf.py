@@ -23,10 +23,11 @@ from ..optimizer.schedules import learning_rate, weight_decay
 from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh, build_mesh
+from ..planner.make import grid_of
 from .captured import CapturedTrainer
 from .devices import cluster_of
 from .hf_batches import token_count
-from .hf_model import build_model, grid_of, known_tokens, settings_of, with_example
+from .hf_model import build_model, known_tokens, settings_of, with_example
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .report import Report

@@ -50,6 +50,7 @@ class Case:
     loss: 'full' masks no token; 'masked' masks unevenly, mean of micro-batch means; 'per-token' too, mean over tokens.
     hidden_dropout, attention_dropout: probabilities. clip: largest gradient norm, 0 for any. steps: optimizer steps.
     bucket: elements of a gradient bucket (all models hold several times more). early: reduce during the backward.
+    schedule: a name, or the path of a file.
     """
 
     family: str
@@ -90,12 +91,13 @@ class Case:
         return stages_of(self.schedule, self.pp, GLOBAL_BATCH // MICRO_BATCH // self.dp) <= LAYERS + 2
 
     def config(self) -> Config:
+        key = "pipeline_schedule" if self.schedule in AXES["schedule"] else "schedule_file"
         return Config(
             model=FAMILIES[self.family].model(self.hidden_dropout, self.attention_dropout),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tp,
                 pipeline_model_parallel_size=self.pp,
-                pipeline_schedule=self.schedule,
+                **{key: self.schedule},
                 recompute_granularity=None if self.recompute == "none" else "full",
                 recompute_method=self.recompute if self.recompute in LAYERS_RECOMPUTED else None,
                 recompute_num_layers=LAYERS_RECOMPUTED.get(self.recompute),
