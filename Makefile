@@ -20,7 +20,7 @@ PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full test-native test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm fuzz-graph clean
+.PHONY: help install train test lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -28,6 +28,7 @@ help:
 	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"
 	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (10 minutes)"
+	@echo "make compile-check  sources of csrc/ against the headers of another PyTorch, downloaded; TORCH=2.11.0 (2 minutes)"
 	@echo "make fuzz-graph   random modules on simulated ranks against their eager selves; ARGS='--modules 5000'"
 	@echo "make test-slow    the other long sweeps: every model type's weights, the largest shapes"
 	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
@@ -42,7 +43,7 @@ help:
 	@echo "make bench-ops        compiled operations beside PyTorch's and torch.compile's"
 	@echo "make bench-performance  a training step with and without compiled kernels, into docs/performance.md (30 minutes)"
 	@echo "make doctor           what is compiled and active here, and why the rest is not"
-	@echo "make gpu              on a machine with a GPU: its tests, then its kernels' speed into docs/gpu.md"
+	@echo "make gpu              on a machine with a GPU: its tests, none of them skipped, then its kernels' speed into docs/gpu.md"
 	@echo "make install      only the set-up that all of these share; idempotent"
 	@echo "make clean        remove build products and caches; .venv and runs/ stay"
 
@@ -67,6 +68,9 @@ parity-full: install
 
 test-native: install
 	@$(PY) -m pytest -q -m compiles --timeout 600 $(SIDE_BY_SIDE) tests/native $(ARGS)
+
+compile-check: install
+	@$(PY) tools/compile_check.py $(or $(TORCH),2.11.0) $(ARGS)
 
 test-slow: install
 	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity $(ARGS)
@@ -111,7 +115,7 @@ doctor: install
 	@$(PY) tools/doctor.py $(ARGS)
 
 gpu: install
-	@$(PY) -m pytest -q -m gpu tests/gpu
+	@$(PY) -m pytest -q -m gpu --no-skip tests/gpu
 	@$(PY) benchmarks/gpu_ops.py --write $(ARGS)
 
 clean:

@@ -33,6 +33,7 @@ except ImportError as error:
     sys.exit()
 
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11: one binary for every torch from there on
+STANDARD = "-std=c++17"  # torch's own default is another one in 2.13 than in 2.11
 OPTIMISE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fvisibility=hidden", "-g0"]
 INTERFACE = re.search(r"^INTERFACE = (\d+)", Path("megatron_merak/_native.py").read_text(), re.MULTILINE).group(1)
 MACROS = [("MERAK_INTERFACE", f'"{INTERFACE}"')]
@@ -83,7 +84,7 @@ def host() -> Extension:
         [together("host_first", first), together("host_others", others), *plain],
         include_dirs=[pybind11.get_include(), "csrc/include"],
         define_macros=MACROS,
-        extra_compile_args=["-std=c++17", *OPTIMISE, *machine()],
+        extra_compile_args=[STANDARD, *OPTIMISE, *machine()],
         extra_link_args=["-s", "-lrt", "-pthread"] if sys.platform == "linux" else [],
         depends=DEPENDS,
     )
@@ -95,7 +96,7 @@ def cpu() -> Extension:
         ["csrc/interface.cpp", *sources("cpu", ".cpp")],
         include_dirs=["csrc/include"],
         define_macros=MACROS,
-        extra_compile_args=["-std=c++20", *OPTIMISE, *machine(), STABLE_ABI],
+        extra_compile_args=[STANDARD, *OPTIMISE, *machine(), STABLE_ABI],
         py_limited_api=True,
         depends=DEPENDS,
     )
@@ -109,7 +110,10 @@ def cuda() -> Extension:
         ["csrc/interface.cpp", *sources("cuda", ".cu", ".cpp")],
         include_dirs=["csrc/include", "csrc"],
         define_macros=[("USE_CUDA", None), *MACROS],
-        extra_compile_args={"cxx": ["-O3", "-g0", STABLE_ABI], "nvcc": ["-O3", "-lineinfo", STABLE_ABI]},
+        extra_compile_args={
+            "cxx": [STANDARD, "-O3", "-g0", STABLE_ABI],
+            "nvcc": [STANDARD, "-O3", "-lineinfo", STABLE_ABI],
+        },
         py_limited_api=True,
         depends=DEPENDS,
     )

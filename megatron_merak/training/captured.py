@@ -30,6 +30,7 @@ from .blueprint import Batch, Blueprint, CapturedSettings, Programs
 from .build import shared_here, tie_groups
 from .guard import check_weights, unguard, unguarded
 from .holdings import Decay, Holdings, decay_matrices
+from .kernels import check_kernels
 from .proofs import difference
 from .replicas import Replicas
 from .running import RunningStatistics
@@ -61,6 +62,7 @@ class CapturedTrainer:
         self.model, self.settings, self.mesh = model, settings, mesh
         self.accepts_num_items = accepts_num_items(model)
         with together(mesh.control, "cpu"):
+            check_kernels(mesh.device)
             if mesh.rank == 0:
                 check_weights(model)
         schedule = same_schedule(settings.parallel, settings.micro_batches, mesh)

@@ -10,11 +10,13 @@ from ..checkpoint.store import Shard
 from ..config import Config
 from ..optimizer.adamw import AdamW
 from ..optimizer.schedules import learning_rate, weight_decay
+from ..parallel.agree import together
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.passes import add_communication, forward_only
 from ..plan import Plan
 from ..runtime.executor import Executor, StepLoss
 from .build import build_model
+from .kernels import check_kernels
 from .replicas import Replicas
 from .state import RunState, StepReport
 
@@ -24,6 +26,8 @@ class Trainer(RunState):
 
     def __init__(self, config: Config, plan: Plan, mesh: Mesh):
         super().__init__(config, plan, mesh)
+        with together(mesh.control, "cpu"):
+            check_kernels(mesh.device)
         self.model = build_model(config, plan, mesh)
         stages, per_token = self.model.stages, config.train.calculate_per_token_loss
         self.executor = Executor(stages, add_communication(plan.schedule), mesh, per_token)

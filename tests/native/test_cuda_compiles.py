@@ -31,7 +31,7 @@ def test_bindings_compile(binding):
     include = Path(torch.__file__).parent / "include"
     headers = ["-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
     options = [
-        "-std=c++20",
+        "-std=c++17",
         "-fsyntax-only",
         "-Wall",
         "-Werror",
@@ -41,6 +41,14 @@ def test_bindings_compile(binding):
     command = ["g++", *options, *headers, "-I", str(ROOT / "csrc"), "-I", str(ROOT / "csrc/include"), str(binding)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_every_part_is_built_by_the_standard_that_is_checked():
+    """Not by the default of the torch that is there: C++17 in 2.11, C++20 in 2.13."""
+    text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert re.findall(r"-std=[\w+]+", text) == ["-std=c++17"] and 'STANDARD = "-std=c++17"' in text
+    compilers = re.findall(r'extra_compile_args=\[(\w+)|"(?:cxx|nvcc)": \[(\w+)', text)
+    assert [a or b for a, b in compilers] == ["STANDARD"] * 4
 
 
 @pytest.mark.parametrize("binding", BINDINGS, ids=lambda path: path.stem)

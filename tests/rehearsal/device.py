@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from megatron_merak import ops
+
 from .attention import attend
 from .places import GeneratedCode, at_work, inside_micro_batch, place
 
@@ -212,6 +214,7 @@ def _tolist(tensor: Tensor) -> Any:
 
 
 def _patches():
+    yield mock.patch.dict(ops.PROBLEMS, {"_ops_cuda": ""})
     yield mock.patch.object(FakeTensor, "tolist", _tolist)
     yield mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
     yield mock.patch.object(torch.UntypedStorage, "data_ptr", _data_ptr)

@@ -1,0 +1,18 @@
+"""Whether a rank has the compiled kernels that its device needs."""
+
+import torch
+
+from .. import _native, ops
+from ..errors import LaunchError
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raise LaunchError for a GPU without the compiled CUDA kernels, unless MERAK_EXT=0 asks to run without them.
+
+    PyTorch operations would serve in their place, several times slower and with fp32 temporaries of whole activations.
+    """
+    problem = ops.PROBLEMS["_ops_cuda"]
+    if device.type == "cuda" and problem and _native.wanted():
+        reason = f"{problem}, and the operations in PyTorch that stand in for them are slow and need far more memory"
+        remedy = "Build with `MERAK_CUDA=1 pip install -e . --no-build-isolation`, or set MERAK_EXT=0 to train without"
+        raise LaunchError("compiled kernels", f"(for {device})", reason, remedy)
