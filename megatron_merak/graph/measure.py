@@ -26,6 +26,7 @@ from .emit import sinking
 from .flow import REDUCTIONS, Flow
 from .fuse import fuse
 from .marks import copy_in, reduce_sum, stack
+from .more_flops import more_flops
 from .nodes import flops, is_op, nbytes, op_name, values
 from .rewrite import rewrite
 from .shard import Sharding
@@ -48,6 +49,8 @@ class Work:
     operations: tuple[int, int] = (0, 0)
     weight_bytes: int = 0
     unread_bytes: int = 0
+    attention_flops: int = 0
+    more_flops: tuple[int, int] = (0, 0)
 
 
 def measure(
@@ -156,7 +159,10 @@ def work(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False) -> Wo
     ahead = [node for node in nodes if node.target in REDUCTIONS]
     behind = [node for node in nodes if node.target is copy_in]
     replay = Replay(nodes, flow, fused_attention)
+    attention, more = more_flops(nodes, fused_attention)
     return Work(
+        attention_flops=attention,
+        more_flops=more,
         saved_bytes=sum(replay.saved.values()),
         transient_bytes=replay.transient,
         reduces=(len(ahead), len(behind)),

@@ -1,11 +1,13 @@
 """Attention on heads: causal, and with a mask."""
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .one_kernel import AsOneKernel, pricing
 from .register import kernels
 from .softmax import masked_softmax
 
@@ -80,6 +82,17 @@ def causal_attention(
 
     scale: of the scores, None for 1 / sqrt(d).
     """
+    if pricing() is not None:
+        heads = (x.transpose(1, 2) for x in (query, key, value))
+        return AsOneKernel.apply(partial(_causal_on_heads, dropout=dropout, scale=scale), True, *heads, None)
+    return _causal(query, key, value, dropout, scale)
+
+
+def _causal_on_heads(query: Tensor, key: Tensor, value: Tensor, _, dropout: float, scale: float | None) -> Tensor:
+    return _causal(*(x.transpose(1, 2) for x in (query, key, value)), dropout, scale)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None) -> Tensor:
     if query.device.type == "cpu" and dropout == 0 and query.shape[1] <= _SHORT:
         return _ShortCausal.apply(query, key, value, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     out = F.scaled_dot_product_attention(
@@ -107,6 +120,14 @@ def attention(
     mask [1 or b, 1 or n, 1 or s, t], without gradient: False hides a key, numbers are added to the scores. scale: of
     the scores, None for 1 / sqrt(d).
     """
+    if pricing() is not None:
+        return AsOneKernel.apply(partial(_masked, dropout=dropout, scale=scale), False, query, key, value, mask)
+    return _masked(query, key, value, mask, dropout, scale)
+
+
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float | None
+) -> Tensor:
     if query.device.type == "cpu" and query.shape[2] <= _SHORT_MASKED:
         return _whole_rows(query, key, value, mask, dropout, query.shape[-1] ** -0.5 if scale is None else scale)
     grouped = query.shape[1] != key.shape[1]

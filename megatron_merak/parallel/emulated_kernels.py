@@ -46,17 +46,21 @@ class Kernels(TorchDispatchMode):
     FLOPs are those of matrix products, convolutions and attention (its causal half). Traffic is what the operation
     reads and writes, a broadcast or expanded value once, of a table only the rows that are looked up. Views and
     allocations are free; so are operations that are not of PyTorch's own namespace but for their traffic. Kernels are
-    those that the model dispatches here, on the CPU: where a GPU would run one fused kernel, this counts its parts.
+    those that the model dispatches here, on the CPU: where a GPU would run one fused kernel, this counts its parts, but
+    for attention, which is one kernel on a device with ``fused_attention``.
     """
 
     def __init__(self, device: Device, charge: Callable[[float], None]):
         super().__init__()
-        self.device, self.charge = device, charge
+        self.device, self.charge, self.fused_attention = device, charge, device.fused_attention
+        self._inside = False
         self._signatures: dict[Any, Signature] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self._inside:
+            return out
         if func not in self._signatures:
             self._signatures[func] = _signature(func)
         signature = self._signatures[func]
@@ -64,13 +68,30 @@ class Kernels(TorchDispatchMode):
             self.charge(self.seconds(func, signature, args, kwargs, out))
         return out
 
+    def attention(self, run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool) -> Any:
+        """What ``run`` returns, charged as one kernel; see ``ops.one_kernel``. operands: query, key and value as heads,
+        and what else is read."""
+        self._inside = True
+        try:
+            out = run()
+        finally:
+            self._inside = False
+        query = operands[0]
+        flops = (2.5 if back else 1) * _attention_flops(*operands[:3], causal)
+        statistics = 4 * query.numel() // query.shape[-1]
+        self.charge(self.device.kernel_time(flops, _bytes((operands, out)) + statistics, _dtype((query,))))
+        return out
+
     def seconds(self, func, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
         """The time of one operation."""
-        dtype = "float32"
-        if any(t.is_floating_point() and t.element_size() == 2 for t in _tensors((args, kwargs))):
-            dtype = "bfloat16"
+        dtype = _dtype((args, kwargs))
         traffic = _traffic(func.overloadpacket, signature, args, kwargs, out)
         return self.device.kernel_time(_flops(func.overloadpacket, args, kwargs, out), traffic, dtype)
+
+
+def _dtype(values: Any) -> str:
+    small = any(t.is_floating_point() and t.element_size() == 2 for t in _tensors(values))
+    return "bfloat16" if small else "float32"
 
 
 def _signature(func) -> Signature:

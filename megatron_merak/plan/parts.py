@@ -69,13 +69,14 @@ class Unit:
 
     ``parameters``: values that this unit alone uses. ``tied``: name and values of each tensor that it shares with other
     units; every stage with one of them holds a copy. ``flops``: of one micro-batch's forward, a multiply-add counting
-    two. ``saved_bytes``: kept from its forward for its backward, beyond its input and its parameters.
-    ``output_bytes``: what crosses a stage border behind it, ``passed_bytes`` of which earlier units made.
-    ``transient_bytes``: live only while it runs (the logits and their gradient). In pairs of (forward, backward):
-    ``reduces``, its all-reduces over the tensor-parallel ranks, their ``reduced_bytes`` together, and ``operations``
-    that the host starts. ``weight_bytes``: what its weight gradients are made of (inputs and output gradients of its
-    matrix products), kept where they are computed apart from the backward; 0: as much as ``saved_bytes``.
-    ``unread_bytes``: of what enters it, what no backward reads.
+    two, causal attention with half of its scores; the ``attention_flops`` among them have no weights. ``more_flops``:
+    what its (forward, backward) computes beyond ``flops`` and twice ``flops``. ``saved_bytes``: kept from its forward
+    for its backward, beyond its input and its parameters. ``output_bytes``: what crosses a stage border behind it,
+    ``passed_bytes`` of which earlier units made. ``transient_bytes``: live only while it runs (the logits and their
+    gradient). In pairs of (forward, backward): ``reduces``, its all-reduces over the tensor-parallel ranks, their
+    ``reduced_bytes`` together, and ``operations`` that the host starts. ``weight_bytes``: what its weight gradients are
+    made of (inputs and output gradients of its matrix products), kept where they are computed apart from the backward;
+    0: as much as ``saved_bytes``. ``unread_bytes``: of what enters it, what no backward reads.
     """
 
     name: str
@@ -92,6 +93,8 @@ class Unit:
     operations: tuple[int, int] = (0, 0)
     weight_bytes: int = 0
     unread_bytes: int = 0
+    attention_flops: int = 0
+    more_flops: tuple[int, int] = (0, 0)
 
     @property
     def held_bytes(self) -> int:

@@ -7,6 +7,7 @@ from math import ceil
 from megatron_merak.cluster import Cluster, Link, all_reduce
 from megatron_merak.config import ModelConfig
 from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters
+from megatron_merak.planner.attention import SHORT, causal_more
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
@@ -19,8 +20,6 @@ OPERATIONS = {"embedding": (3, 6), "layer": (65, 150), "head": (25, 40)}
 TIED_TABLE = "embedding.weight"
 # What is kept of a dropout mask outside of attention.
 SEED_BYTES = 8
-# Longest sequence whose attention a CPU computes in whole rows, keeping no statistics.
-SHORT_ATTENTION = 512
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,17 @@ def gpt_units(
     )
     statistics = 4 * tokens // parts * _norm_vectors(model)
     kept, chunk = _kept_of_loss(model, vocabulary * bytes_per_value, tp), model.cross_entropy_chunk_size
+    logits = 2 * tokens * hidden * vocabulary
     head = Unit(
         name="head",
         kind="head",
         parameters=_norm_vectors(model) * hidden + (output if untied else 0),
-        flops=2 * tokens * hidden * vocabulary,
+        flops=logits,
         saved_bytes=activation + statistics + tokens * kept,
         output_bytes=4,
         tied=tied,
         transient_bytes=min(chunk, tokens) * vocabulary * bytes_per_value,
+        more_flops=(0, logits if chunk else 0),
         weight_bytes=0 if chunk else tokens * (hidden + vocabulary) * bytes_per_value,
         **work["head"],
     )
@@ -94,7 +95,7 @@ def gpt_units(
     looked_up = 9 * tokens if tp > 1 else 0  # rows of the part of the table, and which tokens are in it
     learned = activation // parts if positions and tp > 1 else 0  # the tokens' gradients are masked then, so copied
     table = {"weight_bytes": activation + learned} | work["embedding"]
-    inner = _layer_work(model, tokens, bytes_per_value, tp) | work["layer"]
+    inner = _layer_work(model, tokens, bytes_per_value, tp, fused_dropout) | work["layer"]
     return (
         Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, activation // parts, tied, **table),
         *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
@@ -144,8 +145,13 @@ def _layer_parameters(model: ModelConfig, tp: int) -> int:
 def _layer_flops(model: ModelConfig, tokens: int, tp: int) -> int:
     hidden = model.hidden_size
     queries, keys, first, second = _widths(model, tp)
-    attention = 2 * tokens * model.seq_length * queries  # scores and their product with the values, causal half
-    return 2 * tokens * hidden * (queries + 2 * keys + queries + first + second) + attention
+    products = 2 * tokens * hidden * (queries + 2 * keys + queries + first + second)
+    return products + _attention_flops(model, tokens, tp)
+
+
+def _attention_flops(model: ModelConfig, tokens: int, tp: int) -> int:
+    """The causal half of the scores, and of their product with the values."""
+    return 2 * tokens * model.seq_length * _widths(model, tp)[0]
 
 
 def _layer_saved_bytes(
@@ -165,17 +171,22 @@ def _layer_saved_bytes(
         row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
     if scored:
         row += heads * model.seq_length * 3 * bytes_per_value  # probabilities before and after dropout, and the mask
-    elif fused_dropout or model.seq_length > SHORT_ATTENTION:
+    elif fused_dropout or model.seq_length > SHORT:
         row += 4 * heads  # log-sum-exp
     return tokens * row + tokens // parts * divided
 
 
-def _layer_work(model: ModelConfig, tokens: int, bytes_per_value: int, tp: int) -> dict[str, int]:
-    """Inputs and output gradients of the four matrix products; the gradient of the widest value."""
+def _layer_work(
+    model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool
+) -> dict[str, int | tuple[int, int]]:
+    """Inputs and output gradients of the four matrix products; the gradient of the widest value; attention's FLOPs."""
     hidden, (queries, keys, first, second) = model.hidden_size, _widths(model, tp)
+    scores = _attention_flops(model, tokens, tp)
     return {
         "weight_bytes": tokens * (4 * hidden + 2 * queries + 2 * keys + first + second) * bytes_per_value,
         "transient_bytes": tokens * max(hidden, queries + 2 * keys, first) * bytes_per_value,
+        "attention_flops": scores,
+        "more_flops": causal_more(scores, model.seq_length, fused_dropout, model.attention_dropout > 0),
     }
 
 
@@ -190,8 +201,9 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
 
     Every saved or transient value is written once and read once in the forward, twice that in the backward, where a
     unit of matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs, half
-    of them for weight gradients. What the host needs to start the operations comes on top where nothing hides it. In
-    halves, weights are read and their gradients written once more, and every operation and collective starts twice.
+    of them for weight gradients where there are weights; attention and the loss may compute more (``more_flops``). What
+    the host needs to start the operations comes on top where nothing hides it. In halves, weights are read and their
+    gradients written once more, and every operation and collective starts twice.
     """
     device, link = cluster.device, cluster.link(range(grid.tp))
     update = device.compute_time(0, optimizer_bytes(dtype), dtype)
@@ -202,13 +214,14 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
         gradient = 8 * weights if unit.flops else 0
         again = weights * DTYPE_BYTES[dtype] if unit.flops else 0
         halves = _reduce_times(unit, grid.tp, link, 2)
+        ahead, behind = unit.flops + unit.more_flops[0], 2 * unit.flops + unit.more_flops[1]
         host = tuple(device.dispatch * started for started in unit.operations)
         costs.append(
             UnitCost(
-                forward=device.compute_time(unit.flops, moved, dtype) + host[0],
-                backward=device.compute_time(2 * unit.flops, 2 * moved + gradient, dtype) + host[1],
+                forward=device.compute_time(ahead, moved, dtype) + host[0],
+                backward=device.compute_time(behind, 2 * moved + gradient, dtype) + host[1],
                 step=weights * update,
-                weight=device.compute_time(unit.flops, gradient, dtype),
+                weight=device.compute_time(unit.flops - unit.attention_flops, gradient, dtype),
                 reduces=_reduce_times(unit, grid.tp, link, 1),
                 half_reduces=halves,
                 last_reduces=(halves[0] / (2 * max(unit.reduces[0], 1)), halves[1] / (2 * max(unit.reduces[1], 1))),

@@ -1,0 +1,52 @@
+"""What the kernels of a unit compute beyond the FLOPs that count for utilisation."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.fx import Node
+
+from .. import ops
+from ..planner.attention import SHORT, causal_more, masked_more
+from .nodes import flops, is_op, values
+
+
+def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]]:
+    """``attention_flops`` and ``more_flops`` of a ``plan.Unit``, from its nodes after ``fuse``. fused: see
+    ``cluster.Device``."""
+    total, ahead, behind = 0, 0, 0
+    for node in nodes:
+        if node.target is ops.linear_cross_entropy_stats or (
+            node.target is ops.linear_cross_entropy and node.kwargs.get("chunk")
+        ):  # logits are computed again
+            behind += 2 * _operand(node, 0).numel() * _operand(node, 1).shape[0]
+            continue
+        if node.target is ops.causal_attention:
+            query, key, value = (_operand(node, place) for place in range(3))
+            count = _products(query, key.shape[1], value) // 2
+            more = causal_more(count, query.shape[1], fused, _dropout(node, 3) > 0)
+        elif node.target is ops.attention:
+            query, key, value = (_operand(node, place) for place in range(3))
+            count = _products(query, key.shape[2], value)
+            more = masked_more(count, query.shape[2], fused, _dropout(node, 4) > 0)
+        elif is_op(node, "scaled_dot_product_attention"):
+            causal = node.kwargs.get("is_causal", node.args[5] if len(node.args) > 5 else False)
+            count, kind = flops(node), causal_more if causal else masked_more
+            more = kind(count, SHORT + 1, fused, _dropout(node, 4) > 0)
+        else:
+            continue
+        total, ahead, behind = total + count, ahead + more[0], behind + more[1]
+    return total, (ahead, behind)
+
+
+def _products(query: Tensor, keys: int, value: Tensor) -> int:
+    """FLOPs of all scores, and of their product with the values."""
+    return 2 * query.numel() // query.shape[-1] * keys * (query.shape[-1] + value.shape[-1])
+
+
+def _operand(node: Node, place: int) -> Tensor:
+    return values(node.args[place])[0]
+
+
+def _dropout(node: Node, place: int) -> float:
+    given = node.kwargs.get("dropout_p", node.kwargs.get("dropout", node.args[place] if len(node.args) > place else 0))
+    return given if isinstance(given, int | float) else 0.0

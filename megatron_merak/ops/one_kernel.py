@@ -1,0 +1,50 @@
+"""Attention as the one kernel that it is on a GPU, where a dispatch mode prices what PyTorch runs for it here."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+class Pricing(Protocol):
+    """A dispatch mode that prices operations."""
+
+    fused_attention: bool
+
+    def attention(self, run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool) -> Any:
+        """What ``run`` returns; its operations together have the price of one kernel."""
+
+
+def pricing() -> Pricing | None:
+    """The mode that is on, if it prices attention as one kernel. Without one this costs a fraction of a microsecond."""
+    mode = _get_current_dispatch_mode()
+    return mode if getattr(mode, "fused_attention", False) else None
+
+
+class AsOneKernel(torch.autograd.Function):
+    """``run(query, key, value, mask)`` and its gradients, bit for bit, priced as one kernel each way.
+
+    operands: heads [b, n, s, d], the mask or None; ``run`` is differentiated by autograd.
+    """
+
+    @staticmethod
+    def forward(ctx, run: Callable[..., Tensor], causal: bool, *operands: Tensor | None) -> Tensor:
+        leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in operands]
+        with torch.enable_grad():
+            out = _priced(lambda: run(*leaves), operands, causal, back=False)
+        ctx.leaves, ctx.out, ctx.causal = leaves, out, causal
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        wanted = [x for x in ctx.leaves if x is not None and x.requires_grad]
+        operands = (*ctx.leaves, ctx.out, grad)
+        found = iter(_priced(lambda: torch.autograd.grad(ctx.out, wanted, grad), operands, ctx.causal, back=True))
+        return None, None, *(next(found) if x is not None and x.requires_grad else None for x in ctx.leaves)
+
+
+def _priced(run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool) -> Any:
+    mode = pricing()
+    return run() if mode is None else mode.attention(run, operands, causal, back)
