@@ -21,7 +21,7 @@ from ..runtime.program import LOSS, Program
 from ..runtime.stage import Stage
 from ..segment import Common, Crossing, fuse
 from ..tensor_parallel.layout import ParameterLayout
-from .materialize import initialise
+from .materialize import initialise_all, workers_for
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Key = tuple[str, ...]
@@ -113,9 +113,12 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     entries, layouts, names = _entries(units, stages_of, mine, mesh)
     bucket = config.parallel.ddp_bucket_size or default_bucket_elements(mesh.grid.dp)
     buffer = ParameterBuffer(entries, dtype, mesh.device, bucket)
-    for name, layout in layouts.items():
-        for piece, view in layout.views(buffer.parameter(name), mesh.tp_rank, mesh.grid.tp):
-            initialise(view, piece, config.train.seed, mesh.tp_rank, mesh.grid.tp)
+    parts = [
+        part
+        for name, layout in layouts.items()
+        for part in layout.views(buffer.parameter(name), mesh.tp_rank, mesh.grid.tp)
+    ]
+    initialise_all(parts, config.train.seed, mesh.tp_rank, mesh.grid.tp, workers_for(mesh.device))
     parameters = {name: nn.Parameter(buffer.parameter(name)) for name in layouts}
     for unit in units:
         for local in unit.layouts:

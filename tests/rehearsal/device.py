@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatron_merak import ops
+from megatron_merak.training import build
 
 from .attention import attend
 from .places import GeneratedCode, at_work, inside_micro_batch, place
@@ -215,6 +216,7 @@ def _tolist(tensor: Tensor) -> Any:
 
 def _patches():
     yield mock.patch.dict(ops.PROBLEMS, {"_ops_cuda": ""})
+    yield mock.patch.object(build, "workers_for", lambda device: 1)  # fake tensors are for one thread
     yield mock.patch.object(FakeTensor, "tolist", _tolist)
     yield mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
     yield mock.patch.object(torch.UntypedStorage, "data_ptr", _data_ptr)

@@ -1,6 +1,8 @@
 """Initial weights: a function of (seed, name) alone, the same full tensors whatever the layout."""
 
+import threading
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import TensorSharding
 from megatron_merak.planner import plan
 from megatron_merak.tensor_parallel.layout import Init, ParameterLayout, Piece
+from megatron_merak.training import materialize
 from megatron_merak.training.build import build_model
-from megatron_merak.training.materialize import draw, initialise
+from megatron_merak.training.materialize import draw, initialise, initialise_all
 from tests.models.families import FAMILIES
 from tests.ranks import run_ranks
 
@@ -51,6 +54,32 @@ def test_ranks_hold_slices_of_one_tensor_and_zeros_for_padding(tp):
         parts.append(parameter)
     whole = torch.cat(parts)
     assert torch.equal(whole[:1000], draw(EMBEDDING, 1234)) and whole[1000:].count_nonzero() == 0
+
+
+def test_tensors_drawn_side_by_side_are_those_drawn_in_turn():
+    """Threads draw while others do, each from a generator of its own; their number is bounded by memory too."""
+    pieces = [replace(EMBEDDING, sharding=replace(EMBEDDING.sharding, name=f"layer.{i}")) for i in range(12)]
+    found = [torch.zeros(512, 64, dtype=torch.bfloat16) for _ in pieces]
+    barrier, threads = threading.Barrier(4), set()
+
+    def drawn(piece, seed):
+        threads.add(threading.get_ident())
+        barrier.wait(timeout=60)  # returns when four threads are at it at once
+        return draw(piece, seed)
+
+    with mock.patch.object(materialize, "draw", drawn):
+        initialise_all(list(zip(pieces, found, strict=True)), 5, 0, 2, workers=4)
+    assert len(threads) == 4
+    for piece, view in zip(pieces, found, strict=True):
+        assert torch.equal(view, draw(piece, 5)[:512].to(torch.bfloat16))
+    with mock.patch.object(materialize, "_MEMORY", 1), mock.patch.object(materialize, "ThreadPoolExecutor", None):
+        initialise_all([(pieces[0], found[1])], 5, 0, 2, workers=4)
+    assert torch.equal(found[0], found[1])
+
+
+def test_what_fails_in_a_thread_fails():
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        initialise_all([(EMBEDDING, torch.zeros(3, 64))] * 2, 5, 0, 2, workers=2)
 
 
 def config_of(name, tp, pp, bf16=False):
