@@ -83,3 +83,19 @@ def test_a_tensor_that_two_stages_of_a_rank_share_is_reduced_when_both_are_throu
     assert written.first_loss == named.first_loss
     assert differing(written.gradients, named.gradients) == ["transformer.wte.weight"]
     assert max(tensor_distances(written.gradients, named.gradients).values()) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_any_order_that_can_run_equals_one_process(tmp_path, runs):
+    cases = []
+    for seed in range(40):
+        placement = [(0, 1, 1, 0), (1, 0, 0, 1, 1), (0, 1, 2), (2, 0, 1, 0), (3, 1, 2, 0), (1, 1, 0, 0)][seed % 6]
+        shares = {"split": seed % 3 / 3, "early": 0.4 * (seed % 2), "paired": seed % 4 / 3}
+        (tmp_path / f"{seed}").write_text(str(drawn(seed, placement, 6, **shares)))
+        recompute = "full" if seed % 2 else "none"
+        pp = max(placement) + 1
+        cases.append(replace(ONE, pp=pp, schedule=str(tmp_path / f"{seed}"), recompute=recompute, steps=1))
+    for case, found in run_all(cases).items():
+        assert found.first_loss == runs[ONE].first_loss, case
+        assert differing(found.gradients, runs[ONE].gradients) == [], case

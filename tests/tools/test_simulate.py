@@ -48,6 +48,13 @@ def test_a_schedule_from_a_file(run, tmp_path):
     assert "rank 3 | .  .  .  F0 B0--- F1 B1---" in printed
 
 
+def test_a_schedule_of_torch_from_a_file(run, tmp_path):
+    """Their empty cells are left out: who waits follows from the costs."""
+    (tmp_path / "theirs.csv").write_text("0F0,,,0F1,,0I0,0W0,,0B1\n,1F0,1I0,,1F1,1W0,1B1\n")
+    printed = run("--schedule", tmp_path / "theirs.csv", "--ranks", 2, "--microbatches", 2, "--text")
+    assert printed.startswith("theirs: 2 stages on 2 ranks, 2 micro-batches\nmodelled makespan 90.000 ms")
+
+
 def test_the_work_is_the_same_however_many_stages_a_rank_has(run, tmp_path):
     """One number is a rank's; a list is of pieces of the model, which coarser schedules join and finer ones halve."""
     names = ["1f1b", "interleaved", "zb-v"]
@@ -107,6 +114,8 @@ def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
     [
         (("--ranks", "0"), "0 pipeline ranks"),
         (("--schedule", "1f2b"), "--schedule 1f2b: it is no file, and no schedule of naive"),
+        (("--schedule", str(ROOT)), f"--schedule {ROOT}: it cannot be read as text"),
+        (("--schedule", __file__), '\'"""tools/simulate.py as its users run it.*in row 1, column 1 is no step'),
         (("--forward", "1,2,3"), "--forward 1,2,3: 3 values do not fit 4 stages"),
         (("--transfer", "1,2"), "--transfer 1,2: 2 values, 3 or 1 are needed"),
         (("--transfer", "x"), "--transfer x: it is not a list of numbers"),
