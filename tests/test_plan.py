@@ -229,6 +229,12 @@ def test_a_cluster_that_cannot_be_is_told_by_its_field(change, message):
     assert message in str(error.value)
 
 
+def test_a_tensor_that_is_divided_twice_is_named():
+    plan = small_plan()
+    with pytest.raises(PlanError, match="sharding of wte: the plan says twice"):
+        replace(plan, shardings=(*plan.shardings, TensorSharding("wte", (11, 8))))
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_text_that_is_no_plan_is_refused(text):
     with pytest.raises(PlanError):

@@ -69,3 +69,8 @@ def _numbered(names: Sequence[str]) -> tuple[str, ...]:
         seen[name] += 1
         unique.append(f"{name}#{seen[name]}" if total[name] > 1 else name)
     return tuple(unique)
+
+
+def place(node: Node) -> str:
+    """The module that a node belongs to: "model.layers.0.self_attn"."""
+    return ".".join(module_path(node)) or "the model"

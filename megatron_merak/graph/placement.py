@@ -94,5 +94,14 @@ class Unfit(Exception):
         self.node, self.operands, self.why = node, operands, why
 
 
+class Stuck(Exception):
+    """A node cannot work on the parts of values, and a plan has divided the weights behind them, ``origins``. ``why``
+    continues the sentence '<op> in <module> ...'."""
+
+    def __init__(self, node: Node, origins: tuple[str, ...], why: str):
+        super().__init__(why)
+        self.node, self.origins, self.why = node, origins, why
+
+
 class Again(Exception):
     """What was assumed of a weight has changed: propagation starts again."""

@@ -4,43 +4,31 @@ A linear layer with a whole input divides its output features; what follows work
 allows it; a linear layer whose input features are divided divides its weight alike and ends in a sum over the ranks. An
 op that cannot take a divided value bans the weights it was divided by, and one that cuts it into pieces asks for
 blocks: in both cases the walk starts again. Bans and blocks hold for all layers (see roles.py), so a few walks do.
+Weights that a plan has decided about are divided, or whole, from the start. An op that cannot take the parts of these
+works on values that are made whole for it.
 """
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cached_property
 from math import prod
 
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .captured import Captured
-from .names import module_path
-from .nodes import op_name, values
-from .placement import Again, Cut, Decision, Layout, Split, Unfit
+from .choices import Choices
+from .names import place
+from .nodes import op_name, storages, values, writers
+from .placement import Again, Cut, Decision, Layout, Split, Stuck, Unfit
 
 GATHER_SHARE = 4  # a divided value of at most 1/4 of what its weight makes is made whole rather than banning the weight
 VOCABULARY_ROWS = 64  # tables with fewer rows are not worth a sum over the ranks
 
+ALIKE = "divided like the value that it is combined with"
+
 Rule = Callable[["Propagation", Node], Decision | None]
-
-
-@dataclass
-class Choices:
-    """What propagation may assume about weights; restarts add to it."""
-
-    roles: Mapping[str, str] = field(default_factory=dict)  # name -> what it has in common with other layers' weights
-    banned: dict[str, str] = field(default_factory=dict)  # role or name -> why
-    blocks: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)  # (role, extent) -> blocks
-    row: tuple[str, ...] = ()  # names of weights whose input features are to be divided
-    whole: dict[str, str] = field(default_factory=dict)  # name -> why it was left whole though nothing banned it
-
-    def ban(self, name: str) -> str | None:
-        """Why a weight must stay whole."""
-        return self.banned.get(name) or self.banned.get(self.role(name))
-
-    def role(self, name: str) -> str:
-        return self.roles.get(name, name)
 
 
 class Propagation:
@@ -60,13 +48,16 @@ class Propagation:
         self.layouts: dict[Node, Layout] = {}
         self.decisions: dict[Node, Decision] = {}
         self.params: dict[Node, str] = {}
-        self.held: dict[str, Split] = {}
+        self.held: dict[str, Split] = {
+            name: Split(cut.dim, cut.blocks, (name,), cut.padded) for name, cut in choices.pins.items() if cut
+        }
         self.why: dict[str, str] = {}
         self.extents: dict[str, int] = {}  # weight divided by its output features -> their number
         self.sizes: dict[str, int] = {}  # and the size of what it makes
         self.common: dict[Node, None] = {}  # values without a parameter behind them
         self.gathered: dict[Node, None] = {}  # operands that the current node reads whole
         self.demanded: dict[Node, None] = {}  # values that rules divided a parameter for
+        self.thrifty = True  # whether the current node refuses what costs more than it saves
 
     def run(self) -> "Propagation":
         graph = self.captured.module.graph
@@ -134,7 +125,7 @@ class Propagation:
 
     def bring(self, cuts: dict[Node, Cut], node: Node, cut: Cut) -> None:
         """A whole operand of which each rank needs its part: a parameter is divided itself, anything else is cut."""
-        self.bring_as(cuts, node, cut, "divided like the value that it is combined with")
+        self.bring_as(cuts, node, cut, ALIKE)
 
     def bring_as(self, cuts: dict[Node, Cut], node: Node, cut: Cut, why: str) -> None:
         """``bring``, with the reason to give for a parameter."""
@@ -149,6 +140,12 @@ class Propagation:
     def column(self, name: str, extent: int, node: Node) -> None:
         """Remember that a node divides a weight by its ``extent`` output features."""
         self.extents[name], self.sizes[name] = extent, prod(self.shape(node))
+
+    def explain(self, node: Node, why: str) -> None:
+        """How a plan divides the parameter that ``node`` is, or is computed from: its first use tells."""
+        name = self.weight(node)
+        if name in self.choices.pins:
+            self.why.setdefault(name, why)
 
     def chosen_row(self, node: Node) -> bool:
         """Whether the user asked to divide the input features of this weight."""
@@ -229,6 +226,8 @@ class Propagation:
         """The error to raise when a node cuts the divided dimension at ``edges``: its weights get blocks that end there
         too, unless they have them already or a rank's share would not be whole."""
         wanted = {}
+        if any(origin in self.choices.pins for origin in split.origins):
+            return self.unfit(node, "takes other pieces of the divided dimension than its blocks")
         for origin in split.origins:
             extent = self.extents.get(origin, 0)
             key = (self.choices.role(origin), extent)
@@ -250,9 +249,11 @@ class Propagation:
         try:
             self._decide(node)
         except Unfit as error:
-            if not self._gather(error):
-                self._ban(error)
+            if self._gather(error):
+                return
+            if self._ban(error):
                 raise Again() from error
+            self._insist(node, error)
 
     def _decide(self, node: Node) -> None:
         inputs = node.all_input_nodes
@@ -324,16 +325,59 @@ class Propagation:
             self.gathered = {}
         for x in dict.fromkeys(x for _, x in steps):
             for origin in self.layouts[x].origins:
-                self.why[origin] += f"; a small piece of what it makes is made whole for {op_name(last)}"
+                self._remark(origin, f"a small piece of what it makes is made whole for {op_name(last)}")
         return True
 
-    def _ban(self, error: Unfit) -> None:
+    def _remark(self, origin: str, text: str) -> None:
+        self.why[origin] = f"{self.why.get(origin, ALIKE)}; {text}"
+
+    def _insist(self, node: Node, error: Unfit) -> None:
+        """Decide about a node whose operands a plan has divided: it may cost more than it saves, or take operands that
+        are made whole for it. Raises Stuck."""
+        inputs = dict.fromkeys((*error.operands, *node.all_input_nodes))
+        found, behind = [x for x in inputs if self._gatherable(x)], self._behind(error)
+        for chosen in ((), *((x,) for x in found if len(found) > 1), tuple(found)):
+            self.gathered, self.thrifty = dict.fromkeys(chosen), False
+            try:
+                self._decide(node)
+            except Unfit as again:
+                error, behind = again, self._behind(again) or behind
+                continue
+            finally:
+                self.gathered, self.thrifty = {}, True
+            for origin in dict.fromkeys(o for x in chosen for o in self.layouts[x].origins):
+                if ";" not in self.why.get(origin, ""):
+                    self._remark(origin, f"what it makes is made whole for {op_name(node)} in {place(node)}")
+            return
+        raise Stuck(node, behind, error.why)
+
+    def _gatherable(self, node: Node) -> bool:
+        """Whether a value is divided and can be made whole: it is no weight, and nothing is written into it."""
+        known = isinstance(self.layouts[node], Split) and self.weight(node) is None
+        return known and values(node)[0].is_floating_point() and node not in self._written
+
+    @cached_property
+    def _written(self) -> set[Node]:
+        """The values whose storage is written in place, before or after."""
+        graph = self.captured.module.graph
+        roots, written = storages(graph), writers(graph)
+        return {node for node in graph.nodes if roots[node] in written}
+
+    def _behind(self, error: Unfit) -> tuple[str, ...]:
+        """The weights that the operands which a node cannot take were divided by."""
         layouts = [self.layouts[x] for x in error.operands]
         splits = [s for x in layouts for s in (x if isinstance(x, tuple) else (x,)) if s]
-        new = [o for o in dict.fromkeys(o for split in splits for o in split.origins) if not self.choices.ban(o)]
-        assert new, f"{error.node} {error.node.target} has no way out: {error.why}"
+        return tuple(dict.fromkeys(origin for split in splits for origin in split.origins))
+
+    def _ban(self, error: Unfit) -> bool:
+        """False, with nothing changed, where a plan has decided about all weights that there are to ban."""
+        behind = self._behind(error)
+        new = [o for o in behind if o not in self.choices.pins and not self.choices.ban(o)]
+        pinned = any(origin in self.choices.pins for origin in behind)
+        assert new or pinned, f"{error.node} {error.node.target} has no way out: {error.why}"
         for name in new:
             self.choices.banned[self.choices.role(name)] = f"{op_name(error.node)} in {place(error.node)} {error.why}"
+        return bool(new)
 
     def _output(self, node: Node) -> None:
         """Outputs are whole: logits are made whole from the ranks' parts."""
@@ -354,8 +398,3 @@ def _source(node: Node) -> Node | None:
     if node.op != "call_function" or not inputs or len(inputs) > 1 and op_name(node) not in ("index", "index_select"):
         return None
     return inputs[0]
-
-
-def place(node: Node) -> str:
-    """The module that a node belongs to: "model.layers.0.self_attn"."""
-    return ".".join(module_path(node)) or "the model"

@@ -20,6 +20,7 @@ def einsum(p: Propagation, node: Node) -> Decision | None:
         raise p.unfit(node, "takes a diagonal")
     first = p.layout(divided[0])
     letter = terms[list(operands).index(divided[0])][first.dim]
+    p.explain(divided[0], COLUMN if letter in result else "row parallel: its input features are divided")
     cuts: dict[Node, Cut] = {}
     for x, term in zip(operands, terms, strict=True):
         split = p.layout(x)

@@ -1,7 +1,7 @@
 """Rules of products: linear layers in all their forms, batched products, grouped experts, attention, convolutions."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from .roles import family
 from .rules_value import argument
 
 aten = torch.ops.aten
+
+COLUMN = "column parallel: its output features are divided"
+ROW = "row parallel: its input features are divided"
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,15 @@ def product(p: Propagation, m: Product) -> Decision | None:
     if b and b.dim == m.out:
         if a:
             return None
+        p.explain(m.b, COLUMN)
+        if name := p.weight(m.b):
+            p.column(name, p.shape(m.b)[m.out], m.node)
         return _divided(p, m, Split(rank - 1, b.blocks, b.origins, b.padded))
     places = [s.dim + rank - len(p.shape(x)) for x, s in ((m.a, a), (m.b, b)) if s]
     split = a or b
     if len(places) == 2 and (places[0] != places[1] or not a.same(Split(a.dim, b.blocks, (), b.padded))):
         raise p.unfit(m.node, "multiplies values that are divided differently")
+    p.explain(m.a, COLUMN)
     return _divided(p, m, Split(places[0], split.blocks, p.origins(p.divided([m.a, m.b])), split.padded))
 
 
@@ -100,7 +107,7 @@ def _column(p: Propagation, m: Product) -> Decision | None:
         return None
     blocks = p.choices.blocks.get((p.choices.role(name), extent), (extent,))
     padded = padded if len(blocks) == 1 else 0
-    if not p.demand(weight, Cut(dim, blocks, padded), "column parallel: its output features are divided"):
+    if not p.demand(weight, Cut(dim, blocks, padded), COLUMN):
         return None
     p.column(name, extent, m.node)
     return _divided(p, m, Split(len(p.shape(m.node)) - 1 - left, blocks, (name,), padded, rows=(0, 1)))
@@ -111,10 +118,14 @@ def _divided(p: Propagation, m: Product, split: Split) -> Decision:
     rank = len(p.shape(m.node))
     cuts: dict[Node, Cut] = {}
     for x in (m.a, m.b, m.added):
-        if x is None or p.layout(x) is not None:
+        if x is None:
             continue
         shape = p.shape(x)
         dim = split.dim - (rank - len(shape))
+        if layout := p.layout(x):
+            if x is m.added and not layout.same(replace(split, dim=dim)):
+                raise p.unfit(m.node, f"adds {p.weight(x) or 'a value'}, which is divided differently")
+            continue
         batch = dim < len(shape) - 2 or x is m.added
         if batch and dim >= 0 and shape[dim] != 1 and not (x is m.b and m.node.target is aten.linear.default):
             p.bring(cuts, x, Cut(dim, split.blocks, split.padded))
@@ -132,7 +143,7 @@ def _row(p: Propagation, m: Product) -> Decision | None:
         raise p.unfit(m.node, "contracts the divided dimension")
     if m.node.kwargs and m.added is not None and any(key in m.node.kwargs for key in ("alpha", "beta")):
         raise p.unfit(m.node, "scales what it adds")
-    if a and a.summed and p.shape(m.b)[m.out] > p.shape(m.b)[m.contracted]:
+    if p.thrifty and a and a.summed and p.shape(m.b)[m.out] > p.shape(m.b)[m.contracted]:
         raise p.unfit(m.node, "expands a value that was normalised over the ranks")
     cuts: dict[Node, Cut] = {}
     if a is None and b is None:
@@ -141,16 +152,21 @@ def _row(p: Propagation, m: Product) -> Decision | None:
             p.note(str(weight), f"its {extent} input features do not divide by {p.tp}")
             return None
         cut = Cut(m.contracted, (extent,))
-        if not p.demand(m.b, cut, "row parallel: its input features are divided, as asked for"):
+        if not p.demand(m.b, cut, f"{ROW}, as asked for"):
             return None
         cuts[m.a] = Cut(last, (extent,))
     elif a is None:
+        p.explain(m.b, ROW)
         p.bring_as(cuts, m.a, Cut(last, b.blocks, b.padded), "row parallel: its input is divided")
-    elif b is None:
+    else:
         source = ", ".join(family(origin) for origin in a.origins[:3])
-        p.bring_as(cuts, m.b, Cut(m.contracted, a.blocks, a.padded), f"row parallel: its input is divided by {source}")
+        why = f"row parallel: its input is divided by {source}"
+        if b is None:
+            p.bring_as(cuts, m.b, Cut(m.contracted, a.blocks, a.padded), why)
+        else:
+            p.explain(m.b, why)
     if p.layout(m.added) is not None:
-        raise p.unfit(m.node, "adds a divided value to a whole one")
+        raise p.unfit(m.node, f"adds {p.weight(m.added) or 'a value'}, which is divided, to a whole one")
     write = _write_row(m) if m.added is not None else None
     return Decision(None, cuts, fills=zeros(p, m.node, cuts), reduce=True, write=write)
 
@@ -195,7 +211,7 @@ def attention(p: Propagation, node: Node) -> Decision:
         shape = p.shape(mask)
         place = dim - (rank - len(shape))
         if p.layout(mask) is not None:
-            if p.layout(mask).dim != place or p.layout(mask).blocks != parts:
+            if not p.layout(mask).same(Split(place, parts)):
                 raise p.unfit(node, "takes a mask that is divided differently")
         elif place >= 0 and shape[place] != 1:
             p.bring(cuts, mask, Cut(place, parts))

@@ -59,7 +59,13 @@ def pointwise(p: Propagation, node: Node) -> Decision:
         dim = first.dim - (rank - len(shape))
         if dim >= 0 and shape[dim] != 1:
             p.bring(cuts, x, Cut(dim, first.blocks, first.padded))
-            if x in cuts and x not in p.common and first.dim == rank - 1 > 0 and prod(shape) == prod(p.shape(node)):
+            if (
+                p.thrifty
+                and x in cuts
+                and x not in p.common
+                and first.dim == rank - 1 > 0
+                and prod(shape) == prod(p.shape(node))
+            ):
                 raise p.unfit(node, "combines the parts with a whole value of the same size")
         elif not summed:
             summed = _statistic(p, x)

@@ -1,6 +1,7 @@
 """Rules of the vocabulary: the embedding, and the cross entropy over divided classes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .propagate import VOCABULARY_ROWS, Propagation
 from .rules_value import argument
 
 aten = torch.ops.aten
+VOCABULARY = "vocabulary parallel: the rows of the table are divided"
 
 
 def embedding(p: Propagation, node: Node) -> Decision | None:
@@ -22,17 +24,23 @@ def embedding(p: Propagation, node: Node) -> Decision | None:
         raise p.unfit(node, "looks up divided indices")
     rows = p.shape(weight)[0]
     split = p.layout(weight)
+    if argument(node, "scale_grad_by_freq") or argument(node, "sparse"):
+        return None
     if split is None:
         padded = p.padding(rows)
-        if weight not in p.params or argument(node, "scale_grad_by_freq") or argument(node, "sparse"):
+        if weight not in p.params:
             return None
         if rows < VOCABULARY_ROWS:
             p.note(p.params[weight], f"a table of {rows} rows is not worth a sum over the ranks")
             return None
-        if not p.demand(weight, Cut(0, (rows,), padded or 0), "vocabulary parallel: the rows of the table are divided"):
+        if not p.demand(weight, Cut(0, (rows,), padded or 0), VOCABULARY):
             return None
-    elif split.dim != 0 or len(split.blocks) > 1:
+    elif split.dim == 1:
+        p.explain(weight, "column parallel: the features of the table are divided")
+        return Decision(replace(split, dim=len(p.shape(node)) - 1))
+    elif len(split.blocks) > 1:
         raise p.unfit(node, "looks up rows that are divided")
+    p.explain(weight, VOCABULARY)
     layout = p.layout(weight)
     return Decision(None, reduce=True, write=_write_embedding(layout.extent(p.tp)))
 

@@ -10,9 +10,12 @@ from megatron_merak.errors import PlanError
 from megatron_merak.plan import TensorSharding
 
 from .captured import Captured
+from .choices import AS_PLANNED, Choices
+from .names import place
 from .nodes import op_name
-from .placement import Again, Decision, Layout, Split
-from .propagate import Choices, Propagation, place
+from .pins import Pins, check_pins, cut_of, refusal
+from .placement import Again, Decision, Layout, Split, Stuck
+from .propagate import ALIKE, Propagation
 from .roles import roles
 from .rules import RULES, STARTERS
 
@@ -84,50 +87,51 @@ def shard(
     captured: Captured,
     tp: int,
     rules: TensorRules | None = None,
-    pins: Mapping[str, TensorSharding] | None = None,
+    pins: Pins | None = None,
     vocabulary_multiple: int = 1,
+    complete: bool = False,
 ) -> Sharding:
     """Decide for every parameter of a capture.
 
-    ``pins``: what another capture of the same model decided; parameters named there come out the same.
-    ``vocabulary_multiple``: a vocabulary is padded to a multiple of this x tp.
+    ``pins``: what a plan, or another capture of the same model, says of parameters, by name; those come out so.
+    ``complete``: pins are a plan's, which says of every parameter of the capture, and of no other.
+    ``vocabulary_multiple``: a vocabulary is padded to a multiple of this x tp where pins do not say otherwise.
     Raises PlanError when a rule or pin cannot be met, or when not one weight can be divided.
     """
+    pins = pins or {}
+    check_pins(captured, tp, pins, complete)
     names = {name: name for name in captured.shapes} | dict(captured.aliases)
     asked = (rules or TensorRules()).of({name: real for name, real in names.items() if real in captured.shapes})
     whole = {name: TensorSharding(name, tuple(shape)) for name, shape in captured.shapes.items()}
     if tp == 1:
         return Sharding(1, whole, dict.fromkeys(whole, "whole: one tensor-parallel rank"))
-    choices = _choices(captured, tp, asked, pins or {})
-    p = _propagate(captured, tp, choices, vocabulary_multiple)
-    tensors = {name: _tensor(t, p.held.get(name)) for name, t in whole.items()}
-    reasons = {name: p.why.get(name) or _whole_because(p, name) for name in tensors}
-    _check(tensors, reasons, asked, pins or {})
-    if not p.held:
+    pins = {name: pin for name, pin in pins.items() if name in whole}
+    free = p = _propagate(captured, tp, _choices(captured, asked), vocabulary_multiple)
+    found = {name: _tensor(t, p.held.get(name)) for name, t in whole.items()}
+    edited = [name for name, pin in pins.items() if cut_of(pin) != cut_of(found[name])]
+    if edited:
+        choices = _choices(captured, asked)
+        choices.pins = {name: cut_of(pin) for name, pin in pins.items()}
+        try:
+            p = _propagate(captured, tp, choices, vocabulary_multiple)
+        except Stuck as stuck:
+            raise refusal(stuck, pins, found, edited) from stuck
+    tensors = {name: pins.get(name) or _tensor(t, p.held.get(name)) for name, t in whole.items()}
+    reasons = {name: _reason(p, free, name, name in edited) for name in tensors}
+    _check(reasons, asked, pins)
+    if not p.held and not pins:
         why = next((f"{name} is {text}" for name, text in reasons.items()), "the graph reads no parameter")
         reason = f"not one weight can be divided over {tp} ranks: {why}"
         raise PlanError("tensor parallel size", tp, reason, "Use 1, or a size that divides heads and features")
     return Sharding(tp, tensors, reasons, p.decisions, p.layouts)
 
 
-def _choices(
-    captured: Captured, tp: int, asked: Mapping[str, tuple[str, str]], pins: Mapping[str, TensorSharding]
-) -> Choices:
+def _choices(captured: Captured, asked: Mapping[str, tuple[str, str]]) -> Choices:
     choices = Choices(roles(captured))
     for name, (choice, pattern) in asked.items():
         if choice == "replicate":
             choices.banned[name] = f"the rule {pattern}=replicate asks for it"
     choices.row = tuple(name for name, (choice, _) in asked.items() if choice == "row")
-    for name, pin in pins.items():
-        if name not in captured.shapes:
-            continue
-        if pin.dim is None:
-            choices.banned[name] = "another capture of the model decided so"
-        elif pin.padded is None:
-            extent = pin.shape[pin.dim]
-            blocks = (extent // pin.blocks,) * pin.blocks if isinstance(pin.blocks, int) else pin.blocks
-            if len(blocks) > 1:
-                choices.blocks[choices.role(name), extent] = blocks
     return choices
 
 
@@ -149,6 +153,18 @@ def _tensor(whole: TensorSharding, split: Split | None) -> TensorSharding:
     return TensorSharding(whole.name, whole.shape, split.dim, blocks, split.padded or None)
 
 
+def _reason(p: Propagation, free: Propagation, name: str, edited: bool) -> str:
+    """Why a parameter is divided, or whole. ``free``: the walk that knows of no plan."""
+    if name not in p.held:
+        return f"whole: {AS_PLANNED}" if edited else _whole_because(free if name in p.choices.pins else p, name)
+    why = p.why.get(name) or free.why.get(name, ALIKE)
+    if not edited:
+        return why
+    how, _, remark = why.partition("; ")
+    kind = how.partition(":")[0] if ":" in how else "divided"
+    return f"{kind}: {AS_PLANNED}" + (f"; {remark}" if remark else "")
+
+
 def _whole_because(p: Propagation, name: str) -> str:
     """Why every rank holds all of a parameter."""
     banned = p.choices.ban(name)
@@ -163,27 +179,11 @@ def _whole_because(p: Propagation, name: str) -> str:
     return f"whole: {op_name(users[0])} in {place(users[0])} works on whole values"
 
 
-def _check(
-    tensors: Mapping[str, TensorSharding],
-    reasons: Mapping[str, str],
-    asked: Mapping[str, tuple[str, str]],
-    pins: Mapping[str, TensorSharding],
-) -> None:
-    for name, pin in pins.items():
-        if name in tensors and tensors[name] != pin:
-            reason = f"this capture makes it {_text(tensors[name])} ({reasons[name]}), the first one {_text(pin)}"
-            remedy = "Capture both from the same model, or set tensor-parallel rules that hold in both"
-            raise PlanError("sharding of", name, reason, remedy)
+def _check(reasons: Mapping[str, str], asked: Mapping[str, tuple[str, str]], pins: Pins) -> None:
+    met = {"column": ("column", "vocabulary"), "row": ("row",), "vocabulary": ("vocabulary", "column")}
     for name, (choice, pattern) in asked.items():
-        kind = reasons[name].partition(" ")[0]
-        met = {"column": ("column", "vocabulary"), "row": ("row",), "vocabulary": ("vocabulary", "column")}
-        if choice != "replicate" and kind not in met[choice]:
-            reason = f"{name} cannot be divided so: it is {reasons[name]}"
+        kind = reasons[name].partition(" ")[0].rstrip(":")
+        if kind not in met.get(choice, ("whole",)):
+            cannot = f"the plan says otherwise: {name}" if name in pins else f"{name} cannot be divided so: it"
+            reason = f"{cannot} is {reasons[name]}"
             raise PlanError("tensor-parallel rule", f"{pattern}={choice}", reason, "Leave the rule out, or change it")
-
-
-def _text(tensor: TensorSharding) -> str:
-    if tensor.dim is None:
-        return "whole"
-    padded = f", padded to {tensor.padded}" if tensor.padded else ""
-    return f"divided along dimension {tensor.dim} in {tensor.blocks} block(s){padded}"

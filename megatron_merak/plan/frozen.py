@@ -5,6 +5,7 @@ value, exact through JSON, small enough to be written by hand, and free of torch
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -61,6 +62,10 @@ class Plan:
         if len(self.predicted_bytes) not in (0, len(self.stages)):
             reason = f"there is one for each of the {len(self.stages)} stages, or none"
             raise PlanError("predicted bytes", self.predicted_bytes, reason, "Correct the plan")
+        rows = Counter(tensor.name for tensor in self.shardings)
+        twice = [name for name, count in rows.items() if count > 1]
+        if twice:
+            raise PlanError("sharding of", twice[0], "the plan says twice how it is divided", "Keep one of the rows")
         if self.dtype not in DTYPE_BYTES:
             raise PlanError("dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them")
 

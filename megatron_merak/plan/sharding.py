@@ -33,6 +33,15 @@ class TensorSharding:
             reason = f"dimension {self.dim} of {self.shape} does not consist of them"
             raise PlanError(f"blocks of {self.name}", self.blocks, reason, "Let them add up to it")
 
+    def told(self) -> str:
+        """How it is divided, for a reader."""
+        if self.dim is None:
+            return "whole"
+        blocks = f" in {self.blocks} blocks" if isinstance(self.blocks, int) and self.blocks > 1 else ""
+        blocks = f" in blocks of {', '.join(map(str, self.blocks))}" if isinstance(self.blocks, tuple) else blocks
+        padded = f", padded to {self.padded}" if self.padded else ""
+        return f"divided along dimension {self.dim}{blocks}{padded}"
+
     def intervals(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
         """The index ranges [start, stop) along ``dim`` that a rank holds, ascending, in the order it stores them.
 

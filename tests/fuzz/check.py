@@ -1,7 +1,7 @@
 """A random module on simulated ranks, through everything that a captured model goes through, against its eager self."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from megatron_merak.graph.split import Parts, split
 from megatron_merak.runtime.engine import Engine, Pass, State, execute
 from megatron_merak.segment import Common
 from megatron_merak.tensor_parallel import derive_seed
+from tests.fuzz.edits import edited
 from tests.fuzz.grammar import BATCH, LENGTH, Recipe, source
 from tests.fuzz.simulated import Member, simulated
 from tests.graph.lockstep import part
@@ -34,13 +35,14 @@ class Mismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Way:
-    """How a module is run. dtype: of its parameters."""
+    """How a module is run. dtype: of its parameters. edits: the seed of what a plan says of some; 0: nothing."""
 
     tp: int
     stages: int = 1
     recompute: bool = False
     fused: bool = True
     dtype: torch.dtype = torch.float64
+    edits: int = 0
 
 
 @dataclass
@@ -85,6 +87,10 @@ class Subject:
     def made(self, way: Way) -> "Made":
         """What every rank runs of the batch, made from the capture of the other batch."""
         sharding = shard(self.captured, way.tp)
+        if way.edits:
+            pins = edited(sharding.tensors, way.tp, way.edits)
+            sharding = shard(self.captured, way.tp, pins=pins, complete=True)
+            assert sharding.tensors == pins
         captured, chain, first = self.captured, self.chain, sharding
         partial: tuple[str, ...] = ()
         if captured.guards:
@@ -208,12 +214,12 @@ def step_of_process(subject: Subject, way: Way, rank: int) -> tuple[Sharding, Te
 
 
 def check(subject: Subject, way: Way) -> float | None:
-    """The share of the parameters that a rank holds, None where nothing can be divided, after comparing the loss and
-    every gradient with those of the eager module. Raises Mismatch."""
+    """The share of the parameters that a rank holds, None where nothing can be divided, or not as a plan says, after
+    comparing the loss and every gradient with those of the eager module. Raises Mismatch."""
     try:
         sharding, losses, found = step(subject, way)
     except PlanError as error:
-        if "not one weight can be divided" in str(error):
+        if "not one weight can be divided" in str(error) or way.edits and error.what == "sharding of":
             return None
         raise
     if subject.random:
@@ -248,7 +254,7 @@ def compare(
 
 def _compare_with_itself(subject: Subject, way: Way, losses: list[Tensor], found: list[dict[str, Tensor]]) -> None:
     """Where random numbers are drawn: not those of the eager module, but the same in every layout of stages."""
-    other = Way(way.tp, 1 if way.stages > 1 else 2, not way.recompute, way.fused, way.dtype)
+    other = replace(way, stages=1 if way.stages > 1 else 2, recompute=not way.recompute)
     _, again, others = step(subject, other)
     if not all(torch.equal(a, losses[0]) and torch.equal(b, losses[0]) for a, b in zip(losses, again, strict=True)):
         raise Mismatch(f"loss {float(losses[0])!r}, and {float(again[0])!r} in other stages")

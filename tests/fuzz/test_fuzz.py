@@ -1,6 +1,9 @@
 """Random modules on simulated ranks against their eager selves; `make fuzz-graph` runs thousands of them."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from megatron_merak.errors import PlanError
 from tests.fuzz.check import Subject, Way, check, compare, report, step_of_process, ways
@@ -24,6 +27,21 @@ def test_random_modules(first):
             raise AssertionError(report(recipe(seed), way)) from error
     divided = [share for share in shares if share is not None]
     assert len(divided) > 0.7 * len(shares) and sum(divided) / len(divided) < 0.85, "little is put to the test"
+
+
+@pytest.mark.parametrize("first", [1, pytest.param(1001, marks=pytest.mark.slow)])
+def test_random_plans(first):
+    """What a plan says of a few weights is done, or refused; it changes neither loss nor gradients."""
+    shares = []
+    for seed in range(first, first + (10 if first == 1 else 600)):
+        subject = Subject(recipe(seed))
+        for way in ways(seed):
+            way = replace(way, edits=seed, dtype=torch.float64)
+            try:
+                shares.append(check(subject, way))
+            except Exception as error:
+                raise AssertionError(report(recipe(seed), way)) from error
+    assert sum(share is not None for share in shares) > 0.3 * len(shares), "most plans are refused"
 
 
 WRITTEN = """
