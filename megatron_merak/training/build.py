@@ -1,6 +1,6 @@
 """From a configuration and a plan to this rank's stages: parameters in flat storage, filled, bound to its units."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 
 from ..checkpoint.store import Shard
 from ..config import Config
+from ..errors import PlanError
 from ..models.gpt import Prelude, Unit, build_unit
 from ..models.layers import Placement
 from ..models.names import tensor_table
@@ -57,6 +58,26 @@ class Model:
 def tensors(config: Config) -> tuple[TensorSharding, ...]:
     """The plan's table of tensors: how tensor parallelism divides each one of the model."""
     return tensor_table(config.model, config.parallel.tensor_model_parallel_size)
+
+
+def check_native_shardings(plan: Sequence[TensorSharding], table: Sequence[TensorSharding]) -> None:
+    """Whether a plan divides every tensor as the native model does, which computes with ``table`` (see ``tensors``) and
+    nothing else. Raises PlanError, naming the first tensor that differs."""
+    said, known = {tensor.name: tensor for tensor in plan}, {tensor.name: tensor for tensor in table}
+    for name, tensor in known.items():
+        if name not in said:
+            reason = f"the plan does not say how it is divided; the native model has it {tensor.told()}"
+            raise PlanError("sharding of", name, reason, "Restore its row in the plan")
+        if said[name].shape != tensor.shape:
+            reason = f"its shape is {said[name].shape} in the plan, and {tensor.shape} in the model"
+            raise PlanError("sharding of", name, reason, "Train the model that the plan was made for")
+        if said[name].told() != tensor.told():
+            reason = f"the plan has it {said[name].told()}, and the native model {tensor.told()}, never otherwise"
+            raise PlanError("sharding of", name, reason, "Restore it, or train the model by pretrain_hf.py")
+    unknown = next((name for name in said if name not in known), None)
+    if unknown is not None:
+        reason = "the plan says how it is divided, and the native model has no such tensor"
+        raise PlanError("sharding of", unknown, reason, "Train the model that the plan was made for")
 
 
 def key_of(layout: ParameterLayout) -> Key:
