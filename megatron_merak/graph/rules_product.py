@@ -82,8 +82,8 @@ def product(p: Propagation, m: Product) -> Decision | None:
         if a:
             return None
         p.explain(m.b, COLUMN)
-        if name := p.weight(m.b):
-            p.column(name, p.shape(m.b)[m.out], m.node)
+        if (name := p.weight(m.b)) in p.choices.pins:
+            p.column(str(name), p.shape(m.b)[m.out], m.node)
         return _divided(p, m, Split(rank - 1, b.blocks, b.origins, b.padded))
     places = [s.dim + rank - len(p.shape(x)) for x, s in ((m.a, a), (m.b, b)) if s]
     split = a or b
