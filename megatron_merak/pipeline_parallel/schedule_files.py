@@ -88,7 +88,7 @@ def _content(path: Path) -> str:
     except (OSError, ValueError) as error:
         reason = f"it cannot be read as text ({error})"
         raise ScheduleError("schedule", path, reason, "Name a file with a schedule, as text or CSV") from None
-    if not text.strip():
+    if not text.strip(" \t\r\n,"):
         raise ScheduleError("schedule", path, "it is empty", _EITHER)
     return text
 
@@ -115,17 +115,11 @@ def _places_of_cells(cells: Iterable[Cell]) -> Iterator[tuple[str, str]]:
 
 
 def _cells(text: str) -> Iterator[Cell]:
-    """The cells that are not empty. Raises ScheduleError for a row without any that others follow, and for bad CSV."""
-    rows = csv.reader(text.splitlines(), strict=True)
-    empty = 0
+    """The cells that are not empty. Raises ScheduleError for what is no CSV."""
+    rows = csv.reader(text.splitlines())
     try:
         for at, row in enumerate(rows, 1):
-            filled = [(at, column, cell.strip()) for column, cell in enumerate(row, 1) if cell.strip()]
-            if filled and empty:
-                reason = f"row {empty} is empty: rank {empty - 1} has nothing to do"
-                raise ScheduleError("schedule", "(CSV)", reason, "Give every rank a stage, or remove the row")
-            empty = empty or (0 if filled else at)
-            yield from filled
+            yield from ((at, column, cell.strip()) for column, cell in enumerate(row, 1) if cell.strip())
     except csv.Error as error:
         reason = f"row {rows.line_num} is no CSV ({error})"
         raise ScheduleError("schedule", "(CSV)", reason, _EITHER) from None
@@ -153,6 +147,10 @@ def _from_cells(cells: list[Cell], name: str) -> Schedule:
                 steps.setdefault((stage, microbatch), {})[kind] = f"{part} in row {row}, column {column}"
             ops.append(Op(stage, Kind.B if kind == "I" else Kind(kind), microbatch))
         programs.setdefault(row, []).append(ops[0] if len(ops) == 1 else tuple(ops))
+    empty = next((row for row in range(1, max(programs)) if row not in programs), None)
+    if empty is not None:
+        reason = f"row {empty} is empty: rank {empty - 1} has nothing to do"
+        raise ScheduleError("schedule", name, reason, "Give every rank a stage, or remove the row")
     _check_backwards(steps, name)
     stages = max(homes) + 1
     microbatches = 1 + max(op.microbatch for program in programs.values() for entry in program for op in ops_of(entry))

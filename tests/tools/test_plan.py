@@ -17,7 +17,9 @@ FLAGS = """show --world-size 8 --num-layers 6 --hidden-size 64 --num-attention-h
     --pipeline-model-parallel-size 2""".split()
 CAPTURED = "show --world-size 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 8".split()
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
-V = "0F0,0F1,,3F0,3B0,3F1,3B1,,0B0,0B1\n,1F0,2F0,1F1,2F1,2I0,1B0,2W0,2B1,1B1\n"
+V = """0F0,0F1,0F2,0F3,3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3,,,0B0,0B1,0B2,0B3
+,1F0,2F0,1F1,2F1,1F2,2F2,1F3,2F3,2I0,1B0,2W0,2B1,1B1,2B2,1B2,2B3,1B3
+"""
 LLAMA = LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=128, use_cache=False
 )
@@ -96,7 +98,7 @@ def test_a_schedule_written_by_hand_is_planned(run, llama, tmp_path, model):
     flags = [str(llama) if flag == "LLAMA" else flag for flag in (CAPTURED if model else FLAGS) + model] + TP2_PP2
     (tmp_path / "v.csv").write_text(V)
     printed = run(*flags, "--schedule-file", tmp_path / "v.csv", "--save", tmp_path / "plan.json")
-    assert "\nschedule v, predicted on cpu" in printed and "\nrank 1: 1F0 2F0 1F1 2F1 2B0" in printed
+    assert "\nschedule v, predicted on cpu" in printed and "\nrank 1: 1F0 2F0 1F1 2F1 1F2" in printed
     assert Plan.from_json((tmp_path / "plan.json").read_text()).schedule.placement == (0, 1, 1, 0)
     (tmp_path / "v.csv").write_text(V.replace(",1F1", ""))
     with pytest.raises(SystemExit, match=r"plan.py: --schedule-file .*v.csv: rank 1 never runs 1F1\. .*every stage\.$"):
