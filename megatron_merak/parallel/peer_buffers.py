@@ -19,7 +19,7 @@ class PeerBuffers:
 
     Making them is collective and waits for all ranks. nbytes: of ``kernels``, the buffer's bytes, alike on all ranks.
     problem: why this rank cannot take part. ``reason``: why there are none, the same on all ranks; empty where there
-    are. ``tensors``: uint8, in rank order.
+    are. ``tensors``: uint8, in rank order, each mapped for this rank's device, whichever device holds it.
     """
 
     def __init__(
@@ -51,19 +51,23 @@ class PeerBuffers:
         return next((problem for problem in problems if problem), "")
 
     def _connect(self, nbytes: int) -> list[Tensor]:
-        """Allocate, exchange handles, map."""
+        """Allocate, exchange handles, map.
+
+        A handle is opened with this rank's device current: its kernels are what reads and writes there, and opening
+        grants access to the device that is current. A peer's would grant it to the peer, and cost a context there.
+        """
         own = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
         shared = [_encoded(part) for part in own.untyped_storage()._share_cuda_()]
-        everyone = self._gather({"uuid": _uuid(self._device), "handle": shared})
-        local, rank = _local_devices(), dist.get_rank(self._group)
+        everyone = self._gather(shared)
+        rank = dist.get_rank(self._group)
         mapped = []
-        for number, peer in enumerate(everyone):
+        for number, handle in enumerate(everyone):
             if number == rank:
                 mapped.append(own)
             else:
-                handle = [_decoded(part) for part in peer["handle"]]
-                storage = torch.UntypedStorage._new_shared_cuda(local[peer["uuid"]], *handle[1:])
+                parts = [_decoded(part) for part in handle[1:]]
+                storage = torch.UntypedStorage._new_shared_cuda(_index(self._device), *parts)
                 mapped.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:nbytes])
         self._gather(None)  # all have mapped all before the first kernel writes
         return mapped
@@ -93,6 +97,10 @@ def _unreachable(device: torch.device, uuids: list[str]) -> str:
         if local[uuid] != own and not torch.cuda.can_device_access_peer(own, local[uuid]):
             return f"cuda:{own} cannot reach the memory of cuda:{local[uuid]}"
     return ""
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _encoded(part: object) -> object:

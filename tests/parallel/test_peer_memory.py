@@ -67,3 +67,32 @@ def test_all_ranks_decide_alike():
 def test_handles_travel_as_text():
     handle = (0, b"\x00\xff handle", 4096, 128, b"", 0, b"\x01", True)
     assert tuple(peer_buffers._decoded(peer_buffers._encoded(part)) for part in handle) == handle
+
+
+def test_handles_of_peers_are_opened_on_the_own_device(monkeypatch):
+    """Kernels of this rank's device use the memory; opened on the peer's, it would be mapped for the peer's kernels."""
+    opened = []
+
+    def share(storage):
+        return 1, b"handle of rank 1", storage.nbytes(), 0, b"", 0, b"", True
+
+    def open_handle(device, *handle):
+        opened.append((device, handle[0]))
+        return torch.UntypedStorage(handle[1])
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_handle)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(peer_buffers.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(peer_buffers, "_uuid", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(peer_buffers, "_local_devices", lambda: {f"GPU {index}": index for index in range(4)})
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **more: zeros(*shape, **more))
+    buffers = object.__new__(peer_buffers.PeerBuffers)
+    buffers._group, buffers._device = None, torch.device("cuda", 1)
+    # Each rank tells its own device, if it tells one.
+    buffers._gather = lambda value: [
+        value | {"uuid": f"GPU {r}"} if isinstance(value, dict) else value for r in range(3)
+    ]
+    tensors = buffers._connect(64)
+    assert opened == [(1, b"handle of rank 1")] * 2 and [len(tensor) for tensor in tensors] == [64] * 3
