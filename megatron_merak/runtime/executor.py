@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..segment import Crossing
 from .engine import Pass, execute
 from .program import LOSS
 from .stage import Batch, Part, Stage
+from .stopwatch import GpuStopwatch, Stopwatch
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Executor:
         self.finals = {op.stage: op for op in ops if op.kind in (Kind.B, Kind.W)}
         self.ends = {(op.stage, op.microbatch): op for op in ops}
         self.pipes = pipes or Pipes(mesh, schedule)
-        # Set to a list, it takes (op, start, end) of each compute op in seconds, without the time spent waiting for a
-        # transfer.
+        # Set to a list, it takes (op, start, end) of each compute op in seconds at the end of a run, without the time
+        # spent waiting for a transfer.
         self.trace: list[tuple[str, float, float]] | None = None
         self._handlers = {
             Kind.W: self._finish_weights,
@@ -77,22 +79,31 @@ class Executor:
         self.results: list[dict[str, Tensor]] = []
         for stage in self.stages.values():
             stage.start_run(training)
+        self._stopwatch = None if self.trace is None else self._new_stopwatch()
+        self._marks: list[tuple[str, Any, Any]] = []
         for entry in self.program:
             self._run(entry)
             for op in ops_of(entry):
                 if self.ends[op.stage, op.microbatch] == op:
                     self.stages[op.stage].end(op.microbatch)
         self.pipes.finish()
+        if self.trace is not None:
+            read = self._stopwatch.seconds
+            self.trace += [(op, read(began), read(ended)) for op, began, ended in self._marks]
         if not self.losses:
             return None
         return StepLoss(*(torch.stack(values).sum() for values in zip(*self.losses, strict=True)))
 
+    def _new_stopwatch(self) -> Stopwatch | GpuStopwatch:
+        device, now = self.mesh.device, self.mesh.clock.now
+        return GpuStopwatch(now, device) if device.type == "cuda" else Stopwatch(now)
+
     def _run(self, entry: Entry) -> None:
         ops = ops_of(entry)
-        computes = self.trace is not None and ops[0].kind.is_compute
+        computes = self._stopwatch is not None and ops[0].kind.is_compute
         if computes:
             self._await(ops)
-            began = self.mesh.clock.now()
+            began = self._stopwatch.mark()
         if ops[0].kind in self._handlers:
             for op in ops:
                 self._handlers[op.kind](self.stages[op.stage], op)
@@ -101,7 +112,8 @@ class Executor:
             for op in ops:
                 self._hand_over(self.stages[op.stage], op)
         if computes:
-            self.trace += [(str(op), began, self.mesh.clock.now()) for op in ops]
+            ended = self._stopwatch.mark()
+            self._marks += [(str(op), began, ended) for op in ops]
 
     def _await(self, ops: Sequence[Op]) -> None:
         """Wait for what the ops receive, so that a trace shows when they could run."""
