@@ -36,6 +36,7 @@ class BatchLoader:
     of another one continues exactly where that one stood, also with another dp_size, micro-batch or global batch.
     The last, partial global batch is dropped: then iteration stops. With `workers` > 0 that many threads prepare as
     many steps ahead; an error in one of them is raised by the `next` of its step. `close` ends the threads.
+    `pinned`: tensors lie in memory that a GPU copies from without the host waiting.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class BatchLoader:
         num_microbatches: int,
         consumed_samples: int = 0,
         workers: int = 0,
+        pinned: bool = False,
     ):
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and num_microbatches > 0
         assert consumed_samples >= 0 and workers >= 0
@@ -54,7 +56,7 @@ class BatchLoader:
         self.consumed_samples = consumed_samples
         self.global_batch_size = micro_batch_size * dp_size * num_microbatches
         self._shape = (micro_batch_size, dp_rank, dp_size, num_microbatches)
-        self._workers = workers
+        self._workers, self._pinned = workers, pinned
         self._pool = ThreadPoolExecutor(workers, "batch-loader") if workers else None
         self._ahead: deque[Future] = deque()
 
@@ -82,7 +84,12 @@ class BatchLoader:
 
     def _load(self, consumed_samples: int) -> list[dict[str, torch.Tensor]]:
         pieces = microbatch_samples(consumed_samples, *self._shape)
-        return [stack([self.dataset[index] for index in piece]) for piece in pieces]
+        batches = [stack([self.dataset[index] for index in piece]) for piece in pieces]
+        return (
+            [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
+            if self._pinned
+            else batches
+        )
 
     def close(self) -> None:
         if self._pool is not None:

@@ -129,7 +129,8 @@ class Job:
     def _loader(self, dataset, consumed_samples: int) -> BatchLoader:
         plan = self.plan
         shape = (plan.micro_batch_size, self.mesh.dp_rank, plan.grid.dp, plan.num_microbatches)
-        return BatchLoader(dataset, *shape, consumed_samples, self.config.data.num_workers)
+        pinned = self.mesh.device.type == "cuda"
+        return BatchLoader(dataset, *shape, consumed_samples, self.config.data.num_workers, pinned)
 
     def _train(self) -> None:
         train, checkpoint, trainer = self.config.train, self.config.checkpoint, self.trainer

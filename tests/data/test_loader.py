@@ -92,3 +92,27 @@ def test_close_ends_the_threads():
     assert threading.active_count() > before
     loader.close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_tensor_is_pinned_for_a_gpu(monkeypatch, workers):
+    """By the thread that prepares a step, not by the one that trains."""
+    pinned, threads = [], set()
+
+    def pin(tensor):
+        threads.add(threading.current_thread() is threading.main_thread())
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    loader = BatchLoader(Numbers(20), 2, 0, 1, 2, workers=workers, pinned=True)
+    step = next(loader)
+    loader.close()
+    held = {id(tensor) for tensor in pinned}
+    assert step and all(id(value) in held for batch in step for value in batch.values())
+    assert ids(step) == [[0, 1], [2, 3]] and threads == {workers == 0}
+    plain = BatchLoader(Numbers(20), 2, 0, 1, 2, workers=workers)
+    count = len(pinned)
+    next(plain)
+    plain.close()
+    assert len(pinned) == count
