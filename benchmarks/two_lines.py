@@ -1,12 +1,14 @@
 """The same training script through HuggingFace's Trainer and, two lines changed, through MerakTrainer: as shipped.
 
-    python benchmarks/two_lines.py                     # every row, 5 repeats in turns; 40 minutes on two idle cores
-    python benchmarks/two_lines.py --only 'fp32 one' --repeats 3 --json result.json
-    python benchmarks/two_lines.py --quick             # a tiny model, once: does it all still run?
+    python benchmarks/two_lines.py --json result.json   # every row, 5 repeats in turns; 25 minutes on two idle cores
+    python benchmarks/two_lines.py --only 'fp32 one' --repeats 3
+    python benchmarks/two_lines.py --quick              # a tiny model, once: does it all still run?
+    python benchmarks/two_lines.py --from result.json --into README.md docs/benchmarks.md   # no run: its table
 
 The script is benchmarks/two_lines_script.py. Nothing is tuned on either side: no thread count, no allocator, no
 precision. HuggingFace's Trainer has no pipeline and no tensor parallelism for this model; those rows stand beside
-torch's own, out of the box (benchmarks/step.py). It is an error if losses disagree.
+torch's own, out of the box (benchmarks/step.py), and Megatron-core's tensor parallelism where that package is
+installed. It is an error if losses disagree. Rows are printed, and the JSON is written, as soon as they are measured.
 """
 
 import argparse
@@ -15,12 +17,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 from cases import DATA, LAYOUTS, ONE, PEER_OF, PIPELINE, PRECISIONS, TENSOR, Case, ModelShape
 from launcher import Settings, free_port, run_case
+from two_lines_page import HEADER, OURS, PageError, Row, beside, disagreement, page, save, versions, write
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "two_lines_script.py"
@@ -32,25 +35,10 @@ CHANGES = {
         'arguments = TrainingArguments(**settings, **options["degrees"])  # 2'
     ),
 }
-OURS, PEERS = "MerakTrainer", {ONE: "HF Trainer", DATA: "HF Trainer (DDP)", PIPELINE: "torch 1F1B", TENSOR: "torch TP"}
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+PEERS = {ONE: "HF Trainer", DATA: "HF Trainer (DDP)", PIPELINE: "torch 1F1B", TENSOR: "torch TP"}
+MEGATRON = "Megatron-core TP"
 QUICK = {"vocabulary": 512, "hidden": 64, "layers": 2, "mlp": 128, "sequence": 32}
 MEASURED = "measured "
-
-
-@dataclass
-class Row:
-    """One contestant in one layout: tokens per second and the losses of each repeat."""
-
-    precision: str
-    layout: str
-    contestant: str
-    rates: list[float] = field(default_factory=list)
-    losses: list[list[float]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return f"{self.precision} {self.layout} {self.contestant}"
 
 
 def changed(text: str) -> str:
@@ -87,80 +75,82 @@ def run_script(row: Row, options: dict, warmup: int, timeout: float) -> None:
 
 
 def run_peer(row: Row, options: dict, warmup: int, timeout: float) -> None:
-    """Run torch's own pipeline or tensor parallelism out of the box; its losses are checked by step.py."""
+    """Run torch's own pipeline or tensor parallelism, or Megatron's, out of the box."""
     shape = ModelShape(
         layers=options["layers"], hidden=options["hidden"], mlp=options["mlp"], vocabulary=options["vocabulary"],
         sequence=options["sequence"], micro_batches=options["micro_batches"],
     )  # fmt: skip
     split = shape.layers // 2 if row.layout == PIPELINE else None
-    case = Case(PEER_OF[row.layout], row.layout, row.precision, False, split)
+    peer = "megatron-core" if row.contestant == MEGATRON else PEER_OF[row.layout]
+    case = Case(peer, row.layout, row.precision, False, split)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     steps = options["steps"] - warmup - 1
     results = run_case(case, shape, Settings(warmup + 1, steps, 1234, timeout, cores, False))
     slowest = [max(walls) for walls in zip(*(rank["wall_s"] for rank in results), strict=True)]
     row.rates.append(shape.tokens / median(slowest))
+    row.losses.append(results[-1]["losses"])
 
 
-def disagreement(rows: list[Row]) -> str:
-    """The first loss that differs from the other contestants' of the same precision; "" where all agree."""
-    first: dict[str, list[float]] = {}
-    for row in rows:
-        for losses in row.losses:
-            expected = first.setdefault(row.precision, losses)
-            for step, (ours, theirs) in enumerate(zip(losses, expected, strict=True)):
-                if not abs(ours - theirs) <= TOLERANCE[row.precision] * abs(theirs):
-                    return f"{row.name}: loss {ours} at step {step}, {theirs} in another"
-    return ""
-
-
-def table(rows: list[Row]) -> str:
-    """A row per layout and precision: tokens per second of the peer and of ours, median (range), and their ratio."""
-    lines = ["| | peer | tokens/s | MerakTrainer, tokens/s | |", "|---|---|--:|--:|--:|"]
-    for ours in (row for row in rows if row.contestant == OURS and row.rates):
-        for peer in rows:
-            if (peer.precision, peer.layout) == (ours.precision, ours.layout) and peer is not ours:
-                place = "one process" if ours.layout == ONE else ours.layout.upper().replace("2", "=2")
-                ratio = median(ours.rates) / median(peer.rates)
-                figures = f"{_spread(peer.rates)} | {_spread(ours.rates)} | {ratio:.2f}x"
-                lines.append(f"| {ours.precision}, {place} | {peer.contestant} | {figures} |")
-    return "\n".join(lines)
-
-
-def _spread(rates: list[float]) -> str:
-    return f"{median(rates):.0f} ({min(rates):.0f}-{max(rates):.0f})"
+def contestants(precision: str, layout: str) -> list[Row]:
+    """The rows of one layout, peers first."""
+    peers = [PEERS[layout]]
+    if layout == TENSOR and "megatron-core" in versions():
+        peers.append(MEGATRON)
+    rows = [Row(precision, layout, peer, script=layout in (ONE, DATA)) for peer in peers]
+    return [*rows, Row(precision, layout, OURS)]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="rows with TEXT in 'fp32 pp2'-like names")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each contestant, in turns (5)")
-    parser.add_argument("--steps", type=int, default=6, help="steps of a run (6)")
-    parser.add_argument("--warmup", type=int, default=1, help="intervals between steps that are not counted (1)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a run; the first is not counted (4)")
+    parser.add_argument("--warmup", type=int, default=0, help="more steps that are not counted (0)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one run may take (900)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements here")
+    parser.add_argument("--from", dest="saved", type=Path, metavar="FILE", help="run nothing: the table of this JSON")
+    parser.add_argument("--into", type=Path, nargs="+", default=[], metavar="PAGE", help="write that table into these")
     parser.add_argument("--quick", action="store_true", help="a tiny model, once: a smoke test, not a measurement")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     given = parse(argv)
+    return show(given.saved, given.into) if given.saved else run(given)
+
+
+def show(saved: Path, into: list[Path]) -> int:
+    """Print the table of a saved run, or write it into pages."""
+    text = page(saved)
+    try:
+        for one in into:
+            write(one, text)
+    except PageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not into:
+        print(text)
+    return 0
+
+
+def run(given: argparse.Namespace) -> int:
+    """Measure; 1 where losses disagree."""
     options = {"vocabulary": 32000, "hidden": 512, "layers": 8, "mlp": 1376, "sequence": 256, "micro_batches": 8}
     options |= {"steps": given.steps} | (QUICK if given.quick else {})
-    rows = []
-    for precision in PRECISIONS:
-        for layout in (ONE, PIPELINE, TENSOR, DATA):
-            pair = [Row(precision, layout, PEERS[layout]), Row(precision, layout, OURS)]
-            if given.only not in f"{precision} {layout}":
-                continue
-            rows += pair
-            for repeat in range(1 if given.quick else given.repeats):
-                for row in pair:
-                    by_torch = row.contestant != OURS and layout in (PIPELINE, TENSOR)
-                    (run_peer if by_torch else run_script)(row, options, given.warmup, given.timeout)
-                    print(f"[{repeat + 1}] {row.name}: {row.rates[-1]:.0f} tokens/s", file=sys.stderr, flush=True)
-    print(table(rows))
-    if given.json:
-        given.json.write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    rows: list[Row] = []
+    print(HEADER, flush=True)
+    for precision, layout in product(PRECISIONS, (ONE, PIPELINE, TENSOR, DATA)):
+        if given.only not in f"{precision} {layout}":
+            continue
+        group = contestants(precision, layout)
+        for repeat in range(1 if given.quick else given.repeats):
+            for row in group:
+                (run_script if row.script else run_peer)(row, options, given.warmup, given.timeout)
+                print(f"[{repeat + 1}] {row.name}: {row.rates[-1]:.0f} tokens/s", file=sys.stderr, flush=True)
+        rows += group
+        print("\n".join(beside(group[-1], group)), flush=True)
+        if given.json:
+            save(given.json, rows, options)
     if wrong := disagreement(rows):
         print(f"Losses differ. {wrong}")
         return 1

@@ -20,6 +20,7 @@ PEERS = {
     "huggingface-ddp": "peer_ddp",
     "torch-pipelining": "peer_pipelining",
     "torch-tensor-parallel": "peer_tensor",
+    "megatron-core": "peer_megatron",
 }
 
 
