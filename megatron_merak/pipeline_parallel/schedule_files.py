@@ -84,13 +84,10 @@ def _content(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = f"it cannot be read as text ({error})"
         raise ScheduleError("schedule", path, reason, "Name a file with a schedule, as text or CSV") from None
-    if not text.strip(" \t\r\n,"):
-        raise ScheduleError("schedule", path, "it is empty", _EITHER)
-    return text
 
 
 def _where(reason: str, places: Mapping[str, str]) -> str:
@@ -132,6 +129,8 @@ def _parts(text: str) -> list[str]:
 
 
 def _from_cells(cells: list[Cell], name: str) -> Schedule:
+    if not cells:
+        raise ScheduleError("schedule", name, "it is empty", _EITHER)
     steps: dict[tuple[int, int], dict[str, str]] = {}  # (stage, micro-batch) -> backward step -> its place
     homes: dict[int, tuple[int, str]] = {}  # stage -> its row, and the first cell that tells
     programs: dict[int, list[Entry]] = {}

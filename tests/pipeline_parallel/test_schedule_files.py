@@ -100,10 +100,25 @@ def test_any_order_that_can_run_is_read_and_stays_one_in_other_lengths(tmp_path,
             assert executable(changed, "", "") == changed and changed.placement == schedule.placement
 
 
+TOKENS = [
+    '"',
+    ",",
+    "\n",
+    " ",
+    "0F0",
+    "0B0",
+    "0I0",
+    "1W0",
+    "(",
+    ";",
+    ")OVERLAP_F_B",
+    "rank 0:",
+    "x stages=1 microbatches=1",
+]
 WRONG = {
     "empty": ("", "it is empty"),
     "blanks": (" \n\n", "it is empty"),
-    "empty cells": (",,\n,,", "it is empty"),
+    "empty cells": (',,\n,"",', "it is empty"),
     "binary": (b"\x80\x02\xff\x00", "it cannot be read as text"),
     "another file": ("import os\nprint(1)\n", "'import os' in row 1, column 1 is no step of a schedule"),
     "JSON": ('{"stages": 2}', "in row 1, column 1 is no step of a schedule"),
@@ -178,10 +193,14 @@ def test_transfers_at_other_places_are_refused(tmp_path):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    source=st.sampled_from([TEXT, CSV, "0F0,(0F1;0B0)OVERLAP_F_B,0I1,0W1"]),
+    source=st.sampled_from(["", TEXT, CSV, "0F0,(0F1;0B0)OVERLAP_F_B,0I1,0W1"]),
     at=st.integers(0, 90),
     length=st.integers(0, 6),
-    new=st.one_of(st.text('0123FBIW;()|,\n :="_RA', max_size=6), st.text(max_size=3)),
+    new=st.one_of(
+        st.text('0123FBIW;()|,\n :="_RA', max_size=6),
+        st.text(max_size=3),
+        st.lists(st.sampled_from(TOKENS)).map("".join),
+    ),
 )
 def test_a_damaged_file_is_a_schedule_or_a_typed_error(tmp_path_factory, source, at, length, new):
     path = tmp_path_factory.getbasetemp() / "damaged"
