@@ -57,6 +57,8 @@ class UnknownSize(Exception):
 class _FakeGpu(FakeTensorMode):
     """Where C++ asks one of the tensors for its device, to make another beside it, it means the GPU."""
 
+    avoid_device_init = True  # whatever a driver tells: no real tensor is made on the GPU
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "meta":
@@ -205,6 +207,10 @@ _TOLIST = torch.Tensor.tolist
 _DATA_PTR = torch.UntypedStorage.data_ptr
 
 
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
 def _data_ptr(storage: torch.UntypedStorage) -> int:
     """An address tells storages apart, also those that have no memory."""
     return storage._cdata if storage.device.type == "meta" else _DATA_PTR(storage)
@@ -218,6 +224,7 @@ def _patches():
     yield mock.patch.dict(ops.PROBLEMS, {"_ops_cuda": ""})
     yield mock.patch.object(build, "workers_for", lambda device: 1)  # fake tensors are for one thread
     yield mock.patch.object(FakeTensor, "tolist", _tolist)
+    yield mock.patch.object(FakeTensor, "data_ptr", _address)
     yield mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
     yield mock.patch.object(torch.UntypedStorage, "data_ptr", _data_ptr)
     yield mock.patch.object(torch.cuda, "_lazy_init", lambda: None)
