@@ -11,14 +11,16 @@ import sys
 from megatron_merak.arguments import parse
 from megatron_merak.errors import MerakError
 from megatron_merak.parallel.launch import abandon, launch, leave, position
+from megatron_merak.training.plan_file import check_plan_ranks, decided
 from megatron_merak.training.pretrain import pretrain
 
 
 def main() -> None:
-    config = parse(description=__doc__)
+    config = parse(description=__doc__, defaults=decided)
     rank: int | str = "?"
     try:
         rank, size = position()
+        check_plan_ranks(config, size)
         config.validate(size)
         parallel, train = config.parallel, config.train
         world = launch(

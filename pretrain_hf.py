@@ -12,14 +12,16 @@ from megatron_merak.arguments import parse
 from megatron_merak.config import HFConfig
 from megatron_merak.errors import MerakError
 from megatron_merak.parallel.launch import abandon, launch, leave, position
+from megatron_merak.training.plan_file import check_plan_ranks, decided
 from megatron_merak.training.pretrain_hf import pretrain_hf
 
 
 def main() -> None:
-    config = parse(description=__doc__, config=HFConfig)
+    config = parse(description=__doc__, config=HFConfig, defaults=decided)
     rank: int | str = "?"
     try:
         rank, size = position()
+        check_plan_ranks(config, size)
         config.validate(size)
         parallel, train = config.parallel, config.train
         world = launch(

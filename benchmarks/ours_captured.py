@@ -8,28 +8,15 @@ from transformers import LlamaForCausalLM
 from weights import initial_weight
 
 from megatron_merak import init_empty_weights
-from megatron_merak.config import OptimizerConfig, ParallelConfig
+from megatron_merak.config import OptimizerConfig
 from megatron_merak.parallel.launch import launch
 from megatron_merak.parallel.memory import keep_freed_memory
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.precision import choose_fp32_matmul
 from megatron_merak.plan import Grid
-from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
-
-
-def settings(shape: ModelShape, tp: int, pp: int, dp: int, bf16: bool, seed: int) -> CapturedSettings:
-    return CapturedSettings(
-        parallel=ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp),
-        optimizer=OptimizerConfig(
-            clip_grad=RECIPE.clip,
-            adam_beta1=RECIPE.beta1,
-            adam_beta2=RECIPE.beta2,
-            adam_eps=RECIPE.epsilon,
-        ),
-        micro_batches=shape.micro_batches // dp,
-        seed=seed,
-        dtype="bfloat16" if bf16 else "float32",
-    )
+from megatron_merak.training.blueprint import draw
+from megatron_merak.training.captured import CapturedTrainer
+from megatron_merak.training.traced import Traced
 
 
 @torch.no_grad()
@@ -57,7 +44,12 @@ def step_runner(shape: ModelShape, tp: int, pp: int, dp: int, bf16: bool, seed: 
         return {"input_ids": inputs, "labels": targets, "shift_labels": targets, "num_items_in_batch": count}
 
     example = torch.zeros(shape.micro_batch, shape.sequence + 1, dtype=torch.int64)
-    trainer = CapturedTrainer(model, batch(example), settings(shape, tp, pp, dp, bf16, seed), mesh)
+    traced = Traced(model, batch(example), "bfloat16" if bf16 else "float32", mesh=mesh)
+    optimizer = OptimizerConfig(
+        clip_grad=RECIPE.clip, adam_beta1=RECIPE.beta1, adam_beta2=RECIPE.beta2, adam_eps=RECIPE.epsilon
+    )
+    blueprint = draw(traced, mesh.grid, microbatches=shape.micro_batches // dp)
+    trainer = CapturedTrainer(blueprint, mesh, optimizer=optimizer, seed=seed)
     fill(trainer, seed)
 
     def step(tokens: torch.Tensor) -> float:

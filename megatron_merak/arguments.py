@@ -10,12 +10,12 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from .config import Config, HFConfig, RunConfig, flag_name, nearest, value_type
-from .errors import ConfigError
+from .errors import ConfigError, MerakError
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -225,11 +225,15 @@ def unknown_flags(tokens: Sequence[str], known: Sequence[str], config: type[RunC
 
 
 def read(
-    parser: argparse.ArgumentParser, argv: Sequence[str], config: type[Run] = Config
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    config: type[Run] = Config,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Run, argparse.Namespace]:
     """The configuration in ``argv``, and the values of the flags that a tool added to ``parser``.
 
-    ``config`` is the class that ``parser`` was built for. Raises ConfigError; its notes tell of further unknown flags.
+    ``config`` is the class that ``parser`` was built for. ``defaults``: by field, instead of the field's own. Raises
+    ConfigError; its notes tell of further unknown flags.
     """
     switches = [flag.name for flag in flags(config) if flag.kind is bool]
     try:
@@ -249,16 +253,27 @@ def read(
         if hasattr(namespace, flag.field):
             values[flag.section][flag.field] = convert(flag, getattr(namespace, flag.field))
             delattr(namespace, flag.field)
+        elif flag.field in defaults:
+            values[flag.section][flag.field] = defaults[flag.field]
     missing = [flag.name for flag in flags(config) if flag.required and flag.field not in values[flag.section]]
     if missing:
         raise ConfigError(", ".join(missing), "(missing)", "needs a value", "Give it on the command line")
     return config.from_dict(values), namespace
 
 
-def parse(argv: Sequence[str] | None = None, description: str | None = None, config: type[Run] = Config) -> Run:
-    """The configuration on the command line; a mistake in it is told on stderr and exits with status 2."""
+def parse(
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    config: type[Run] = Config,
+    defaults: Callable[[type[RunConfig], Sequence[str]], Mapping[str, Any]] = lambda config, argv: {},
+) -> Run:
+    """The configuration on the command line; a mistake in it is told on stderr and exits with status 2.
+
+    ``defaults``: the values of fields that ``argv`` leaves out, instead of their own; may raise a MerakError.
+    """
     parser = build_parser(description, config)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        return read(parser, sys.argv[1:] if argv is None else argv, config)[0]
-    except ConfigError as error:
+        return read(parser, argv, config, defaults(config, argv))[0]
+    except MerakError as error:
         parser.exit(2, "\n".join([str(error), *getattr(error, "__notes__", ())]) + "\n")

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_merak.cluster import CLUSTERS, DEVICES, GIB, LINKS, Cluster, Device, find_cluster
 from megatron_merak.errors import ConfigError, PlanError
-from megatron_merak.training.planned import stored
+from megatron_merak.training.plan_file import stored
 
 
 def test_profiles_are_found_by_name_and_by_device():

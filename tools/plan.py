@@ -37,7 +37,8 @@ from megatron_merak.planner.memory import overflowing_ranks
 from megatron_merak.planner.picture import view
 from megatron_merak.planner.tables import difference, memory_table, tensor_table
 from megatron_merak.training.outputs import check_file
-from megatron_merak.training.planned import configured, kind_of, planned, stored
+from megatron_merak.training.plan_file import stored
+from megatron_merak.training.planned import configured, kind_of, planned
 from megatron_merak.training.planned import parser as planned_parser
 
 USAGE = """python tools/plan.py show --world-size N [--device NAME] [--save FILE.json] TRAINING FLAGS

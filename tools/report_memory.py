@@ -32,7 +32,8 @@ from megatron_merak.planner.memory import StageMemory, overflowing_ranks, rank_m
 from megatron_merak.planner.memory_picture import draw_memory
 from megatron_merak.planner.tables import align, memory_table
 from megatron_merak.training.outputs import check_file
-from megatron_merak.training.planned import configured, kind_of, parser, planned, stored
+from megatron_merak.training.plan_file import stored
+from megatron_merak.training.planned import configured, kind_of, parser, planned
 
 USAGE = """python tools/report_memory.py --world-size N [--device NAME] [--picture FILE.png] TRAINING FLAGS
        python tools/report_memory.py --plan PLAN.json [--picture FILE.png]
@@ -78,7 +79,6 @@ def classic() -> str:
 
 def show(arguments: Sequence[str]) -> None:
     flags, own = parser(__doc__, USAGE, kind_of(arguments))
-    own.add_argument("--plan", metavar="FILE", default=None, help="a stored plan, instead of training flags [unset]")
     own.add_argument("--picture", metavar="FILE", default=None, help="draw a bar per rank into this PNG file [unset]")
     own.add_argument("--classic", action="store_true", help="print well-known figures and end")
     alone = argparse.ArgumentParser(add_help=False)

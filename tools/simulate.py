@@ -55,7 +55,7 @@ from megatron_merak.pipeline_parallel.search.search import search
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
 from megatron_merak.planner.picture import view
 from megatron_merak.training.outputs import check_file
-from megatron_merak.training.planned import stored
+from megatron_merak.training.plan_file import stored
 
 OUTPUTS = {"--png": ".png", "--html": ".html", "--perfetto": ".json"}
 WIDTH = 160  # columns of text

@@ -118,6 +118,9 @@ class ParallelConfig(Section):
     """Ranks that share every layer."""
     pipeline_model_parallel_size: int = setting(1, least=1)
     """Pipeline stages; the layers are cut between them by cost."""
+    plan: str | None = setting(None, ours=True)
+    """Run this plan, a JSON file that tools/plan.py wrote and that may be edited; flags that it decides can be left
+    out (unset: a plan is made from the flags)."""
     pipeline_schedule: str | None = setting(None, choices=SCHEDULES, ours=True)
     """Order of forwards, backwards, recomputations and weight gradients over the pipeline; auto searches for one
     (unset: 1f1b, or what --schedule-file holds)."""

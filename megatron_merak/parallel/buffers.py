@@ -62,11 +62,6 @@ class DecayRange(NamedTuple):
     decay: bool
 
 
-def default_bucket_elements(data_parallel_size: int) -> int:
-    """Megatron's bucket size in elements: it grows with the ranks, so that the latency of a ring stays hidden."""
-    return max(40_000_000, 1_000_000 * data_parallel_size)
-
-
 class ParameterBuffer:
     """Flat storage for all parameters of one rank.
 

@@ -68,6 +68,13 @@ def new_groups(
     return mine
 
 
+def control_group(world_size: int, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """All ranks of the job, over a backend that moves CPU tensors; None for one rank. Collective."""
+    if world_size == 1:
+        return None
+    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+
+
 def build_mesh(
     grid: Grid,
     rank: int,
@@ -75,12 +82,13 @@ def build_mesh(
     timeout: timedelta | None = None,
     clock: Clock | None = None,
     collectives: str | None = None,
+    control: dist.ProcessGroup | None = None,
 ) -> Mesh:
     """All groups of ``grid``; the default process group must exist unless the grid is a single rank.
 
     Where that is an emulated one, agreement still goes by gloo and takes no modelled time. ``clock``: the world's.
     ``collectives``: backend of tp and dp, where ranks of one host may share memory, and of pp where it has a way for
-    messages too; None is the default group's.
+    messages too; None is the default group's. ``control``: made unless it is given.
     """
     clock = clock or WallClock()
     if grid.size == 1:
@@ -90,6 +98,5 @@ def build_mesh(
     tp, dp, pp, model = (
         new_groups(rank, grid.groups(axis), timeout, backend) for axis, backend in zip(AXES, backends, strict=True)
     )
-    on_cpu = dist.get_backend() == "gloo"
-    control = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
+    control = control or control_group(grid.size, timeout)
     return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_merak.cluster import CLUSTERS, Cluster
+from megatron_merak.config.sections import OVERLAPS
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
@@ -29,8 +30,9 @@ class Plan:
     idle fraction of its forwards and backwards, ``predicted_bytes`` each stage's peak on one rank. ``reasons``: why
     tensors are divided as they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives
     are under way (see ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided
-    along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward. Printing a plan gives its
-    table.
+    along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward, ``bucket_size`` elements at
+    a time. ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``graph_sharding``: how the graph of a
+    captured model is cut into units, empty for the native model. Printing a plan gives its table.
     """
 
     grid: Grid
@@ -49,6 +51,9 @@ class Plan:
     overlap: str = "weight-gradient"
     sequence_parallel: bool = False
     overlap_grad_reduce: bool = True
+    bucket_size: int = 40_000_000
+    loss_chunk: int = 0
+    graph_sharding: str = ""
 
     def __post_init__(self):
         cuts = [0] + [stage.last for stage in self.stages]
@@ -66,6 +71,12 @@ class Plan:
         twice = [name for name, count in rows.items() if count > 1]
         if twice:
             raise PlanError("sharding of", twice[0], "the plan says twice how it is divided", "Keep one of the rows")
+        modes = [mode for mode in OVERLAPS if mode != "auto"]
+        if self.overlap not in modes:
+            raise PlanError("overlap", self.overlap, "there is no such one", f"Use one of {', '.join(modes)}")
+        for name, least in (("bucket_size", 1), ("loss_chunk", 0), ("micro_batch_size", 1), ("sequence_length", 0)):
+            if getattr(self, name) < least:
+                raise PlanError(name, getattr(self, name), f"it is below {least}", f"Use {least} or more")
         if self.dtype not in DTYPE_BYTES:
             raise PlanError("dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them")
 

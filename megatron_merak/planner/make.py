@@ -20,7 +20,6 @@ from megatron_merak.planner.tables import by_family
 from megatron_merak.planner.written import FLAG, is_paired, written
 
 GIB = 2**30
-OVERLAPS = ("weight-gradient", "none", "sub-pipeline", "pair")
 # The schedule of a plan that asks for none, and what auto starts from: the schedule whose stages it is given.
 _FIRST_GUESS = "1f1b"
 
@@ -30,26 +29,18 @@ def plan(
     world_size: int,
     cluster: Cluster = CLUSTERS["cpu"],
     shardings: tuple[TensorSharding, ...] = (),
-    schedule: Schedule | None = None,
 ) -> Plan:
     """The plan of a native model with the degrees and schedule of ``config``, its layers cut into stages by cost.
 
-    ``cluster``: where it runs, see ``cluster.find_cluster``. ``schedule``: as of ``choices``. Raises ConfigError for
-    degrees and sizes that do not fit ``world_size``, PlanError for more stages than units or too little memory,
-    ScheduleError for a schedule that is not defined for these numbers.
+    ``cluster``: where it runs, see ``cluster.find_cluster``. Raises ConfigError for degrees and sizes that do not fit
+    ``world_size``, PlanError for more stages than units or too little memory, ScheduleError for a schedule that is not
+    defined for these numbers.
     """
     config.validate(world_size, training=False)
     model, parallel, train, grid = config.model, config.parallel, config.train, grid_of(config, world_size)
     microbatches = config.num_microbatches(world_size)
     return plan_chain(
-        gpt_units(
-            model,
-            train.micro_batch_size,
-            DTYPE_BYTES[train.dtype],
-            grid.tp,
-            cluster.device.fused_attention,
-            parallel.sequence_parallel,
-        ),
+        native_units(config, grid.tp, cluster),
         grid,
         microbatches=microbatches,
         micro_batch_size=train.micro_batch_size,
@@ -57,7 +48,8 @@ def plan(
         dtype=train.dtype,
         cluster=cluster,
         shardings=shardings,
-        **choices(parallel, microbatches, schedule),
+        loss_chunk=model.cross_entropy_chunk_size,
+        **choices(parallel, microbatches),
     )
 
 
@@ -71,14 +63,27 @@ def grid_of(config: RunConfig, world_size: int) -> Grid:
     )
 
 
-def choices(parallel: ParallelConfig, microbatches: int, schedule: Schedule | None = None) -> dict[str, Any]:
+def native_units(config: Config, tp: int, cluster: Cluster) -> tuple[Unit, ...]:
+    """The chain of a native model on one of ``tp`` ranks, as ``cluster`` computes it."""
+    train = config.train
+    bytes_per_value, fused = DTYPE_BYTES[train.dtype], cluster.device.fused_attention
+    return gpt_units(
+        config.model, train.micro_batch_size, bytes_per_value, tp, fused, config.parallel.sequence_parallel
+    )
+
+
+def default_bucket_size(data_parallel_size: int) -> int:
+    """Megatron's bucket size in elements: it grows with the ranks, so that the latency of a ring stays hidden."""
+    return max(40_000_000, 1_000_000 * data_parallel_size)
+
+
+def choices(parallel: ParallelConfig, microbatches: int) -> dict[str, Any]:
     """The arguments of ``plan_chain`` that the flags of parallelism give.
 
-    ``microbatches`` per step and replica. ``schedule``: what ``--schedule-file`` holds, where it has been read already.
-    Raises as ``written`` does.
+    ``microbatches`` per step and replica. Raises as ``written`` does.
     """
     return {
-        "schedule": schedule or written(parallel, microbatches) or parallel.pipeline_schedule or _FIRST_GUESS,
+        "schedule": written(parallel, microbatches) or parallel.pipeline_schedule or _FIRST_GUESS,
         "chunks": parallel.num_virtual_stages_per_pipeline_rank,
         "group": parallel.microbatch_group_size_per_virtual_pipeline_stage,
         "recompute": Recompute.of(
@@ -87,6 +92,7 @@ def choices(parallel: ParallelConfig, microbatches: int, schedule: Schedule | No
         "overlap": parallel.tp_comm_overlap,
         "sequence_parallel": parallel.sequence_parallel,
         "overlap_grad_reduce": not parallel.no_overlap_grad_reduce,
+        "bucket_size": parallel.ddp_bucket_size,
         "memory_gb": parallel.device_memory_gb,
     }
 
@@ -107,6 +113,9 @@ def plan_chain(
     overlap: str = "weight-gradient",
     sequence_parallel: bool = False,
     overlap_grad_reduce: bool = True,
+    bucket_size: int | None = None,
+    loss_chunk: int = 0,
+    graph_sharding: str = "",
     memory_gb: float | None = None,
     shardings: tuple[TensorSharding, ...] = (),
     reasons: Iterable[tuple[str, str]] = (),
@@ -115,10 +124,11 @@ def plan_chain(
 
     ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
-    is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``: gradients are reduced during
-    the backward. ``memory_gb`` is the memory of a rank in GiB; without it the device's own is respected where some cut
-    does. ``reasons``: of each tensor, why it is divided as it is. Raises PlanError for more stages than units or where
-    ``memory_gb`` does not suffice, ScheduleError for an unknown schedule or one that is not defined for these numbers.
+    is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``, ``bucket_size`` (None: the
+    default), ``loss_chunk``, ``graph_sharding``: see ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without it
+    the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as it is. Raises
+    PlanError for more stages than units or where ``memory_gb`` does not suffice, ScheduleError for an unknown schedule
+    or one that is not defined for these numbers.
     """
     units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
@@ -132,7 +142,8 @@ def plan_chain(
         order = pair(built) if mode == "pair" and not given else built
         draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
-        draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce}
+        draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
+        draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))
             if schedule == "auto":

@@ -2,201 +2,117 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..cluster import CLUSTERS, Cluster
-from ..config import OptimizerConfig, ParallelConfig
+from ..config import ParallelConfig
+from ..config.checks import check_recompute, check_schedule
 from ..errors import PlanError, TraceError
-from ..graph.capture import capture
 from ..graph.captured import Captured
 from ..graph.cut import Chain, align, cut
 from ..graph.fuse import fuse
 from ..graph.guards import Guards
 from ..graph.measure import measure
-from ..graph.nodes import is_op, is_random
+from ..graph.nodes import is_random
 from ..graph.rewrite import rewrite
 from ..graph.shard import Sharding, TensorRules, shard
 from ..graph.split import Parts, split
 from ..graph.undropped import undropped
 from ..parallel.mesh import Mesh
-from ..pipeline_parallel.ops import Schedule
 from ..plan import Grid, Plan
+from ..plan.fit import check_chain
 from ..planner.make import choices, plan_chain
+from ..planner.predict import priced
 from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..tensor_parallel import group_rank
-from .guard import unguarded
-from .precision import cast_of, check_operands
+from .traced import Batch, Traced, shapes_of
 from .unused import Unused
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Batch = Mapping[str, Any]
 MOST_CASES = 16  # programs for batches of one shape
 
 
-@dataclass(frozen=True)
-class CapturedSettings:
-    """What a captured model is trained with beside its data.
+def draw(
+    traced: Traced,
+    grid: Grid,
+    *,
+    microbatches: int = 1,
+    cluster: Cluster = CLUSTERS["cpu"],
+    parallel: ParallelConfig | None = None,
+    graph_sharding: str = "cut",
+    rules: str = "",
+    vocabulary_multiple: int = 1,
+    loss_chunk: int = 0,
+    sequence_length: int | None = None,
+) -> "Blueprint":
+    """Plan a model as the arguments ask for.
 
-    micro_batches: per step and replica, where a step does not say otherwise. dtype: of parameters and activations,
-    but for the fp32 part of a bf16 model. cluster: what the plan is made for. loss_chunk: rows whose logits exist at a
-    time, 0 for all. replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for
-    none. autocast: a model that does not run with parts of different dtypes computes in ``dtype`` alone.
+    microbatches: per step and replica. cluster: what it is planned for. parallel: schedule, recomputation, overlap; its
+    degrees are not read. graph_sharding: how the chain is cut. rules: see ``TensorRules.parse``. vocabulary_multiple: a
+    vocabulary is padded to a multiple of this x tp. loss_chunk: rows whose logits exist at a time, 0 for all.
+    sequence_length: tokens of a sample; None: as many as the first micro-batch has in a row.
+    Raises PlanError.
     """
-
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    micro_batches: int = 1
-    seed: int = 1234
-    dtype: str = "float32"
-    cluster: Cluster = CLUSTERS["cpu"]
-    graph_sharding: str = "cut"
-    tensor_parallel_rules: str = ""
-    vocabulary_multiple: int = 1
-    loss_chunk: int = 0
-    replica_check_interval: int = 100
-    autocast: bool = False
-
-
-def batch_size(batch: Batch) -> tuple[int, int]:
-    """Samples of a batch, and the length of its longest sequence of tokens (0 where there is none)."""
-    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0]
-    length = max((value.shape[1] for value in tensors if value.dim() > 1 and not value.is_floating_point()), default=0)
-    return tensors[0].shape[0], length
-
-
-def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    """What of a batch a capture depends on."""
-    tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, Tensor)]
-    return tuple((name, tuple(value.shape), value.dtype) for name, value in tensors)
+    parallel = parallel or ParallelConfig()
+    check_recompute(parallel)
+    check_schedule(parallel)
+    captured = traced.captured
+    chain = cut(captured, graph_sharding)
+    sharding = shard(captured, grid.tp, TensorRules.parse(rules), vocabulary_multiple=vocabulary_multiple)
+    samples, length = traced.size
+    plan = plan_chain(
+        measure(captured, chain, sharding, grid.tp, cluster.device.fused_attention, loss_chunk),
+        grid,
+        microbatches=microbatches,
+        micro_batch_size=samples,
+        sequence_length=length if sequence_length is None else sequence_length,
+        dtype=traced.dtype,
+        cluster=cluster,
+        shardings=tuple(sharding.tensors.values()),
+        reasons=tuple(sharding.reasons.items()),
+        loss_chunk=loss_chunk,
+        graph_sharding=graph_sharding,
+        **choices(parallel, microbatches),
+    )
+    return Blueprint(traced, chain, sharding, plan)
 
 
-def without_full_mask(batch: Batch) -> Batch:
-    """The batch without an attention mask that masks nothing: collators add one, and attention is faster without."""
-    mask = batch.get("attention_mask")
-    full = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all())
-    return {name: value for name, value in batch.items() if name != "attention_mask"} if full else batch
+def follow(traced: Traced, plan: Plan) -> "Blueprint":
+    """The model as a stored or edited plan says; what it predicts is computed anew. Raises PlanError, naming the first
+    difference, when the plan is one of another model or cannot be met."""
+    captured, tp = traced.captured, plan.grid.tp
+    chain = cut(captured, plan.graph_sharding)
+    check_chain(plan, chain.names)
+    sharding = shard(captured, tp, pins={tensor.name: tensor for tensor in plan.shardings}, complete=True)
+    units = measure(captured, chain, sharding, tp, plan.cluster.device.fused_attention, plan.loss_chunk)
+    return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
 
 
 class Blueprint:
-    """Everything about a model that follows from its graph; the same on every rank.
+    """A plan, and the parts of the captured model that it speaks of; the same on every rank.
 
-    The first capture, of ``example``, decides how weights are divided and where the chain is cut; captures of other
-    shapes, and of evaluation, follow it. fused: of each fused operation, the most in one program. partial: parameters
-    that every rank holds and whose gradient is summed over the ranks.
-    schedule: what the settings' schedule file holds, where it has been read. Raises TraceError and PlanError.
+    chain, sharding: of the first capture; those of other shapes, and of evaluation, follow them. fused: of each fused
+    operation, the most in one program. partial: parameters that every rank holds and whose gradient is summed over the
+    ranks.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Batch,
-        settings: CapturedSettings,
-        grid: Grid,
-        schedule: Schedule | None = None,
-    ):
-        self.model, self.settings, self.grid = model, settings, grid
+    def __init__(self, traced: Traced, chain: Chain, sharding: Sharding, plan: Plan):
+        self.traced, self.chain, self.sharding, self.plan = traced, chain, sharding, plan
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
         self.unused = Unused()
-        self._shared: dict[str, Tensor] = {}
-        self._cast = cast_of(model, DTYPES[settings.dtype])
-        try:
-            self.captured = self._first(example)
-        except TraceError:
-            if self._cast is not None or not settings.autocast:
-                raise
-            self._cast = DTYPES[settings.dtype]
-            captured = self._first(example)
-            note = f"The model does not run with the dtypes of its weights: all compute in {settings.dtype}."
-            self.captured = replace(captured, notes=(*captured.notes, note))
-        self.example = shapes_of(self.prepared(example))
-        self._check_dtypes()
-        self.chain = cut(self.captured, settings.graph_sharding)
-        self.sharding = shard(
-            self.captured, grid.tp, TensorRules.parse(settings.tensor_parallel_rules),
-            vocabulary_multiple=settings.vocabulary_multiple,
-        )  # fmt: skip
-        if self.captured.guards and grid.tp > 1:  # other cases may use weights otherwise, and all must agree
-            self.partial = tuple(name for name, tensor in self.sharding.tensors.items() if tensor.dim is None)
-        fused = settings.cluster.device.fused_attention
-        self.units = measure(self.captured, self.chain, self.sharding, grid.tp, fused, settings.loss_chunk)
-        self.plan = self._plan(example, schedule)
-
-    def _first(self, example: Batch) -> Captured:
-        """The capture of the first batch; decides whether a mask that masks nothing is left out."""
-        maskless = self._without_mask(example) if "attention_mask" in example else None
-        self.drops_full_mask = maskless is not None
-        whole = len(self.prepared(example)) < len(example)
-        return maskless if whole else self._capture(example, training=True, outputs=("loss",))
-
-    def _without_mask(self, example: Batch) -> Captured | None:
-        """The capture without an attention mask, None where leaving out one that masks nothing could change a value:
-        where the model makes a mask of its own from the token ids then."""
-        bare = {name: value for name, value in example.items() if name != "attention_mask"}
-        try:
-            captured = self._capture(bare, training=True, outputs=("loss",))
-        except TraceError:
-            return None
-        tokens = [n for n in captured.module.graph.find_nodes(op="placeholder") if n.target == "input_ids"]
-        looked_up = all(is_op(user, "embedding") for node in tokens for user in node.users)
-        return captured if looked_up and not captured.guards else None
-
-    def prepared(self, batch: Batch) -> Batch:
-        """The batch as it is captured and run."""
-        return without_full_mask(batch) if self.drops_full_mask else batch
-
-    def _capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
-        with unguarded(self.model):
-            captured = capture(self.model, batch, training=training, dtype=self._cast, outputs=outputs)
-        check_operands(captured)
-        self._share(captured)
-        return captured
-
-    def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Let every capture, those made already included, read and change these tensors, by the buffers' names."""
-        self._shared = dict(buffers)
-        self._share(self.captured)
-
-    def _share(self, captured: Captured) -> None:
-        for name in captured.buffers:
-            if name in self._shared:
-                path, _, key = name.rpartition(".")
-                setattr(captured.module.get_submodule(path), key, self._shared[name].detach())
-
-    def _check_dtypes(self) -> None:
-        for name, dtype in self.captured.dtypes.items():
-            if name in self.captured.trainable and dtype not in DTYPES.values():
-                reason = f"its dtype is {str(dtype).removeprefix('torch.')}, and weights train in {' or '.join(DTYPES)}"
-                raise TraceError("parameter", name, reason, "Cast the model, or freeze it")
+        if traced.captured.guards and plan.grid.tp > 1:  # other cases may use weights otherwise, and all must agree
+            self.partial = tuple(name for name, tensor in sharding.tensors.items() if tensor.dim is None)
 
     def whole_weights(self) -> tuple[str, ...]:
         """A sentence per family of matrices that every tensor-parallel rank holds whole."""
-        if self.grid.tp == 1:
+        if self.plan.grid.tp == 1:
             return ()
         tensors, reasons = self.sharding.tensors, self.sharding.reasons
         matrices = by_family((name, reasons[name]) for name, tensor in tensors.items() if len(tensor.shape) > 1)
         return tuple(f"{name} is {reason}." for name, reason in matrices if reason.startswith("whole"))
-
-    def _plan(self, example: Batch, schedule: Schedule | None) -> Plan:
-        samples, length = batch_size(example)
-        settings = self.settings
-        return plan_chain(
-            self.units,
-            self.grid,
-            microbatches=settings.micro_batches,
-            micro_batch_size=samples,
-            sequence_length=length,
-            dtype=settings.dtype,
-            cluster=settings.cluster,
-            shardings=tuple(self.sharding.tensors.values()),
-            reasons=tuple(self.sharding.reasons.items()),
-            **choices(settings.parallel, settings.micro_batches, schedule),
-        )
 
     def stages_of(self) -> dict[str, tuple[int, ...]]:
         """The stages whose units use each parameter, ascending."""
@@ -213,19 +129,19 @@ class Blueprint:
         self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh, drops: bool = True
     ) -> tuple[Parts, Guards | None]:
         """The work of ``stage`` on batches of this shape, and what else must hold of them. ``drops``: with dropout."""
-        first, how = self.captured, (stage, mesh, training, drops)
-        if training and shapes_of(batch) == self.example and not (first.guards and first.guards.broken(batch)):
+        traced, how = self.traced, (stage, mesh, training, drops)
+        first = traced.captured
+        if training and shapes_of(batch) == traced.example and not (first.guards and first.guards.broken(batch)):
             return self._parts(first, self.chain, self.sharding, *how), first.guards
-        captured = self._capture(batch, training, outputs)
+        captured = traced.capture(batch, training, outputs)
         unknown = [name for name in captured.trainable if name not in first.shapes]
         if unknown:
             reason = "this batch uses it, and the first one, which decided where it goes, did not"
             raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
         if training:
             self.unused.tell(first.trainable, captured.trainable, mesh)
-        chain = align(cut(captured, self.settings.graph_sharding), self.chain)
-        rules = TensorRules.parse(self.settings.tensor_parallel_rules)
-        sharding = shard(captured, self.grid.tp, rules, self.sharding.tensors, self.settings.vocabulary_multiple)
+        chain = align(cut(captured, self.plan.graph_sharding), self.chain)
+        sharding = shard(captured, self.plan.grid.tp, pins=self.sharding.tensors)
         return self._parts(captured, chain, sharding, *how), captured.guards
 
     def _parts(
@@ -238,18 +154,19 @@ class Blueprint:
         training: bool,
         drops: bool,
     ) -> Parts:
-        rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.grid.tp, self.partial)
+        rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.plan.grid.tp, self.partial)
         if not drops:
             undropped(rewritten.graph)
-        if captured is self.captured:
+        first = self.traced.captured
+        if captured is first:
             self.partial = rewritten.partial
-        extra = [name for name in rewritten.partial if name not in self.partial and name in self.captured.shapes]
+        extra = [name for name in rewritten.partial if name not in self.partial and name in first.shapes]
         if training and extra:
             reason = "its gradient is partial for this batch, and was whole for the first one"
             raise PlanError(
                 "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
             )
-        self.fused |= fuse(rewritten.graph, self.settings.loss_chunk)
+        self.fused |= fuse(rewritten.graph, self.plan.loss_chunk)
         return split(rewritten, self.plan.stages[stage].units, mesh.device)
 
 
@@ -264,7 +181,7 @@ class Programs:
         self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
         self.wanted: tuple[str, ...] = ("loss",)
         self.drops = True
-        self._random = any(map(is_random, blueprint.captured.module.graph.nodes))
+        self._random = any(map(is_random, blueprint.traced.captured.module.graph.nodes))
         self._made: dict[tuple, list[tuple[Guards | None, Program]]] = {}
 
     def __call__(self, batch: Batch, training: bool) -> Program:

@@ -1,5 +1,6 @@
 """From a configuration and a plan to this rank's stages: parameters in flat storage, filled, bound to its units."""
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from ..errors import PlanError
 from ..models.gpt import Prelude, Unit, build_unit
 from ..models.layers import Placement
 from ..models.names import tensor_table
-from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
+from ..parallel.buffers import BufferEntry, ParameterBuffer
 from ..parallel.mesh import Mesh, new_groups
 from ..plan import Plan, TensorSharding
 from ..runtime.halves import halve
@@ -23,8 +24,8 @@ from ..runtime.stage import Stage
 from ..segment import Common, Crossing, fuse
 from ..tensor_parallel.layout import ParameterLayout
 from .materialize import initialise_all, workers_for
+from .precision import DTYPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Key = tuple[str, ...]
 
 
@@ -124,7 +125,7 @@ def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
 
 def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     """Build, initialise and bind this rank's stages. Collective over all ranks: it makes groups for tied parameters."""
-    dtype, model = DTYPES[config.train.dtype], config.model
+    dtype, model = DTYPES[plan.dtype], dataclasses.replace(config.model, cross_entropy_chunk_size=plan.loss_chunk)
     place = Placement(mesh.tp, "edge", dtype, "meta", sequence_parallel=plan.sequence_parallel)
     chain = [build_unit(index, model, place) for index in range(model.num_layers + 2)]
     mine = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
@@ -132,8 +133,7 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     stages_of = find_ties(chain, plan)
     groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
     entries, layouts, names = _entries(units, stages_of, mine, mesh)
-    bucket = config.parallel.ddp_bucket_size or default_bucket_elements(mesh.grid.dp)
-    buffer = ParameterBuffer(entries, dtype, mesh.device, bucket)
+    buffer = ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size)
     parts = [
         part
         for name, layout in layouts.items()
@@ -151,7 +151,7 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
         mesh,
         frozenset(name for name, layout in layouts.items() if not layout.sharded),
         tuple((name, groups[key]) for name, key in keys.items() if key in groups),
-        not config.parallel.no_overlap_grad_reduce,
+        plan.overlap_grad_reduce,
         shared={name: shared[key] for name, key in keys.items() if key in shared},
     )
     prelude = Prelude(model, mesh.device)

@@ -1,6 +1,5 @@
 """Training any captured model on this rank: its shards, its programs, its optimizer."""
 
-import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,14 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint import store
 from ..checkpoint.hf import save_hf
 from ..checkpoint.save import check_finite
-from ..config.checks import check_recompute, check_schedule
+from ..config import OptimizerConfig
 from ..errors import CheckpointError, PlanError
-from ..graph.capture import accepts_num_items
 from ..graph.outputs import SAME
 from ..optimizer.adamw import AdamW, StepResult
 from ..parallel.agree import gather_json, together
@@ -26,17 +24,17 @@ from ..runtime.halves import halve
 from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
-from .blueprint import Batch, Blueprint, CapturedSettings, Programs
+from .blueprint import Blueprint, Programs
 from .build import shared_here, tie_groups
-from .guard import check_weights, unguard, unguarded
+from .guard import unguarded
 from .holdings import Decay, Holdings, decay_matrices
 from .kernels import check_kernels
 from .proofs import difference
 from .replicas import Replicas
 from .running import RunningStatistics
-from .same_model import check_same_graph, check_same_model
-from .same_schedule import same_schedule
+from .same_plan import check_same_plan
 from .saved_run import is_count
+from .traced import Batch
 from .trainer import StepReport
 from .user_model import UserModel
 
@@ -44,52 +42,48 @@ from .user_model import UserModel
 class CapturedTrainer:
     """A model of any kind, its optimizer and the executors of its plan.
 
-    model: any module, with weights or without (``init_empty_weights``, ``from_pretrained``); it is not changed.
-    example: one micro-batch, which decides cuts and shards. decay: which parameters take weight decay.
+    blueprint: the model as it was traced, and its plan, which decides everything but what follows. optimizer: betas,
+    epsilon and clipping; rates come with each step. seed: of initial weights and dropout. decay: which parameters take
+    weight decay. replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
     ``iteration``: optimizer steps done. Building is collective over all ranks.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        example: Batch,
-        settings: CapturedSettings,
+        blueprint: Blueprint,
         mesh: Mesh,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        seed: int = 1234,
         decay: Decay = decay_matrices,
+        replica_check_interval: int = 100,
     ):
-        check_recompute(settings.parallel)
-        check_schedule(settings.parallel)
-        self.model, self.settings, self.mesh = model, settings, mesh
-        self.accepts_num_items = accepts_num_items(model)
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
-            if mesh.rank == 0:
-                check_weights(model)
-        schedule = same_schedule(settings.parallel, settings.micro_batches, mesh)
-        unguard(model)  # the first rank's weights are everybody's
-        check_same_model(model, mesh)
-        self.blueprint = Blueprint(model, example, settings, mesh.grid, schedule)
-        self._check_case()
-        self.plan = self.blueprint.plan
+        self.blueprint, self.mesh, self.seed = blueprint, mesh, seed
+        self.model, self.accepts_num_items = blueprint.traced.model, blueprint.traced.accepts_num_items
+        example = blueprint.traced.batch
+        self.plan = blueprint.plan
+        check_same_plan(self.plan, mesh.control)
         self._check_halves()
         # Whether micro-batches run in halves; None: a step will find out.
         asked = self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
         self.halves: bool | None = None if asked and len(halve(example)) > 1 else False
         self.running = RunningStatistics(self.blueprint, mesh)
         self.holdings = Holdings(self.blueprint, mesh, decay)
-        self.holdings.fill()
+        self.holdings.fill(seed)
         self.buffer, self.shards = self.holdings.buffer, self.holdings.shards
         self.parameters = self._rank_parameters()
         bound = (mesh, self.holdings.parameters, self.parameters.weights)
         self.programs = {stage: Programs(self.blueprint, stage, *bound) for stage in self.holdings.stages}
         self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
-        self.optimizer = AdamW(self.buffer, settings.optimizer, mesh.model)
-        self.replicas = Replicas(mesh, self.optimizer, settings.replica_check_interval)
+        self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model)
+        self.replicas = Replicas(mesh, self.optimizer, replica_check_interval)
         self._executors: dict[tuple, Executor] = {}
-        self.executor(settings.micro_batches, True)
+        self.executor(self.plan.num_microbatches, True)
         with together(mesh.control, "cpu"):
             for programs in self.programs.values():
-                programs(self.blueprint.prepared(example), True)
+                programs(example, True)
         self.iteration = 0
         self.user_model: UserModel | None = None
 
@@ -97,17 +91,6 @@ class CapturedTrainer:
         """From now on the model that was given has the trained weights, or says that it does not."""
         self.user_model = UserModel(self.model, self.exported, self.mesh, self.holdings.follow_edits)
         return self.user_model
-
-    def _check_case(self) -> None:
-        """A model that decides by values of its batch was captured for the same case on every rank, or PlanError."""
-        guards, graph = self.blueprint.captured.guards, self.blueprint.captured.module.graph
-        case = hashlib.sha256(f"{graph}{guards.module.graph}".encode()).hexdigest() if guards else ""
-        cases = gather_json(case, self.mesh.control, "cpu")
-        if len(dict.fromkeys(cases)) > 1:
-            line = guards.lines[0] if guards else "the model"
-            reason = f"{line} decides by its values, and they differ between ranks"
-            raise PlanError("example batch", f"(rank {self.mesh.rank})", reason, "Pass the same one on every rank")
-        check_same_graph(self.blueprint.captured, self.blueprint.example, self.mesh)
 
     def _check_halves(self) -> None:
         """Losses of halves add up where they are shares of the step's, or PlanError."""
@@ -118,7 +101,7 @@ class CapturedTrainer:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the capture brought to light, in sentences."""
-        captured, fused = self.blueprint.captured, self.blueprint.fused
+        captured, fused = self.blueprint.traced.captured, self.blueprint.fused
         found = ", ".join(f"{count} {name}" for name, count in sorted(fused.items()))
         told = (f"Captured {captured.how}.", *captured.notes, f"Fused: {found or 'nothing'}.")
         if self.plan.overlap == "sub-pipeline" and self.halves is False:
@@ -137,16 +120,14 @@ class CapturedTrainer:
             mesh,
             holdings.replicated,
             tuple((name, groups[name,]) for name in trained if (name,) in groups),
-            not self.settings.parallel.no_overlap_grad_reduce,
+            plan.overlap_grad_reduce,
             self.blueprint.partial,
             {name: shared[name,] for name in trained if (name,) in shared},
         )
 
     def _stage(self, index: int, programs: Programs) -> Stage:
         runs, behind = self.plan.stages[index].runs, self.plan.overlap != "none"
-        return Stage(
-            index, programs, self.parameters, runs, self.mesh, self.settings.seed, split=self._parts, overlap=behind
-        )
+        return Stage(index, programs, self.parameters, runs, self.mesh, self.seed, split=self._parts, overlap=behind)
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """A prepared micro-batch as it runs: in halves where the plan says so and their losses add up."""
@@ -154,7 +135,7 @@ class CapturedTrainer:
 
     def _try_halves(self, batches: Sequence[Batch]) -> None:
         """Let micro-batches run in halves if the loss and the gradient of one of these are the sums of its halves'."""
-        prepared = [*map(self.blueprint.prepared, batches)]
+        prepared = [*map(self.blueprint.traced.prepared, batches)]
         batch = max(prepared, key=lambda batch: len(halve(batch)))
         if 1 in gather_json(len(halve(batch)), self.mesh.control, "cpu"):
             return
@@ -186,7 +167,7 @@ class CapturedTrainer:
         self.parameters.start_step()
         executor = self.executor(len(batches), True)
         executor.per_token = weights is not None or "num_items_in_batch" in batches[0]
-        loss = executor.run([*map(self.blueprint.prepared, batches)], self.iteration, weights=weights)
+        loss = executor.run([*map(self.blueprint.traced.prepared, batches)], self.iteration, weights=weights)
         self.parameters.finish_step()
         self.running.count(len(batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -221,7 +202,7 @@ class CapturedTrainer:
         for programs in self.programs.values():
             programs.wanted = tuple(outputs)
         executor = self.executor(len(batches), False)
-        prepared = [*map(self.blueprint.prepared, batches)]
+        prepared = [*map(self.blueprint.traced.prepared, batches)]
         if executor.run(prepared, self.iteration, training=False) is None:
             return None
         results, executor.results = executor.results, []  # logits may be the largest tensors of all
@@ -239,7 +220,7 @@ class CapturedTrainer:
         for programs in self.programs.values():
             programs.wanted = tuple(outputs)
             for batch in batches:
-                programs(self.blueprint.prepared(batch), False)
+                programs(self.blueprint.traced.prepared(batch), False)
 
     def difference(self, one: Batch, others: Sequence[Batch]) -> str | None:
         """What of loss and gradients a batch does not have in common with others added up; see ``proofs``."""
@@ -247,7 +228,7 @@ class CapturedTrainer:
 
     @property
     def dtype(self) -> str:
-        return self.settings.dtype
+        return self.plan.dtype
 
     def output_rank(self, replica: int) -> int:
         """The global rank whose evaluation outputs of a replica count: the first one that runs its last stage."""

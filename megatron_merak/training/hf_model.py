@@ -15,9 +15,12 @@ from ..config import HFConfig, HFModelConfig
 from ..errors import ConfigError, TraceError
 from ..graph.capture import accepts_num_items, capture
 from ..graph.captured import Captured
+from ..parallel.mesh import Mesh
 from ..planner.make import grid_of
-from .blueprint import Batch, Blueprint, CapturedSettings
+from .blueprint import Blueprint, draw, follow
 from .hf_batches import TokenBatches
+from .plan_file import plan_of
+from .traced import Batch, Traced
 
 Made = TypeVar("Made")
 
@@ -81,21 +84,28 @@ def rules_text(given: str | None) -> str:
     return "\n".join(line.partition("#")[0].strip() for line in lines)
 
 
-def settings_of(config: HFConfig, world_size: int, cluster: Cluster) -> CapturedSettings:
-    """``cluster``: what a run is planned for."""
-    return CapturedSettings(
-        parallel=config.parallel,
-        optimizer=config.optimizer,
-        micro_batches=config.num_microbatches(world_size),
-        seed=config.train.seed,
-        dtype=config.train.dtype,
+def traced_of(model: nn.Module, config: HFConfig, mesh: Mesh | None = None) -> tuple[Traced, TokenBatches]:
+    """The model as its first micro-batch shows it, and how batches are made for it. mesh: see ``Traced``."""
+    train = config.train
+    return with_example(model, config, lambda example: Traced(model, example, train.dtype, train.bf16, mesh))
+
+
+def blueprint_of(traced: Traced, config: HFConfig, world_size: int, cluster: Cluster) -> Blueprint:
+    """The plan of a run: that of ``--plan``, or one made for ``cluster``. Raises PlanError."""
+    stored = plan_of(config, world_size, cluster)
+    if stored is not None:
+        return follow(traced, stored)
+    return draw(
+        traced,
+        grid_of(config, world_size),
+        microbatches=config.num_microbatches(world_size),
         cluster=cluster,
+        parallel=config.parallel,
         graph_sharding=config.model.graph_sharding,
-        tensor_parallel_rules=rules_text(config.model.tensor_parallel_rules),
+        rules=rules_text(config.model.tensor_parallel_rules),
         vocabulary_multiple=config.model.make_vocab_size_divisible_by,
         loss_chunk=config.model.cross_entropy_chunk_size,
-        autocast=config.train.bf16,
-        replica_check_interval=config.train.check_weight_hash_across_dp_replicas_interval,
+        sequence_length=config.model.seq_length,  # without the token more that some models get
     )
 
 
@@ -140,12 +150,3 @@ def shifts_labels(captured: Captured) -> bool:
     read = [value for node, value in known.items() if any(user not in known for user in node.users)]
     numbers = [value for value in read if isinstance(value, Tensor) and value.dtype == torch.long]
     return not any((value == 1).any() for value in numbers)
-
-
-def blueprint_of(config: HFConfig, world_size: int, cluster: Cluster) -> Blueprint:
-    """The whole plan of a run, made without running anything. Raises MerakError."""
-    config.validate(world_size, training=False)
-    model = build_model(config.model)
-    settings, grid = settings_of(config, world_size, cluster), grid_of(config, world_size)
-    made, _ = with_example(model, config, lambda example: Blueprint(model, example, settings, grid))
-    return made

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from ..checkpoint.hf import ModuleSource, Source, fill
 from ..checkpoint.store import Shard
 from ..parallel.agree import broadcast_json, together
-from ..parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
+from ..parallel.buffers import BufferEntry, ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import TensorSharding
 from .adapters import base_name, has_adapters
-from .blueprint import DTYPES, Blueprint
+from .blueprint import Blueprint
 from .deliver import deliver
 from .initialise import Initialiser
+from .precision import DTYPES
 
 Decay = Callable[[str, tuple[int, ...]], bool]
 
@@ -62,7 +63,8 @@ class Holdings:
     """
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh, decay: Decay):
-        self.blueprint, self.mesh = blueprint, mesh
+        self.blueprint, self.mesh, self.captured = blueprint, mesh, blueprint.traced.captured
+        self.model = blueprint.traced.model
         self.stages = blueprint.plan.stages_of(mesh.pp_rank)
         self.stages_of = blueprint.stages_of()
         units = [unit for stage in self.stages for unit in blueprint.plan.stages[stage].units]
@@ -70,7 +72,7 @@ class Holdings:
         owner = {name: min(k for k, names in enumerate(used) if name in names) for names in used for name in names}
         self.buffer = self._make_buffer([[n for n in names if owner[n] == k] for k, names in enumerate(used)], decay)
         self.held = {name: self._hold(name) for name in owner}
-        trainable = blueprint.captured.trainable
+        trainable = self.captured.trainable
         self.parameters = {name: nn.Parameter(held.storage, name in trainable) for name, held in self.held.items()}
         if 0 in self.stages:
             self.held |= {name: self._spare(name, parameter) for name, parameter in self._unused()}
@@ -87,18 +89,17 @@ class Holdings:
 
     def _make_buffer(self, units: list[list[str]], decay: Decay) -> ParameterBuffer:
         blueprint, tp = self.blueprint, self.mesh.grid.tp
-        tensors, settings = blueprint.sharding.tensors, blueprint.settings
+        tensors, captured = blueprint.sharding.tensors, self.captured
 
         def entry(name: str) -> BufferEntry:
             tensor = tensors[name]
-            decayed, fp32 = decay(name, tensor.shape), blueprint.captured.dtypes[name] == torch.float32
+            decayed, fp32 = decay(name, tensor.shape), captured.dtypes[name] == torch.float32
             return BufferEntry(name, stored_shape(tensor, tp), decayed, self._counted(name), fp32)
 
-        entries = [[entry(name) for name in names if name in blueprint.captured.trainable] for names in units]
-        bucket = settings.parallel.ddp_bucket_size or default_bucket_elements(self.mesh.grid.dp)
-        kinds = {blueprint.captured.dtypes[name] for name in blueprint.captured.trainable}
-        dtype = kinds.pop() if len(kinds) == 1 else DTYPES[settings.dtype]
-        return ParameterBuffer(entries, dtype, self.mesh.device, bucket)
+        entries = [[entry(name) for name in names if name in captured.trainable] for names in units]
+        kinds = {captured.dtypes[name] for name in captured.trainable}
+        dtype = kinds.pop() if len(kinds) == 1 else DTYPES[blueprint.plan.dtype]
+        return ParameterBuffer(entries, dtype, self.mesh.device, blueprint.plan.bucket_size)
 
     def _counted(self, name: str) -> bool:
         """Whether of all ranks of a replica that hold the same values this one counts and writes them."""
@@ -106,8 +107,8 @@ class Holdings:
         return self.stages_of[name][0] in self.stages and (not whole or self.mesh.tp_rank == 0)
 
     def _hold(self, name: str) -> Held:
-        captured, tensor = self.blueprint.captured, self.blueprint.sharding.tensors[name]
-        own = self.blueprint.model.get_parameter(name).dtype
+        captured, tensor = self.captured, self.blueprint.sharding.tensors[name]
+        own = self.model.get_parameter(name).dtype
         rounds = own == torch.float32 and captured.dtypes[name] == torch.bfloat16
         if name in captured.trainable:
             storage = exact = self.buffer.parameter(name)
@@ -121,8 +122,8 @@ class Holdings:
         return Held(tensor, storage, self._counted(name), exact)
 
     def _unused(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self.blueprint.model.named_parameters():
-            if name not in self.stages_of and name not in self.blueprint.captured.aliases:
+        for name, parameter in self.model.named_parameters():
+            if name not in self.stages_of and name not in self.captured.aliases:
                 yield name, parameter
 
     def _spare(self, name: str, parameter: nn.Parameter) -> Held:
@@ -160,17 +161,17 @@ class Holdings:
 
     def _stored(self, directory: Source) -> dict[str, str]:
         """The parameters that are read from ``directory``, and their names there."""
-        names, adapted = {*directory.names()}, has_adapters(self.blueprint.model)
+        names, adapted = {*directory.names()}, has_adapters(self.model)
         under = {name: base_name(name) if adapted else name for name in self.held}
         return {name: each for name, each in under.items() if each in names}
 
     @torch.no_grad()
-    def fill(self) -> None:
+    def fill(self, seed: int) -> None:
         """Take the values from where the model was loaded, from the first rank's model, or from its own random rule.
 
         Collective over all ranks: what fails on one raises its MerakError on every rank.
         """
-        model, seed = self.blueprint.model, self.blueprint.settings.seed
+        model = self.model
         directory: Source | None = getattr(model, "merak_source", None)
         stored = {} if directory is None else self._stored(directory)
         in_memory = {*broadcast_json(ModuleSource(model).names(), self.mesh.control, "cpu")} - stored.keys()

@@ -5,11 +5,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ..arguments import deviation_report
 from ..checkpoint import store
 from ..checkpoint.lock import DirectoryLock
-from ..config import RunConfig
+from ..config import RunConfig, flag_name
 from ..data.build import Datasets
 from ..data.identity import difference, identity
 from ..data.loader import BatchLoader
@@ -22,19 +23,28 @@ from ..plan import Plan
 from .devices import peak_device, stand_in
 from .pictures import draw_curve, step_view
 from .report import Report, Throughput
+from .same_files import check_same_files
 from .skips import SkippedSteps
 from .state import RunState
 
+# Settings that may name a file, of which hosts may have copies of their own.
+_FILES = ("plan", "schedule_file", "emulate", "tensor_parallel_rules")
 
-def agree(config: RunConfig, mesh: Mesh) -> None:
-    """Raise ConfigError on every rank when their flags differ."""
-    configs = gather_json(config.to_dict(), mesh.control, "cpu")
+
+def agree(config: RunConfig, control: dist.ProcessGroup | None) -> None:
+    """Raise ConfigError on every rank when their flags, or the files that these name, differ. control: all ranks."""
+    configs = gather_json(config.to_dict(), control, "cpu")
     for rank, other in enumerate(configs):
         for section, values in other.items():
             for key, value in values.items():
                 if value != (first := configs[0][section][key]):
                     flag = "--" + key.replace("_", "-")
                     raise ConfigError(flag, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
+    check_same_files({flag_name(name): path for name in _FILES if (path := _setting(config, name))}, control)
+
+
+def _setting(config: RunConfig, name: str) -> str | None:
+    return next((getattr(section, name) for section in vars(config).values() if hasattr(section, name)), None)
 
 
 def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:

@@ -19,6 +19,7 @@ from transformers.training_args import ParallelMode
 from ..config.sections import BACKENDS, FP32_MATMULS, OF_GPUS, OVERLAPS, SCHEDULES
 from ..errors import ConfigError
 from ..parallel.launch import World, adopt, launch
+from .plan_arguments import take_from_plan
 
 HONOURED = frozenset(
     """output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
@@ -113,6 +114,7 @@ POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "max_consecutive_skipped_steps"),
 )
+FILES = ("plan", "schedule_file")  # fields that name a file, which hosts may have copies of
 PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
     *("recompute_method", "recompute_num_layers", "device_memory_gb"),
@@ -153,6 +155,13 @@ class MerakArguments(TrainingArguments):
 
     tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share every layer."})
     pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Stages that the layers are cut into."})
+    plan: str | None = field(
+        default=None,
+        metadata={
+            "help": "Run this plan, a JSON file that tools/plan.py wrote and that may be edited; arguments that it "
+            "decides can be left out."
+        },
+    )
     pipeline_schedule: str | None = field(
         default=None, metadata={"help": f"Order of the pipeline's work: {', '.join(SCHEDULES)} (unset: 1f1b)."}
     )
@@ -231,6 +240,8 @@ class MerakArguments(TrainingArguments):
                 remedy = "Give a fraction below 1 and leave warmup_steps 0"
                 raise ConfigError("warmup_ratio", self.warmup_ratio, f"warmup_steps is {self.warmup_steps}", remedy)
             self.warmup_steps = self.warmup_ratio
+        if self.plan is not None:
+            take_from_plan(self)
         _check_numbers(self)
         try:
             super().__post_init__()

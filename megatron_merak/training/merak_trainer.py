@@ -37,7 +37,6 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import logging
 
-from ..config import OptimizerConfig, ParallelConfig
 from ..errors import ConfigError
 from ..graph.capture import accepts_num_items
 from ..parallel.agree import gather_json, together
@@ -47,20 +46,19 @@ from ..parallel.mesh import Mesh, build_mesh
 from ..plan import Grid
 from . import trainer_state
 from .batches import Batch
-from .blueprint import CapturedSettings
 from .captured import CapturedTrainer
-from .devices import cluster_of
 from .feed import Feed
-from .merak_arguments import PARALLEL_FIELDS, MerakArguments
+from .merak_arguments import FILES, MerakArguments
+from .merak_engine import build_engine, wishes
 from .merak_loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
 from .neutral import NeutralPadding
 from .outputs import check_directory
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
-from .precision import compute_dtype
 from .predictions import Evaluation, EvaluationBatches
 from .recapture import check_model, check_step, check_training
 from .run_directory import RunDirectory, write_text
+from .same_files import check_same_files
 from .trainer_face import TrainerFace
 
 
@@ -129,6 +127,7 @@ class MerakTrainer(TrainerFace):
             for name, value in other.items():
                 if value != (first := all_arguments[0][name]):
                     raise ConfigError(name, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
+        check_same_files({name: path for name in FILES if (path := getattr(args, name))}, mesh.control)
         return mesh
 
     def _check(self) -> None:
@@ -200,7 +199,8 @@ class MerakTrainer(TrainerFace):
         """Capture the model, cut and divide it, take its weights or draw them. Collective."""
         began, name = time.time(), type(self.model).__name__
         decayed = frozenset(self.get_decay_parameter_names(self.model))
-        engine = CapturedTrainer(self.model, example, self.settings(), self.mesh, lambda name, shape: name in decayed)
+        self._built_by = wishes(self.args)
+        engine = build_engine(self.model, example, self.args, self.mesh, lambda name, shape: name in decayed)
         self._say(f"megatron_merak on {self.args.world}")
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
         for note in engine.notes:
@@ -222,35 +222,6 @@ class MerakTrainer(TrainerFace):
     def _say(self, text: str) -> None:
         if self.is_world_process_zero() and not self.args.disable_tqdm:
             print(text, file=sys.stderr, flush=True)
-
-    def settings(self) -> CapturedSettings:
-        args = self.args
-        parallel = ParallelConfig(
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            recompute_granularity="full" if args.activation_checkpointing else None,
-            **{name: getattr(args, name) for name in PARALLEL_FIELDS},
-        )
-        optimizer = OptimizerConfig(
-            lr=args.learning_rate or None,
-            weight_decay=args.weight_decay,
-            clip_grad=args.max_grad_norm,
-            adam_beta1=args.adam_beta1,
-            adam_beta2=args.adam_beta2,
-            adam_eps=args.adam_epsilon,
-        )
-        return CapturedSettings(
-            parallel,
-            optimizer,
-            args.gradient_accumulation_steps,
-            args.seed,
-            compute_dtype(self.model, args.bf16),
-            cluster_of(self.args.world),
-            args.graph_sharding,
-            args.tensor_parallel_rules or "",
-            autocast=args.bf16,
-            replica_check_interval=args.replica_check_interval,
-        )
 
     # Training
 
@@ -283,7 +254,7 @@ class MerakTrainer(TrainerFace):
             self.model = self._trained_model = self.call_model_init()
         self.args.refuse_changes()
         if isinstance(self._engine, CapturedTrainer):
-            refuse_late(self._engine.settings, self.settings(), ("lr", "weight_decay", "micro_batches"))
+            refuse_late(self._built_by, wishes(self.args), ("lr", "weight_decay", "microbatches"))
         if isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(
             self.model, "config"
         ):

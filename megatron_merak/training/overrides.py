@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import CodeType, MappingProxyType
+from typing import Any
 
 from transformers import Trainer
 
@@ -182,18 +183,21 @@ def refuse_overrides(kind: type, base: type) -> None:
         raise ConfigError(kind.__name__, "(a transformers.Trainer)", "its methods would not be called", remedy)
 
 
-def refuse_late(built: object, wanted: object, later: Collection[str]) -> None:
+def refuse_late(built: Mapping[str, Any], wanted: Mapping[str, Any], later: Collection[str]) -> None:
     """Raises ConfigError for an argument that was changed since the model was captured by it.
 
-    built, wanted: settings, of the capture and of now. later: their fields that a running model still follows.
+    built, wanted: arguments by name, of the capture and of now; some together in a mapping or dataclass. later: those
+    that a running model still follows.
     """
-    for each in dataclasses.fields(wanted):
-        old, new = getattr(built, each.name), getattr(wanted, each.name)
-        if dataclasses.is_dataclass(new):
+    for name, new in wanted.items():
+        old = built[name]
+        if isinstance(new, Mapping):
             refuse_late(old, new, later)
-        elif old != new and each.name not in later:
+        elif dataclasses.is_dataclass(new):
+            refuse_late(vars(old), vars(new), later)
+        elif old != new and name not in later:
             remedy = "Make a new MerakTrainer with it"
-            raise ConfigError(f"args: {each.name}", new, f"the model was captured with {old}", remedy)
+            raise ConfigError(f"args: {name}", new, f"the model was captured with {old}", remedy)
 
 
 def refuse_gradients(callback: object) -> None:

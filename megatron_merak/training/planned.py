@@ -3,14 +3,13 @@
 import argparse
 import gc
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..arguments import build_parser, read
 from ..cluster import CLUSTERS, DEVICES, find_cluster
 from ..config import Config, HFConfig, RunConfig
-from ..errors import ConfigError, PlanError
+from ..errors import ConfigError
 from ..plan import Plan
-from ..planner import plan, priced
+from ..planner import plan
 
 
 def kind_of(arguments: Sequence[str]) -> type[RunConfig]:
@@ -40,33 +39,20 @@ def configured(flags: argparse.ArgumentParser, arguments: Sequence[str]) -> tupl
 def planned(config: RunConfig, own: argparse.Namespace) -> tuple[Plan, tuple[str, ...]]:
     """The plan, and what its making brought to light."""
     ranks, cluster = world_size(own.world_size), find_cluster(own.device)
+    if config.parallel.plan is not None:
+        raise ConfigError("--plan", config.parallel.plan, "it is made already", "Use: plan.py show FILE")
     if isinstance(config, Config):
         return plan(config, ranks, cluster), ()
-    from .hf_model import blueprint_of  # here, since it takes seconds
+    from .hf_model import blueprint_of, build_model, traced_of  # here, since it takes seconds
 
     gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
-    blueprint = blueprint_of(config, ranks, cluster)
-    return blueprint.plan, (f"Captured {blueprint.captured.how}.", *blueprint.captured.notes)
+    config.validate(ranks, training=False)
+    traced, _ = traced_of(build_model(config.model), config)
+    found = blueprint_of(traced, config, ranks, cluster).plan
+    return found, (f"Captured {traced.captured.how}.", *traced.captured.notes)
 
 
 def world_size(text: str | None) -> int:
     if text is None or not text.isdecimal() or int(text) < 1:
         raise ConfigError("--world-size", text or "(missing)", "it is a number of ranks", "Give it, 1 or more")
     return int(text)
-
-
-def stored(path: str) -> Plan:
-    """The plan of a JSON file, with the predictions that follow from what it says, also where it was edited.
-
-    Raises PlanError.
-    """
-    remedy = "Name a file that --save PLAN.json wrote"
-    try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise OSError("it is not a regular file")
-        found = Plan.from_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PlanError("plan", path, f"it cannot be read ({error})", remedy) from error
-    except PlanError as error:
-        raise PlanError("plan", path, f"{error.what} {error.value}: {error.reason}", error.remedy) from error
-    return priced(found)

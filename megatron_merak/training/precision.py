@@ -9,8 +9,8 @@ from ..graph.captured import Captured
 from ..graph.nodes import op_name
 from ..graph.unlift import source
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # in which models train, by the names of plans
 _HALF = torch.bfloat16
-_TRAINED = (torch.float32, torch.bfloat16)
 _ALIKE = frozenset(  # operations that no operand is promoted for
     """linear matmul mm bmm mv dot addmm addmv baddbmm addbmm bilinear einsum tensordot inner outer chain_matmul
     conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d
@@ -25,7 +25,7 @@ def compute_dtype(model: nn.Module, bf16: bool) -> str:
     model: its floating parameters say it, unless ``bf16``. Raises ConfigError, naming a parameter, for fp16 and fp64.
     """
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in _TRAINED:
+        if parameter.is_floating_point() and parameter.dtype not in DTYPES.values():
             dtype = str(parameter.dtype).removeprefix("torch.")
             reason = f"its dtype is {dtype}, and models train in float32 or bfloat16"
             reason += ": there is no loss scaling" if parameter.dtype == torch.float16 else ""

@@ -7,16 +7,19 @@ from ..config import Config
 from ..data.build import build_datasets, build_tokenizer, vocabulary
 from ..parallel.agree import together
 from ..parallel.launch import World
-from ..parallel.mesh import build_mesh
+from ..parallel.mesh import build_mesh, control_group
+from ..plan import Plan
+from ..plan.fit import check_chain
+from ..planner import plan as make_plan
 from ..planner.cost import model_flops
-from ..planner.make import grid_of
-from ..planner.make import plan as make_plan
-from .build import tensors
+from ..planner.make import native_units
+from ..planner.predict import priced
+from .build import check_native_shardings, tensors
 from .devices import cluster_of
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
+from .plan_file import plan_of
 from .report import Report
-from .same_schedule import same_schedule
 from .trainer import Trainer
 
 
@@ -28,10 +31,15 @@ def pretrain(config: Config, world: World) -> None:
         config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
     )
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    mesh = build_mesh(grid_of(config, world.size), world.rank, world.device, timeout, world.clock, world.collectives)
-    agree(config, mesh)
-    schedule = same_schedule(config.parallel, config.num_microbatches(world.size), mesh)
-    plan = make_plan(config, world.size, cluster_of(world), tensors(config), schedule)
+    control = control_group(world.size, timeout)
+    agree(config, control)
+    with together(control, "cpu"):
+        plan = plan_of(config, world.size, cluster_of(world))
+        if plan is None:
+            plan = make_plan(config, world.size, cluster_of(world), tensors(config))
+        else:
+            plan = followed(plan, config)
+    mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
     if world.rank == 0:
         print(opening(config, plan, world), flush=True)
     with together(mesh.control, "cpu"):
@@ -43,3 +51,13 @@ def pretrain(config: Config, world: World) -> None:
             work = throughput(config, plan, world, model_flops(config.model, plan.global_batch_size))
             report = Report(config.logging, work, config.train.train_iters or 0)
     Job(Trainer(config, plan, mesh), datasets, report).run()
+
+
+def followed(plan: Plan, config: Config) -> Plan:
+    """A stored plan with what it predicts computed anew. Raises PlanError when it is not one of this model."""
+    units = native_units(config, plan.grid.tp, plan.cluster)
+    check_chain(plan, [unit.name for unit in units])
+    table = tensors(config)
+    if plan.shardings:  # tools/plan.py leaves them out for the native model, which divides its tensors in one way
+        check_native_shardings(plan.shardings, table)
+    return priced(dataclasses.replace(plan, units=units, shardings=table))

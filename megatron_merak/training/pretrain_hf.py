@@ -22,12 +22,12 @@ from ..graph.nodes import flops
 from ..optimizer.schedules import learning_rate, weight_decay
 from ..parallel.agree import together
 from ..parallel.launch import World
-from ..parallel.mesh import Mesh, build_mesh
+from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..planner.make import grid_of
 from .captured import CapturedTrainer
 from .devices import cluster_of
 from .hf_batches import token_count
-from .hf_model import build_model, known_tokens, settings_of, with_example
+from .hf_model import blueprint_of, build_model, known_tokens, traced_of
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .report import Report
@@ -42,8 +42,10 @@ def pretrain_hf(config: HFConfig, world: World) -> None:
     model = build_model(config.model)
     config, tokenizer = with_tokenizer(config, model)
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    mesh = build_mesh(grid_of(config, world.size), world.rank, world.device, timeout, world.clock, world.collectives)
-    agree(config, mesh)
+    control = control_group(world.size, timeout)
+    agree(config, control)
+    grid = grid_of(config, world.size)
+    mesh = build_mesh(grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)
@@ -93,13 +95,14 @@ class TokenTrainer(RunState):
 
     def __init__(self, model: nn.Module, config: HFConfig, mesh: Mesh, cluster: Cluster):
         """``cluster``: what it is planned for. Collective over all ranks."""
-        settings = settings_of(config, mesh.grid.size, cluster)
-        self.captured, self.batches = with_example(
-            model, config, lambda example: CapturedTrainer(model, example, settings, mesh)
+        traced, self.batches = traced_of(model, config, mesh)
+        with together(mesh.control, "cpu"):
+            blueprint = blueprint_of(traced, config, mesh.grid.size, cluster)
+        interval = config.train.check_weight_hash_across_dp_replicas_interval
+        self.captured = CapturedTrainer(
+            blueprint, mesh, optimizer=config.optimizer, seed=config.train.seed, replica_check_interval=interval
         )
         super().__init__(config, self.captured.plan, mesh)
-        # Without the token more that some models get.
-        self.plan = dataclasses.replace(self.plan, sequence_length=config.model.seq_length)
         self.buffer, self.optimizer = self.captured.buffer, self.captured.optimizer
         self.executor = self.captured.executor(self.plan.num_microbatches)
 
@@ -109,7 +112,7 @@ class TokenTrainer(RunState):
 
     def flops(self) -> int:
         """Of one step's forward and backward, over all ranks; work that ranks repeat counts once."""
-        forward = sum(map(flops, self.captured.blueprint.captured.module.graph.nodes))
+        forward = sum(map(flops, self.captured.blueprint.traced.captured.module.graph.nodes))
         return 3 * forward * self.plan.num_microbatches * self.plan.grid.dp
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:

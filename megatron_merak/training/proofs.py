@@ -48,13 +48,13 @@ def difference(engine, one: Mapping, others: Sequence[Mapping]) -> str | None:
             with together(mesh.control, "cpu"):
                 for programs in engine.programs.values():
                     for batch in (one, *others):
-                        programs(engine.blueprint.prepared(batch), True)
+                        programs(engine.blueprint.traced.prepared(batch), True)
         except MerakError as error:
             return f"{error.what} {error.value}: {error.reason}"
         loss = engine.gradients([one], [1.0])
         sizes = _norms(buffer)
         gap = engine.gradients([one, *others], [1.0, *[-1.0] * len(others)])
-        found = _told(loss, gap, sizes, _norms(buffer), TOLERANCES[engine.settings.dtype])
+        found = _told(loss, gap, sizes, _norms(buffer), TOLERANCES[engine.dtype])
     told = gather_json([found, sum(sizes.values())], mesh.control, "cpu")
     if not any(size for _, size in told):
         return None

@@ -24,14 +24,14 @@ class RunningStatistics:
     """
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh):
-        self.mesh, model = mesh, blueprint.model
+        self.mesh, model = mesh, blueprint.traced.model
         stages = blueprint.plan.stages_of(mesh.pp_rank)
         mine = {unit for stage in stages for unit in blueprint.plan.stages[stage].units}
         self._held: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         buffers = dict(model.named_buffers(remove_duplicate=False))
         for unit, nodes in enumerate(blueprint.chain.units):
-            for name in _updated(nodes, blueprint.captured):
+            for name in _updated(nodes, blueprint.traced.captured):
                 path, _, key = name.rpartition(".")
                 norm: nn.Module = model.get_submodule(path)
                 if getattr(norm, "momentum", 0.0) is None:
@@ -45,7 +45,7 @@ class RunningStatistics:
                 if key == "running_mean" and count in buffers:
                     self._held[count] = buffers[count]
                     self._counts[count] = self._counts.get(count, 0) + 1
-        blueprint.share_buffers({name: held for name, held in self._held.items() if name not in self._counts})
+        blueprint.traced.share_buffers({name: held for name, held in self._held.items() if name not in self._counts})
 
     def count(self, micro_batches: int) -> None:
         """As many forwards of training were run on this rank."""

@@ -18,6 +18,7 @@ from ..runtime.executor import Executor, StepLoss
 from .build import build_model
 from .kernels import check_kernels
 from .replicas import Replicas
+from .same_plan import check_same_plan
 from .state import RunState, StepReport
 
 
@@ -28,6 +29,7 @@ class Trainer(RunState):
         super().__init__(config, plan, mesh)
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
+        check_same_plan(plan, mesh.control)
         self.model = build_model(config, plan, mesh)
         stages, per_token = self.model.stages, config.train.calculate_per_token_loss
         self.executor = Executor(stages, add_communication(plan.schedule), mesh, per_token)

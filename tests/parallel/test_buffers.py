@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer, default_bucket_elements
+from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer
 
 GROUPS = [
     [BufferEntry("a.weight", (10, 13), True), BufferEntry("a.bias", (13,), False)],
@@ -75,8 +75,3 @@ def test_a_name_used_twice_is_caught():
     entry = BufferEntry("w", (2,), True)
     with pytest.raises(AssertionError, match="w is listed twice"):
         ParameterBuffer([[entry], [entry]], torch.float32, "cpu")
-
-
-def test_default_bucket_size_is_megatrons():
-    assert default_bucket_elements(1) == 40_000_000
-    assert default_bucket_elements(64) == 64_000_000

@@ -10,6 +10,7 @@ from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, StagePlan, Unit
 from megatron_merak.planner import plan
+from megatron_merak.planner.make import default_bucket_size
 from megatron_merak.planner.memory import overflowing_ranks, stage_memory
 from megatron_merak.planner.predict import stage_costs, step_time, timeline
 
@@ -150,3 +151,7 @@ def test_sixteen_thousand_ranks():
     layers = [sum(made.units[unit].kind == "layer" for unit in stage.units) for stage in made.stages]
     assert sum(layers) == 126 and max(layers) == 8
     assert overflowing_ranks(made, find_cluster("H100").device)
+
+
+def test_buckets_grow_with_the_replicas_as_megatrons_do():
+    assert default_bucket_size(1) == 40_000_000 and default_bucket_size(64) == 64_000_000

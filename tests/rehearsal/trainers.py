@@ -12,8 +12,9 @@ from megatron_merak.config import OptimizerConfig, ParallelConfig
 from megatron_merak.parallel.mesh import AXES, Mesh, new_groups
 from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
-from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
+from megatron_merak.training.captured import CapturedTrainer
 from megatron_merak.training.trainer import Trainer
+from tests.engines import engine_of
 from tests.parity.batches import replica_batch
 from tests.parity.cases import MICRO_BATCH, Case
 
@@ -51,8 +52,9 @@ def captured(
     """A trainer of any model, and two micro-batches. ways: fields of ParallelConfig beside the degrees."""
     degrees = {"tensor_model_parallel_size": mesh.grid.tp, "pipeline_model_parallel_size": mesh.grid.pp}
     parallel = ParallelConfig(**degrees, **(ways or {}))
-    made = CapturedSettings(parallel, OptimizerConfig(clip_grad=1.0), 2, **settings)
-    return CapturedTrainer(model, batch, made, mesh), [batch, batch]
+    others = {"optimizer": OptimizerConfig(clip_grad=1.0)}
+    made = engine_of(model, batch, mesh, others=others, microbatches=2, parallel=parallel, **settings)
+    return made, [batch, batch]
 
 
 def steps(trainer: Trainer | CapturedTrainer, batches: Sequence[Mapping]) -> None:

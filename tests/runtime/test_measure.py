@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from megatron_merak.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_merak.config import Config, ParallelConfig, TrainConfig
 from megatron_merak.parallel.mesh import Mesh, build_mesh
 from megatron_merak.pipeline_parallel.builders import BUILDERS
 from megatron_merak.pipeline_parallel.passes import add_communication
@@ -15,7 +15,7 @@ from megatron_merak.planner.memory import rank_memory
 from megatron_merak.runtime.executor import Executor
 from megatron_merak.runtime.measure import MeasuredExecutor
 from megatron_merak.training.build import build_model
-from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
+from tests.engines import engine_of
 from tests.graph.tiny import randomise, tiny
 from tests.models.families import FAMILIES, batch
 from tests.ranks import run_ranks
@@ -74,8 +74,8 @@ def native(case: Case, rank: int, world_size: int) -> tuple[int, int]:
 
 def captured(case: Case, rank: int, world_size: int) -> tuple[int, int]:
     real, _, example = tiny(case.name, **LAYERS.get(case.name, {}))
-    settings = CapturedSettings(case.parallel(), OptimizerConfig(), MICROBATCHES)
-    trainer = CapturedTrainer(randomise(real()), example, settings, mesh_of(case, rank))
+    how = {"parallel": case.parallel(), "microbatches": MICROBATCHES}
+    trainer = engine_of(randomise(real()), example, mesh_of(case, rank), **how)
     executor = measured(trainer.executor(MICROBATCHES))
     trainer._executors[MICROBATCHES, True] = executor
     trainer.gradients(micro_batches(case.name, MICROBATCHES))
@@ -150,8 +150,8 @@ def test_measuring_changes_no_gradient():
 
 def _gradients(rank, world_size, case):
     real, _, example = tiny(case.name)
-    settings = CapturedSettings(case.parallel(), OptimizerConfig(), MICROBATCHES)
-    trainer = CapturedTrainer(randomise(real()), example, settings, mesh_of(case, rank))
+    how = {"parallel": case.parallel(), "microbatches": MICROBATCHES}
+    trainer = engine_of(randomise(real()), example, mesh_of(case, rank), **how)
     batches = micro_batches(case.name, MICROBATCHES)
     trainer.gradients(batches)
     usual = trainer.buffer.main_grad.clone()

@@ -9,8 +9,9 @@ import torch
 from megatron_merak.config import OptimizerConfig, ParallelConfig
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.training.blueprint import Blueprint
-from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
+from megatron_merak.training.blueprint import draw
+from megatron_merak.training.traced import Traced
+from tests.engines import engine_of
 from tests.graph.tiny import gradients, randomise, tiny
 from tests.ranks import run_ranks
 
@@ -22,8 +23,8 @@ def trainer_of(model, batch, grid, rank, micro_batches, ways=None, seed=1234):
     """``ways``: further fields of ParallelConfig."""
     degrees = {"tensor_model_parallel_size": grid.tp, "pipeline_model_parallel_size": grid.pp}
     parallel = ParallelConfig(**degrees, **(ways or {}))
-    settings = CapturedSettings(parallel, OPTIMIZER, micro_batches // grid.dp, seed)
-    return CapturedTrainer(model, batch, settings, build_mesh(grid, rank, torch.device("cpu")))
+    mesh, others = build_mesh(grid, rank, torch.device("cpu")), {"optimizer": OPTIMIZER, "seed": seed}
+    return engine_of(model, batch, mesh, microbatches=micro_batches // grid.dp, parallel=parallel, others=others)
 
 
 def parts_of(trainer, flat=None):
@@ -220,8 +221,9 @@ def test_initial_weights_do_not_depend_on_the_layout():
 
 def test_a_weight_that_does_not_divide_is_told():
     _, empty, batch = tiny("llama")
-    assert Blueprint(empty(), batch, CapturedSettings(), Grid()).whole_weights() == ()
-    told = Blueprint(empty(), batch, CapturedSettings(), Grid(tp=3)).whole_weights()
+    traced = Traced(empty(), batch)
+    assert draw(traced, Grid()).whole_weights() == ()
+    told = draw(traced, Grid(tp=3)).whole_weights()
     assert told[0] == "model.layers.*.self_attn.q_proj.weight is whole: its 32 output features do not divide by 3."
     assert len(told) == 4  # q, k, v, o: the feed-forward width is padded
 

@@ -38,9 +38,10 @@ def test_an_emulated_cluster_is_planned_for_itself():
 def test_a_trainer_on_a_gpu_plans_for_it(monkeypatch, tmp_path):
     """The device's type is no name of the table: a run on a GPU ended before its first step."""
     from megatron_merak import MerakArguments, MerakTrainer
+    from megatron_merak.training.merak_engine import wishes
     from tests.training.merak_stand_in import tiny_llama
 
     trainer = MerakTrainer(tiny_llama(), MerakArguments(str(tmp_path), report_to="none", use_cpu=True))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setitem(vars(trainer.args), "world", GPU)
-    assert trainer.settings().cluster.device is DEVICES["H200"]
+    assert wishes(trainer.args)["plan"]["cluster"].device is DEVICES["H200"]

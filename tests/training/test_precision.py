@@ -11,9 +11,9 @@ from transformers import Trainer, TrainingArguments
 from megatron_merak.errors import ConfigError, MerakError, TraceError
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
 from megatron_merak.training.merak_arguments import MerakArguments
 from megatron_merak.training.merak_trainer import MerakTrainer
+from tests.engines import engine_of
 from tests.ranks import run_ranks
 from tests.training.merak_stand_in import collate, samples, tiny_llama
 from tests.training.test_captured import part
@@ -102,8 +102,8 @@ def routed(rank, world_size, grid, root):
     """Gradients of the fp32 and the bf16 parts, then weights before and after a step and a resume elsewhere."""
     made = []
     for _ in range(2):
-        settings = CapturedSettings(dtype="bfloat16")
-        made.append(CapturedTrainer(Routed(HALF), batch(), settings, build_mesh(grid, rank, torch.device("cpu"))))
+        mesh = build_mesh(grid, rank, torch.device("cpu"))
+        made.append(engine_of(Routed(HALF), batch(), mesh, dtype="bfloat16"))
     trainer, resumed = made
     trainer.gradients([batch()])
     shards = list(trainer.shards(trainer.buffer.main_grad))
@@ -147,4 +147,4 @@ def test_what_does_not_train_is_named(tmp_path):
     mesh = build_mesh(Grid(), 0, torch.device("cpu"))
     for model, dtype in ((Routed(HALF, casts=False), "bfloat16"), (Routed(router=torch.float32), "bfloat16")):
         with pytest.raises(MerakError, match=r"self.router.* its operands are"):
-            CapturedTrainer(model, batch(), CapturedSettings(dtype=dtype), mesh)
+            engine_of(model, batch(), mesh, dtype=dtype)

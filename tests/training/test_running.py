@@ -9,9 +9,9 @@ from transformers import Trainer, TrainingArguments
 from megatron_merak.errors import TraceError
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
 from megatron_merak.training.merak_arguments import MerakArguments
 from megatron_merak.training.merak_trainer import MerakTrainer
+from tests.engines import engine_of
 from tests.ranks import run_ranks
 
 RUN = {
@@ -107,8 +107,8 @@ def test_other_state_is_refused_by_name():
     old = nn.utils.spectral_norm(nn.Linear(6, 8))
     for first, name in ((spectral, "first.parametrizations.weight.0._u"), (old, "first.weight_v")):
         with pytest.raises(TraceError, match=f"buffer {name}: .* keeps no state"):
-            CapturedTrainer(Normed(first), batch, CapturedSettings(), mesh)
+            engine_of(Normed(first), batch, mesh)
     model = Normed()
     model.norm.momentum = None
     with pytest.raises(TraceError, match="module norm: with momentum=None"):
-        CapturedTrainer(model, batch, CapturedSettings(), mesh)
+        engine_of(model, batch, mesh)

@@ -10,7 +10,7 @@ from megatron_merak.graph.empty import init_empty_weights
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.training import deliver
-from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
+from tests.engines import engine_of
 from tests.ranks import run_ranks
 from tests.training.merak_stand_in import collate, samples, tiny_llama
 from tests.training.test_captured import part, trainer_of
@@ -115,8 +115,8 @@ def drift(rank, world_size):
     plain = batches()
     told = []
     for interval, harm in ((0, "gradients"), (2, "weight"), (0, "save")):
-        settings = CapturedSettings(replica_check_interval=interval)
-        trainer = CapturedTrainer(Scaled(), plain[0], settings, build_mesh(Grid(dp=2), rank, torch.device("cpu")))
+        mesh = build_mesh(Grid(dp=2), rank, torch.device("cpu"))
+        trainer = engine_of(Scaled(), plain[0], mesh, others={"replica_check_interval": interval})
         trainer.step(plain[rank : rank + 1], 1e-2, 0.0)
         if harm == "gradients":
             trainer.parameters.reducer.group = None

@@ -9,12 +9,12 @@ import torch
 from transformers import LlamaConfig
 
 from megatron_merak.config import HFConfig, ParallelConfig
-from megatron_merak.errors import MerakError
+from megatron_merak.errors import MerakError, PlanError
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.training.captured import CapturedSettings, CapturedTrainer
 from megatron_merak.training.merak_arguments import MerakArguments
 from megatron_merak.training.merak_trainer import MerakTrainer
+from tests.engines import engine_of
 from tests.graph.tiny import randomise, tiny
 from tests.pipeline_parallel.written import drawn, dump
 from tests.ranks import run_ranks
@@ -166,14 +166,15 @@ def test_a_file_that_cannot_be_run_ends_every_rank_with_the_same_error(tmp_path,
     (tmp_path / "0" / "missing.txt").write_text(ONE_F_ONE_B)
     ranks = run_ranks(_attempts, 2, str(tmp_path), files, timeout=120)
     expected = [
-        "ScheduleError: --schedule-file missing.txt: on rank 1, it cannot be read as text",
-        "ConfigError: --schedule-file other.txt: rank {other} has another schedule than rank {rank}. Give all hosts",
+        "ConfigError: {flag} missing.txt: rank 1 finds no such file. Give all hosts the same file",
+        "ConfigError: {flag} other.txt: rank 1 finds another than rank 0. Give all hosts the same file",
         "ConfigError: --schedule-file long.txt: on ranks 0, 1, it is a schedule of 5 micro-batches, and a step has 4",
         "ConfigError: --schedule-file four.txt: on ranks 0, 1, it is a schedule of 4 ranks, and --pipeline-model-para",
     ]
-    for rank, told in enumerate(ranks):
+    for told in ranks:
         for place, text in enumerate(told):
-            assert text.startswith(expected[place // 3].format(rank=rank, other=1 - rank)), text
+            flag = "schedule_file" if place % 3 == 2 else "--schedule-file"
+            assert text.startswith(expected[place // 3].format(flag=flag)), text
 
 
 def _unlike(rank, world, files):
@@ -181,8 +182,8 @@ def _unlike(rank, world, files):
     _, _, batch = tiny("llama")
     parallel = ParallelConfig(pipeline_model_parallel_size=2, schedule_file=files["mine"] if rank else None)
     model, mesh = randomise(tiny("llama")[0]()), build_mesh(Grid(pp=2), rank, torch.device("cpu"))
-    with pytest.raises(MerakError, match="has another schedule than rank"):
-        CapturedTrainer(model, batch, CapturedSettings(parallel, micro_batches=4), mesh)
+    with pytest.raises(PlanError, match="rank 1 has another one than the first: schedule"):
+        engine_of(model, batch, mesh, parallel=parallel, microbatches=4)
     return True
 
 
@@ -191,5 +192,6 @@ def test_a_file_that_only_one_rank_was_told_of_is_an_error(files):
 
 
 def test_a_file_beside_a_schedule_by_name_is_refused(files):
+    real, _, batch = tiny("llama")
     with pytest.raises(MerakError, match="--pipeline-schedule 1f1b: contradicts --schedule-file"):
-        trainer_of(None, {}, Grid(), 0, 4, {"schedule_file": files["mine"], "pipeline_schedule": "1f1b"})
+        trainer_of(real(), batch, Grid(), 0, 4, {"schedule_file": files["mine"], "pipeline_schedule": "1f1b"})

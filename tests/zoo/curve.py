@@ -6,13 +6,15 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from megatron_merak.config import OptimizerConfig, ParallelConfig
+from megatron_merak.config import OptimizerConfig
 from megatron_merak.graph.capture import capture
 from megatron_merak.graph.captured import Captured
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.training import blueprint as blueprints
-from megatron_merak.training import captured as trainers
+from megatron_merak.training import traced as traces
+from megatron_merak.training.blueprint import draw
+from megatron_merak.training.captured import CapturedTrainer
+from megatron_merak.training.precision import DTYPES
 
 from .chain import Subject
 from .compare import Cell, judge, loss_difference
@@ -55,21 +57,20 @@ def eager_curve(specimen: Specimen, dtype: torch.dtype) -> list[float]:
 def check_curve(specimen: Specimen, subject: Subject) -> Cell:
     """In the precision of ``subject``; fp64 only where the trainer's own float32 is promoted, too."""
     dtype = subject.dtype
-    settings = blueprints.CapturedSettings(ParallelConfig(), OPTIMIZER, MICRO_BATCHES)
     model = specimen.model(dtype)
 
     def known(model: nn.Module, batch: dict, **options) -> Captured:
-        same = blueprints.shapes_of(batch) == blueprints.shapes_of(subject.batch)
+        same = traces.shapes_of(batch) == traces.shapes_of(subject.batch)
         return subject.captured if same else capture(model, batch, **options)
 
-    promoted = mock.patch.dict(blueprints.DTYPES, {settings.dtype: dtype})
-    with promoted, mock.patch.object(blueprints, "capture", known):
-        plan = blueprints.Blueprint(model, subject.batch, settings, GRID)
+    promoted = mock.patch.dict(DTYPES, {"float32": dtype})
+    with promoted, mock.patch.object(traces, "capture", known):
+        blueprint = draw(traces.Traced(model, subject.batch), GRID, microbatches=MICRO_BATCHES)
 
     def train(rank: int, world_size: int) -> list[float]:
         mesh = build_mesh(GRID, rank, torch.device("cpu"))
-        with promoted, mock.patch.object(trainers, "Blueprint", lambda *args: plan):
-            trainer = trainers.CapturedTrainer(model, subject.batch, settings, mesh)
+        with promoted:
+            trainer = CapturedTrainer(blueprint, mesh, optimizer=OPTIMIZER)
         return [
             trainer.step(
                 [batch_of(specimen, dtype, step, mesh.dp_rank, micro) for micro in range(MICRO_BATCHES)],

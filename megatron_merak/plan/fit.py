@@ -1,0 +1,30 @@
+"""Whether a stored or edited plan is one of this model, this job and this machine: the first difference is named."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from megatron_merak.errors import PlanError
+from megatron_merak.plan.frozen import Plan
+
+
+def check_ranks(plan: Plan, world_size: int) -> None:
+    """Raises PlanError when a plan is for another number of ranks."""
+    grid = plan.grid
+    if grid.cp > 1:
+        raise PlanError("plan: grid.cp", grid.cp, "there is no context parallelism", "Make a plan with cp 1")
+    if grid.size != world_size:
+        reason = f"tp {grid.tp} x dp {grid.dp} x pp {grid.pp} are {grid.size} ranks, and the job has {world_size}"
+        raise PlanError("plan: grid", grid.size, reason, f"Start {grid.size} ranks, or change grid.dp")
+
+
+def check_chain(plan: Plan, names: Sequence[str]) -> None:
+    """Raises PlanError, naming the first difference, when a plan's units are not those of a model.
+
+    names: of the model's units, in order.
+    """
+    for index, (planned, found) in enumerate(zip_longest((unit.name for unit in plan.units), names)):
+        if planned != found:
+            has = "the model has none there" if found is None else f"the model's is {found}"
+            reason = f"{has}; the plan has {len(plan.units)} units, the model {len(names)}"
+            value = "(missing)" if planned is None else planned
+            raise PlanError(f"plan: unit {index}", value, reason, "Make a plan of this model")

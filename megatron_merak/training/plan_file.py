@@ -1,0 +1,118 @@
+"""Running a stored or hand-edited plan: what it decides is not asked of flags, and what flags say must be the same."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..arguments import flags
+from ..cluster import Cluster
+from ..config import RunConfig, flag_name
+from ..errors import ConfigError, PlanError, ScheduleError
+from ..pipeline_parallel.check import check
+from ..pipeline_parallel.schedule_files import executable
+from ..plan import Plan
+from ..plan.fit import check_ranks
+from ..planner.memory import overflowing_ranks
+from ..planner.predict import priced
+
+# Settings whose value a plan has.
+DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
+    {
+        "tensor_model_parallel_size": lambda plan: plan.grid.tp,
+        "pipeline_model_parallel_size": lambda plan: plan.grid.pp,
+        "micro_batch_size": lambda plan: plan.micro_batch_size,
+        "global_batch_size": lambda plan: plan.global_batch_size,
+        "seq_length": lambda plan: plan.sequence_length,
+        "bf16": lambda plan: plan.dtype == "bfloat16",
+        "sequence_parallel": lambda plan: plan.sequence_parallel,
+        "tp_comm_overlap": lambda plan: plan.overlap,
+        "no_overlap_grad_reduce": lambda plan: not plan.overlap_grad_reduce,
+        "ddp_bucket_size": lambda plan: plan.bucket_size,
+        "cross_entropy_chunk_size": lambda plan: plan.loss_chunk,
+        "graph_sharding": lambda plan: plan.graph_sharding,
+    }
+)
+# Settings from which plans are made, and which a plan that is there leaves without effect.
+MAKES = (
+    *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank"),
+    *("microbatch_group_size_per_virtual_pipeline_stage", "recompute_granularity", "recompute_method"),
+    *("recompute_num_layers", "device_memory_gb", "tensor_parallel_rules"),
+)
+
+
+def stored(path: str) -> Plan:
+    """The plan of a JSON file; what it predicts is computed anew, as it may have been edited. Raises PlanError."""
+    remedy = "Name a file that tools/plan.py wrote"
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is not a regular file")
+        plan = Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        check(plan.schedule)
+        executable(plan.schedule, "plan", path)
+    except (OSError, ValueError) as error:
+        raise PlanError("plan", path, f"it cannot be read ({error})", remedy) from error
+    except (PlanError, ScheduleError) as error:
+        raise PlanError("plan", path, f"{error.what} {error.value}: {error.reason}", error.remedy) from error
+    return priced(plan)
+
+
+def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
+    """The settings that a ``--plan`` on the command line decides, by field. Raises PlanError, and ConfigError for a
+    flag of which plans are made."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--plan")
+    try:
+        path = finder.parse_known_args(arguments)[0].plan
+    except argparse.ArgumentError:
+        return {}  # the parser of all flags tells of it
+    if path is None:
+        return {}
+    plan, known = stored(path), {flag.field for flag in flags(kind)}
+    given = {argument.partition("=")[0] for argument in arguments}
+    for name in MAKES:
+        if flag_name(name) in given and name in known:
+            raise ConfigError(flag_name(name), "(given)", f"the plan {path} decides that", "Leave it out")
+    return {name: value(plan) for name, value in DECIDES.items() if name in known}
+
+
+def check_plan_ranks(config: RunConfig, world_size: int) -> None:
+    """Raises PlanError when ``--plan`` names a plan for another number of ranks: before what follows from its degrees
+    is checked as if flags had asked for it."""
+    if config.parallel.plan is not None:
+        check_ranks(stored(config.parallel.plan), world_size)
+
+
+def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None:
+    """The plan that ``--plan`` names, None without it. Raises PlanError for one that does not fit the job or machine,
+    and ConfigError for a flag that says otherwise.
+
+    cluster: what the job runs on.
+    """
+    path = config.parallel.plan
+    if path is None:
+        return None
+    plan = stored(path)
+    check_ranks(plan, world_size)
+    settings = {flag.field: getattr(getattr(config, flag.section), flag.field) for flag in flags(type(config))}
+    compare(plan, settings, flag_name)
+    check_memory(plan, cluster)
+    return plan
+
+
+def compare(plan: Plan, settings: Mapping[str, Any], named: Callable[[str], str]) -> None:
+    """Raises ConfigError for the first of some settings that a plan decides otherwise. named: what users call it."""
+    for name, value in DECIDES.items():
+        if name in settings and settings[name] != value(plan):
+            reason = f"the plan says {value(plan)}"
+            raise ConfigError(named(name), settings[name], reason, "Leave it out, or change the plan")
+
+
+def check_memory(plan: Plan, cluster: Cluster) -> None:
+    """Raises PlanError when a rank of ``cluster`` has less memory than the plan needs."""
+    for rank in overflowing_ranks(plan, cluster.device):
+        held = cluster.device.memory / 2**30
+        reason = f"pipeline rank {rank} does not fit into the {held:.0f} GiB of {cluster.device.name}"
+        remedy = "Make a plan for this device"
+        raise PlanError("plan", f"(priced for {plan.cluster.device.name})", reason, remedy)

@@ -1,0 +1,30 @@
+"""Files that settings name, and of which every host may have a copy of its own."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from ..parallel.agree import gather_json, together
+
+
+def check_same_files(paths: Mapping[str, str], control: dist.ProcessGroup | None) -> None:
+    """Raises ConfigError on every rank unless all find the same content under the names of files, or none.
+
+    paths: by the flag or argument that names them, the same on every rank. control: all ranks; collective over them.
+    """
+    with together(control, "cpu"):
+        digests = {name: _digest(Path(path)) for name, path in paths.items()}
+    first, *others = gather_json(digests, control, "cpu")
+    for rank, found in enumerate(others, 1):
+        for name, digest in found.items():
+            if digest != first[name]:
+                absent = [each for each, held in ((0, first[name]), (rank, digest)) if held is None]
+                reason = f"rank {absent[0]} finds no such file" if absent else f"rank {rank} finds another than rank 0"
+                raise ConfigError(name, paths[name], reason, "Give all hosts the same file")
+
+
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -1,0 +1,25 @@
+"""Whether every rank runs the same plan."""
+
+import torch.distributed as dist
+
+from ..errors import PlanError
+from ..parallel.agree import broadcast_json, gather_json
+from ..plan import Plan
+from ..planner.tables import difference
+
+
+def check_same_plan(plan: Plan, control: dist.ProcessGroup | None) -> None:
+    """Raises PlanError, naming the first difference, on every rank unless all have the same plan.
+
+    control: all ranks; collective over them.
+    """
+    if control is None:
+        return
+    first = Plan.from_dict(broadcast_json(plan.to_dict(), control, "cpu"))
+    found = "" if plan == first else difference(first, plan) or "it differs"
+    for rank, told in enumerate(gather_json(found, control, "cpu")):
+        if told:
+            reason = f"rank {rank} has another one than the first: {told.splitlines()[0]}"
+            raise PlanError(
+                "plan", f"(of {plan.grid.size} ranks)", reason, "Give all ranks the same model and settings"
+            )

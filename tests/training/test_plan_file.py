@@ -1,0 +1,167 @@
+"""A plan that tools/plan.py wrote and a hand edited rules: pretrain_gpt.py, pretrain_hf.py and MerakTrainer."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_merak.errors import MerakError, PlanError
+from megatron_merak.pipeline_parallel.builders import build_schedule
+from megatron_merak.plan import Grid, Plan
+from megatron_merak.training.blueprint import draw, follow
+from megatron_merak.training.plan_file import stored
+from megatron_merak.training.traced import Traced
+from tests.graph.tiny import randomise, tiny
+from tests.ranks import run_ranks
+from tests.training.test_pretrain_hf import NATIVE, losses, pretrain, shape  # noqa: F401
+from tools import plan as tool
+
+BATCHES = "--seq-length 16 --micro-batch-size 2 --global-batch-size 8"
+
+
+def planned(path: Path, ranks: int, flags: str) -> Plan:
+    tool.main(f"show --world-size {ranks} {BATCHES} {flags} --json {path}".split())
+    return stored(str(path))
+
+
+def edit(path: Path, **changes) -> Plan:
+    """As a hand does it: some values of the file."""
+    values = json.loads(path.read_text())
+    values.update(changes)
+    path.write_text(json.dumps(values))
+    return stored(str(path))
+
+
+def test_a_native_model_runs_an_edited_plan(tmp_path, capsys):
+    path, alone, edited = (tmp_path / name for name in ("plan.json", "alone.jsonl", "edited.jsonl"))
+    made = planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
+    assert [len(stage.units) for stage in made.stages] == [2, 2]
+    stages = [{"first": 0, "last": 1}, {"first": 1, "last": 4, "recompute": [1, 2], "span": 2}]
+    moved = edit(path, stages=stages, schedule=build_schedule("zb-h1", 2, 4).to_dict())
+    assert moved.predicted_time > made.predicted_time and capsys.readouterr().out
+    pretrain("pretrain_gpt.py", f"{NATIVE} --metrics {alone}")
+    told = pretrain("pretrain_gpt.py", f"{NATIVE} --plan {path} --metrics {edited}", ranks=2).stdout
+    assert "layer.0 .. head" in told and "schedule zb-h1" in told and "2 of 3" in told
+    assert losses(edited) == pytest.approx(losses(alone), abs=2e-6)
+    for flag, value in (("--micro-batch-size", "4"), ("--pipeline-model-parallel-size", "1"), ("--bf16", "")):
+        done = pretrain("pretrain_gpt.py", f"{NATIVE} --plan {path} {flag} {value}", ranks=2, check=False)
+        assert done.returncode != 0 and f"{flag} {value or 'True'}: on ranks 0, 1, the plan says" in done.stderr
+
+
+def test_a_captured_model_runs_the_edited_plan_through_both_doors(tmp_path, shape, capsys):  # noqa: F811
+    path, alone, edited = (tmp_path / name for name in ("plan.json", "alone.jsonl", "edited.jsonl"))
+    made = planned(path, 2, f"--model {shape} --tensor-model-parallel-size 2")
+    capsys.readouterr()
+    pinned = {  # column to row, and replicated
+        "model.layers.0.self_attn.o_proj.weight": None,
+        "model.embed_tokens.weight": None,
+    }
+    rows = [replace(row, dim=pinned.get(row.name, row.dim)) for row in made.shardings]
+    assert rows != list(made.shardings)
+    edit(path, shardings=[vars(row) for row in rows])
+    pretrain("pretrain_hf.py", f"--model {shape} --metrics {alone}")
+    told = pretrain("pretrain_hf.py", f"--model {shape} --plan {path} --metrics {edited}", ranks=2).stdout
+    assert losses(edited) == pytest.approx(losses(alone), abs=2e-6)
+    assert "model.embed_tokens.weight is whole" in told
+    other = pretrain("pretrain_hf.py", f"--model {shape} --plan {path}", ranks=1, check=False)
+    assert other.returncode != 0 and "plan: grid 2: tp 2 x dp 1 x pp 1 are 2 ranks, and the job has 1" in other.stderr
+
+
+def _trained(rank, world_size, plan, directory):
+    from megatron_merak import MerakArguments, MerakTrainer
+
+    model, data = llama_and_tokens()
+    args = MerakArguments(
+        directory, plan=plan, max_steps=2, learning_rate=1e-2, report_to="none", save_strategy="no", use_cpu=True,
+        logging_steps=1, disable_tqdm=True, per_device_train_batch_size=2, lr_scheduler_type="constant",
+        gradient_accumulation_steps=1 if plan else 4,
+    )  # fmt: skip
+    trainer = MerakTrainer(model, args, train_dataset=data)
+    trainer.train()
+    made = trainer.engine.plan
+    told = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return told, [(row.name, row.dim) for row in made.shardings], made.grid.tp, args.gradient_accumulation_steps
+
+
+def llama_and_tokens():
+    real, _, _ = tiny("llama")
+    torch.manual_seed(3)
+    model = randomise(real())
+    tokens = torch.randint(0, model.config.vocab_size, (16, 16))
+    return model, [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def test_a_trainer_runs_the_edited_plan(tmp_path, capsys):
+    path, config = tmp_path / "plan.json", tmp_path / "config.json"
+    config.write_text(json.dumps(llama_and_tokens()[0].config.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+    made = planned(path, 2, f"--model {config} --tensor-model-parallel-size 2")
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit(path, shardings=[vars(replace(row, dim=None) if row.name == name else row) for row in made.shardings])
+    capsys.readouterr()
+    alone, *_ = _trained(0, 1, None, str(tmp_path))
+    for told, rows, tp, micro_batches in run_ranks(_trained, 2, str(path), str(tmp_path)):
+        assert told == pytest.approx(alone, abs=1e-5) and len(told) == 2
+        assert (tp, micro_batches, dict(rows)[name]) == (2, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"per_device_train_batch_size": 4}, r"per_device_train_batch_size 4: the plan .* says 2"),
+        ({"pipeline_model_parallel_size": 2}, r"pipeline_model_parallel_size 2: the plan .* says 1"),
+        ({"pipeline_schedule": "gpipe"}, r"pipeline_schedule gpipe: the plan .* decides that"),
+        ({"plan": "nowhere.json"}, r"plan nowhere.json: it cannot be read"),
+    ],
+)
+def test_arguments_that_contradict_a_plan_are_named(tmp_path, changes, told):
+    from megatron_merak import MerakArguments
+
+    traced = Traced(*llama_traced())
+    path = tmp_path / "plan.json"
+    path.write_text(draw(traced, Grid(), microbatches=4).plan.to_json())
+    with pytest.raises(MerakError, match=told):
+        MerakArguments(str(tmp_path), **{"plan": str(path), "use_cpu": True, "report_to": "none"} | changes)
+
+
+def llama_traced():
+    real, _, batch = tiny("llama")
+    return randomise(real()), batch
+
+
+def test_an_untouched_plan_is_followed_to_the_last_number():
+    for name in ("llama", "gpt2", "t5"):
+        real, _, batch = tiny(name)
+        traced = Traced(real(), batch)
+        for grid in (Grid(), Grid(tp=2, pp=2)):
+            made = draw(traced, grid, microbatches=4).plan
+            again = Plan.from_json(made.to_json())
+            assert again == made
+            assert replace(follow(traced, again).plan, reasons=made.reasons) == made
+
+
+def _refused(plan, told):
+    with pytest.raises(PlanError, match=told):
+        follow(Traced(*llama_traced()), plan)
+
+
+def test_a_plan_that_does_not_fit_the_model_is_told_apart_by_its_first_difference():
+    traced = Traced(*llama_traced())
+    made = draw(traced, Grid(tp=2, pp=2), microbatches=4).plan
+    real, _, batch = tiny("gpt2")
+    _refused(draw(Traced(real(), batch), Grid(tp=2, pp=2), microbatches=4).plan, "unit 0 .*the model's is")
+    units = (*made.units[:-1], replace(made.units[-1], name="head"))
+    _refused(replace(made, units=units), r"unit \d+ head: the model's is ")
+    with pytest.raises(PlanError, match="stages .*must cover the"):
+        plain = made.to_dict()
+        plain["stages"][-1]["last"] += 1  # a cut beyond the chain
+        Plan.from_dict(plain)
+    weight = next(row for row in made.shardings if row.dim is not None and row.shape[0] % 2 == 0)
+    for changed in (
+        replace(weight, blocks=(weight.shape[weight.dim] - 1, 1)),  # does not divide
+        replace(weight, shape=(weight.shape[0] + 2, *weight.shape[1:])),
+        replace(weight, name="model.nothing.weight"),
+    ):
+        rows = tuple(changed if row == weight else row for row in made.shardings)
+        _refused(replace(made, shardings=rows), weight.name if changed.name == weight.name else "model.nothing.weight")
