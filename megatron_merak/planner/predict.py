@@ -9,6 +9,7 @@ from megatron_merak.plan import Plan, held_parameters
 from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.overlap import Times, times
+from megatron_merak.planner.reduction import exposed_reduction
 
 
 @dataclass(frozen=True)
@@ -87,21 +88,16 @@ def step_time(plan: Plan, pipeline: Timeline) -> float:
 
 
 def ending(plan: Plan) -> Ending:
-    """What follows the pipeline on the slowest rank: the data-parallel all-reduce of the fp32 gradients (behind the
-    last backwards of its stages as far as they reach, with overlap), the all-reduces of tied tensors among the ranks
-    that hold them, and the optimizer."""
-    units, grid, cluster = _unit_costs(plan), plan.grid, plan.cluster
-    replicas = cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
-    update = cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype)
+    """What follows the pipeline on the slowest rank: what is left of the data-parallel all-reduces of its gradients,
+    those of tied tensors among the ranks that hold them, and the optimizer."""
+    units = _unit_costs(plan)
+    update = plan.cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype)
     ties = _tie_times(plan)
     endings = []
-    for rank in range(grid.pp):
+    for rank in range(plan.grid.pp):
         mine = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
         parameters = held_parameters([plan.units[unit] for unit in mine])
-        reduce = all_reduce(grid.dp, 4 * parameters, replicas)
-        if plan.overlap_grad_reduce:
-            reduce = max(0.0, reduce - sum(units[unit].backward for unit in mine))
-        endings.append(Ending(reduce + ties[rank], parameters * update))
+        endings.append(Ending(exposed_reduction(plan, mine, units) + ties[rank], parameters * update))
     return max(endings, key=lambda one: one.total)
 
 

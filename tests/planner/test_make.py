@@ -109,7 +109,13 @@ def test_the_step_time_adds_up():
     reduce, optimizer = all_reduce(2, 32, link), 8 * 36 / 1000
     late = replace(owned, overlap_grad_reduce=False)
     assert step_time(late, pipeline) == pytest.approx(pipeline.makespan + reduce + optimizer)
-    assert step_time(owned, pipeline) == pytest.approx(pipeline.makespan + optimizer)
+    # One bucket is full when all is; of two, the first is on its way during the second half of the backward.
+    assert step_time(owned, pipeline) == pytest.approx(pipeline.makespan + reduce + optimizer)
+    halves = replace(owned, bucket_size=4)
+    behind = 2 * all_reduce(2, 16, link) - stage_costs(owned).backward[0] / 2
+    assert step_time(halves, pipeline) == pytest.approx(pipeline.makespan + behind + optimizer)
+    fast = replace(halves, cluster=replace(halves.cluster, inside=Link("fast", 0.0, 16.0)))
+    assert step_time(fast, pipeline) == pytest.approx(pipeline.makespan + 1 + optimizer)
 
 
 @pytest.mark.parametrize(

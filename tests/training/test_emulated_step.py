@@ -1,0 +1,80 @@
+"""One number for one plan: plan.py, simulate.py, the banner of an emulated run, and the steps that it takes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from megatron_merak.cluster import Cluster, Device, Link
+from megatron_merak.plan import Plan, prediction
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = """--seq-length 64 --micro-batch-size 2 --global-batch-size 8 --vocab-size 300 --lr 1e-3 --mock-data
+    --train-iters 2 --eval-iters 0 --log-interval 1""".split()
+NATIVE = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --attention-dropout 0.1 --hidden-dropout 0".split()
+LLAMA = LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=300, use_cache=False,
+)  # fmt: skip
+FREE = Link("free", 0.0, 1e14)
+# Names that no table has. Their memory is fast: what element-wise work moves is estimated otherwise by the planner.
+CARD = Device("Card 1", 2e9, 1e9, 1e14, 0, 0.5)
+LINKED = Cluster(replace(CARD, float32_flops=1e14), 1, FREE, Link("slow", 1e-4, 1e6), "linked")
+BOTH = Cluster(CARD, 2, Link("in", 1e-5, 2e7), Link("out", 1e-4, 1e7), "both")
+TP2, PP2 = "--tensor-model-parallel-size 2".split(), "--pipeline-model-parallel-size 2".split()
+
+
+def run(script: str, flags: list, ranks: int = 0) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *torchrun, str(ROOT / script), *map(str, flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "ranks", "layout"),
+    [
+        ("native", BOTH, 2, TP2),
+        ("llama", BOTH, 2, PP2),
+        pytest.param("native", BOTH, 1, [], marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 4, [*TP2, *PP2], marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 4, PP2, marks=pytest.mark.slow),  # two replicas
+        pytest.param("native", LINKED, 2, TP2, marks=pytest.mark.slow),
+        pytest.param("native", LINKED, 2, PP2, marks=pytest.mark.slow),
+        pytest.param("native", LINKED, 2, [], marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 2, [*PP2, "--pipeline-schedule", "zb-h1"], marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 2, [*TP2, "--recompute-granularity", "full"], marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow),
+        pytest.param("llama", BOTH, 2, TP2, marks=pytest.mark.slow),
+        pytest.param("llama", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_steps_of_an_emulated_run_take_what_its_plan_says(tmp_path, model, cluster, ranks, layout):
+    """Where arithmetic or links dominate."""
+    own, saved, metrics = tmp_path / "own.json", tmp_path / "plan.json", tmp_path / "metrics.jsonl"
+    cluster.to_json(own)
+    flags, script = [*COMMON, *layout], "pretrain_gpt.py"
+    if model == "llama":
+        (tmp_path / "llama.json").write_text(json.dumps(LLAMA.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+        flags, script = [*flags, "--model", tmp_path / "llama.json"], "pretrain_hf.py"
+    else:
+        flags += NATIVE
+    shown = run("tools/plan.py", ["show", *flags, "--world-size", ranks, "--device", own, "--save", saved])
+    plan = Plan.from_json(saved.read_text())
+    text = prediction(plan)
+    assert plan.cluster == cluster and text.startswith(f"predicted on Card 1 ({cluster.name}): ")
+    emulated = ["--distributed-backend", "emu", "--emulate", own, "--metrics", metrics]
+    banner = run(script, [*flags, *emulated], ranks)
+    for told in (shown, banner, run("tools/simulate.py", ["--plan", saved])):
+        assert re.findall(r"predicted on .* per step, bubble [0-9.]+%", told) == [text]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [row["modelled_seconds"] for row in rows if row["kind"] == "train"]
+    assert len(steps) == 2 and steps == pytest.approx([plan.predicted_time] * 2, rel=0.01)
