@@ -50,8 +50,8 @@ class Finding:
         return f"{self.kind}: {self.operation} at {self.place}"
 
 
-class UnknownSize(Exception):
-    """The rehearsal cannot go on: only the GPU knows the size of a result."""
+class StoppedError(Exception):
+    """The rehearsal cannot go on: a GPU refuses an operation, or it alone knows the size of the result."""
 
 
 class _FakeGpu(FakeTensorMode):
@@ -132,12 +132,13 @@ class Rehearsal(TorchDispatchMode):
             return self._copy(func, args, kwargs, others)
         if any(x.dim() for x in others):
             self._report("mixed", func)
+            raise StoppedError(str(self.findings[-1]))
         if packet in _LOOKS:
             self._report("sync", func)
             return _ANSWERS.get(args[0].dtype, 1.0) if packet is aten._local_scalar_dense else True
         if _has_unknown_size(packet, args, kwargs):
             self._report("sync", func)
-            raise UnknownSize(str(self.findings[-1]))
+            raise StoppedError(str(self.findings[-1]))
         return self._run(func, args, kwargs)
 
     def _copy(self, func, args: tuple, kwargs: dict, others: list[Tensor]) -> Any:

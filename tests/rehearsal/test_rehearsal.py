@@ -6,13 +6,12 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from megatron_merak.plan import Grid
 from tests.graph.tiny import tiny
 from tests.parity.cases import Case
 
-from .device import Rehearsal, UnknownSize
+from .device import Rehearsal, StoppedError
 from .trainers import captured, mesh_of, native, steps
 
 TRAINER, CAPTURED_TRAINER = "megatron_merak/training/trainer.py", "megatron_merak/training/captured.py"
@@ -25,10 +24,9 @@ def rehearse(build):
     with Rehearsal() as rehearsal:
         trainer, batches = build()
         steps(trainer, batches)
-        first = [str(finding) for finding in rehearsal.findings if finding.kind == "mixed"]
         rehearsal.findings.clear()
         steps(trainer, batches)
-    assert not first and not rehearsal.inside(), "\n".join([*first, *rehearsal.inside()])
+    assert not rehearsal.inside(), "\n".join(rehearsal.inside())
     return rehearsal
 
 
@@ -165,7 +163,7 @@ def test_what_is_planted_is_reported_with_its_line(kind, monkeypatch):
         trainer.step(batches, 1e-3, 0.1)
         rehearsal.findings.clear()
         monkeypatch.setattr(Plant, "kind", kind)
-        with suppress(UnknownSize, FakeTensorDeviceMismatchError):
+        with suppress(StoppedError):
             trainer.step(batches, 1e-3, 0.1)
     found = [re.sub(r"test_rehearsal.py:\d+", "{}", text) for text in rehearsal.inside()]
     wanted = [text.format("tests/rehearsal/{}") for text in PLANTED[kind]]
