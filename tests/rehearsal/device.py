@@ -107,7 +107,8 @@ class Rehearsal(TorchDispatchMode):
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake and tensor.fake_device == DEVICE
 
     def _beside(self, tensor: Tensor) -> Tensor:
-        """A scalar that C++ made beside one of our tensors, on the device that this claims, is ours too."""
+        """What C++ made beside one of our tensors, on the device that this claims, is ours too: a scalar, or zeros in a
+        backward."""
         if not _is_beside(tensor):
             return tensor
         return self._run(torch.zeros, (tensor.shape,), {"dtype": tensor.dtype, "device": DEVICE})
@@ -157,7 +158,8 @@ class Rehearsal(TorchDispatchMode):
 
 
 def _is_beside(tensor: Tensor) -> bool:
-    return tensor.is_meta and not isinstance(tensor, FakeTensor) and not any(tensor.stride())
+    made_by_backward = torch._C._current_autograd_node() is not None
+    return tensor.is_meta and not isinstance(tensor, FakeTensor) and (made_by_backward or not any(tensor.stride()))
 
 
 def _is_real(tensors: list[Tensor], device: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_merak.plan import Grid
-from tests.graph.tiny import tiny
+from tests.graph.tiny import FAMILIES, tiny
 from tests.parity.cases import Case
 
 from .device import Rehearsal, StoppedError
@@ -65,11 +65,13 @@ CAPTURED = {
 }
 
 
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize(
+    "name", [*CAPTURED, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in CAPTURED)]
+)
 def test_captured(name):
     _, empty, batch = tiny(name)
     with mesh_of(Grid(), 0) as mesh:
-        found = rehearse(lambda: captured(empty(), batch, mesh, **CAPTURED[name]))
+        found = rehearse(lambda: captured(empty(), batch, mesh, **CAPTURED.get(name, {})))
     assert waits(found) == [CAPTURED_TRAINER, OPTIMIZER]
 
 
