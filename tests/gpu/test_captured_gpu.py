@@ -1,0 +1,23 @@
+"""Captured models on a GPU compute what HuggingFace's compute on a CPU; the comparison itself is tried on a CPU."""
+
+import pytest
+import torch
+
+from tests.gpu.captured import same_as_eager, same_as_the_trainer
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("gpt2", CPU)]
+    + [pytest.param(name, GPU, marks=ON_A_GPU) for name in ("llama", "gpt2", "mixtral", "t5", "bert", "vit")],
+)
+def test_a_model_computes_what_it_computes_eagerly(name, device):
+    same_as_eager(name, device)
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(GPU, marks=ON_A_GPU)])
+def test_a_trainer_logs_what_the_trainer_of_transformers_logs(device, tmp_path):
+    same_as_the_trainer(tmp_path, device)
