@@ -74,8 +74,11 @@ class Initialiser:
         finally:
             for module, key in places:
                 module._parameters[key] = held
-        values = fresh if _is_set(fresh) else self._constructed(names[0], seed)
-        if values is None or values.shape != held.shape or not _is_set(values):
+        values: torch.Tensor | None = fresh
+        if not _is_set(fresh):
+            values = self._constructed(names[0], seed)
+            values = values if values is not None and _is_set(values) else None
+        if values is None or values.shape != held.shape:
             reason = f"neither {type(places[0][0]).__name__} nor a model around it says how it is initialised"
             remedy = "Build the model outside of init_empty_weights, so that it comes with values"
             raise ConfigError("parameter", name, reason, remedy)
@@ -151,7 +154,9 @@ def _unset(held: torch.Tensor) -> torch.Tensor:
 
 
 def _is_set(tensor: torch.Tensor) -> bool:
-    return bool((tensor == tensor).all())
+    """Whether no value is NaN: quickly by the sum, which is NaN if one is, or where infinities cancel."""
+    total = tensor.sum()
+    return bool(total == total) or bool((tensor == tensor).all())
 
 
 @contextmanager

@@ -119,6 +119,19 @@ def check_alike(name: str, want: torch.Tensor, got: torch.Tensor) -> None:
         assert float(got.abs().max()) <= 1.5 * float(want.abs().max()), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.complex64], ids=str)
+def test_what_is_set_is_told_from_what_is_not(dtype):
+    """By a sum, where that tells: infinities may cancel, and fp16 may overflow."""
+    values = torch.full((70000,), 2, dtype=dtype)
+    assert initialise._is_set(values) and initialise._is_set(values[:0])
+    if dtype.is_floating_point:
+        values[:2] = torch.tensor([torch.inf, -torch.inf])
+        assert initialise._is_set(values)
+    if dtype != torch.int64:
+        values[69999] = torch.nan
+        assert not initialise._is_set(values)
+
+
 def test_a_function_of_seed_and_name_only():
     model, state = empty("gpt2"), torch.get_rng_state()
     names = [name for name, _ in model.named_parameters()]
