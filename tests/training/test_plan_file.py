@@ -1,21 +1,25 @@
 """A plan that tools/plan.py wrote and a hand edited rules: pretrain_gpt.py, pretrain_hf.py and MerakTrainer."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_merak.arguments import build_parser, read
+from megatron_merak.cluster import CLUSTERS, DEVICES
+from megatron_merak.config import Config, flag_name
 from megatron_merak.errors import MerakError, PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan
+from megatron_merak.training import plan_arguments, plan_file
 from megatron_merak.training.blueprint import draw, follow
-from megatron_merak.training.plan_file import stored
+from megatron_merak.training.plan_file import decided, plan_of, stored
 from megatron_merak.training.traced import Traced
 from tests.graph.tiny import randomise, tiny
 from tests.ranks import run_ranks
-from tests.training.test_pretrain_hf import NATIVE, losses, pretrain, shape  # noqa: F401
+from tests.training.test_pretrain_hf import NATIVE, ROOT, losses, pretrain, shape  # noqa: F401
 from tools import plan as tool
 
 BATCHES = "--seq-length 16 --micro-batch-size 2 --global-batch-size 8"
@@ -45,9 +49,39 @@ def test_a_native_model_runs_an_edited_plan(tmp_path, capsys):
     told = pretrain("pretrain_gpt.py", f"{NATIVE} --plan {path} --metrics {edited}", ranks=2).stdout
     assert "layer.0 .. head" in told and "schedule zb-h1" in told and "2 of 3" in told
     assert losses(edited) == pytest.approx(losses(alone), abs=2e-6)
-    for flag, value in (("--micro-batch-size", "4"), ("--pipeline-model-parallel-size", "1"), ("--bf16", "")):
-        done = pretrain("pretrain_gpt.py", f"{NATIVE} --plan {path} {flag} {value}", ranks=2, check=False)
-        assert done.returncode != 0 and f"{flag} {value or 'True'}: on ranks 0, 1, the plan says" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--micro-batch-size 4", "--micro-batch-size 4: the plan says 2"),
+        ("--pipeline-model-parallel-size 1", "--pipeline-model-parallel-size 1: the plan says 2"),
+        ("--bf16", "--bf16 True: the plan says False"),
+        ("--pipeline-schedule 1f1b", "--pipeline-schedule .*: the plan .* decides that"),
+        ("--recompute-granularity=full", "--recompute-granularity .*: the plan .* decides that"),
+    ],
+)
+def test_flags_that_contradict_a_plan_are_named(tmp_path, capsys, flags, told):
+    path = tmp_path / "plan.json"
+    planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
+    line = f"{NATIVE} --plan {path} ".split()
+    plain, _ = read(build_parser(), line, Config, decided(Config, line))
+    assert plan_of(plain, 2, CLUSTERS["cpu"]).grid == Grid(pp=2) and plain.train.global_batch_size == 8
+    with pytest.raises(MerakError, match=told):
+        line += flags.split()
+        plan_of(read(build_parser(), line, Config, decided(Config, line))[0], 2, CLUSTERS["cpu"])
+
+
+def test_a_plan_of_more_memory_than_there_is_or_of_more_ranks_is_refused(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
+    line = f"{NATIVE} --plan {path}".split()
+    config, _ = read(build_parser(), line, Config, decided(Config, line))
+    with pytest.raises(PlanError, match="are 2 ranks, and the job has 4"):
+        plan_of(config, 4, CLUSTERS["cpu"])
+    small = replace(CLUSTERS["dgx-h100"], device=replace(DEVICES["H100"], memory=1000, name="small"))
+    with pytest.raises(PlanError, match="pipeline rank 0 does not fit into the 0 GiB of small"):
+        plan_of(config, 2, small)
 
 
 def test_a_captured_model_runs_the_edited_plan_through_both_doors(tmp_path, shape, capsys):  # noqa: F811
@@ -165,3 +199,10 @@ def test_a_plan_that_does_not_fit_the_model_is_told_apart_by_its_first_differenc
     ):
         rows = tuple(changed if row == weight else row for row in made.shardings)
         _refused(replace(made, shardings=rows), weight.name if changed.name == weight.name else "model.nothing.weight")
+
+
+def test_the_page_on_plans_names_all_that_they_hold_and_the_flags_that_they_decide():
+    page = (ROOT / "docs" / "plans.md").read_text()
+    assert all(f"`{field.name}`" in page for field in fields(Plan))
+    assert all(f"`{flag_name(name)}`" in page for name in plan_file.DECIDES)
+    assert all(f"`{name}`" in page for name in plan_arguments.DECIDES if name not in plan_file.DECIDES)
