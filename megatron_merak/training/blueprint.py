@@ -83,6 +83,10 @@ def follow(traced: Traced, plan: Plan) -> "Blueprint":
     """The model as a stored or edited plan says; what it predicts is computed anew. Raises PlanError, naming the first
     difference, when the plan is one of another model or cannot be met."""
     captured, tp = traced.captured, plan.grid.tp
+    if plan.sequence_parallel:
+        raise PlanError("plan: sequence_parallel", True, "only the native model has it", "Let it be false")
+    if not plan.graph_sharding:
+        raise PlanError("plan: graph_sharding", "''", "it is a plan of the native model", "Make a plan of this model")
     chain = cut(captured, plan.graph_sharding)
     check_chain(plan, chain.names)
     sharding = shard(captured, tp, pins={tensor.name: tensor for tensor in plan.shardings}, complete=True)
