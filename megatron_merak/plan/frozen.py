@@ -64,6 +64,8 @@ class Plan:
             reason = f"it has {self.schedule.stages} stages on {len(self.schedule.ranks)} ranks, but the plan has "
             reason += f"{len(self.stages)} stages on {self.grid.pp}"
             raise PlanError("schedule", self.schedule.name, reason, "Build the schedule for the plan's stages")
+        if self.schedule.microbatches < 1:
+            raise PlanError("schedule", self.schedule.name, "a step has no micro-batch", "Give it one or more")
         if len(self.predicted_bytes) not in (0, len(self.stages)):
             reason = f"there is one for each of the {len(self.stages)} stages, or none"
             raise PlanError("predicted bytes", self.predicted_bytes, reason, "Correct the plan")
@@ -74,6 +76,9 @@ class Plan:
         modes = [mode for mode in OVERLAPS if mode != "auto"]
         if self.overlap not in modes:
             raise PlanError("overlap", self.overlap, "there is no such one", f"Use one of {', '.join(modes)}")
+        if self.overlap == "sub-pipeline" and self.micro_batch_size == 1:
+            reason = "a micro-batch of one sample has no halves"
+            raise PlanError("overlap", self.overlap, reason, "Use pair, or a micro_batch_size of 2 or more")
         for name, least in (("bucket_size", 1), ("loss_chunk", 0), ("micro_batch_size", 1), ("sequence_length", 0)):
             if getattr(self, name) < least:
                 raise PlanError(name, getattr(self, name), f"it is below {least}", f"Use {least} or more")

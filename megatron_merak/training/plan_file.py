@@ -13,7 +13,7 @@ from ..errors import ConfigError, PlanError, ScheduleError
 from ..pipeline_parallel.check import check
 from ..pipeline_parallel.schedule_files import executable
 from ..plan import Plan
-from ..plan.fit import check_ranks
+from ..plan.fit import check_dtype, check_ranks
 from ..planner.memory import overflowing_ranks
 from ..planner.predict import priced
 
@@ -95,6 +95,7 @@ def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None
         return None
     plan = stored(path)
     check_ranks(plan, world_size)
+    check_dtype(plan)
     settings = {flag.field: getattr(getattr(config, flag.section), flag.field) for flag in flags(type(config))}
     compare(plan, settings, flag_name)
     check_memory(plan, cluster)

@@ -146,7 +146,7 @@ class Whole(nn.Module):
 
 def test_a_model_that_decides_itself_is_refused():
     with pytest.raises(TraceError, match="if x.sum.*decides by the values"):
-        capture(Whole(), {"x": torch.randn(6, 4)})
+        capture(Whole(), {"x": torch.rand(6, 4)})  # the branch with the experts
 
 
 def test_what_already_is_of_a_dtype_is_not_converted():

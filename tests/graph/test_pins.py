@@ -60,7 +60,9 @@ def follow(tensors, edited, before):
     return plan
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "t5", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixtral", "bert"))]
+)
 def test_every_edit_of_one_weight_is_obeyed_and_changes_no_gradient(name):
     capturing, model, batch, loss, grads = subject(name)
     tensors = shard(capturing, 2).tensors
@@ -122,7 +124,7 @@ def walk(capturing, tp, choices):
     return Propagation(capturing, tp, RULES, STARTERS, choices).run()
 
 
-SLOW = "swin whisper clip recurrent_gemma deberta-v2 mamba olmo2".split()
+SLOW = "swin whisper clip recurrent_gemma deberta-v2 mamba olmo2 bart blip falcon gemma2 phi bloom opt".split()
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def build() -> Path:
 
 
 @NEEDED
+@pytest.mark.compiles
 @pytest.mark.timeout(600)
 def test_operations_called_by_torch():
     environment = {**os.environ, "MERAK_EXT": "0", "OMP_NUM_THREADS": "1"}

@@ -97,7 +97,7 @@ CASES = [
     ("llama", Grid(pp=2), FULL | {"pipeline_schedule": "zb-v"}),
     ("t5", Grid(tp=2, pp=2), {"pipeline_schedule": "interleaved"}),
     ("mixtral", Grid(tp=2, pp=2), {"pipeline_schedule": "zb-h1", "tp_comm_overlap": "none"}),
-    ("recurrent_gemma", Grid(tp=2, pp=2), FULL | {"pipeline_schedule": "shifted"}),
+    pytest.param("recurrent_gemma", Grid(tp=2, pp=2), FULL | {"pipeline_schedule": "shifted"}, marks=pytest.mark.slow),
     ("bert", Grid(pp=3), {"pipeline_schedule": "auto"}),
     ("gpt2", Grid(tp=2, pp=1, dp=2), {"tp_comm_overlap": "pair"}),
     (

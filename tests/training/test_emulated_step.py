@@ -43,7 +43,7 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
     ("model", "cluster", "ranks", "layout"),
     [
         ("native", BOTH, 2, TP2),
-        ("llama", BOTH, 2, PP2),
+        pytest.param("llama", BOTH, 2, PP2, marks=pytest.mark.slow),
         pytest.param("native", BOTH, 1, [], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 4, [*TP2, *PP2], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 4, PP2, marks=pytest.mark.slow),  # two replicas

@@ -31,7 +31,8 @@ def _train(rank, world_size, name, grid):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "grid", "programs"), [("longformer", Grid(pp=2), 3), ("deciding", Grid(tp=2, pp=2), 4)]
+    ("name", "grid", "programs"),
+    [pytest.param("longformer", Grid(pp=2), 3, marks=pytest.mark.slow), ("deciding", Grid(tp=2, pp=2), 4)],
 )
 def test_every_case_has_its_program(name, grid, programs):
     model, batches = cases(name)

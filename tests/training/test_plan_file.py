@@ -72,11 +72,20 @@ def test_flags_that_contradict_a_plan_are_named(tmp_path, capsys, flags, told):
         plan_of(read(build_parser(), line, Config, decided(Config, line))[0], 2, CLUSTERS["cpu"])
 
 
-def test_a_plan_of_more_memory_than_there_is_or_of_more_ranks_is_refused(tmp_path, capsys):
+def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
     path = tmp_path / "plan.json"
     planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
+    stored_values = json.loads(path.read_text())
     line = f"{NATIVE} --plan {path}".split()
     config, _ = read(build_parser(), line, Config, decided(Config, line))
+    with pytest.raises(PlanError, match="micro_batch_size of 2 or more"):
+        edit(path, overlap="sub-pipeline", micro_batch_size=1)
+    with pytest.raises(PlanError, match="a step has no micro-batch"):
+        edit(path, schedule={"name": "none", "stages": 2, "microbatches": 0, "ranks": [[], []]})
+    edit(path, **stored_values | {"dtype": "float16"})
+    with pytest.raises(PlanError, match="dtype float16: there is no loss scaling"):
+        plan_of(config, 2, CLUSTERS["cpu"])
+    edit(path, **stored_values)
     with pytest.raises(PlanError, match="are 2 ranks, and the job has 4"):
         plan_of(config, 4, CLUSTERS["cpu"])
     small = replace(CLUSTERS["dgx-h100"], device=replace(DEVICES["H100"], memory=1000, name="small"))
