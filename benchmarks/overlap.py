@@ -21,7 +21,7 @@ import worlds
 from overlap_page import Outcome, Outcomes, Wall, page
 
 PAGE = worlds.HERE.parent / "docs" / "overlap.md"
-BANDWIDTHS = (200e9, 20e9, 11e9, 5.5e9)  # bytes per second
+BANDWIDTHS = (200e9, 20e9, 15e9, 5.5e9)  # bytes per second
 RATE = 1e9  # bits per second of the real link
 
 

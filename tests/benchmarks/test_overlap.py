@@ -24,7 +24,7 @@ def modelled(bandwidth, scale):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return modelled(12e9, 64)
+    return modelled(15e9, 64)
 
 
 def test_halves_and_pairs_hide_nine_tenths_where_computing_takes_as_long(outcomes):
@@ -46,7 +46,7 @@ def test_nothing_is_hidden_beyond_the_time_of_computing():
 
 @pytest.mark.slow
 def test_the_times_do_not_depend_on_the_scale(outcomes):
-    for key, one in modelled(11e9, 16).items():
+    for key, one in modelled(15e9, 16).items():
         assert sum(one.total.values()) == pytest.approx(sum(outcomes[key].total.values()), rel=0.005), key
 
 
