@@ -1,7 +1,9 @@
 # make train and make test need nothing but Python >= 3.11: each sets itself up, once, in .venv.
 #
 #   make test VENV=/path/to/venv          use (or create) that environment instead of .venv
-#   make test PYTHON=/path/to/python      use that interpreter as it is if it has everything, else make .venv from it
+#   make test PYTHON=/path/to/python      use that interpreter as it is if it has what make test needs, else make .venv
+#
+# A target asks for no more than it uses (NEEDS), so an environment that has that needs no network.
 #
 # pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from, and so which build of
 # PyTorch is installed.
@@ -14,17 +16,23 @@ ARGS ?=
 WORKERS ?= auto
 SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile
 
-# Expanded when a recipe runs, that is after `install`.
-PY = $(shell $(PYTHON) tools/environment.py --venv "$(VENV)" --find)
+# What a target uses of pyproject.toml: `dependencies`, single libraries, extras; tools/environment.py reads it.
+UNDRAWN = torch numpy transformers tokenizers huggingface_hub safetensors
+NEEDS = $(UNDRAWN)
+ENVIRONMENT = $(PYTHON) tools/environment.py --venv "$(VENV)" --needs $(NEEDS)
+
+# Expanded when a recipe runs, that is after `environment`.
+PY = $(shell $(ENVIRONMENT) --find)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm fuzz-graph clean
+.PHONY: help environment install train test test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
 	@echo "make test         style check, then every test but the exhaustive ones; ARGS='tests/data -k blend' WORKERS=1"
+	@echo "make test-oldest  the same tests with the oldest libraries that pyproject.toml allows, in .venv-oldest"
 	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"
 	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (10 minutes)"
@@ -47,74 +55,93 @@ help:
 	@echo "make install      only the set-up that all of these share; idempotent"
 	@echo "make clean        remove build products and caches; .venv and runs/ stay"
 
-install:
-	@$(PYTHON) tools/environment.py --venv "$(VENV)"
+environment:
+	@$(ENVIRONMENT)
 
-train: install
+install: environment
+
+train parity bench-search: NEEDS = dependencies
+install test test-oldest parity-full test-native test-slow fuzz-graph: NEEDS = dependencies test
+bench bench-two-lines: NEEDS = $(UNDRAWN) accelerate
+lint: NEEDS = lint
+compile-check: NEEDS = torch
+doctor: NEEDS = torch numpy
+gpu: NEEDS = $(UNDRAWN) gpu
+
+train: environment
 	@$(PY) examples/train.py $(ARGS)
 
-test: lint
-	@$(PY) -m pytest -q -m "not slow and not gpu and not compiles" $(SIDE_BY_SIDE) $(ARGS)
+SELECTION = -m "not slow and not gpu and not compiles" $(SIDE_BY_SIDE)
+STYLE = $(PY) -m ruff check --output-format concise . && $(PY) -m ruff format --check -q .
 
-lint: install
-	@$(PY) -m ruff check --output-format concise .
-	@$(PY) -m ruff format --check -q .
+# In an environment that was given and has no ruff, tests run all the same.
+test: environment
+	@if $(PY) -c "import ruff" 2>/dev/null; then $(STYLE); else echo "style is not checked: $(PY) has no ruff"; fi
+	@$(PY) -m pytest -q $(SELECTION) $(ARGS)
 
-parity: install
+# The other end of the ranges in pyproject.toml; compiled parts are built for it, and again for the next target.
+test-oldest:
+	@$(ENVIRONMENT) --oldest --venv .venv-oldest
+	@.venv-oldest/bin/python -m pytest -q $(SELECTION) $(ARGS)
+
+lint: environment
+	@$(STYLE)
+
+parity: environment
 	@$(PY) tools/parity.py --write $(ARGS)
 
-parity-full: install
+parity-full: environment
 	@$(PY) -m pytest -v -m slow --timeout 3600 -n $(WORKERS) --dist loadgroup tests/parity $(ARGS)
 
-test-native: install
+test-native: environment
 	@$(PY) -m pytest -q -m compiles --timeout 600 $(SIDE_BY_SIDE) tests/native $(ARGS)
 
-compile-check: install
+compile-check: environment
 	@$(PY) tools/compile_check.py $(or $(TORCH),2.11.0) $(ARGS)
 
-test-slow: install
+test-slow: environment
 	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity $(ARGS)
 
-fuzz-graph: install
+fuzz-graph: environment
 	@$(PY) -m tests.fuzz $(ARGS)
 
-bench: install
+bench: environment
 	@$(PY) benchmarks/step.py $(ARGS)
 
-bench-two-lines: install
+bench-two-lines: environment
 	@$(PY) benchmarks/two_lines.py $(ARGS)
 
-bench-schedules: install
+bench-schedules: environment
 	@$(PY) benchmarks/schedules.py $(ARGS)
 
-bench-overlap: install
+bench-overlap: environment
 	@$(PY) benchmarks/overlap.py $(ARGS)
 
-bench-search: install
+bench-search: environment
 	@$(PY) benchmarks/search.py $(ARGS)
 
-bench-recompute: install
+bench-recompute: environment
 	@$(PY) benchmarks/recompute.py --write $(ARGS)
 
-bench-host: install
+bench-host: environment
 	@$(PY) benchmarks/host.py $(ARGS)
 
-bench-shm: install
+bench-shm: environment
 	@$(PY) benchmarks/shared_memory.py $(ARGS)
 
-bench-paper: install
+bench-paper: environment
 	@$(PY) benchmarks/paper.py --write $(ARGS)
 
-bench-ops: install
+bench-ops: environment
 	@$(PY) benchmarks/ops.py $(ARGS)
 
-bench-performance: install
+bench-performance: environment
 	@$(PY) benchmarks/performance.py $(ARGS)
 
-doctor: install
+doctor: environment
 	@$(PY) tools/doctor.py $(ARGS)
 
-gpu: install
+gpu: environment
 	@$(PY) -m pytest -q -m gpu --no-skip tests/gpu
 	@$(PY) benchmarks/gpu_ops.py --write $(ARGS)
 

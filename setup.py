@@ -21,7 +21,6 @@ from pathlib import Path
 from setuptools import setup
 
 try:
-    import pybind11
     import torch
     from setuptools import Extension
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
@@ -37,6 +36,8 @@ STANDARD = "-std=c++17"  # torch's own default is another one in 2.13 than in 2.
 OPTIMISE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fvisibility=hidden", "-g0"]
 INTERFACE = re.search(r"^INTERFACE = (\d+)", Path("megatron_merak/_native.py").read_text(), re.MULTILINE).group(1)
 MACROS = [("MERAK_INTERFACE", f'"{INTERFACE}"')]
+# Absolute: ninja compiles in the build folder.
+INCLUDE = [str(Path(__file__).resolve().parent / folder) for folder in ("csrc/include", "csrc")]
 DEPENDS = sorted(path.as_posix() for path in Path("csrc").rglob("*") if path.is_file())
 DEPENDS += ["setup.py", "megatron_merak/_native.py"]
 
@@ -64,6 +65,16 @@ def together(name: str, files: list[str]) -> str:
     return unit.as_posix()
 
 
+def pybind11_headers() -> str:
+    """Where they are; torch's own where pybind11 is not installed."""
+    try:
+        import pybind11
+
+        return pybind11.get_include()
+    except ImportError:
+        return str(Path(torch.__file__).parent / "include")
+
+
 def cuda_problem() -> str:
     """Why the CUDA kernels cannot be built here; empty when they can."""
     if os.environ.get("MERAK_CUDA") == "0":
@@ -82,7 +93,7 @@ def host() -> Extension:
     return Extension(
         "megatron_merak._C",
         [together("host_first", first), together("host_others", others), *plain],
-        include_dirs=[pybind11.get_include(), "csrc/include"],
+        include_dirs=[*INCLUDE, pybind11_headers()],
         define_macros=MACROS,
         extra_compile_args=[STANDARD, *OPTIMISE, *machine()],
         extra_link_args=["-s", "-lrt", "-pthread"] if sys.platform == "linux" else [],
@@ -94,7 +105,7 @@ def cpu() -> Extension:
     return CppExtension(
         "megatron_merak._ops_cpu",
         ["csrc/interface.cpp", *sources("cpu", ".cpp")],
-        include_dirs=["csrc/include"],
+        include_dirs=INCLUDE,
         define_macros=MACROS,
         extra_compile_args=[STANDARD, *OPTIMISE, *machine(), STABLE_ABI],
         py_limited_api=True,
@@ -108,7 +119,7 @@ def cuda() -> Extension:
     return CUDAExtension(
         "megatron_merak._ops_cuda",
         ["csrc/interface.cpp", *sources("cuda", ".cu", ".cpp")],
-        include_dirs=["csrc/include", "csrc"],
+        include_dirs=INCLUDE,
         define_macros=[("USE_CUDA", None), *MACROS],
         extra_compile_args={
             "cxx": [STANDARD, "-O3", "-g0", STABLE_ABI],

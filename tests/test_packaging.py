@@ -87,8 +87,11 @@ def with_sources(source, tmp_path):
     return copy
 
 
-def test_without_a_compiler_the_package_is_pure_python(with_sources):
-    done = build(with_sources)
+def test_without_a_compiler_the_package_is_pure_python(with_sources, tmp_path):
+    """All parts are tried without pybind11 and ninja too: torch has headers of the one and builds without the other."""
+    (with_sources / "pybind11.py").write_text("raise ImportError\n")
+    (tmp_path / "ninja").symlink_to(shutil.which("false"))
+    done = build(with_sources, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     for part in ("_C", "_ops_cpu"):
         assert f"megatron_merak: megatron_merak.{part} LEFT OUT" in done.stderr
