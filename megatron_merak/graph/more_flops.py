@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from .. import ops
 from ..planner.attention import SHORT, causal_more, masked_more
-from .nodes import flops, is_op, values
+from .nodes import flops, is_causal, is_op, values
 
 
 def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]]:
@@ -29,8 +29,7 @@ def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]
             count = _products(query, key.shape[2], value)
             more = masked_more(count, query.shape[2], fused, _dropout(node, 4) > 0)
         elif is_op(node, "scaled_dot_product_attention"):
-            causal = node.kwargs.get("is_causal", node.args[5] if len(node.args) > 5 else False)
-            count, kind = flops(node), causal_more if causal else masked_more
+            count, kind = flops(node), causal_more if is_causal(node) else masked_more
             more = kind(count, SHORT + 1, fused, _dropout(node, 4) > 0)
         else:
             continue

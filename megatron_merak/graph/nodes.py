@@ -74,12 +74,26 @@ def _inner_graphs(node: Node) -> Iterator[Graph]:
                 yield module.graph
 
 
+def is_causal(attention: Node) -> bool:
+    """Whether a scaled_dot_product_attention masks what comes later by itself."""
+    return attention.kwargs.get("is_causal", attention.args[5] if len(attention.args) > 5 else False)
+
+
+def attends_causally(graph: Graph) -> bool:
+    """Whether there is attention in a graph, and all of it is causal by itself."""
+    found, graphs = [], [graph]
+    while graphs:
+        for node in graphs.pop().nodes:
+            found += [is_causal(node)] * is_op(node, "scaled_dot_product_attention")
+            graphs += _inner_graphs(node) if node.op == "call_function" else ()
+    return bool(found) and all(found)
+
+
 def _attention(node: Node, made: int, shapes: list[tuple[int, ...]]) -> int:
     query, key = shapes[0], shapes[1]
-    causal = node.kwargs.get("is_causal", node.args[5] if len(node.args) > 5 else False)
     rows = made // (shapes[2][-1] or 1)
     products = 2 * rows * key[-2] * (query[-1] + shapes[2][-1])
-    return products // 2 if causal else products
+    return products // 2 if is_causal(node) else products
 
 
 def _einsum(node: Node, made: int, shapes: list[tuple[int, ...]]) -> int:

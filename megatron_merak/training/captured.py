@@ -230,6 +230,10 @@ class CapturedTrainer:
     def dtype(self) -> str:
         return self.plan.dtype
 
+    @property
+    def is_causal(self) -> bool:
+        return self.blueprint.traced.is_causal
+
     def output_rank(self, replica: int) -> int:
         """The global rank whose evaluation outputs of a replica count: the first one that runs its last stage."""
         schedule, grid = self.plan.schedule, self.mesh.grid

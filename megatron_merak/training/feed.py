@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .captured import CapturedTrainer
 from .merak_arguments import MerakArguments
 from .model_facts import ModelFacts
 from .neutral import TRAINING, NeutralPadding
+from .right_masks import RightMasks
 from .same_batches import differ_here, different
 from .samplers import Drawn, EpochSampler, length_of
 
@@ -36,6 +38,7 @@ class Feed:
     collator: Callable[[list], Mapping[str, Any]]
     tokenizer: object = None
     begun: dict = dataclasses.field(default_factory=dict)  # of Loading
+    masks: RightMasks = dataclasses.field(default_factory=RightMasks)
 
     def training(self, dataset: Dataset | None, sampler: Sampler | None) -> Loading:
         """How this replica's training batches are loaded. Raises ConfigError and DataError.
@@ -153,37 +156,62 @@ class Feed:
     def prepare(
         self, batches: Sequence[Batch], count_items: bool, engine: CapturedTrainer | None = None
     ) -> tuple[list[Batch], int, int]:
-        """A step's micro-batches, padded as far as ``engine`` shows that to be neutral (None: not at all); and, over
-        all replicas, the elements of their main input and, by ``include_num_input_tokens_seen``, the tokens among
-        these. Collective.
+        """A step's micro-batches, padded, and without masks of padding, as far as ``engine`` shows that to be neutral
+        (None: not at all); and, over all replicas, the elements of their main input and, by
+        ``include_num_input_tokens_seen``, the tokens among these. Collective.
 
         With ``count_items`` each batch holds ``num_items_in_batch``, [] fp32: the targets of the whole step.
         """
         facts, pad_id = self.facts, self.neutral.padding.pad_id
         items = [facts.items(batch) for batch in batches] if count_items else [None]
         known = all(item is not None for item in items)
-        padded, unsettled, failure = self._propose(batches, engine)
+        padded, unpadded, failure = self._propose(batches, engine)
+        bare, masked = self.masks.propose(padded, engine)
         counts = self._over_replicas(
             sum(int(item) for item in items) if known else 0,
             sum(facts.tokens(batch, pad_id, "all") for batch in batches),
             sum(facts.tokens(batch, pad_id, self.args.include_num_input_tokens_seen) for batch in batches),
-            int(unsettled is not None),
+            int(unpadded is not None),
+            int(masked is not None),
             int(failure is not None),
             int(engine is not None and differ_here(batches, self.mesh)),
         )
-        if counts[5]:
+        if counts[6]:
             raise different()
-        if counts[4]:
+        if counts[5]:
             raise_together(failure, self.mesh.control, "cpu")
         counted = {"num_items_in_batch": torch.tensor(float(counts[0]))} if known else {}
-        plain, unsettled_anywhere = [batch | counted for batch in batches], counts[3]
-        while unsettled_anywhere:
-            place = 0 if unsettled is None else unsettled
-            if not self.neutral.settle(engine, plain[place], padded[place] | counted, TRAINING):
-                return plain, counts[1], counts[2]
-            padded, unsettled = self.neutral.propose(batches, TRAINING)
-            (unsettled_anywhere,) = self._over_replicas(int(unsettled is not None))
-        return [batch | counted for batch in padded], counts[1], counts[2]
+        if counts[3] or counts[4]:
+            bare = self._settled([batch | counted for batch in batches], engine, counts[3])
+        return [batch | counted for batch in bare], counts[1], counts[2]
+
+    def _settled(self, batches: list[Batch], engine: CapturedTrainer, unpadded: int) -> list[Batch]:
+        """Micro-batches as they run, where some replica has one that is to be settled. Collective.
+
+        unpadded: how many replicas have one whose padding is.
+        """
+        neutral, masks = self.neutral, self.masks
+        pad, prove = partial(neutral.propose, purpose=TRAINING), partial(neutral.settle, engine, purpose=TRAINING)
+        padded = self._tried(batches, pad, prove, unpadded)
+        if padded is None:
+            return batches
+        strip, prove = partial(masks.propose, engine=engine), partial(masks.settle, engine)
+        (masked,) = self._over_replicas(int(strip(padded)[1] is not None))
+        return self._tried(padded, strip, prove, masked) or padded
+
+    def _tried(self, batches: list[Batch], propose: Callable, settle: Callable, open_: int) -> list[Batch] | None:
+        """What ``propose`` makes of the batches, once ``settle`` has tried it; None where that told nothing.
+
+        open_: how many replicas have a batch to be settled. One that has none lets the others have their turn.
+        """
+        tried, place = propose(batches)
+        while open_:
+            place = place or 0
+            if not settle(batches[place], tried[place]):
+                return None
+            tried, place = propose(batches)
+            (open_,) = self._over_replicas(int(place is not None))
+        return tried
 
     def _propose(
         self, batches: Sequence[Batch], engine: CapturedTrainer | None

@@ -98,7 +98,7 @@ class NeutralPadding:
             self._say("training batches" if purpose == TRAINING else "evaluation batches", found)
         elif plain is not None and (growth := self._growth(plain, padded)):
             key = self._key(purpose, plain, padded)
-            self._reach[key], self._axes[key] = growth, axes
+            self._reach[key], self._axes[key] = max(growth, self._reach.get(key, 0.0)), axes
         return True
 
     def _say(self, what: str, reason: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import PlanError, TraceError
 from ..graph.capture import accepts_num_items, capture
 from ..graph.captured import Captured
-from ..graph.nodes import is_op
+from ..graph.nodes import attends_causally, is_op
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
 from .guard import check_weights, unguard, unguarded
@@ -34,11 +34,23 @@ def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], torch.dtype], .
     return tuple((name, tuple(value.shape), value.dtype) for name, value in tensors)
 
 
+def without_mask(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name != "attention_mask"}
+
+
 def without_full_mask(batch: Batch) -> Batch:
     """The batch without an attention mask that masks nothing: collators add one, and attention is faster without."""
     mask = batch.get("attention_mask")
     full = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all())
-    return {name: value for name, value in batch.items() if name != "attention_mask"} if full else batch
+    return without_mask(batch) if full else batch
+
+
+def _masks_nothing(captured: Captured) -> bool:
+    """Whether a capture without an attention mask is that of one that masks nothing, too: the model may make a mask of
+    its own from the token ids then, or decide by values."""
+    tokens = [n for n in captured.module.graph.find_nodes(op="placeholder") if n.target == "input_ids"]
+    looked_up = all(is_op(user, "embedding") for node in tokens for user in node.users)
+    return looked_up and not captured.guards
 
 
 class Traced:
@@ -50,7 +62,7 @@ class Traced:
     the same; None: nothing is compared. Collective over these ranks. Raises TraceError, ConfigError, PlanError.
 
     ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
-    length in tokens.
+    length in tokens. ``is_causal``: without an attention mask no token looks at later ones.
     """
 
     def __init__(
@@ -83,22 +95,18 @@ class Traced:
 
     def _first(self, example: Batch) -> Captured:
         """The capture of the first batch; decides whether a mask that masks nothing is left out."""
-        maskless = self._without_mask(example) if "attention_mask" in example else None
-        self.drops_full_mask = maskless is not None
-        whole = len(self.prepared(example)) < len(example)
-        return maskless if whole else self.capture(example, training=True, outputs=("loss",))
-
-    def _without_mask(self, example: Batch) -> Captured | None:
-        """The capture without an attention mask, None where leaving out one that masks nothing could change a value:
-        where the model makes a mask of its own from the token ids then."""
-        bare = {name: value for name, value in example.items() if name != "attention_mask"}
+        bare = without_mask(example)
         try:
-            captured = self.capture(bare, training=True, outputs=("loss",))
+            maskless = self.capture(bare, training=True, outputs=("loss",))
         except TraceError:
-            return None
-        tokens = [n for n in captured.module.graph.find_nodes(op="placeholder") if n.target == "input_ids"]
-        looked_up = all(is_op(user, "embedding") for node in tokens for user in node.users)
-        return captured if looked_up and not captured.guards else None
+            if len(bare) == len(example):
+                raise
+            maskless = None
+        self.drops_full_mask = maskless is not None and _masks_nothing(maskless)
+        self.is_causal = self.drops_full_mask and attends_causally(maskless.module.graph)
+        if len(self.prepared(example)) == len(bare):
+            return maskless
+        return self.capture(example, training=True, outputs=("loss",))
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch as it is captured and run."""

@@ -22,7 +22,7 @@ from megatron_merak.training.model_facts import decayed_parameters
 class EagerEngine:
     """The surface of ``CapturedTrainer`` that a MerakTrainer uses, on the eager model."""
 
-    buffer = None
+    buffer, is_causal = None, False
 
     def __init__(self, model, args, mesh):
         self.model, self.args, self.mesh, self.iteration, self.dtype = model, args, mesh, 0, "float32"

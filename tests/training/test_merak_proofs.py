@@ -158,10 +158,48 @@ def test_padding_that_a_model_notices_is_left_out(tmp_path, name):
     assert lengths & {8, 12} and lengths - {8, 12}
 
 
+def turned(rows):
+    """Padded in front."""
+    batch = collate(rows)
+    ends = batch["attention_mask"].sum(1).tolist()
+    return {name: torch.stack([x.roll(-n) for x, n in zip(value, ends, strict=True)]) for name, value in batch.items()}
+
+
+def counted(rows):
+    """What stands at padding is a target."""
+    batch = collate(rows)
+    return batch | {"labels": batch["labels"].clamp(min=0)}
+
+
+# The model, its batches, and whether training leaves out the masks of their padding.
+MASKED = {
+    "causal": (tiny_llama, collate, True),
+    "padded in front": (tiny_llama, turned, False),
+    "targets at padding": (tiny_llama, counted, False),
+    "a loss that counts padding": (mixtral, collate, False),
+    "bidirectional": (classifier, classified, False),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_of_padding_go_where_they_change_nothing(tmp_path, name):
+    make, collator, goes = MASKED[name]
+    changes = {"max_steps": 3, "ragged": True}
+    expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator, **changes)
+    losses, norms, _, trainer = trained(MerakTrainer, MerakArguments, str(tmp_path), make, collator, **changes)
+    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+    assert bool(trainer.feed.masks.refused) == (name == "a loss that counts padding")
+    ran = [{entry for entry, *_ in shapes} for (training, _, _, shapes) in trainer.engine.programs[0]._made if training]
+    assert any("attention_mask" not in entries for entries in ran) == (goes or "loss" in name)  # or was tried
+    asked = expected[3].evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(asked, rel=1e-5)
+
+
 HALVED = ((classifier, classified, False), (mixtral, collate, False), (tiny_llama, collate, True))
 
 
 REPLICAS = {"per_device_train_batch_size": 1, "max_steps": 3}  # at most one of the two has a batch to pad at a time
+MIXED = {"per_device_train_batch_size": 2, "max_steps": 2}
 
 
 def in_halves(rank, world_size, directory):
@@ -172,7 +210,8 @@ def in_halves(rank, world_size, directory):
         results.append((*found, trainer.engine.halves))
     dropped = trained(MerakTrainer, MerakArguments, directory, dropping_gpt2, collate, **degrees)[3]
     replicas = trained(MerakTrainer, MerakArguments, directory, Pooled, classified, True, **REPLICAS)[:3]
-    return results, dropped.engine.halves, replicas
+    masked = trained(MerakTrainer, MerakArguments, directory, tiny_llama, collate, True, **MIXED)
+    return results, dropped.engine.halves, replicas, (*masked[:2], masked[3].feed.masks._shown)
 
 
 @pytest.mark.timeout(200)
@@ -180,7 +219,9 @@ def test_halves_that_do_not_add_up_run_whole(tmp_path):
     alone = trained(
         Trainer, TrainingArguments, str(tmp_path), Pooled, classified, True, **REPLICAS, gradient_accumulation_steps=2
     )
-    for rank, (ran, dropped, replicas) in enumerate(run_ranks(in_halves, 2, str(tmp_path), timeout=150)):
+    whole = {**MIXED, "gradient_accumulation_steps": 2}
+    both = trained(Trainer, TrainingArguments, str(tmp_path), tiny_llama, collate, True, **whole)
+    for rank, (ran, dropped, replicas, masked) in enumerate(run_ranks(in_halves, 2, str(tmp_path), timeout=150)):
         for (make, collator, adds_up), (losses, norms, said, halved) in zip(HALVED, ran, strict=True):
             expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator)
             assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
@@ -188,3 +229,5 @@ def test_halves_that_do_not_add_up_run_whole(tmp_path):
         assert dropped is True, "dropout is no reason to differ"
         assert replicas[0] == pytest.approx(alone[0], rel=1e-5) and replicas[1] == pytest.approx(alone[1], rel=1e-4)
         assert ["changes by" in text for text in replicas[2]] == [True] * (rank == 0)
+        assert masked[0] == pytest.approx(both[0], rel=1e-5) and masked[1] == pytest.approx(both[1], rel=1e-4)
+        assert masked[2]
