@@ -11,8 +11,9 @@ from .. import ops
 from .flow import Flow
 from .local import embedding_part
 
-# Operations that hand the gradient of a weight, their second argument, to a sink.
-_TAKE_SINK = (ops.linear, ops.embedding, ops.linear_cross_entropy, ops.linear_cross_entropy_stats)
+# Operations that hand the gradient of a weight, or of several, their second argument, to a sink.
+_TAKE_SINK = (ops.linear, ops.linears, ops.joined_linear, ops.embedding)
+_TAKE_SINK += (ops.linear_cross_entropy, ops.linear_cross_entropy_stats)
 
 
 class Emitter:
@@ -86,9 +87,13 @@ def sinking(flow: Flow, node: Node) -> tuple[Callable, tuple, dict] | None:
         found = _SINKING[target](operands) if target in _SINKING and not node.kwargs else None
     if found is None:
         return None
-    weight = found[1][1]
-    known = isinstance(weight, Node) and flow.is_parameter(flow.behind(weight)) and _dims(weight) == 2
-    return found if known else None
+    weights = found[1][1]
+    weights = weights if isinstance(weights, list | tuple) else [weights]
+    return found if all(_is_matrix(flow, weight) for weight in weights) else None
+
+
+def _is_matrix(flow: Flow, weight: object) -> bool:
+    return isinstance(weight, Node) and flow.is_parameter(flow.behind(weight)) and _dims(weight) == 2
 
 
 def _dims(node: Node) -> int:

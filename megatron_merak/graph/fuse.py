@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from . import fuse_attention, fuse_loss, fuse_pointwise
+from . import fuse_attention, fuse_linear, fuse_loss, fuse_pointwise
 from .inplace import written
 from .patterns import Found, match
 
@@ -25,7 +25,7 @@ class Rule:
 
 def _rules(loss_chunk: int) -> tuple[Rule, ...]:
     """In the order of preference: a longer piece before a shorter one that it contains."""
-    tables = (fuse_loss.rows(loss_chunk), fuse_attention.ROWS, fuse_pointwise.ROWS)
+    tables = (fuse_loss.rows(loss_chunk), fuse_attention.ROWS, fuse_pointwise.ROWS, fuse_linear.ROWS)
     return tuple(Rule(*row) for rows in tables for row in rows)
 
 
@@ -43,6 +43,8 @@ def fuse(graph: Graph, loss_chunk: int = 0) -> Counter[str]:
         for root in reversed(list(graph.nodes)):
             if root.op == "call_function" and root.users and _apply(rule, graph, root, barred):
                 counts[rule.name] += 1
+    if groups := fuse_linear.share_inputs(graph, barred):
+        counts["linears of one input"] = groups
     graph.lint()
     return counts
 

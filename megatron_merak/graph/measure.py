@@ -197,19 +197,19 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
         if found is None:
             continue
         function, operands, options = found
-        (output,) = values(node)
+        outputs = values(node)
         if function is ops.linear_cross_entropy_stats or options.get("chunk"):
             continue  # they are taken at once
         if function is ops.linear_cross_entropy:  # the factors of the logits' gradient, the input scaled anew
             rows, weight = replay.value(operands[0]), replay.value(operands[1])
             held[node] = (len(rows) * weight.shape[0] + rows.numel()) * rows.element_size()
             continue
-        if function is ops.linear:
+        if function in (ops.linear, ops.linears, ops.joined_linear):
             input = replay.value(operands[0])
             if not _held_before(nodes, flow, flow.behind(operands[0])):
                 held[_storage(input)] = input.untyped_storage().nbytes()
         masked = function is ops.embedding_part or options.get("padding") is not None  # a copy of the gradient
-        held[(node, "masked") if masked else _same_gradient(node)] = output.numel() * output.element_size()
+        held[(node, "masked") if masked else _same_gradient(node)] = sum(map(_bytes, outputs))
     return sum(held.values())
 
 
@@ -331,6 +331,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ Each is a plain function of tensors with a PyTorch implementation that runs on e
 loaded, it takes its place behind the same signature.
 """
 
-from .activation import bias_gelu, gated, gelu_tanh, swiglu
+from .activation import bias_gelu, gated, gated_halves, gelu_tanh, swiglu
 from .attention import attention, causal_attention
 from .cross_entropy import (
     cross_entropy,
@@ -15,6 +15,7 @@ from .cross_entropy import (
 )
 from .flat import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
 from .linear import WeightGradientSink, embedding, embedding_part, linear
+from .linears import joined_linear, linears
 from .load import load
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .residual import bias_dropout_add
@@ -38,11 +39,14 @@ __all__ = [
     "embedding",
     "embedding_part",
     "gated",
+    "gated_halves",
     "gelu_tanh",
+    "joined_linear",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_stats",
+    "linears",
     "loss_of_stats",
     "masked_softmax",
     "rms_norm",

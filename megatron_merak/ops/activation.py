@@ -107,9 +107,15 @@ def _bias_gelu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 
 # ---- faces --------------------------------------------------------------------------------------------------------
+def gated_halves(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [..., 2f], gate first -> activation(gate) * up [..., f]; keeps its input only. ``activation``: silu, gelu
+    or gelu_tanh."""
+    return kernels(gate_up).gated_merged(gate_up, activation)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2f], gate first -> silu(gate) * up [..., f]; keeps its input only. Shazeer, 2020."""
-    return kernels(gate_up).gated_merged(gate_up, "silu")
+    """``gated_halves`` with silu. Shazeer, 2020."""
+    return gated_halves(gate_up, "silu")
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -24,21 +24,22 @@ from tests.ranks import run_ranks
 aten = torch.ops.aten
 LOSS, NORM, LAYER_NORM = "output layer with loss", "rms norm", "layer norm"
 CAUSAL, ATTENTION = "causal attention", "attention"
+PAIR, SHARED = "gate and up as one", "linears of one input"
 
 # Two layers each. gemma2 caps scores and logits, bloom adds alibi in its product, t5 learns its position bias and has
 # two attentions to the encoder's output; the output layers of bert and gptj have a bias; mistral, phi3 slide a window.
 COUNTS = {
-    "llama": {NORM: 5, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1},
-    "qwen3": {NORM: 9, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1},
-    "gemma2": {NORM: 9, "rotary": 4, "gated gelu_tanh": 2},
+    "llama": {NORM: 5, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
+    "qwen3": {NORM: 9, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
+    "gemma2": {NORM: 9, "rotary": 4, "gated gelu_tanh": 2, PAIR: 2, SHARED: 2},
     "gpt2": {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, "bias gelu": 2, LOSS: 1},
-    "mistral": {NORM: 5, "rotary": 4, ATTENTION: 2, "gated silu": 2, LOSS: 1},
+    "mistral": {NORM: 5, "rotary": 4, ATTENTION: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
     "phi3": {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1},
     "gpt_neox": {LAYER_NORM: 5, "partial rotary": 4, CAUSAL: 2, "bias gelu": 2, LOSS: 1},
-    "gptj": {LAYER_NORM: 3, "partial rotary": 4, ATTENTION: 2, "gelu tanh": 2, "bias gelu": 2},
+    "gptj": {LAYER_NORM: 3, "partial rotary": 4, ATTENTION: 2, "gelu tanh": 2, "bias gelu": 2, SHARED: 2},
     "bloom": {LAYER_NORM: 6, "gelu tanh": 2, "bias gelu": 2, LOSS: 1},
-    "t5": {NORM: 12, ATTENTION: 2, LOSS: 1},
-    "bert": {LAYER_NORM: 6, "add layer norm": 4, ATTENTION: 2, "bias gelu": 3},
+    "t5": {NORM: 12, ATTENTION: 2, LOSS: 1, SHARED: 6},
+    "bert": {LAYER_NORM: 6, "add layer norm": 4, ATTENTION: 2, "bias gelu": 3, SHARED: 2},
 }
 
 
@@ -58,8 +59,8 @@ def test_what_is_found_and_that_the_model_stays_the_same(name):
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("mixtral", {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1}),
-        ("gpt_oss", {NORM: 5, "rotary": 4, LOSS: 1}),
+        ("mixtral", {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1, SHARED: 2}),
+        ("gpt_oss", {NORM: 5, "rotary": 4, LOSS: 1, SHARED: 2}),
     ],
 )
 def test_mixtures_of_experts(name, wanted):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_merak.ops import bias_dropout_add, embedding, embedding_part, linear
+from megatron_merak.ops import bias_dropout_add, embedding, embedding_part, joined_linear, linear, linears
 
 
 class Sink:
@@ -121,3 +121,38 @@ def test_bias_dropout_add():
     out = bias_dropout_add(x, bias, residual, 0.5, True) - residual
     kept = out != 0
     assert torch.equal(out[kept], (2 * (x + bias))[kept]) and 0.45 < kept.float().mean() < 0.55
+
+
+def whole_numbers(*shape):
+    return torch.randint(-8, 9, shape).to(torch.float64)
+
+
+@pytest.mark.parametrize("sunk", [True, False])
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 6)])
+def test_layers_of_one_input_are_those_layers(shape, together, beside, sunk):
+    """Whole numbers, so that the order of sums cannot matter. beside: the weights are one piece of memory."""
+    flat, x = whole_numbers(12 * 6), whole_numbers(*shape).requires_grad_()
+    pieces = flat.split([4 * 6, 5 * 6, 3 * 6]) if beside else [whole_numbers(rows * 6) for rows in (4, 5, 3)]
+    weights = [torch.nn.Parameter(piece.view(-1, 6)) for piece in pieces]
+    biases = [None, None, None] if together else [whole_numbers(4).requires_grad_(), None, whole_numbers(3)]
+    outs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    upstream = [whole_numbers(*out.shape) for out in outs]
+    inputs = [x, *weights, *biases[: not together]]
+    used = slice(None) if together else slice(0, 2)  # a layer whose output goes nowhere
+    expected = torch.autograd.grad(outs[used], inputs, upstream[used], allow_unused=True)
+    sink = Sink() if sunk else None
+    if together:
+        found = joined_linear(x, weights, sink)
+        assert torch.equal(found, torch.cat(outs, -1))
+        grads = torch.autograd.grad(found, inputs, torch.cat(upstream, -1), allow_unused=True)
+    else:
+        found = linears(x, weights, biases, sink)
+        assert all(map(torch.equal, found, outs))
+        grads = torch.autograd.grad(found[used], inputs, upstream[used], allow_unused=True)
+    if sunk:
+        assert not any(grad is not None for grad in grads[1:4])
+        grads = (grads[0], *(sink.grads.get(weight) for weight in weights), *grads[4:])
+    for grad, wanted in zip(grads, expected, strict=True):
+        assert grad is wanted is None or torch.equal(grad, wanted)

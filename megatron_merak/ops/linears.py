@@ -1,0 +1,106 @@
+"""Linear layers that read the same input: the products of the backward sum its gradient in one buffer.
+
+apart       grad_x = g1 W1  +  g2 W2  +  g3 W3      three buffers, and two passes that add them
+here        grad_x = g1 W1,  += g2 W2,  += g3 W3    one buffer, which products add to
+side by side        grad_x = [g1 g2 g3] W           one product, where the weights are one piece of memory
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .linear import WeightGradientSink
+
+
+class _Linears(torch.autograd.Function):
+    """``parameters``: ``count`` weights, then as many biases or None. ``together``: one output, not ``count``."""
+
+    @staticmethod
+    def forward(ctx, input, sink, together, count, *parameters):
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(input, *weights)
+        ctx.sink, ctx.together, ctx.count = sink, together, count
+        ctx.set_materialize_grads(False)
+        if together:
+            return _side_by_side(input, weights)
+        return tuple(F.linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        input, *weights = ctx.saved_tensors
+        inputs = input.reshape(-1, input.shape[-1])
+        rows = [None if grad is None else grad.reshape(len(inputs), -1) for grad in grads]
+        grad_input = None
+        if ctx.together and rows[0] is not None:
+            whole = _joined(weights)
+            if whole is not None and ctx.needs_input_grad[0]:
+                grad_input = rows[0] @ whole
+            rows = rows[0].split([len(weight) for weight in weights], 1)
+        pairs = [(grad, weight) for grad, weight in zip(rows, weights, strict=True) if grad is not None]
+        if grad_input is None and ctx.needs_input_grad[0] and pairs:
+            grad_input = _sum_of_products(pairs)
+        made = [None] * (2 * ctx.count)
+        for place, (grad, weight) in enumerate(zip(rows, weights, strict=True)):
+            if grad is None:
+                continue
+            if ctx.sink is not None:
+                ctx.sink.matmul(weight, grad, inputs)
+            elif ctx.needs_input_grad[4 + place]:
+                made[place] = grad.t() @ inputs
+            if ctx.needs_input_grad[4 + ctx.count + place]:
+                made[ctx.count + place] = grad.sum(0)
+        return None if grad_input is None else grad_input.view_as(input), None, None, None, *made
+
+
+def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    (grad, weight), *others = pairs
+    total = grad @ weight
+    for grad, weight in others:
+        total.addmm_(grad, weight)
+    return total
+
+
+def _side_by_side(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    whole = _joined(weights)
+    if whole is not None:
+        return F.linear(input, whole)
+    sizes = [len(weight) for weight in weights]
+    out = input.new_empty((*input.shape[:-1], sum(sizes)))
+    rows = input.reshape(-1, input.shape[-1])
+    for part, weight in zip(out.view(len(rows), -1).split(sizes, 1), weights, strict=True):
+        torch.mm(rows, weight.t(), out=part)
+    return out
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor | None:
+    """The weights as one, where each begins in memory where the one before ends."""
+    first = weights[0]
+    storage, end = first.untyped_storage()._cdata, first.storage_offset()
+    for weight in weights:
+        if weight.untyped_storage()._cdata != storage or weight.storage_offset() != end or not weight.is_contiguous():
+            return None
+        end += weight.numel()
+    return first.detach().as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+
+
+def linears(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    sink: WeightGradientSink | None = None,
+) -> tuple[Tensor, ...]:
+    """input [..., i] @ weight [o, i]^T + bias [o] -> [..., o] for each weight and its bias.
+
+    With a ``sink`` autograd has no gradients of weights.
+    """
+    return _Linears.apply(input, sink, False, len(weights), *weights, *biases)
+
+
+def joined_linear(input: Tensor, weights: Sequence[Tensor], sink: WeightGradientSink | None = None) -> Tensor:
+    """input [..., i] @ weight [o, i]^T for each weight, side by side in one tensor [..., sum of o].
+
+    Weights that lie one behind the other in memory, as those of a flat buffer do, are multiplied at once.
+    """
+    return _Linears.apply(input, sink, True, len(weights), *weights, *[None] * len(weights))
