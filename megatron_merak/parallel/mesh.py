@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ..plan import Grid
 from .clock import Clock, WallClock
+from .group_options import group_options
 from .peer_group import NAME as PEER_MEMORY
 
 AXES = ("tp", "dp", "pp", "tp-pp")
@@ -53,18 +54,24 @@ class Mesh:
 
 
 def new_groups(
-    rank: int, members: list[list[int]], timeout: timedelta | None, backend: str | None = None
+    rank: int, members: list[list[int]], timeout: timedelta | None, use: str, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """Make one group per list of ranks; return the one that holds ``rank``, None where it holds no other rank.
 
-    Every rank of the job calls this with the same lists. torch gives a new group its own default ``timeout``, not the
-    job's. ``backend``: None is the job's.
+    Every rank of the job calls this with the same lists, of which no two share a rank. torch gives a new group its own
+    default ``timeout``, not the job's. ``use``: a key of `TRAFFIC`. ``backend``: None is the job's.
     """
+    lists = [sorted(ranks) for ranks in members if len(ranks) > 1]
+    if not lists:
+        return None
+    job = dist.get_backend()
+    if backend in (None, job) and job == "nccl" and dist.group.WORLD.bound_device_id is not None:
+        return dist.split_group(split_ranks=lists, timeout=timeout, pg_options=group_options(use, job, timeout))
     mine = None
-    for ranks in members:
-        if len(ranks) > 1:
-            group = dist.new_group(ranks, timeout=timeout, backend=backend)
-            mine = group if rank in ranks else mine
+    for ranks in lists:
+        options = group_options(use, backend or job, timeout)
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
+        mine = group if rank in ranks else mine
     return mine
 
 
@@ -96,7 +103,7 @@ def build_mesh(
     transfers = collectives if collectives == PEER_MEMORY else None
     backends = (collectives, collectives, transfers, None)
     tp, dp, pp, model = (
-        new_groups(rank, grid.groups(axis), timeout, backend) for axis, backend in zip(AXES, backends, strict=True)
+        new_groups(rank, grid.groups(axis), timeout, axis, name) for axis, name in zip(AXES, backends, strict=True)
     )
     control = control or control_group(grid.size, timeout)
     return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock)

@@ -53,7 +53,7 @@ class Pipes:
         for source, destination, kind in self._channels():
             replicas = self.mesh.grid.groups("pp")
             members = [[ranks[source], ranks[destination]] for ranks in replicas]
-            self._groups[source, destination, kind] = new_groups(self.mesh.rank, members, self.mesh.timeout)
+            self._groups[source, destination, kind] = new_groups(self.mesh.rank, members, self.mesh.timeout, "channel")
 
     def _route(self, op: Op, place: int) -> Route:
         if (op, place) not in self._routes:

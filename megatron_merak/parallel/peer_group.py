@@ -25,11 +25,11 @@ def register(device: torch.device, staged: bool = False) -> None:
     staged: gloo takes the place of NCCL, which refuses ranks that share a GPU.
     """
 
-    def create(options, _) -> dist.ProcessGroup:
+    def create(options, told) -> dist.ProcessGroup:
         patience = options.timeout.total_seconds()
         if staged:
             return StagedPeerGroup(gloo_of(options), device, patience)
-        return PeerGroup(_nccl(options), device, patience)
+        return PeerGroup(_nccl(options, told), device, patience)
 
     devices = ["cpu", "cuda"] if staged else ["cuda"]
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
@@ -110,8 +110,8 @@ class StagedPeerGroup(StagedGroup):
         return self.sums.start(tensors, opts) or super().allreduce(tensors, opts)
 
 
-def _nccl(options) -> dist.Backend:
-    own = dist.ProcessGroupNCCL.Options()
+def _nccl(options, told: "dist.ProcessGroupNCCL.Options | None") -> dist.Backend:
+    own = told or dist.ProcessGroupNCCL.Options()
     own._timeout, own.group_name = options.timeout, options.group_id
     own.global_ranks_in_group = ranks_of(options)
     store = dist.PrefixStore("nccl", options.store)

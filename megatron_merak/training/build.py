@@ -106,7 +106,7 @@ def tie_groups(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh)
     groups = {}
     for ranks in sorted({ranks for ranks in ranks_of.values() if len(ranks) > 1}):
         members = [[grid.rank(tp, 0, dp, pp) for pp in ranks] for dp in range(grid.dp) for tp in range(grid.tp)]
-        groups[ranks] = new_groups(mesh.rank, members, mesh.timeout)
+        groups[ranks] = new_groups(mesh.rank, members, mesh.timeout, "tied")
     return {key: groups[ranks] for key, ranks in ranks_of.items() if ranks in groups and mesh.pp_rank in ranks}
 
 

@@ -1,6 +1,7 @@
 """The mesh: each rank's coordinates and groups are those of the rank grid."""
 
 import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,12 +62,52 @@ def test_groups_are_the_grids():
 
 
 def overlapping(rank, world_size):
-    groups = [new_groups(rank, lists, None) for lists in ([[0, 1], [2]], [[1, 2]], [[0], [1], [2]])]
+    groups = [new_groups(rank, lists, None, "tp") for lists in ([[0, 1], [2]], [[1, 2]], [[0], [1], [2]])]
     return [None if group is None else group.size() for group in groups]
 
 
 def test_groups_of_one_are_none_and_need_no_communicator():
     assert run_ranks(overlapping, 3) == [[2, None, None], [2, 2, None], [None, 2, None]]
+
+
+class Told:
+    """Stands for ``ProcessGroupNCCL.Options``, which a torch without CUDA lacks."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config, self._timeout = SimpleNamespace(max_ctas=None), None
+
+
+@pytest.mark.parametrize("bound", [None, torch.device("cuda", 0)])
+def test_nccl_is_told_what_a_group_is_for(bound, monkeypatch):
+    """Streams and blocks by use; one split makes all groups of an axis where communicators can be split."""
+    made, seconds = [], datetime.timedelta(seconds=77)
+
+    def new_group(ranks, timeout, backend, pg_options):
+        made.append(([ranks], timeout, pg_options))
+
+    def split_group(split_ranks, timeout, pg_options):
+        made.append((split_ranks, timeout, pg_options))
+
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Told), raising=False)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)))
+    for name, instead in {"get_backend": lambda: "nccl", "is_nccl_available": lambda: True}.items():
+        monkeypatch.setattr(dist, name, instead)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    expected = {"tp": (True, None), "pp": (True, None), "dp": (False, None), "tp-pp": (False, None)}
+    for use, told in (expected | {"tied": (False, None), "channel": (True, 4)}).items():
+        made.clear()
+        new_groups(0, [[1, 0], [2], [3, 4]], seconds, use)
+        lists = [[[0, 1], [3, 4]]] if bound else [[[0, 1]], [[3, 4]]]
+        assert [(ranks, timeout) for ranks, timeout, _ in made] == [(each, seconds) for each in lists]
+        every = [options for *_, options in made]
+        assert len(set(map(id, every))) == len(every), "torch writes a group's name into its options"
+        unset = type(every[0])().config.max_ctas
+        for options in every:
+            assert (options.is_high_priority_stream, options._timeout) == (told[0], seconds)
+            assert options.config.max_ctas == (told[1] or unset)
 
 
 def test_a_mesh_cannot_be_changed():

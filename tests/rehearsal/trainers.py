@@ -31,7 +31,7 @@ def mesh_of(grid: Grid, rank: int) -> Iterator[Mesh]:
         return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)
     try:
-        tp, dp, pp, model = (new_groups(rank, grid.groups(axis), None) for axis in AXES)
+        tp, dp, pp, model = (new_groups(rank, grid.groups(axis), None, axis) for axis in AXES)
         yield Mesh(grid, rank, DEVICE, tp, dp, pp, model)
     finally:
         dist.destroy_process_group()
