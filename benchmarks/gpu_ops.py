@@ -1,14 +1,16 @@
 """Every memory-bound operation on one GPU, as a share of what a copy moves, beside PyTorch eager and compiled.
 
 python benchmarks/gpu_ops.py                prints the page
-python benchmarks/gpu_ops.py --write        into docs/gpu.md
+python benchmarks/gpu_ops.py --write        between its marks in docs/gpu.md
+python benchmarks/gpu_ops.py --out FILE     also as JSON, each operation as soon as it is measured
 python benchmarks/gpu_ops.py --check        on a CPU at tiny sizes: that both sides do the same work; times nothing
 """
 
 import argparse
 import datetime
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -17,9 +19,11 @@ from typing import Any
 import torch
 from gpu_cases import CASES, FULL, TINY, Case, Inputs, size_of, tensors_of
 from torch import Tensor
+from two_lines_page import write
 
 from megatron_merak import ops
 
+BEGIN, END = "<!-- written by benchmarks/gpu_ops.py -->", "<!-- end of gpu_ops -->"
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
 WARM_UPS, REPEATS = 5, 30
 COPIED = 1 << 30  # bytes of the tensor whose copy is the yardstick
@@ -56,11 +60,15 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One operation: bytes it has to move, and the milliseconds of each way to do it (median, fastest, slowest)."""
+    """One operation: bytes it has to move, and the milliseconds of each way to do it (median, fastest, slowest).
+
+    problems: of the ways that could not be measured, why.
+    """
 
     case: Case
     moved: int
     times: dict[str, tuple[float, float, float]]
+    problems: dict[str, str] = field(default_factory=dict)
 
     def speed(self) -> float:
         """GB/s of the bytes that have to be moved, whatever else is."""
@@ -119,8 +127,23 @@ def measure(case: Case, device: torch.device) -> Row:
     arguments = case.make(Inputs(FULL, device))
     moved = case.moved(arguments, case.ours(*copies(arguments)))
     ways = {"ours": case.ours, "eager": case.eager, "compiled": torch.compile(case.eager, dynamic=False)}
-    times = {name: milliseconds(lambda run=run: run(*arguments)) for name, run in (ways | peers(case)).items()}
-    return Row(case, moved, times)
+    times, problems = {}, {}
+    for name, run in (ways | peers(case)).items():
+        try:
+            times[name] = milliseconds(lambda run=run: run(*arguments))
+        except Exception as error:  # another's: a compiler that is not there, a library that refuses
+            if name == "ours":
+                raise
+            problems[name] = f"{type(error).__name__}: {error}"[:300]
+    return Row(case, moved, times, problems)
+
+
+def save(path: Path, rows: list[Row], copied: float) -> None:
+    """Write what is measured so far."""
+    found = [{"op": row.case.op, "moved": row.moved, "ms": row.times, "problems": row.problems} for row in rows]
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps({"copy_gb_per_s": copied, "rows": found}, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 def table(rows: list[Row], copied: float) -> str:
@@ -131,15 +154,14 @@ def table(rows: list[Row], copied: float) -> str:
         others = ", ".join(f"{way} {ratios[way]}" for way in ratios if way not in ("ours", "eager", "compiled"))
         cells = (
             *(row.case.label, f"{row.moved / 1e6:.0f}", f"{time:.3f} ({low:.3f} to {high:.3f})"),
-            *(f"{row.speed():.0f}", f"{row.speed() / copied:.0%}", ratios["eager"], ratios["compiled"], others or "-"),
+            *(f"{row.speed():.0f}", f"{row.speed() / copied:.0%}"),
+            *(ratios.get("eager", "-"), ratios.get("compiled", "-"), others or "-"),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-TEXT = """# Memory-bound operations on a GPU
-
-Measured {date} on {device}: driver {driver}, PyTorch {torch}, CUDA {cuda}.
+TEXT = """Measured {date} on {device}: driver {driver}, PyTorch {torch}, CUDA {cuda}.
 
 A copy of {copied_mb} MiB moves **{copied:.0f} GB/s**, read and written. *GB/s* counts the bytes that an operation has
 to move, each once, so *of copy* is how close it comes to the memory's speed. *Over eager* and *over compiled*: how many
@@ -147,18 +169,19 @@ times as long the same takes in plain PyTorch, and in that under `torch.compile`
 fastest and the slowest; {sizes}.
 
 {table}
-
-Regenerate: `make gpu`
 """
 
 
-def page(device: torch.device) -> str:
+def page(device: torch.device, out: Path | None = None) -> str:
     problem = ops.PROBLEMS["_ops_cuda"]
     if problem:
         raise SystemExit(f"There is nothing of ours to measure: {problem}")
     with torch.no_grad():
-        copied = copy_speed(device)
-        rows = [measure(case, device) for case in CASES if case.registered]
+        copied, rows = copy_speed(device), []
+        for case in (case for case in CASES if case.registered):
+            rows.append(measure(case, device))
+            if out is not None:
+                save(out, rows, copied)
     return TEXT.format(
         date=datetime.date.today().isoformat(),
         device=torch.cuda.get_device_name(device),
@@ -197,7 +220,8 @@ def check() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/gpu.md; else print")
+    parser.add_argument("--write", action="store_true", help="write into docs/gpu.md; else print")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON here after every operation")
     parser.add_argument("--check", action="store_true", help="compare results on a CPU at tiny sizes, time nothing")
     chosen = parser.parse_args()
     if chosen.check:
@@ -205,9 +229,9 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA device. --check runs without one.")
-    text = page(torch.device("cuda", torch.cuda.current_device()))
+    text = page(torch.device("cuda", torch.cuda.current_device()), chosen.out)
     if chosen.write:
-        DOCUMENT.write_text(text, encoding="utf-8")
+        write(DOCUMENT, text, BEGIN, END)
     print(text)
 
 

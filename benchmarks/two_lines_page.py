@@ -107,10 +107,10 @@ def page(path: Path) -> str:
     return f"{head}\n\n{table(rows)}"
 
 
-def write(into: Path, text: str) -> None:
+def write(into: Path, text: str, first: str = BEGIN, last: str = END) -> None:
     """Replace what is between the two marks of a page. Raises PageError where they are missing."""
-    before, begin, rest = into.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = into.read_text(encoding="utf-8").partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise PageError(f"{into} has no lines {BEGIN} and {END}")
+        raise PageError(f"{into} has no lines {first} and {last}")
     into.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")

@@ -159,6 +159,8 @@ class ParallelConfig(Section):
     """Layers in a run, or per stage; see --recompute-method."""
     device_memory_gb: float | None = setting(None, above=0, ours=True)
     """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's, where it is known)."""
+    device_profile: str | None = setting(None, ours=True)
+    """Plan with the rates that benchmarks/calibrate.py measured on this device and wrote into this JSON file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

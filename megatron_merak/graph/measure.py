@@ -51,6 +51,7 @@ class Work:
     unread_bytes: int = 0
     attention_flops: int = 0
     more_flops: tuple[int, int] = (0, 0)
+    products: tuple[tuple[int, int, int], ...] = ()
 
 
 def measure(
@@ -60,17 +61,28 @@ def measure(
     ``loss_chunk``: see ``fuse``."""
     rewritten = rewrite(captured, chain, sharding, 0, tp)
     products = _units(rewritten.graph.nodes, len(chain.units))
-    counted = [sum(map(flops, nodes)) for nodes in products]
+    counted = [(sum(map(flops, nodes)), _sides(nodes)) for nodes in products]
     fuse(rewritten.graph, loss_chunk)
     flow = Flow(rewritten)
     known: dict[Hashable, Work] = {}
     works = []
-    for total, nodes in zip(counted, _flow_units(flow, len(chain.units)), strict=True):
-        key = (total, signature(nodes, flow))
+    for (total, sides), nodes in zip(counted, _flow_units(flow, len(chain.units)), strict=True):
+        key = (total, sides, signature(nodes, flow))
         if key not in known:
-            known[key] = replace(work(nodes, flow, fused_attention), flops=total)
+            known[key] = replace(work(nodes, flow, fused_attention), flops=total, products=sides)
         works.append(known[key])
     return _assembled(captured, chain, sharding, tp, works)
+
+
+def _sides(nodes: Iterable[Node]) -> tuple[tuple[int, int, int], ...]:
+    """(m, n, k) of each matrix product but attention's; a batch of products counts as rows of one."""
+    found = []
+    for node in nodes:
+        work = 0 if op_name(node) in _ATTENTION else flops(node)
+        if work and (made := values(node)):
+            leaving, count = made[0].shape[-1], made[0].numel()
+            found.append((count // leaving, leaving, max(1, work // (2 * count))))
+    return tuple(found)
 
 
 def _units(nodes: Iterable[Node], count: int) -> list[list[Node]]:

@@ -76,7 +76,8 @@ class Unit:
     gradient). In pairs of (forward, backward): ``reduces``, its all-reduces over the tensor-parallel ranks, their
     ``reduced_bytes`` together, and ``operations`` that the host starts. ``weight_bytes``: what its weight gradients are
     made of (inputs and output gradients of its matrix products), kept where they are computed apart from the backward;
-    0: as much as ``saved_bytes``. ``unread_bytes``: of what enters it, what no backward reads.
+    0: as much as ``saved_bytes``. ``unread_bytes``: of what enters it, what no backward reads. ``products``: (m, n, k)
+    of the matrix products in its forward beside attention's, of a part where the rest is alike; none: they are unknown.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Unit:
     unread_bytes: int = 0
     attention_flops: int = 0
     more_flops: tuple[int, int] = (0, 0)
+    products: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def held_bytes(self) -> int:

@@ -7,6 +7,7 @@ from math import ceil
 from megatron_merak.cluster import Cluster, Link, all_reduce
 from megatron_merak.config import ModelConfig
 from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters
+from megatron_merak.planner.arithmetic import arithmetic
 from megatron_merak.planner.attention import SHORT, causal_more
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
@@ -89,6 +90,7 @@ def gpt_units(
         transient_bytes=min(chunk, tokens) * vocabulary * bytes_per_value,
         more_flops=(0, logits if chunk else 0),
         weight_bytes=0 if chunk else tokens * (hidden + vocabulary) * bytes_per_value,
+        products=((min(chunk, tokens) if chunk else tokens, vocabulary, hidden),),
         **work["head"],
     )
     own = positions + (output if untied else 0)
@@ -178,11 +180,14 @@ def _layer_saved_bytes(
 
 def _layer_work(
     model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool
-) -> dict[str, int | tuple[int, int]]:
-    """Inputs and output gradients of the four matrix products; the gradient of the widest value; attention's FLOPs."""
+) -> dict[str, int | tuple]:
+    """Inputs and output gradients of the four matrix products; the gradient of the widest value; attention's FLOPs; the
+    products' shapes."""
     hidden, (queries, keys, first, second) = model.hidden_size, _widths(model, tp)
     scores = _attention_flops(model, tokens, tp)
+    sides = ((queries + 2 * keys, hidden), (hidden, queries), (first, hidden), (hidden, second))
     return {
+        "products": tuple((tokens, leaving, entering) for leaving, entering in sides),
         "weight_bytes": tokens * (4 * hidden + 2 * queries + 2 * keys + first + second) * bytes_per_value,
         "transient_bytes": tokens * max(hidden, queries + 2 * keys, first) * bytes_per_value,
         "attention_flops": scores,
@@ -197,7 +202,7 @@ def model_flops(model: ModelConfig, batch_samples: int) -> int:
 
 
 def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) -> tuple[UnitCost, ...]:
-    """Times of each unit on one rank: matrix products at the device's rate, element-wise work at its memory's rate.
+    """Times of each unit on one rank: matrix products at the device's rates, element-wise work at its memory's rate.
 
     Every saved or transient value is written once and read once in the forward, twice that in the backward, where a
     unit of matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs, half
@@ -214,14 +219,14 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
         gradient = 8 * weights if unit.flops else 0
         again = weights * DTYPE_BYTES[dtype] if unit.flops else 0
         halves = _reduce_times(unit, grid.tp, link, 2)
-        ahead, behind = unit.flops + unit.more_flops[0], 2 * unit.flops + unit.more_flops[1]
         host = tuple(device.dispatch * started for started in unit.operations)
+        work = arithmetic(unit, device, dtype)
         costs.append(
             UnitCost(
-                forward=device.compute_time(ahead, moved, dtype) + host[0],
-                backward=device.compute_time(behind, 2 * moved + gradient, dtype) + host[1],
+                forward=work.forward + device.compute_time(0, moved, dtype) + host[0],
+                backward=work.backward + device.compute_time(0, 2 * moved + gradient, dtype) + host[1],
                 step=weights * update,
-                weight=device.compute_time(unit.flops - unit.attention_flops, gradient, dtype),
+                weight=work.weight + device.compute_time(0, gradient, dtype),
                 reduces=_reduce_times(unit, grid.tp, link, 1),
                 half_reduces=halves,
                 last_reduces=(halves[0] / (2 * max(unit.reduces[0], 1)), halves[1] / (2 * max(unit.reduces[1], 1))),

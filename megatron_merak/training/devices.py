@@ -2,20 +2,26 @@
 
 import torch
 
-from ..cluster import CLUSTERS, Cluster, Device, find_cluster, find_device
-from ..errors import PlanError
+from ..cluster import CLUSTERS, Cluster, Device, find_cluster, find_device, profiled
+from ..errors import ConfigError, PlanError
 from ..parallel.launch import World
 
 _UNKNOWN = "H100"  # what a GPU that is not in the table is planned as: the ratios are what matters
 
 
-def cluster_of(world: World) -> Cluster:
-    """The cluster that is emulated, or the usual one around this rank's GPU or CPU."""
+def cluster_of(world: World, profile: str | None = None) -> Cluster:
+    """The cluster that is emulated, or the usual one around this rank's GPU or CPU, with the rates of ``profile``.
+
+    Raises ConfigError as ``cluster.profiled`` does, and for a profile beside an emulated cluster.
+    """
     if world.cluster is not None:
+        if profile is not None:
+            remedy = "Write the profile's device into the file that --emulate names"
+            raise ConfigError("--device-profile", profile, "the cluster is emulated, and has a device", remedy)
         return world.cluster
     if world.device.type != "cuda":
-        return CLUSTERS["cpu"]
-    return find_cluster(_name(world) if _row(world) is not None else _UNKNOWN)
+        return profiled(CLUSTERS["cpu"], profile)
+    return profiled(find_cluster(_name(world) if _row(world) is not None else _UNKNOWN), profile)
 
 
 def peak_device(world: World) -> Device | None:

@@ -28,7 +28,7 @@ from .skips import SkippedSteps
 from .state import RunState
 
 # Settings that may name a file, of which hosts may have copies of their own.
-_FILES = ("plan", "schedule_file", "emulate", "tensor_parallel_rules")
+_FILES = ("plan", "schedule_file", "emulate", "tensor_parallel_rules", "device_profile")
 
 
 def agree(config: RunConfig, control: dist.ProcessGroup | None) -> None:

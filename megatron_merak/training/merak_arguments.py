@@ -114,10 +114,10 @@ POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "max_consecutive_skipped_steps"),
 )
-FILES = ("plan", "schedule_file")  # fields that name a file, which hosts may have copies of
+FILES = ("plan", "schedule_file", "device_profile")  # fields that name a file, which hosts may have copies of
 PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
-    *("recompute_method", "recompute_num_layers", "device_memory_gb"),
+    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile"),
 )
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
@@ -191,6 +191,10 @@ class MerakArguments(TrainingArguments):
     )
     device_memory_gb: float | None = field(
         default=None, metadata={"help": "Memory that a rank may use, in GiB; unset: the device's, where it is known."}
+    )
+    device_profile: str | None = field(
+        default=None,
+        metadata={"help": "Plan with the rates that benchmarks/calibrate.py measured and wrote into this JSON file."},
     )
     graph_sharding: str = field(
         default="cut", metadata={"help": "How the graph becomes a chain of units: cut or farthest-dependency."}

@@ -35,7 +35,7 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
     )
     plan = {
         "microbatches": args.gradient_accumulation_steps,
-        "cluster": cluster_of(args.world),
+        "cluster": cluster_of(args.world, args.device_profile),
         "parallel": parallel,
         "graph_sharding": args.graph_sharding,
         "rules": args.tensor_parallel_rules or "",

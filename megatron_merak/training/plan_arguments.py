@@ -26,7 +26,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
 MAKES = (
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "activation_checkpointing"),
     *("gradient_checkpointing", "recompute_method", "recompute_num_layers", "device_memory_gb"),
-    "tensor_parallel_rules",
+    *("tensor_parallel_rules", "device_profile"),
 )
 
 

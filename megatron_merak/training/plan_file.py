@@ -38,7 +38,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
 MAKES = (
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank"),
     *("microbatch_group_size_per_virtual_pipeline_stage", "recompute_granularity", "recompute_method"),
-    *("recompute_num_layers", "device_memory_gb", "tensor_parallel_rules"),
+    *("recompute_num_layers", "device_memory_gb", "tensor_parallel_rules", "device_profile"),
 )
 
 

@@ -5,7 +5,7 @@ import gc
 from collections.abc import Sequence
 
 from ..arguments import build_parser, read
-from ..cluster import CLUSTERS, DEVICES, find_cluster
+from ..cluster import CLUSTERS, DEVICES, find_cluster, profiled
 from ..config import Config, HFConfig, RunConfig
 from ..errors import ConfigError
 from ..plan import Plan
@@ -38,7 +38,7 @@ def configured(flags: argparse.ArgumentParser, arguments: Sequence[str]) -> tupl
 
 def planned(config: RunConfig, own: argparse.Namespace) -> tuple[Plan, tuple[str, ...]]:
     """The plan, and what its making brought to light."""
-    ranks, cluster = world_size(own.world_size), find_cluster(own.device)
+    ranks, cluster = world_size(own.world_size), profiled(find_cluster(own.device), config.parallel.device_profile)
     if config.parallel.plan is not None:
         raise ConfigError("--plan", config.parallel.plan, "it is made already", "Use: plan.py show FILE")
     if isinstance(config, Config):

@@ -34,9 +34,10 @@ def pretrain(config: Config, world: World) -> None:
     control = control_group(world.size, timeout)
     agree(config, control)
     with together(control, "cpu"):
-        plan = plan_of(config, world.size, cluster_of(world))
+        cluster = cluster_of(world, config.parallel.device_profile)
+        plan = plan_of(config, world.size, cluster)
         if plan is None:
-            plan = make_plan(config, world.size, cluster_of(world), tensors(config))
+            plan = make_plan(config, world.size, cluster, tensors(config))
         else:
             plan = followed(plan, config)
     mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives, control)

@@ -49,7 +49,9 @@ def pretrain_hf(config: HFConfig, world: World) -> None:
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)
-    trainer = TokenTrainer(model, config, mesh, cluster_of(world))
+    with together(mesh.control, "cpu"):
+        cluster = cluster_of(world, config.parallel.device_profile)
+    trainer = TokenTrainer(model, config, mesh, cluster)
     if world.rank == 0:
         print(opening(config, trainer.plan, world, trainer.notes()), flush=True)
     report = None

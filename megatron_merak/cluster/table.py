@@ -8,11 +8,12 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+from megatron_merak.cluster.rates import Rates, rates_of
 from megatron_merak.errors import ConfigError, PlanError
 
 GIB = 2**30
@@ -23,7 +24,8 @@ class Device:
     """What one rank computes with. ``memory`` is in bytes, 0 where it is shared and has no fixed size per rank.
 
     ``dispatch`` is the seconds that the host takes to start one operation and that no computation hides: 0 on GPUs.
-    ``fused_attention``: attention is one kernel that keeps no probabilities, with dropout too, as on GPUs.
+    ``fused_attention``: attention is one kernel that keeps no probabilities, with dropout too, as on GPUs. ``rates``:
+    measured ones of products and attention, which count instead of ``matmul_efficiency`` where there are any.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Device:
     matmul_efficiency: float
     dispatch: float = 0.0
     fused_attention: bool = True
+    rates: Rates | None = None
 
     def flops(self, dtype: str) -> float:
         """The dense matrix-product peak for "float32", or for the 16-bit types."""
@@ -106,8 +109,9 @@ class Cluster:
         Raises ConfigError as ``from_json`` does.
         """
         values = _fields(cls, found, where, {"name"})
-        for key, table in (("device", DEVICES), ("inside", LINKS), ("between", LINKS)):
-            values[key] = _row(values[key], table, f"{where}: {key}")
+        values["device"] = device_of(values["device"], f"{where}: device")
+        for key in ("inside", "between"):
+            values[key] = _row(values[key], LINKS, f"{where}: {key}")
         return cls(**values)
 
 
@@ -147,7 +151,16 @@ def _row(value: Any, table: Mapping[str, Any], where: str) -> Any:
             )
         return table[value]
     kind = type(next(iter(table.values())))
-    return kind(**_fields(kind, value, where, ("dispatch", "fused_attention")))
+    return kind(**_fields(kind, value, where, ("dispatch", "fused_attention", "rates")))
+
+
+def device_of(found: Any, where: str) -> Device:
+    """A device from what JSON gives: the name of one in the table, or its fields. ``where`` names it in errors.
+
+    Raises ConfigError for a name that is unknown, a key that is unknown or missing, a number that cannot be.
+    """
+    device = _row(found, DEVICES, where)
+    return device if device.rates is None else replace(device, rates=rates_of(device.rates, f"{where}: rates"))
 
 
 # The CPU row is one core of a current server with AVX-512 and its bf16 instructions: measured, so its efficiency is 1.

@@ -1,0 +1,146 @@
+"""What gpu_step.py measures: models, contestants, rows in their order, FLOPs and bytes. Imports no torch."""
+
+from dataclasses import dataclass, replace
+
+from megatron_merak.cluster import find_device
+from megatron_merak.errors import PlanError
+
+SEQUENCE = 4096
+# bf16 weights, fp32 masters, gradients and both moments; HuggingFace's autocast keeps fp32 weights and bf16 copies.
+STATE_BYTES = 18
+NATIVE, CAPTURED, TRAINER, MEGATRON = "native", "captured", "trainer", "megatron"
+TITLES = {
+    NATIVE: "pretrain_gpt.py",
+    CAPTURED: "pretrain_hf.py",
+    TRAINER: "MerakTrainer",
+    "hf": "HF Trainer",
+    "hf-compile": "HF Trainer, torch_compile",
+    "hf-liger": "HF Trainer, Liger kernels",
+    "hf-recompute": "HF Trainer, gradient_checkpointing",
+    MEGATRON: "Megatron-core",
+}
+# What TrainingArguments are told beside what all are told.
+SETTINGS = {
+    TRAINER: {},
+    "hf": {},
+    "hf-compile": {"torch_compile": True},
+    "hf-liger": {"use_liger_kernel": True},
+    "hf-recompute": {"gradient_checkpointing": True},
+}
+NEEDS = {"hf-liger": "liger_kernel", MEGATRON: "megatron.core"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of Llama's layers: RMSNorm, rotary embedding, SwiGLU, no biases, an untied head.
+
+    experts: MLPs of a layer, of which a token takes ``active``. lora: rank of the adapters on queries and values, the
+    only weights that are trained; 0: all weights are. recompute: of all layers, with a loss in chunks of 1024 tokens.
+    """
+
+    title: str
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    ffn: int
+    vocabulary: int
+    rotary_base: int = 10000
+    experts: int = 1
+    active: int = 1
+    lora: int = 0
+    recompute: bool = False
+
+    @property
+    def _keys(self) -> int:
+        return self.hidden // self.heads * self.groups
+
+    def _weights(self, experts: int) -> int:
+        """Of the matrices that ``experts`` of a layer, everything beside them and the head are."""
+        attention = self.hidden * (2 * self.hidden + 2 * self._keys)
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return self.layers * (attention + router + experts * 3 * self.hidden * self.ffn) + self.hidden * self.vocabulary
+
+    @property
+    def adapters(self) -> int:
+        """Weights of the adapters."""
+        return self.layers * self.lora * (3 * self.hidden + self._keys)
+
+    @property
+    def parameters(self) -> int:
+        norms = (2 * self.layers + 1) * self.hidden
+        return self._weights(self.experts) + self.vocabulary * self.hidden + norms + self.adapters
+
+    @property
+    def state_bytes(self) -> int:
+        """Of weights, gradients and optimizer; of frozen weights alone where there are adapters."""
+        if self.lora:
+            return 2 * (self.parameters - self.adapters) + STATE_BYTES * self.adapters
+        return STATE_BYTES * self.parameters
+
+    def flops(self, tokens: int, sequence: int, all_scores: bool = False) -> int:
+        """Of a step's forward and backward: every matrix product with a weight three times, with a frozen one twice,
+        and causal attention with half of its scores, with ``all_scores`` with all. Recomputation does not count.
+        """
+        product = 4 * self._weights(self.active) + 6 * self.adapters if self.lora else 6 * self._weights(self.active)
+        attention = 3 * 2 * self.layers * self.hidden * sequence * (2 if all_scores else 1)
+        return tokens * (product + attention)
+
+
+_SEVEN = Shape("Llama-2-7B", 32, 4096, 32, 32, 11008, 32000)
+_EIGHT = Shape("Llama-3.1-8B", 32, 4096, 32, 8, 14336, 128256, rotary_base=500000, recompute=True)
+SHAPES = {
+    "7b": _SEVEN,
+    "1.7b": Shape("1.7B", 24, 2048, 16, 16, 8192, 32000),
+    "7b-12": replace(_SEVEN, title="12 layers of Llama-2-7B", layers=12),
+    "8b": _EIGHT,
+    "8b-lora": replace(_EIGHT, title="Llama-3-8B, LoRA 16", lora=16, recompute=False),
+    "moe": Shape("Mixtral of 0.9B", 16, 1024, 16, 8, 2048, 32000, experts=8, active=2),
+}
+
+
+def tiny(shape: Shape) -> Shape:
+    """The same kind of model in a size for a CPU that only tries the code."""
+    groups = 2 if shape.groups < shape.heads else 4
+    return replace(shape, layers=2, hidden=64, heads=4, groups=groups, ffn=96, vocabulary=512, lora=min(shape.lora, 4))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. seconds: the most that it may take, start and compilation included."""
+
+    model: str
+    contestant: str
+    micro_batches: int
+    seconds: int = 150
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.contestant} {self.micro_batches}"
+
+
+def _rows(micro_batches: int, *names: str) -> list[Row]:
+    """Rows of names such as "7b native", with the time that what compiles needs."""
+    found = [Row(*name.split(), micro_batches) for name in names]
+    return [replace(row, seconds=240) if row.contestant == "hf-compile" else row for row in found]
+
+
+_LLAMAS = ("7b", "1.7b", "7b-12")
+# The most valuable first. One that cannot fit into the memory costs nothing, so 12 layers stand in for all 32.
+ROWS = (
+    *_rows(8, "7b native", "1.7b native", "7b-12 native", "8b native"),
+    *_rows(8, "7b trainer", "7b hf-compile", "7b-12 trainer", "7b-12 hf-compile"),
+    *_rows(8, "7b hf-liger", "7b hf", "7b-12 hf", "7b-12 hf-liger", "1.7b trainer", "1.7b hf-compile", "1.7b hf"),
+    *_rows(8, "8b-lora trainer", "8b-lora hf", "moe trainer", "moe hf", "1.7b megatron", "7b-12 megatron"),
+    *_rows(8, "1.7b hf-liger", "7b hf-recompute", "8b captured"),
+    *(row for count in (1, 16) for row in _rows(count, *(f"{model} native" for model in (*_LLAMAS, "8b")))),
+    *(row for count in (1, 16) for row in _rows(count, *(f"{model} trainer" for model in _LLAMAS))),
+)
+
+
+def peak(device: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by its name: 989e12 of H100 and H200; None where it is not in the table."""
+    try:
+        return find_device(device).bfloat16_flops
+    except PlanError:
+        return None

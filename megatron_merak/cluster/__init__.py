@@ -1,0 +1,45 @@
+"""Devices, links and what a collective costs, by the table, by a file, or as measured on a device."""
+
+from megatron_merak.cluster.profile import Profile, profiled, read_profile
+from megatron_merak.cluster.rates import AttentionRate, ProductRate, Rates
+from megatron_merak.cluster.table import (
+    CLUSTERS,
+    DEVICES,
+    GIB,
+    LINKS,
+    Cluster,
+    Device,
+    Link,
+    all_gather,
+    all_reduce,
+    broadcast,
+    find_cluster,
+    find_device,
+    peak_flops,
+    reduce_scatter,
+    send,
+)
+
+__all__ = [
+    "CLUSTERS",
+    "DEVICES",
+    "GIB",
+    "LINKS",
+    "AttentionRate",
+    "Cluster",
+    "Device",
+    "Link",
+    "ProductRate",
+    "Profile",
+    "Rates",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "find_cluster",
+    "find_device",
+    "peak_flops",
+    "profiled",
+    "read_profile",
+    "reduce_scatter",
+    "send",
+]

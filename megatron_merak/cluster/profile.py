@@ -1,0 +1,65 @@
+"""A device as it was measured, in a file: what ``benchmarks/calibrate.py`` writes and plans are made with."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from megatron_merak.cluster.table import Cluster, Device, device_of
+from megatron_merak.errors import ConfigError
+
+VERSION = 1
+FLAG = "--device-profile"
+_KEYS = ("version", "device", "measured_on", "date", "torch")
+_REMEDY = "Measure it again by benchmarks/calibrate.py"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A device with measured rates. measured_on: what the driver calls it. date, torch: when, and by which version."""
+
+    device: Device
+    measured_on: str
+    date: str
+    torch: str
+
+    def to_json(self, path: str | Path) -> None:
+        """Write a file that ``read_profile`` reads."""
+        found = {"version": VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Raises ConfigError for a file that cannot be read, is of another version, or holds what cannot be."""
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is not a regular file")
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(FLAG, path, error.strerror or str(error), "Name a readable file") from error
+    except ValueError as error:
+        raise ConfigError(FLAG, path, f"it is not JSON: {error}", _REMEDY) from error
+    if not isinstance(found, dict) or "version" not in found:
+        raise ConfigError(FLAG, path, "it is no profile of a device", _REMEDY)
+    if found["version"] != VERSION:
+        reason = f"it is of version {found['version']}, and this library reads version {VERSION}"
+        raise ConfigError(FLAG, path, reason, _REMEDY)
+    if wrong := sorted({*found} ^ {*_KEYS}):
+        raise ConfigError(FLAG, path, f"the key {wrong[0]} is {'unknown' if wrong[0] in found else 'missing'}", _REMEDY)
+    device = device_of(found["device"], f"{path}: device")
+    if device.rates is None or not device.rates.products:
+        raise ConfigError(FLAG, path, "it holds no measured product", _REMEDY)
+    return Profile(device, *(str(found[key]) for key in _KEYS[2:]))
+
+
+def profiled(cluster: Cluster, path: str | None) -> Cluster:
+    """The cluster with its device as the file at ``path`` has it; as it is without a path.
+
+    Raises ConfigError as ``read_profile`` does, and for a profile of another device.
+    """
+    if path is None:
+        return cluster
+    profile = read_profile(path)
+    if profile.device.name != cluster.device.name:
+        reason = f"it was measured on {profile.device.name}, and this plan is for {cluster.device.name}"
+        raise ConfigError(FLAG, path, reason, "Measure this device by benchmarks/calibrate.py, or leave the flag out")
+    return replace(cluster, device=profile.device)

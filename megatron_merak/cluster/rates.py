@@ -1,0 +1,87 @@
+"""How fast a device was measured to compute: matrix products by their shape, attention by its size. FLOP per second."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from megatron_merak.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ProductRate:
+    """A linear layer's three products at one shape: [m, k] by [n, k] transposed, and its gradients of input and weight.
+
+    m: tokens. n, k: features that leave and that enter. Each product is 2 m n k FLOPs.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """Causal attention at one size. ``flops``: of its forward, for half of the scores; the backward counts twice these,
+    whatever it computes again."""
+
+    flops: float
+    dtype: str
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured on a device, and where it is from."""
+
+    products: tuple[ProductRate, ...]
+    attention: tuple[AttentionRate, ...] = ()
+    source: str = ""
+
+    def product(self, m: int, n: int, k: int, dtype: str) -> ProductRate | None:
+        """The measured product that is nearest in shape, by the logarithms of its sides; None of other types alone."""
+        rows = [row for row in self.products if row.dtype == dtype]
+        sides = [math.log(max(side, 1)) for side in (m, n, k)]
+
+        def away(row: ProductRate) -> float:
+            return math.dist(sides, [math.log(side) for side in (row.m, row.n, row.k)])
+
+        return min(rows, key=away, default=None)
+
+    def attend(self, flops: float, dtype: str) -> AttentionRate | None:
+        """The measured attention that is nearest in size."""
+        rows = [row for row in self.attention if row.dtype == dtype]
+        return min(rows, key=lambda row: abs(math.log(row.flops / max(flops, 1.0))), default=None)
+
+
+_Row = TypeVar("_Row", ProductRate, AttentionRate)
+
+
+def rates_of(found: Any, where: str) -> Rates:
+    """Rates from what JSON gives. ``where`` names them in errors. Raises ConfigError."""
+    if not isinstance(found, dict) or not {"products"} <= found.keys() <= {field.name for field in fields(Rates)}:
+        raise ConfigError(where, "(keys)", "it is not an object of products, attention and source", "Measure it again")
+    products = _rows(ProductRate, found["products"], f"{where}: products")
+    attention = _rows(AttentionRate, found.get("attention", ()), f"{where}: attention")
+    return Rates(products, attention, str(found.get("source", "")))
+
+
+def _rows(kind: type[_Row], found: Any, where: str) -> tuple[_Row, ...]:
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise ConfigError(where, repr(found)[:60], "it is not a list", "Measure it again")
+    types = {field.name: field.type for field in fields(kind)}
+    for place, row in enumerate(found):
+        if not isinstance(row, dict) or row.keys() != types.keys():
+            reason = f"it has not the keys {', '.join(types)}"
+            raise ConfigError(f"{where}: row {place}", repr(row)[:60], reason, "Measure it again")
+        for name, value in row.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            if not (isinstance(value, str) if types[name] is str else number):
+                reason = "it is not text" if types[name] is str else "it is not a finite number above 0"
+                raise ConfigError(f"{where}: row {place}: {name}", repr(value), reason, "Measure it again")
+    return tuple(kind(**row) for row in found)
