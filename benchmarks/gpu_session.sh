@@ -12,8 +12,9 @@
 #   --only PATTERN    only steps whose name has this (an extended regular expression)
 #
 # A part that is called again does what is missing or failed. Results and built objects are kept in build/gpu_session, too:
-# to go on at another machine, take that folder there. Needs Python with torch and pytest, a C++ compiler and nvcc; no
-# make, no network. PYTHON=... names another Python. A status other than 0: something failed, or was left out.
+# to go on at another machine, take that folder (or what $OUT returned) there. Needs Python with torch, transformers and
+# pytest, a C++ compiler and nvcc; no make, no network. PYTHON=... names another Python. A status other than 0: something
+# failed, or was left out.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -93,17 +94,17 @@ rows() {
 
 # tests FILE SECONDS [ARGUMENTS]: a file of tests/gpu; none may be skipped where there is a GPU.
 tests() {
-    local file=$1 limit=$2
+    local file=$1 limit=$2 HOW=(-v --maxfail 5 --durations 5 -o faulthandler_timeout=45) # a hang shows its stacks
     shift 2
     if [[ $device == cuda ]]; then
-        step "$file" "$limit" $PYTHON -m pytest -q -x -m gpu --no-skip "tests/gpu/$file.py" "$@"
+        step "$file" "$limit" $PYTHON -m pytest "${HOW[@]}" -m gpu --no-skip "tests/gpu/$file.py" "$@"
     else # status 5: all of this file needs a GPU
         step "$file" "$limit" sh -c \
-            '"$@" || [ $? = 5 ]' sh $PYTHON -m pytest -q -x -m "not gpu" "tests/gpu/$file.py" "$@"
+            '"$@" || [ $? = 5 ]' sh $PYTHON -m pytest "${HOW[@]}" -m "not gpu" "tests/gpu/$file.py" "$@"
     fi
 }
 
-built() { compgen -G "megatron_merak/_C*.so" && { [[ $device == cpu ]] || compgen -G "megatron_merak/_ops_cuda*.so"; }; }
+built() { compgen -G "megatron_merak/$([[ $device == cuda ]] && echo _ops_cuda || echo _C)*.so"; }
 
 build() {
     built >/dev/null || cp -p "$KEEP"/built/*.so megatron_merak/ 2>/dev/null
@@ -114,7 +115,9 @@ build() {
         built >/dev/null || step build_what_compiles 200 \
             env TORCH_CUDA_ARCH_LIST=9.0 MERAK_CUDA=$cuda $PYTHON setup.py build_ext --inplace
     fi
-    mkdir -p "$KEEP/built" && cp -pu megatron_merak/*.so "$KEEP/built/" 2>/dev/null
+    mkdir -p "$KEEP/built" "$out/built"
+    cp -pu megatron_merak/*.so "$KEEP/built/" 2>/dev/null
+    [[ $KEEP -ef $out ]] || cp -pu megatron_merak/*.so "$out/built/" 2>/dev/null
 }
 
 copy "$KEEP" "$out"

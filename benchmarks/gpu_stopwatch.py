@@ -1,6 +1,7 @@
 """Times the steps of a run that calls it at the end of each, tells what they were worth, and profiles one more."""
 
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -38,6 +39,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def environment() -> dict[str, str]:
+    """The variables that change what torch and this library do."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH_", "TORCH_", "MERAK_"))}
+
+
 class Stopwatch:
     """Writes ``into`` when ``measured`` steps behind the warm-ups are over, and again with the profile of the next.
 
@@ -51,6 +57,7 @@ class Stopwatch:
         self.spent: list[float] = []
         self.losses: list[float] = []
         self.startup = 0.0
+        self.notes: dict[str, str] = {}
         self.found: dict = {}
         self._profiler: torch.profiler.profile | None = None
 
@@ -85,7 +92,8 @@ class Stopwatch:
             "tokens_per_s": tokens / typical,
             "tflops": flops / typical / 1e12, "mfu": flops / typical / limit if limit else None, "peak_flops": limit,
             "tflops_all_scores": shape.flops(tokens, self.sequence, all_scores=True) / typical / 1e12,
-            "losses": self.losses, "versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "losses": self.losses, "versions": versions(),
+            "environment": environment(), "notes": self.notes, "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
         self.found = self.memory() | now | {key: self.found[key] for key in ("profile",) if key in self.found}
         write(self.into, self.found)

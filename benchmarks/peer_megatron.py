@@ -18,15 +18,21 @@ from weights import initial_weight
 warnings.filterwarnings("ignore", module="megatron")
 
 
-def gpt_model(shape: ModelShape, dtype: torch.dtype, ranks: int) -> torch.nn.Module:
-    """The Llama of the benchmark in Megatron's words, this rank's part."""
+CPU = torch.device("cpu")
+
+
+def gpt_model(
+    shape: ModelShape, dtype: torch.dtype, ranks: int, device: torch.device = CPU, fast: bool = False
+) -> torch.nn.Module:
+    """The Llama of the benchmark in Megatron's words, this rank's part. fast: of Transformer Engine's layers."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    if device.type == "cpu":
+        torch.cuda.current_device = lambda: device
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     initialize_rng_tracker(inference_rng_tracker=True)
     config = TransformerConfig(
@@ -34,10 +40,14 @@ def gpt_model(shape: ModelShape, dtype: torch.dtype, ranks: int) -> torch.nn.Mod
         normalization="RMSNorm", layernorm_epsilon=shape.norm_epsilon, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=ranks, params_dtype=dtype, bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=True,
+        use_cpu_initialization=device.type == "cpu",
     )  # fmt: skip
+    if fast:
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    else:
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
     return GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm"), shape.vocabulary, shape.sequence,
+        config, layer, shape.vocabulary, shape.sequence,
         position_embedding_type="rope", rotary_base=int(shape.rotary_base),
         share_embeddings_and_output_weights=False,
     )  # fmt: skip
