@@ -137,6 +137,7 @@ C) rows trainers ' (trainer|hf|hf-compile|hf-liger|hf-recompute|megatron|capture
 D)
     tests test_training_gpu 150
     step rates 120 $PYTHON benchmarks/calibrate.py --device $device "${SMALL[@]}" --into "$PROFILE"
+    rm -f "$out/predicted.json" # of all rows that there are by now
     step predicted 60 $PYTHON benchmarks/calibrate.py --device $device --profile "$PROFILE" --beside "$out"
     step kernels 200 $PYTHON benchmarks/gpu_ops.py "${KERNELS[@]}"
     rows rest .
