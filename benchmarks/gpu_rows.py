@@ -119,10 +119,13 @@ class Row:
         return f"{self.model} {self.contestant} {self.micro_batches}"
 
 
+_LIMITS = {"hf-compile": 240, "captured": 300}  # seconds: of what compiles, and of what draws weights one by one
+
+
 def _rows(micro_batches: int, *names: str) -> list[Row]:
-    """Rows of names such as "7b native", with the time that what compiles needs."""
+    """Rows of names such as "7b native"."""
     found = [Row(*name.split(), micro_batches) for name in names]
-    return [replace(row, seconds=240) if row.contestant == "hf-compile" else row for row in found]
+    return [replace(row, seconds=_LIMITS.get(row.contestant, row.seconds)) for row in found]
 
 
 _LLAMAS = ("7b", "1.7b", "7b-12")

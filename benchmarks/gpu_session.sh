@@ -47,6 +47,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_PA
 END=$((SECONDS + within)) FAILED=() LEFT=()
 
 copy() { [[ $1 -ef $2 ]] || find "$1" -maxdepth 1 -type f -exec cp -pu -t "$2" {} +; }
+trap 'copy "$out" "$KEEP"' EXIT
 left() { echo $((END - SECONDS - 5)); }
 
 # step NAME SECONDS COMMAND...: run it within that time and what is left; NAME.log is what it says, NAME.json how it ended.

@@ -4,7 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
+from megatron_merak import MerakArguments
 from megatron_merak.cluster import (
     CLUSTERS,
     AttentionRate,
@@ -17,10 +19,15 @@ from megatron_merak.cluster import (
     profiled,
     read_profile,
 )
+from megatron_merak.config import Config, ParallelConfig
 from megatron_merak.errors import ConfigError
+from megatron_merak.parallel.launch import World
 from megatron_merak.plan import Grid, Plan, Unit
 from megatron_merak.planner.cost import unit_costs
 from megatron_merak.planner.make import plan_chain
+from megatron_merak.training.devices import cluster_of
+from megatron_merak.training.merak_engine import wishes
+from megatron_merak.training.planned import configured, parser, planned
 
 # FLOP/s of round numbers, so that times can be added by hand; copies take no time that shows.
 RATES = Rates(
@@ -82,6 +89,22 @@ def test_a_profile_is_read_back_and_takes_the_place_of_the_tables_device(tmp_pat
     assert Cluster.from_json(tmp_path / "cluster.json") == HERE
     with pytest.raises(ConfigError, match=r"--device-profile .*it was measured on cpu, and this plan is for H100"):
         profiled(find_cluster("H100"), str(path))
+
+
+def test_runs_and_tools_plan_with_it(tmp_path):
+    path = str(tmp_path / "profile.json")
+    Profile(DEVICE, "cpu", "2026-11-23", "2.11").to_json(path)
+    assert cluster_of(World(0, 1, torch.device("cpu")), path) == HERE
+    with pytest.raises(ConfigError, match=r"--device-profile .*the cluster is emulated, and has a device"):
+        cluster_of(World(0, 1, torch.device("cpu"), CLUSTERS["dgx-a100"]), path)
+
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --vocab-size 9"
+    config, own = configured(parser("", "", Config)[0], [*shape.split(), "--world-size", "1", "--device-profile", path])
+    (found, _), (usual, _) = planned(config, own), planned(replace(config, parallel=ParallelConfig()), own)
+    assert found.cluster == HERE and usual.cluster == CLUSTERS["cpu"] and found.predicted_time > usual.predicted_time
+
+    arguments = MerakArguments(str(tmp_path), use_cpu=True, report_to="none", device_profile=path)
+    assert wishes(arguments)["plan"]["cluster"] == HERE
 
 
 def _change(*path, to):

@@ -65,6 +65,8 @@ def test_the_numbers_are_those_of_the_native_model(name, tp):
     """A layer is two units here, so of what it keeps the border between them is an input."""
     found, native = units_of(captured(name), tp), gpt_units(NATIVE[name], SAMPLES, 4, tp, fused_dropout=False)
     assert held_parameters(found) == held_parameters(native)
+    for unit in (*found, *native):
+        assert sum(2 * m * n * k for m, n, k in unit.products) == unit.flops - unit.attention_flops
     for layer in range(3):
         attention, mlp = found[1 + 2 * layer : 3 + 2 * layer]
         whole = native[1 + layer]
