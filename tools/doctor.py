@@ -24,6 +24,8 @@ ROWS = {
     "_C": "host-side cores",
     "_ops_cpu": "CPU kernels",
     "_ops_cuda": "CUDA kernels",
+    "products": "weight gradients",
+    "attention": "attention",
     "apex": "NVIDIA apex",
 }
 
@@ -36,11 +38,11 @@ def findings() -> dict[str, tuple[bool | None, str]]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning says what this table says
-        from megatron_merak.ops import PROBLEMS
+        from megatron_merak.ops import PROBLEMS, adds_in_product
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     found: dict[str, tuple[bool | None, str]] = {
         "python": (None, platform.python_version()),
-        "torch": (None, f"{torch.__version__}, {torch.get_num_threads()} threads"),
+        "torch": (None, f"{torch.__version__}, {torch.get_num_threads()} threads{_cuda_versions()}"),
         "cpu": (None, torch.backends.cpu.get_cpu_capability()),
         "gpus": (None, ", ".join(gpus) or "none"),
         "_C": (
@@ -50,7 +52,30 @@ def findings() -> dict[str, tuple[bool | None, str]]:
     }
     for name, problem in PROBLEMS.items():
         found[name] = (not problem, problem or f"loaded from {_native.library(name) or name}")
+    device = torch.device("cuda" if gpus else "cpu")
+    fused = adds_in_product(device)
+    found["products"] = (
+        None,
+        f"of bf16 are added to fp32 sums {'by' if fused else 'after'} the product on {device.type}",
+    )
+    found["attention"] = (None, f"causal, bf16, heads of 128 features on {device.type}: {attention_kernel(device)}")
     return found
+
+
+def _cuda_versions() -> str:
+    import torch
+
+    cudnn = torch.backends.cudnn.version()
+    return f", CUDA {torch.version.cuda or 'none'}, cuDNN {'none' if cudnn is None else cudnn}"
+
+
+def attention_kernel(device) -> str:
+    """Which of its kernels torch takes for training on sequences of 4096."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    heads = torch.empty(1, 2, 4096, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(heads, heads, heads, None, 0.0, True)).name.lower()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

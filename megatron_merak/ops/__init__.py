@@ -14,7 +14,7 @@ from .cross_entropy import (
     loss_of_stats,
 )
 from .flat import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
-from .linear import WeightGradientSink, embedding, embedding_part, linear
+from .linear import WeightGradientSink, adds_in_product, embedding, embedding_part, linear
 from .linears import joined_linear, linears
 from .load import load
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -29,6 +29,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "add_rows_",
+    "adds_in_product",
     "attention",
     "bias_dropout_add",
     "bias_gelu",

@@ -7,6 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def adds_in_product(device: torch.device) -> bool:
+    """Whether ``torch.addmm`` of a device adds the product of 16-bit matrices to an fp32 one, without rounding it."""
+    key = device.type.upper()
+    return key in dir(torch._C.DispatchKey) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        "aten::addmm.dtype_out", key
+    )
+
+
 class WeightGradientSink(Protocol):
     """Takes weight gradients in the form in which the backward finds them."""
 

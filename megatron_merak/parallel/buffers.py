@@ -130,9 +130,6 @@ class ParameterBuffer:
     def grad(self, name: str) -> torch.Tensor:
         return self.view(self.main_grad, name)
 
-    def zero_grad(self) -> None:
-        self.main_grad.zero_()
-
 
 def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -123,7 +123,8 @@ def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) 
     moved = made
     for place, name in enumerate(signature.names):
         if name in values:
-            moved += _bytes(values[name]) * (signature.read[place] + signature.written[place])
+            read = signature.read[place] and not (name == "self" and values.get("beta") == 0)
+            moved += _bytes(values[name]) * (read + signature.written[place])
     return moved
 
 

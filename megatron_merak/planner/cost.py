@@ -249,6 +249,6 @@ def _reduce_times(unit: Unit, tp: int, link: Link, parts: int) -> tuple[float, f
 
 
 def optimizer_bytes(dtype: str) -> int:
-    """Bytes that one AdamW step moves per parameter: gradient read for the norm and for the update and then cleared,
-    both moments and the fp32 weight read and written, and a 16-bit weight written."""
-    return 36 if dtype == "float32" else 36 + DTYPE_BYTES[dtype]
+    """Bytes that one AdamW step moves per parameter: gradient read for the norm and for the update, both moments and
+    the fp32 weight read and written, and a 16-bit weight written."""
+    return 32 if dtype == "float32" else 32 + DTYPE_BYTES[dtype]

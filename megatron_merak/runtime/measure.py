@@ -9,6 +9,7 @@ from torch import Tensor
 from ..pipeline_parallel.ops import Entry, ops_of
 from .executor import Executor, StepLoss
 from .stage import Batch, Part
+from .weights import Gradient
 
 
 class _Saved:
@@ -91,10 +92,10 @@ class MeasuredExecutor(Executor):
                 yield from segment.parameters
 
 
-class _ByPlace(dict[Tensor, Tensor]):
+class _ByPlace(dict[Tensor, Gradient]):
     """Parameter -> gradient, found by where the parameter is: what a hook unpacks is never the parameter itself."""
 
-    def __init__(self, grads: Mapping[Tensor, Tensor]):
+    def __init__(self, grads: Mapping[Tensor, Gradient]):
         super().__init__(grads)
         self._found = {self._place(parameter): grad for parameter, grad in grads.items()}
 
@@ -105,7 +106,7 @@ class _ByPlace(dict[Tensor, Tensor]):
     def __contains__(self, tensor: object) -> bool:
         return isinstance(tensor, Tensor) and self._place(tensor) in self._found
 
-    def __getitem__(self, tensor: Tensor) -> Tensor:
+    def __getitem__(self, tensor: Tensor) -> Gradient:
         return self._found[self._place(tensor)]
 
 

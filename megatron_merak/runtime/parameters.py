@@ -9,7 +9,7 @@ from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..segment import Segment
 from .grads import GradientReducer
-from .weights import WeightGradients
+from .weights import Gradient, WeightGradients
 
 
 class RankParameters:
@@ -34,7 +34,8 @@ class RankParameters:
         shared: Mapping[str, int] | None = None,
     ):
         self.buffer, self.names, self.mesh = buffer, names, mesh
-        self.weights = WeightGradients({parameter: buffer.grad(name) for parameter, name in names.items()})
+        self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
+        self.weights = WeightGradients({parameter: self._grads[name] for parameter, name in names.items()})
         self.reducer = GradientReducer(buffer, mesh.dp, overlap)
         self._replicated, self._ties, self._shared = replicated, ties, dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)
@@ -51,7 +52,8 @@ class RankParameters:
         return last
 
     def start_step(self) -> None:
-        self.buffer.zero_grad()
+        for grad in self._grads.values():
+            grad.start()
         self.reducer.start()
         self._users = dict(self._shared)
 
@@ -59,12 +61,15 @@ class RankParameters:
         """One stage adds no more to the gradient of ``name`` in this step."""
         self._users[name] = self._users.get(name, 1) - 1
         if self._users[name] == 0:
+            self._grads[name].settle()
             self.reducer.ready(name)
 
     def finish_step(self) -> None:
         """Make the gradients final: sum them over replicas, and where a parameter's gradient is in parts, over its
         holders.
         """
+        for grad in self._grads.values():
+            grad.settle()
         self.reducer.finish()
         for name in self.buffer.slots:
             if name in self._partial:

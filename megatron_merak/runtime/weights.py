@@ -11,12 +11,62 @@ from .. import ops
 _CACHED_ROWS = 2048
 
 
+class Gradient:
+    """The gradient of one parameter, summed over a step in ``total``, its fp32 view of ``main_grad``.
+
+    After `start` what comes first overwrites it: no pass of zeros, and none that reads them.
+    """
+
+    def __init__(self, total: Tensor):
+        self.total = total
+        self._begun = True
+        self._in_product = ops.adds_in_product(total.device)
+
+    def start(self) -> None:
+        """Begin a step: what ``total`` holds is of the last one."""
+        self._begun = False
+
+    def settle(self) -> None:
+        """Make ``total`` zero if nothing has come."""
+        if not self._begun:
+            self.total.zero_()
+            self._begun = True
+
+    def add(self, grad: Tensor) -> None:
+        """A gradient in the parameter's shape."""
+        if self._begun:
+            self.total.add_(grad)
+        else:
+            self.total.copy_(grad)
+            self._begun = True
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Rows [t, h] of any dtype, at those of index int64 [t]."""
+        self.settle()
+        ops.add_rows_(self.total, index, rows)
+
+    def add_product(self, grad_output: Tensor, input: Tensor) -> None:
+        """grad_output [t, o], transposed, @ input [t, i], of one dtype."""
+        total, beta = self.total, int(self._begun)
+        if grad_output.dtype == total.dtype:
+            total.addmm_(grad_output.t(), input, beta=beta)
+        elif self._in_product:
+            torch.addmm(total, grad_output.t(), input, out_dtype=total.dtype, beta=beta, out=total)
+        else:
+            # By rows, so that on a CPU the low-precision product is still in the cache when it is added.
+            rows = _CACHED_ROWS if total.device.type == "cpu" else len(total)
+            put = ops.accumulate_ if beta else ops.cast_
+            for part, columns in zip(total.split(rows), grad_output.split(rows, 1), strict=True):
+                put(part, columns.t() @ input)
+        self._begun = True
+
+
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A weight gradient to be computed into ``grad``: grad_output.T @ input, or, with ``index``, rows of grad_output
-    added at those of ``index``."""
+    """What is to be added to ``grad``: grad_output.T @ input, or, with ``index``, rows of grad_output at those of
+    ``index``."""
 
-    grad: Tensor
+    grad: Gradient
     grad_output: Tensor
     input: Tensor | None = None
     index: Tensor | None = None
@@ -28,26 +78,20 @@ class Product:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        grad, grad_output = self.grad, self.grad_output
         if self.index is not None:
-            ops.add_rows_(grad, self.index, grad_output)
-        elif grad_output.dtype == grad.dtype:
-            grad.addmm_(grad_output.t(), self.input)
+            self.grad.add_rows(self.index, self.grad_output)
         else:
-            # By rows, so that on a CPU the low-precision product is still in the cache when it is added.
-            rows = _CACHED_ROWS if grad.device.type == "cpu" else len(grad)
-            for part, columns in zip(grad.split(rows), grad_output.split(rows, 1), strict=True):
-                ops.accumulate_(part, columns.t() @ self.input)
+            self.grad.add_product(self.grad_output, self.input)
 
 
 class WeightGradients:
     """The sink that parallel layers hand their weight gradients to.
 
-    grads: parameter -> its fp32 view of ``main_grad``; what is handed in for any other one (frozen) is dropped. While
-    ``queue`` is a list, products are appended to it, for ``drain``, but for those that must be done now.
+    grads: of each parameter; what is handed in for any other one (frozen) is dropped. While ``queue`` is a list,
+    products are appended to it, for ``drain``, but for those that must be done now.
     """
 
-    def __init__(self, grads: Mapping[Tensor, Tensor]):
+    def __init__(self, grads: Mapping[Tensor, Gradient]):
         self.grads = dict(grads)
         self.queue: list[Product] | None = None
 
@@ -69,7 +113,7 @@ class WeightGradients:
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         """A gradient that autograd returned (norms, biases), in the parameter's shape."""
-        self.grads[parameter].add_(grad)
+        self.grads[parameter].add(grad)
 
     def drain(self, products: Sequence[Product]) -> None:
         """Do what was queued."""

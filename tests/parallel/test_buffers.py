@@ -38,7 +38,7 @@ def test_views_share_the_flat_storage():
         expected[slot.start : slot.stop] = number
     assert torch.equal(buffer.data.float(), expected)  # padding stayed zero
     assert torch.equal(buffer.main_grad, -expected)
-    buffer.zero_grad()
+    buffer.main_grad.zero_()
     assert torch.equal(buffer.main_grad, torch.zeros(512))
     assert torch.equal(buffer.data.float(), expected)
 
@@ -68,7 +68,7 @@ def test_adjacent_groups_of_one_kind_merge_into_one_range():
 def test_a_rank_without_parameters():
     buffer = ParameterBuffer([[], []], torch.float32, "cpu", 10)
     assert (buffer.size, buffer.slots, buffer.buckets, buffer.ranges) == (0, {}, (), ())
-    buffer.zero_grad()
+    buffer.main_grad.zero_()
 
 
 def test_a_name_used_twice_is_caught():

@@ -46,6 +46,7 @@ TRAFFIC = {
     "mm": (lambda: A @ B, 4 * (32 + 128 + 64)),
     "addmm": (lambda: torch.addmm(BIAS, A, B), 4 * (16 + 32 + 128 + 64)),
     "addmm in place": (lambda: torch.ones(4, 16).addmm_(A, B), 4 * 64 + 4 * (64 + 32 + 128 + 64)),
+    "addmm over it": (lambda: torch.ones(4, 16).addmm_(A, B, beta=0), 4 * 64 + 4 * (32 + 128 + 64)),
     "embedding": (lambda: F.embedding(INDEX, TABLE), 24 + 120 + 120),
     "rows added": (lambda: TABLE.index_add_(0, INDEX, ROWS), 24 + 3 * 120),
     "list": (lambda: torch._foreach_add_([X, Y], 1.0), 1600),

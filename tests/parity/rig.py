@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_merak.checkpoint.store import Shard
+from megatron_merak.parallel.buffers import ParameterBuffer
 from megatron_merak.parallel.mesh import Mesh, build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
@@ -69,6 +70,12 @@ def new_trainer(case: Case, mesh: Mesh) -> Trainer:
     return trainer
 
 
+def spoil(buffer: ParameterBuffer) -> None:
+    """Make every gradient NaN: a step must not read what an earlier one left."""
+    for name in buffer.slots:
+        buffer.grad(name).fill_(torch.nan)
+
+
 def parts(trainer: Trainer, flat: torch.Tensor) -> list[Shard]:
     return [replace(shard, tensor=shard.tensor.to("cpu", copy=True)) for shard in trainer.model.shards(flat)]
 
@@ -85,6 +92,7 @@ def train(case: Case, mesh: Mesh) -> Outcome:
     trainer = new_trainer(case, mesh)
     buffer = trainer.model.buffer
     evaluated = trainer.evaluate(replica_batch(case, 0, mesh.dp_rank))
+    spoil(buffer)
     first_loss = trainer.gradients(replica_batch(case, 0, mesh.dp_rank))
     gradients, stray = parts(trainer, buffer.main_grad), _stray(trainer, buffer.main_grad)
     reports = [trainer.step(replica_batch(case, step, mesh.dp_rank)) for step in range(case.steps)]

@@ -106,7 +106,7 @@ def test_the_step_time_adds_up():
     assert pipeline.makespan == pytest.approx(3 * (3.016 + 6.032) + 2 * 3)
     assert step_time(made, pipeline) == pipeline.makespan
     owned = replace(made, grid=Grid(dp=2, pp=2), units=(replace(units[0], parameters=8), units[1]))
-    reduce, optimizer = all_reduce(2, 32, link), 8 * 36 / 1000
+    reduce, optimizer = all_reduce(2, 32, link), 8 * 32 / 1000
     late = replace(owned, overlap_grad_reduce=False)
     assert step_time(late, pipeline) == pytest.approx(pipeline.makespan + reduce + optimizer)
     # One bucket is full when all is; of two, the first is on its way during the second half of the backward.

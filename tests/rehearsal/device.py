@@ -72,6 +72,7 @@ class Rehearsal(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.findings: list[Finding] = []
+        self.operations: set[str] = set()  # all that ran on the GPU
         self._fake = _FakeGpu(allow_non_fake_inputs=True)
         self._code, self._patches = GeneratedCode(), ExitStack()
 
@@ -124,6 +125,7 @@ class Rehearsal(TorchDispatchMode):
         return self._run(func, args, kwargs | {"device": DEVICE})
 
     def _on_gpu(self, func, args: tuple, kwargs: dict, others: list[Tensor]) -> Any:
+        self.operations.add(func.name())
         packet = func.overloadpacket
         args, kwargs = tree_map_only(Tensor, self._beside, (args, kwargs))
         others = [x for x in others if not _is_beside(x)]
@@ -225,6 +227,7 @@ def _tolist(tensor: Tensor) -> Any:
 
 def _patches():
     yield mock.patch.dict(ops.PROBLEMS, {"_ops_cuda": ""})
+    yield mock.patch.object(ops, "adds_in_product", lambda device: device.type == "cuda")
     yield mock.patch.object(build, "workers_for", lambda device: 1)  # fake tensors are for one thread
     yield mock.patch.object(FakeTensor, "tolist", _tolist)
     yield mock.patch.object(FakeTensor, "data_ptr", _address)

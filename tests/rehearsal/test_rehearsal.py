@@ -51,6 +51,7 @@ def test_native(case, rank, micro_batches):
     ends = case.pp == 1 or rank == case.world - 1
     with mesh_of(Grid(tp=case.tp, dp=case.dp, pp=case.pp), rank) as mesh:
         found = rehearse(lambda: native(case, micro_batches, mesh))
+    assert ("aten::addmm.dtype_out" in found.operations) == (case.dtype == "bf16")
     loss = [TRAINER] if ends else []
     assert waits(found) == [*loss, OPTIMIZER, *loss]
 

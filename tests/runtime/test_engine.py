@@ -11,7 +11,7 @@ from megatron_merak import ops
 from megatron_merak.models.gpt import Prelude, build_unit
 from megatron_merak.models.layers import Placement
 from megatron_merak.runtime.engine import Engine, State
-from megatron_merak.runtime.weights import WeightGradients
+from megatron_merak.runtime.weights import Gradient, WeightGradients
 from megatron_merak.segment import Common, In, Out, Segment, fuse
 from megatron_merak.tensor_parallel import derive_seed
 from tests.models.families import FAMILIES, batch
@@ -33,7 +33,7 @@ class Machine:
         with torch.no_grad():
             for parameter in parameters:
                 parameter.normal_(0.0, 0.2, generator=generator)
-        self.sink = WeightGradients({p: torch.zeros_like(p, requires_grad=False) for p in parameters})
+        self.sink = WeightGradients({p: Gradient(torch.zeros(p.shape)) for p in parameters})
         for unit in units:
             for module in unit.modules():
                 if hasattr(module, "sink"):
@@ -59,7 +59,7 @@ class Machine:
         state.add_grad("loss", torch.ones(()))
         self.engine.backward(state)
         assert state.values == {} and state.works == {} and state.leftovers() == []
-        return loss, [grad.clone() for grad in self.sink.grads.values()]
+        return loss, [grad.total.clone() for grad in self.sink.grads.values()]
 
 
 def with_dropout(name):
@@ -126,8 +126,8 @@ def test_two_microbatches_in_flight_do_not_mix():
         state.add_grad("loss", torch.ones(()))
         machine.engine.backward(state)
     assert all(torch.equal(other, loss) for other in losses)
-    for total, one in zip(machine.sink.grads.values(), single, strict=True):
-        torch.testing.assert_close(total, 3 * one, rtol=1e-5, atol=1e-6)
+    for grad, one in zip(machine.sink.grads.values(), single, strict=True):
+        torch.testing.assert_close(grad.total, 3 * one, rtol=1e-5, atol=1e-6)
 
 
 def test_done_reports_each_segment_after_its_gradients():
@@ -137,7 +137,7 @@ def test_done_reports_each_segment_after_its_gradients():
     state.add_grad("loss", torch.full((), 2.0))
 
     def done(segment):
-        assert all(machine.sink.grads[p].count_nonzero() > 0 for p in segment.parameters)
+        assert all(machine.sink.grads[p].total.count_nonzero() > 0 for p in segment.parameters)
         seen.append(segment)
 
     machine.engine.backward(state, done)
@@ -177,7 +177,7 @@ def test_tapes_keep_no_value_that_no_backward_reads(recompute, kept):
     """After the forward only the weight's operand h6 lives, and the inputs of units that recompute."""
     alive = []
     segments, weight = residual_chain(alive, 6)
-    sink = WeightGradients({weight: torch.zeros(())})
+    sink = WeightGradients({weight: Gradient(torch.zeros(()))})
     engine, state = (
         Engine(segments, [(unit,) for unit in recompute], ("loss",), None, sink, CPU),
         State(Common({}), training=True),
@@ -188,7 +188,7 @@ def test_tapes_keep_no_value_that_no_backward_reads(recompute, kept):
     state.add_grad("loss", torch.ones(()))
     assert [i for i, ref in enumerate(alive) if ref() is not None] == [*kept, 5]
     engine.backward(state)
-    assert state.take_grad("h0").tolist() == [3.0] * 4 and sink.grads[weight].item() == 4 * 6
+    assert state.take_grad("h0").tolist() == [3.0] * 4 and sink.grads[weight].total.item() == 4 * 6
     assert not [ref for ref in alive if ref() is not None] and state.values == {}
 
 
@@ -287,7 +287,7 @@ def edges(rank, world_size):
     )
     # The gradient of x is the one that a queued weight gradient still has to read.
     weight, y = torch.nn.Parameter(torch.ones(2, 2)), torch.tensor([[3.0, 4.0]])
-    sink = WeightGradients({weight: torch.zeros(2, 2)})
+    sink = WeightGradients({weight: Gradient(torch.zeros(2, 2))})
     fused = Segment(
         0,
         0,
@@ -298,7 +298,7 @@ def edges(rank, world_size):
         sharded=True,
     )
     results["queued"] = run_edges(rank, [fused], {"x": x.view(1, 2), "y": y}, {"z": given.view(1, 2)}, sink)
-    results["weight"] = sink.grads[weight].tolist()
+    results["weight"] = sink.grads[weight].total.tolist()
     run(
         "readers",
         [
@@ -359,10 +359,10 @@ def test_recomputation_of_all_leaves_no_value():
         Segment(0, 1, lambda c, x: (3 * x,), (In("x"),), (Out("y"),)),
         Segment(0, 2, lambda c, x, y: (x * y,), (In("x"), In("y")), (Out("z"),)),
     ]
-    sink = WeightGradients({weight: torch.zeros(2)})
+    sink = WeightGradients({weight: Gradient(torch.zeros(2))})
     engine, state = Engine(segments, [(0,)], ("z",), None, sink, CPU), State(Common({}), training=True)
     engine.forward(state)
     engine.take(state, "z")
     state.add_grad("z", torch.ones(2))
     engine.backward(state)
-    assert state.values == {} and sink.grads[weight].tolist() == [24.0, 24.0]
+    assert state.values == {} and sink.grads[weight].total.tolist() == [24.0, 24.0]

@@ -28,7 +28,7 @@ def reduce_steps(rank, world_size, overlap):
     buffer = make_buffer()
     reducer = GradientReducer(buffer, dist.group.WORLD, overlap)
     for step in range(3):
-        buffer.zero_grad()
+        buffer.main_grad.zero_()
         reducer.start()
         order = list(NAMES)
         random.Random(10 * step + rank).shuffle(order)

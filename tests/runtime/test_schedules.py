@@ -14,7 +14,7 @@ from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.training.trainer import Trainer
 from tests.parity.batches import replica_batch
 from tests.parity.cases import Case
-from tests.parity.rig import Shard, assemble, disturb, parts
+from tests.parity.rig import Shard, assemble, disturb, parts, spoil
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -90,6 +90,7 @@ def _run(rank: int, world: int, case: Case, variants) -> list[tuple[float | None
     for variant in variants:
         trainer = Trainer(config, plan_of(case, *variant), mesh)
         disturb(trainer)
+        spoil(trainer.buffer)
         loss = trainer.gradients(replica_batch(case, 0, mesh.dp_rank))
         assert all(stage.parts == {} for stage in trainer.model.stages.values())
         found.append((loss, parts(trainer, trainer.model.buffer.main_grad)))

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron_merak.runtime import engine as engine_module
 from megatron_merak.runtime.engine import Engine, Pass, State, execute
-from megatron_merak.runtime.weights import WeightGradients
+from megatron_merak.runtime.weights import Gradient, WeightGradients
 from megatron_merak.segment import Common, In, Out, Segment
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def hidden(log: Log) -> list[bool]:
 def test_halves_hide_each_others_collectives(recompute, monkeypatch):
     log, weights = Log(), [nn.Parameter(torch.tensor(1.5)) for _ in range(UNITS)]
     monkeypatch.setattr(engine_module, "launch", log.launch)
-    sink = WeightGradients({w: torch.zeros(()) for w in weights})
+    sink = WeightGradients({w: Gradient(torch.zeros(())) for w in weights})
     engine = Engine(chain(log, weights), recompute, (f"h{UNITS}",), None, sink, CPU)
     halves = states(weights, "ab")
     execute([Pass(engine, state, engine.forward_runs) for state in halves])
@@ -114,7 +114,7 @@ def test_halves_hide_each_others_collectives(recompute, monkeypatch):
 def test_a_forward_hides_the_collectives_of_a_backward(monkeypatch):
     log, weights = Log(), [nn.Parameter(torch.tensor(1.5)) for _ in range(UNITS)]
     monkeypatch.setattr(engine_module, "launch", log.launch)
-    sink = WeightGradients({w: torch.zeros(()) for w in weights})
+    sink = WeightGradients({w: Gradient(torch.zeros(())) for w in weights})
     engine = Engine(chain(log, weights), (), (f"h{UNITS}",), None, sink, CPU)
     first, second = states(weights, "ab")
     engine.forward(first)
@@ -128,7 +128,7 @@ def test_a_forward_hides_the_collectives_of_a_backward(monkeypatch):
 def test_without_overlap_a_collective_is_awaited_where_it_is_launched(monkeypatch):
     log, weights = Log(), [nn.Parameter(torch.tensor(1.5)) for _ in range(UNITS)]
     monkeypatch.setattr(engine_module, "launch", log.launch)
-    sink = WeightGradients({w: torch.zeros(()) for w in weights})
+    sink = WeightGradients({w: Gradient(torch.zeros(())) for w in weights})
     engine = Engine(chain(log, weights), (), (f"h{UNITS}",), None, sink, CPU, overlap=False)
     (state,) = states(weights, "a")
     engine.forward(state)

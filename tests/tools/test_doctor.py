@@ -22,6 +22,11 @@ def test_it_says_what_is_active_here():
     done = doctor("--json")
     found = json.loads(done.stdout)
     assert found["torch"]["detail"].startswith(torch.__version__)
+    assert f"cuDNN {torch.backends.cudnn.version() or 'none'}" in found["torch"]["detail"]
+    if not torch.cuda.is_available():
+        assert "after the product on cpu" in found["products"]["detail"] and found["attention"]["detail"].endswith(
+            "on cpu: flash_attention"
+        )
     assert found["_ops_cpu"]["active"] == (not ops.PROBLEMS["_ops_cpu"])
     assert found["_C"]["active"] == (_native.host() is not None)
     assert done.returncode == (0 if found["_C"]["active"] and found["_ops_cpu"]["active"] else 1)

@@ -13,6 +13,7 @@ from megatron_merak.training.blueprint import draw
 from megatron_merak.training.traced import Traced
 from tests.engines import engine_of
 from tests.graph.tiny import gradients, randomise, tiny
+from tests.parity.rig import spoil
 from tests.ranks import run_ranks
 
 RATE, DECAY, STEPS = 1e-2, 0.1, 3
@@ -57,6 +58,7 @@ def _train(rank, world_size, name, grid, ways, options):
     batches = micro_batches(name)
     trainer = trainer_of(model, batch, grid, rank, len(batches), ways)
     mine = batches[trainer.mesh.dp_rank :: grid.dp]
+    spoil(trainer.buffer)
     loss = trainer.gradients(mine)
     grads = parts_of(trainer, trainer.buffer.main_grad)
     curve = [trainer.step(mine, RATE, DECAY).loss for _ in range(STEPS)]
