@@ -20,7 +20,7 @@ from megatron_merak.cluster import DEVICES, LINKS, Cluster  # noqa: E402
 from megatron_merak.parallel.clock import Clock, LogicalClock, WallClock  # noqa: E402
 from megatron_merak.parallel.emulated import register  # noqa: E402
 from megatron_merak.runtime.engine import Engine, Pass, State, execute  # noqa: E402
-from megatron_merak.runtime.weights import WeightGradients  # noqa: E402
+from megatron_merak.runtime.weights import Gradient, WeightGradients  # noqa: E402
 from megatron_merak.segment import Common, In, Out, Segment  # noqa: E402
 
 MODES = ("compute", "none", "weight-gradient", "sub-pipeline", "pair")
@@ -59,7 +59,7 @@ class Chain:
     ):
         self.bench, self.clock = bench, PerRow(clock)
         scales = [nn.Parameter(torch.full((bench.width,), 0.5)) for _ in range(2 * bench.layers)]
-        self.grads = {scale: torch.zeros(bench.width) for scale in scales}
+        self.grads = {scale: Gradient(torch.zeros(bench.width)) for scale in scales}
         sink = WeightGradients(self.grads)
         work, kind = Work(times, self.clock, sink), "sum" if group else ""
         segments = [s for unit, scale in enumerate(scales) for s in _half_layer(unit, scale, work, kind)]
@@ -169,7 +169,7 @@ def main(rank: int, bench: Bench) -> None:
                 chain = Chain(bench, times, group, WallClock(), recompute, mode != "none")
                 dist.barrier()
                 seconds = step(chain, mode, recompute)
-                gradient = torch.stack([*chain.grads.values()]).norm().item()
+                gradient = torch.stack([grad.total for grad in chain.grads.values()]).norm().item()
                 if repeat:  # the first round warms up
                     found.append({"mode": mode, "recompute": recompute, "seconds": seconds, "gradient": gradient})
     Path(f"{bench.results}.{rank}").write_text(json.dumps({"bench": asdict(bench), "runs": found}))

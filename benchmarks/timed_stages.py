@@ -43,7 +43,7 @@ class TimedProduct(Product):
     @torch.no_grad()
     def accumulate(self) -> None:
         self.clock.kernel(self.seconds)
-        self.grad.add_((self.grad_output * self.input).sum(0))
+        self.grad.add((self.grad_output * self.input).sum(0))
 
 
 @dataclass(frozen=True, eq=False)
