@@ -272,6 +272,11 @@ class MerakArguments(TrainingArguments):
                 raise ConfigError(name, repr(getattr(self, name)), *REFUSED.get(name, UNKNOWN))
 
     @property
+    def recomputes(self) -> bool:
+        """Whether units recompute; older releases of transformers have the second name alone."""
+        return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)
+
+    @property
     def buckets(self) -> str | tuple[int, ...] | None:
         """``length_buckets``: "auto", ascending lengths, or None."""
         text = self.length_buckets

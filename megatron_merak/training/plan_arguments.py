@@ -38,7 +38,7 @@ def take_from_plan(args: Any) -> None:
     """
     plan = stored(args.plan)
     defaults = {each.name: each.default for each in dataclasses.fields(args)}
-    for name in MAKES:
+    for name in (name for name in MAKES if name in defaults):
         if getattr(args, name) != defaults[name]:
             raise ConfigError(name, getattr(args, name), f"the plan {args.plan} decides that", "Leave it out")
     for name, value in DECIDES.items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
@@ -32,6 +33,14 @@ def test_refused_fields_are_told_with_a_remedy(name):
     with pytest.raises(ConfigError) as told:
         MerakArguments("unused", **{name: value})
     assert told.value.what == name and told.value.remedy == REFUSED[name][1]
+
+
+def test_either_name_of_recomputation_counts():
+    """Older releases of transformers have one of them."""
+    assert not MerakArguments("unused", use_cpu=True).recomputes
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        assert MerakArguments("unused", use_cpu=True, **{name: True}).recomputes
+    assert MerakArguments.recomputes.fget(SimpleNamespace(gradient_checkpointing=True))
 
 
 def test_harmless_values_of_refused_fields_pass():
