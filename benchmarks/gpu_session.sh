@@ -129,8 +129,8 @@ case $part in
 A)
     step doctor 60 $PYTHON tools/doctor.py
     step rates 120 $PYTHON benchmarks/calibrate.py --device $device "${SMALL[@]}" --into "$PROFILE"
-    for file in test_pointwise_gpu test_reductions_gpu test_mailbox_gpu test_all_reduce_gpu test_captured_gpu; do
-        tests $file 100
+    for file in test_reductions_gpu test_mailbox_gpu test_all_reduce_gpu test_captured_gpu test_pointwise_gpu; do
+        tests $file 120
     done
     ;;
 B) rows native ' native ' ;;
