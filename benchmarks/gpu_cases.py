@@ -156,6 +156,15 @@ def _rotary(x, cos, sin, interleaved, inverse):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def _rotary_into_inputs(make: Inputs) -> tuple:
+    x, *angles = _rotary_inputs(make)
+    return torch.zeros_like(x), x, *angles
+
+
+def _rotary_(into, *given):
+    into.copy_(_rotary(*given))
+
+
 # ---- reductions
 def _softmax(scores, mask, scale, causal):
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
@@ -258,6 +267,13 @@ CASES = (
     Case("bias_gelu", "bias + GELU", lambda m: (m.ffn(), m.normal(m.sizes.ffn), "gelu_tanh"), _bias_gelu),
     Case("bias_dropout_add", "bias + dropout + residual add", _dropout_inputs, _bias_dropout_add, comparable=False),
     Case("rotary", "rotary embedding", _rotary_inputs, _rotary),
+    Case(
+        "rotary_",
+        "rotary embedding into another tensor",
+        _rotary_into_inputs,
+        _rotary_,
+        lambda into, *given: size_of(into),
+    ),
     Case(
         "masked_softmax",
         "causal softmax",

@@ -11,7 +11,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-INTERFACE = 2  # another number whenever what Python and the compiled parts ask of each other changes
+INTERFACE = 3  # another number whenever what Python and the compiled parts ask of each other changes
 REMEDY = "Build with `pip install -e . --no-build-isolation`, or set MERAK_EXT=0 to run without"
 _HOST = "megatron_merak._C"
 _HERE = Path(__file__).parent

@@ -34,7 +34,7 @@ void turn(const T* x, const float* cos, const float* sin, float sign, T* to, int
     to[i * step] = narrow<T>(a * c - b * s);
     to[i * step + apart] = narrow<T>(b * c + a * s);
   }
-  if (2 * half < width) std::memcpy(to + 2 * half, x + 2 * half, (width - 2 * half) * sizeof(T));
+  if (to != x && 2 * half < width) std::memcpy(to + 2 * half, x + 2 * half, (width - 2 * half) * sizeof(T));
 }
 
 // Where row `index` of leading dimensions `sizes` begins.
@@ -47,20 +47,23 @@ int64_t offset(int64_t index, const int64_t* sizes, const std::vector<int64_t>& 
   return found;
 }
 
-Tensor rotary(const Tensor& input, const Tensor& cosines, const Tensor& sines, bool interleaved, bool inverse) {
+bool side_by_side(const Tensor& tensor) { return tensor.size(-1) < 2 || tensor.stride(-1) == 1; }
+
+// Rows of x, turned, into those of `made`, which is x itself or apart from it.
+void turn_rows(const Tensor& made, const Tensor& input, const Tensor& cosines, const Tensor& sines, bool interleaved,
+               bool inverse) {
   const int64_t width = input.size(-1), half = cosines.size(-1), before = input.dim() - 1;
   STD_TORCH_CHECK(2 * half <= width && sines.size(-1) == half, "merak::rotary: tables too wide, or of two widths");
-  const Tensor x = width > 1 && input.stride(-1) != 1 ? torch::stable::contiguous(input) : input;
+  const Tensor x = side_by_side(input) ? input : torch::stable::contiguous(input);
   const Tensor cos = as_table(cosines), sin = as_table(sines);
-  const auto sizes = x.sizes(), own = x.strides();
-  const std::vector<int64_t> of_x(own.begin(), own.end() - 1);
+  const auto sizes = x.sizes(), own = x.strides(), theirs = made.strides();
+  const std::vector<int64_t> of_x(own.begin(), own.end() - 1), of_made(theirs.begin(), theirs.end() - 1);
   const std::vector<int64_t> of_cos = broadcast_strides(cos, sizes), of_sin = broadcast_strides(sin, sizes);
-  // Rows of the innermost leading dimension are evenly spaced in all three.
+  // Rows of the innermost leading dimension are evenly spaced in all four.
   const int64_t inner = before > 0 ? sizes[before - 1] : 1, outer = inner ? rows_of(x) / inner : 0;
-  const int64_t dx = before > 0 ? of_x.back() : 0, dc = before > 0 ? of_cos.back() : 0,
-                ds = before > 0 ? of_sin.back() : 0;
+  const int64_t dx = before > 0 ? of_x.back() : 0, dm = before > 0 ? of_made.back() : 0;
+  const int64_t dc = before > 0 ? of_cos.back() : 0, ds = before > 0 ? of_sin.back() : 0;
   const float sign = inverse ? -1.f : 1.f;
-  Tensor made = empty_as(input);
   by_type(x, "rotary", [&](auto type) {
     using T = typename decltype(type)::type;
     const T* from = read<T>(x);
@@ -71,22 +74,35 @@ Tensor rotary(const Tensor& input, const Tensor& cosines, const Tensor& sines, b
         const T* in = from + offset(block, sizes.data(), of_x, before - 1);
         const float* in_cos = c + offset(block, sizes.data(), of_cos, before - 1);
         const float* in_sin = s + offset(block, sizes.data(), of_sin, before - 1);
-        T* out = to + block * inner * width;
+        T* out = to + offset(block, sizes.data(), of_made, before - 1);
         for (int64_t row = 0; row < inner; ++row) {
-          const auto place = row * width;
           if (interleaved)
-            turn<true>(in + row * dx, in_cos + row * dc, in_sin + row * ds, sign, out + place, half, width);
+            turn<true>(in + row * dx, in_cos + row * dc, in_sin + row * ds, sign, out + row * dm, half, width);
           else
-            turn<false>(in + row * dx, in_cos + row * dc, in_sin + row * ds, sign, out + place, half, width);
+            turn<false>(in + row * dx, in_cos + row * dc, in_sin + row * ds, sign, out + row * dm, half, width);
         }
       }
     });
   });
+}
+
+Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved, bool inverse) {
+  Tensor made = empty_as(x);
+  turn_rows(made, x, cos, sin, interleaved, inverse);
   return made;
+}
+
+void rotary_(Tensor into, const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved, bool inverse) {
+  check_alike(into, x, "rotary_");
+  STD_TORCH_CHECK(side_by_side(into), "merak::rotary_: features side by side expected");
+  turn_rows(into, x, cos, sin, interleaved, inverse);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(merak, CPU, library) { library.impl("rotary", TORCH_BOX(&rotary)); }
+STABLE_TORCH_LIBRARY_IMPL(merak, CPU, library) {
+  library.impl("rotary", TORCH_BOX(&rotary));
+  library.impl("rotary_", TORCH_BOX(&rotary_));
+}
 
 }  // namespace merak

@@ -68,10 +68,10 @@ int merak_bias_dropout_add_backward(int type, const void* grad, double p, const 
 // ---- Rotary
 
 // x, with `dims` (at most 6) leading dimensions of sizes[] and strides x_strides[], features of stride 1; cos and sin
-// of angle_type, `type` or fp32, with angle_strides[], 0 where they broadcast; y dense.
+// of angle_type, `type` or fp32, with angle_strides[], 0 where they broadcast; y of y_strides[], x itself or apart.
 int merak_rotary(int type, const void* x, const void* cos, const void* sin, int angle_type, void* y, int dims,
-                 const int64_t* sizes, const int64_t* x_strides, const int64_t* angle_strides, int64_t features,
-                 int64_t rotated, int interleaved, int inverse, void* stream);
+                 const int64_t* sizes, const int64_t* x_strides, const int64_t* angle_strides, const int64_t* y_strides,
+                 int64_t features, int64_t rotated, int interleaved, int inverse, void* stream);
 
 // ---- Softmax over keys
 

@@ -6,7 +6,7 @@ using namespace merak;
 
 extern "C" int merak_rotary(int type, const void* x, const void* cos, const void* sin, int angle_type, void* y, int dims,
                             const int64_t* sizes, const int64_t* x_strides, const int64_t* angle_strides,
-                            int64_t features, int64_t rotated, int interleaved, int inverse, void* stream) {
+                            const int64_t* y_strides, int64_t features, int64_t rotated, int interleaved, int inverse, void* stream) {
   if (angle_type != type && angle_type != MERAK_FLOAT) return kInvalidValue;
   if (dims < 0 || dims > rotary::kDims || rotated % 2 != 0 || rotated > features || features > (1 << 30))
     return kInvalidValue;
@@ -29,7 +29,8 @@ extern "C" int merak_rotary(int type, const void* x, const void* cos, const void
       a.sizes[d] = uint32_t(sizes[d]);
       a.x_strides[d] = x_strides[d];
       a.angle_strides[d] = angle_strides[d];
-      a.vector = a.vector && x_strides[d] % N == 0 && angle_strides[d] % N == 0;
+      a.y_strides[d] = y_strides[d];
+      a.vector = a.vector && x_strides[d] % N == 0 && angle_strides[d] % N == 0 && y_strides[d] % N == 0;
     }
     unsigned across = 1;
     while (across * N < (interleaved ? 2 : 1) * a.half && across < 256) across *= 2;

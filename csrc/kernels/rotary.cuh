@@ -11,11 +11,11 @@ template <class T>
 struct Rotary {
   const T* x;
   Values cos, sin;
-  T* y;  // dense
+  T* y;  // x itself, or apart from it
   uint32_t rows;
   int dims;
   uint32_t sizes[kDims];  // of the leading dimensions, whose product is rows
-  int64_t x_strides[kDims], angle_strides[kDims];
+  int64_t x_strides[kDims], angle_strides[kDims], y_strides[kDims];
   int features, half;  // 2 * half of the features are turned, the others copied
   bool inverse, vector;
 };
@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(256) rotate(const Rotary<T> a) {
   for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < a.rows;
        row += int64_t(gridDim.x) * blockDim.y) {
     const T* x = a.x;
+    T* y = a.y;
     int64_t angles = 0;
     uint32_t rest = uint32_t(row);
     for (int d = a.dims - 1; d >= 0; --d) {
@@ -36,8 +37,8 @@ __global__ void __launch_bounds__(256) rotate(const Rotary<T> a) {
       rest /= a.sizes[d];
       x += place * a.x_strides[d];
       angles += place * a.angle_strides[d];
+      y += place * a.y_strides[d];
     }
-    T* y = a.y + row * a.features;
     if constexpr (interleaved) {
       for (int c = begin; c < 2 * a.half; c += step) {
         float cos[N / 2], sin[N / 2];
@@ -71,6 +72,7 @@ __global__ void __launch_bounds__(256) rotate(const Rotary<T> a) {
         store(y + a.half + c, high, a.half - c, a.vector);
       }
     }
+    if (x == y) continue;
     for (int c = 2 * a.half + begin; c < a.features; c += step)
       store(y + c, load<T, N>(x + c, a.features - c, a.vector), a.features - c, a.vector);
   }

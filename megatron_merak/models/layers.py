@@ -119,7 +119,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         c, tp = config, place.tp
         self.config, self.rng = config, place.rng
-        self.heads, self.groups, self.head_dim = c.num_attention_heads // tp, c.query_groups // tp, c.head_dim
+        self.heads, self.groups = c.num_attention_heads // tp, c.query_groups // tp
         width = (c.num_attention_heads + 2 * c.query_groups) * c.head_dim
         bias = not c.disable_bias_linear
         self.qkv = ColumnParallelLinear(c.hidden_size, width, bias or c.add_qkv_bias, **place.kwargs())
@@ -129,15 +129,12 @@ class SelfAttention(nn.Module):
         self.k_norm = Norm(c.head_dim, c, place, partial=True) if c.qk_layernorm else None
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
-        turned = self.heads + self.groups
-        query_key, value = heads[:, :, :turned], heads[:, :, turned:]
-        if self.q_norm is not None:
-            parts = query_key.split((self.heads, self.groups), 2)
-            query_key = torch.cat((self.q_norm(parts[0]), self.k_norm(parts[1])), 2)
-        if angles is not None:
-            query_key = ops.rotary(query_key, *angles)
-        query, key = query_key.split((self.heads, self.groups), 2)
+        normed = self.q_norm is not None
+        query, key, value = ops.split_heads(self.qkv(x), self.heads, self.groups, None if normed else angles)
+        if normed:
+            query, key = self.q_norm(query), self.k_norm(key)
+            if angles is not None:
+                query, key = (ops.rotary(part, *angles) for part in (query, key))
         dropout = self.config.attention_dropout if self.training else 0.0
         if dropout > 0 and self.rng is not None:
             with self.rng.fork():

@@ -14,6 +14,7 @@ from .cross_entropy import (
     loss_of_stats,
 )
 from .flat import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
+from .heads import split_heads
 from .linear import WeightGradientSink, adds_in_product, embedding, embedding_part, linear
 from .linears import joined_linear, linears
 from .load import load
@@ -53,6 +54,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_angles",
+    "split_heads",
     "sum_of_squares",
     "swiglu",
 ]

@@ -41,6 +41,11 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: boo
     return out
 
 
+@operation("rotary_", lambda into, *arguments: None)
+def _rotary_(into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> None:
+    into.copy_(_rotary(x, cos, sin, interleaved, inverse))
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x [b, s, n, d] turned by the angles of cos, sin [s, 1, r/2]; the last d - r features pass. Su et al., 2021.
 
@@ -48,6 +53,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     [..., r/2], broadcast to it.
     """
     return kernels(x, cos, sin).rotary(x, cos, sin, interleaved, False)
+
+
+def rotary_(into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
+    """into = x turned, or with ``inverse`` turned back, as by ``rotary``. ``into`` is x itself or apart from it, its
+    features side by side. Without gradient.
+    """
+    kernels(into, x, cos, sin).rotary_(into, x, cos, sin, False, inverse)
 
 
 def rotary_angles(

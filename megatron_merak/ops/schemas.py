@@ -40,7 +40,9 @@ POINTWISE = {
     "bias_dropout_add": "(Tensor x, Tensor? bias, Tensor? residual, float p, Tensor? seed) -> Tensor",
     "bias_dropout_add_backward": "(Tensor grad, float p, Tensor? seed, bool bias) -> (Tensor, Tensor)",
     # x [..., d] turned by cos and sin, [..., r / 2], which broadcast to x; the last d - r features pass.
+    # rotary_ writes into a tensor whose features lie side by side: x itself, or one apart from it.
     "rotary": "(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> Tensor",
+    "rotary_": "(Tensor(a!) into, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> ()",
 }
 
 REDUCTIONS = {

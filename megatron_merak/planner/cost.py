@@ -160,13 +160,13 @@ def _layer_saved_bytes(
     model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool, parts: int
 ) -> int:
     """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors.
-    The fused product stays alive beside rotated or normed queries and keys, for the values in it, or for its norm. Of
+    Queries and keys are turned where they lie in the fused product; beside normed ones it stays alive, for its norm. Of
     the residual sum and of the norms' statistics a rank has one of ``parts`` of the sequence."""
     hidden, heads = model.hidden_size, model.num_attention_heads // tp
     queries, keys, first, second = _widths(model, tp)
     scored = model.attention_dropout and not fused_dropout  # on copies of queries, keys and values, one per head
     values = 2 * hidden + first + second + (4 * queries if scored else 2 * queries + 2 * keys)
-    if model.qk_layernorm or (model.rotary_dim and not scored):
+    if model.qk_layernorm:
         values += queries + (2 * keys if scored else keys)
     row, divided = values * bytes_per_value, hidden * bytes_per_value + 2 * 4 * _norm_vectors(model)
     if model.qk_layernorm:

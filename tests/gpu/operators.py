@@ -71,3 +71,13 @@ def bias_dropout_add(device, x, bias, residual, p, seed, grad):
 
 def rotary(device, x, cos, sin, interleaved=False, inverse=False):
     return back(ops.rotary(*to(device, x, cos, sin), interleaved, inverse))[0]
+
+
+def rotary_in_place(device, x, cos, sin, interleaved=False, inverse=False):
+    """Of heads between others, which stay."""
+    x, cos, sin = to(device, x, cos, sin)
+    fused = torch.cat((x, x, x), 2)
+    heads = fused[:, :, x.shape[2] : -x.shape[2]]
+    ops.rotary_(heads, heads, cos, sin, interleaved, inverse)
+    assert all(torch.equal(part, x) for part in (fused[:, :, : x.shape[2]], fused[:, :, -x.shape[2] :]))
+    return back(heads)[0]

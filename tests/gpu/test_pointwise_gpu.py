@@ -90,6 +90,7 @@ def test_rotary(features, rotated, interleaved, dtype):
         for x in (fused.contiguous(), fused[:, :, 1:4], shifted(fused)):
             for inverse in (False, True):
                 rotary.compare(GPU, x, *angles, interleaved, inverse, run.rotary)
+                rotary.compare(GPU, x, *angles, interleaved, inverse, run.rotary_in_place)
 
 
 def test_the_current_stream_and_a_graph():

@@ -70,6 +70,11 @@ def rotations(dtype):
     cos, sin = (rotary.numbers(dtype, 2, 1, 2, 1, 4, seed=i) for i in range(2))
     found, dense = (torch.ops.merak.rotary(of, cos, sin, False, False) for of in (deep, deep.contiguous()))
     assert torch.equal(found, dense), "more dimensions than a launch takes"
+    for x, into in ((deep, torch.empty_like(found)), (fused[:, :, 1:4], fused[:, :, 1:4])):
+        tables = (cos, sin) if x is deep else angles
+        expected = torch.ops.merak.rotary(x, *tables, False, True)
+        torch.ops.merak.rotary_(into, x, *tables, False, True)
+        assert torch.equal(into, expected)
 
 
 def softmax(dtype):
@@ -103,6 +108,7 @@ def refusals():
         lambda: torch.ops.merak.gated(x, x, "relu"),
         lambda: torch.ops.merak.gated(x, x[:1], "silu"),
         lambda: torch.ops.merak.rotary(x, torch.ones(2, 5), torch.ones(2, 5), False, False),
+        lambda: torch.ops.merak.rotary_(x.mT, x.mT, torch.ones(8, 1), torch.ones(8, 1), False, False),
         lambda: torch.ops.merak.bias_dropout_add(x, None, None, 2.0, torch.tensor([1])),
         lambda: torch.ops.merak.masked_softmax(x, None, 1.0, True),
         lambda: torch.ops.merak.cross_entropy_stats(x, torch.zeros(3, dtype=torch.int64), 0, 8, False),

@@ -113,6 +113,9 @@ ROTARY_MUTANTS = [
            "a.inverse ? -1.f : 1.f", "1.f", rotated(64, inverse=True)),
     Mutant("pairs take their neighbour's angle", ROTARY,
            "(a.sin, angles + c / 2,", "(a.sin, angles + c / 4,", rotated(64, interleaved=True)),
+    Mutant("all heads are written to one place", ROTARY,
+           "y += place * a.y_strides[d];", "",
+           lambda kernels: rotary.test_heads_in_place_and_into_a_part_of_another_tensor(kernels, False, torch.float32)),
     Mutant("all positions take the first angle", ROTARY,
            "angles += place * a.angle_strides[d];", "", rotated(64)),
 ]  # fmt: skip

@@ -37,11 +37,11 @@ def turned(x, cos, sin, interleaved):
     return out
 
 
-def rotate(kernels, x, cos, sin, interleaved=False, inverse=False):
-    """x [b, s, n, d] of any strides but the last; cos and sin [s, 1, r / 2]."""
-    y = torch.full(x.shape, torch.nan, dtype=x.dtype)
+def rotate(kernels, x, cos, sin, interleaved=False, inverse=False, y=None):
+    """x and y [b, s, n, d] of any strides but the last; cos and sin [s, 1, r / 2]."""
+    y = torch.full(x.shape, torch.nan, dtype=x.dtype) if y is None else y
     array = ctypes.c_int64 * 3
-    arrays = array(*x.shape[:3]), array(*x.stride()[:3]), array(0, cos.stride(0), 0)
+    arrays = array(*x.shape[:3]), array(*x.stride()[:3]), array(0, cos.stride(0), 0), array(*y.stride()[:3])
     kernels(
         "merak_rotary", TYPES[x.dtype], x, cos, sin, TYPES[cos.dtype], y, 3, *(ctypes.addressof(a) for a in arrays),
         x.shape[3], 2 * cos.shape[-1], interleaved, inverse,
@@ -78,6 +78,18 @@ def test_views_of_a_fused_tensor(kernels, interleaved, dtype):
     for x in (fused[:, :, 1:4], fused[..., :32], fused[..., 1:34], shifted(numbers(dtype, 2, 5, 3, 64))):
         half = x.shape[-1] // 2
         compare(kernels, x, cos[..., :half], sin[..., :half], interleaved, False)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_in_place_and_into_a_part_of_another_tensor(kernels, interleaved, dtype):
+    fused, (cos, sin) = numbers(dtype, 2, 5, 6, 64), angles(torch.float32, 5, 16)
+    expected = rotate(kernels, fused[:, :, 1:4], cos, sin, interleaved)
+    into = torch.full(fused.shape, torch.nan, dtype=dtype)
+    for x, y in ((fused[:, :, 1:4], into[:, :, 3:]), (fused[:, :, 1:4],) * 2):
+        others = y._base[:, :, [0, 5 if y is x else 2]].nan_to_num()
+        assert torch.equal(rotate(kernels, x, cos, sin, interleaved, y=y), expected)
+        assert torch.equal(y._base[:, :, [0, 5 if y is x else 2]].nan_to_num(), others)
 
 
 def test_the_inverse_turns_back(kernels):

@@ -47,6 +47,16 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[tuple]]:
         "bias_dropout_add": [(x, bias, y, 0.5, seed), (x, None, None, 0.5, seed), (x, bias, y, 0.0, None)],
         "bias_dropout_add_backward": [(x, 0.5, seed, True), (x, 0.5, seed, False), (x, 0.0, None, True)],
         "rotary": [(wide.view(2, 3, 2, 8).transpose(1, 2), *(t.squeeze(1)[:, None] for t in (cos, sin)), True, False)],
+        "rotary_": [
+            (
+                wide[..., 8:].unflatten(-1, (2, 4)),
+                x.view(2, 3, 2, 4),
+                torch.rand(3, 1, 2),
+                torch.rand(3, 1, 2),
+                False,
+                True,
+            )
+        ],
         "masked_softmax": [(scores, scores[:1, :1] > 0, 0.5, True), (scores, None, 0.5, False)],
         "masked_softmax_backward": [(scores, probabilities, 0.5, True)],
         "exponentiate_": [(logits, target, 12)],
