@@ -13,10 +13,15 @@ from megatron_merak.parallel.buffers import ParameterBuffer
 
 @dataclass(frozen=True)
 class StepResult:
-    """grad_norm: of the whole model, before clipping. skipped: it was not finite, so no rank changed anything."""
+    """grad_norm: of the whole model, before clipping. skipped: it was not finite, so no rank changed anything.
+
+    loss: of the step, and zeros: of this rank's part of the gradient, where the caller had them read with the norm.
+    """
 
     grad_norm: float
     skipped: bool
+    loss: float | None = None
+    zeros: int | None = None
 
 
 class AdamW:
@@ -59,7 +64,13 @@ class AdamW:
         others: learning rate and weight decay of the parameters without `decay`; None: `lr` and 0.
         `main_grad` must be final, and equal on the ranks of the data-parallel group.
         """
-        norm = self.grad_norm()
+        return self.apply(self.grad_norm(), lr, weight_decay, others)
+
+    @torch.no_grad()
+    def apply(
+        self, norm: float, lr: float, weight_decay: float, others: tuple[float, float] | None = None
+    ) -> StepResult:
+        """`step` of a gradient whose norm the host knows: the root of `square_norm`. No sync."""
         if not math.isfinite(norm):
             return StepResult(norm, skipped=True)
         coefficient = self.config.clip_grad / (norm + 1e-6)
@@ -70,12 +81,17 @@ class AdamW:
 
     def grad_norm(self) -> float:
         """The 2-norm of the model's gradient, each parameter counted by one rank. Collective over `group`."""
+        return math.sqrt(self.square_norm().item())
+
+    @torch.no_grad()
+    def square_norm(self) -> torch.Tensor:
+        """The square of `grad_norm`, 0-d fp64 on the buffer's device: the host does not wait for it."""
         total = torch.zeros((), dtype=torch.float64, device=self.buffer.device)
         for span in self._counted:
             total += ops.sum_of_squares(self.buffer.main_grad[span])
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
-        return math.sqrt(total.item())
+        return total
 
     def _update(self, rates: dict[bool, tuple[float, float]], scale: float) -> None:
         self.steps += 1

@@ -1,7 +1,9 @@
 """Training any captured model on this rank: its shards, its programs, its optimizer."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ..errors import CheckpointError, PlanError
 from ..graph.outputs import SAME
 from ..optimizer.adamw import AdamW, StepResult
 from ..parallel.agree import gather_json, together
+from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.passes import add_communication, forward_only, resize
 from ..runtime.executor import Executor
@@ -157,7 +160,11 @@ class CapturedTrainer:
         return self._executors[key]
 
     def gradients(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> float:
-        """One step's loss, known to every rank, and, in ``buffer.main_grad``, its gradient.
+        """One step's loss, known to every rank, and, in ``buffer.main_grad``, its gradient."""
+        return self.replicas.loss(self.backward(batches, weights).tolist())
+
+    def backward(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> Tensor:
+        """The loss of ``gradients`` where the host need not wait for it: what ``update`` reads beside the norm.
 
         With ``num_items_in_batch`` in the batches (and a model that takes it) losses of micro-batches are shares of
         the step's loss and add up; else the step's loss is their mean. With ``weights``, it is their weighted sum.
@@ -173,25 +180,40 @@ class CapturedTrainer:
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if loss is not None:
             value += loss.total if executor.per_token else loss.mean / (len(batches) * self.mesh.grid.dp)
-        value = self.replicas.reduce(value).clone()
-        if self.mesh.pp is not None:
-            dist.all_reduce(value, group=self.mesh.pp)
-        return value.item()
+        told = self.replicas.reduce(value)
+        if self.mesh.pp is None:
+            return told
+        value = told[:1].clone()
+        dist.all_reduce(value, group=self.mesh.pp)
+        return torch.cat((value, told[1:]))
 
     def step(self, batches: Sequence[Batch], rate: float, decay: float) -> StepReport:
         """Train on this replica's micro-batches, of any shapes; every rank of the replica passes the same ones."""
-        loss = self.gradients(batches)
-        result = self.update(rate, decay)
-        return StepReport(loss, result.grad_norm, rate, result.skipped)
+        result = self.update(rate, decay, None, self.backward(batches))
+        return StepReport(result.loss, result.grad_norm, rate, result.skipped)
 
-    def update(self, rate: float, decay: float, others: tuple[float, float] | None = None) -> StepResult:
-        """The second half of a step: change the parameters by ``gradients``. others: as of ``AdamW.step``."""
+    def update(
+        self,
+        rate: float,
+        decay: float,
+        others: tuple[float, float] | None = None,
+        told: Tensor | None = None,
+        zeros: Tensor | None = None,
+    ) -> StepResult:
+        """The second half of a step: change the parameters by the gradient. others: as of ``AdamW.step``.
+
+        told: what ``backward`` returned, and zeros, 0-d: read with the norm, in the step's only host sync.
+        """
         if self.user_model is not None:
             self.user_model.stale()
-        result = self.optimizer.step(rate, decay, others)
+        nothing = self.buffer.main_grad.new_zeros(0)
+        asked = [nothing if each is None else each for each in (told, zeros)]
+        losses, counts, (square,) = read(*asked, self.optimizer.square_norm())
+        loss = self.replicas.loss(losses) if losses else None
+        result = self.optimizer.apply(math.sqrt(square), rate, decay, others)
         self.iteration += 1
         self.replicas.note(result.grad_norm, self.iteration)
-        return result
+        return replace(result, loss=loss, zeros=int(counts[0]) if counts else None)
 
     def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
         """Forward without dropout: per micro-batch the outputs, by their names, on ranks of the last stage, else None.

@@ -179,9 +179,8 @@ class Job:
         with self.mesh.clock.kernels():
             result = trainer.step(batches)
         seconds = self.mesh.clock.now() - began
-        zeros = trainer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
         if self.report is not None:
-            self.report.step(trainer.iteration, trainer.consumed_samples, seconds, result, zeros)
+            self.report.step(trainer.iteration, trainer.consumed_samples, seconds, result)
         self.skips.count(result.skipped)
         if drawn:
             self._draw_timeline(executor.trace)

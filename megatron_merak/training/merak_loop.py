@@ -187,12 +187,13 @@ class TrainingLoop:
         trainer, state = self.trainer, self.state
         self._tell("on_step_begin")
         prepared = trainer.prepare_step(batches)
-        self._count_loss(self.engine.gradients(prepared))
+        told = self.engine.backward(prepared)
         for _ in batches[1:]:
             self._tell("on_substep_end")
         self._tell("on_pre_optimizer_step")
         self.rates = self.rate.groups.rates()
-        result = self.engine.update(*self.rates[:2], self.rates[2:])
+        result = self.engine.update(*self.rates[:2], self.rates[2:], told)
+        self._count_loss(result.loss)
         self._tell("on_optimizer_step")
         self.grad_norm, self.used_rate = result.grad_norm, self.rate.logged
         if not result.skipped:

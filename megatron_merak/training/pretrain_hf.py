@@ -120,10 +120,12 @@ class TokenTrainer(RunState):
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         config, iterations = self.config.optimizer, self.config.train.train_iters
         rate = learning_rate(config, self.iteration, iterations)
-        result = self.captured.step(self._made(batches), rate, weight_decay(config, self.iteration, iterations))
+        told = self.captured.backward(self._made(batches))
+        decay = weight_decay(config, self.iteration, iterations)
+        result = self.captured.update(rate, decay, None, told, self.local_zeros())
         self.iteration = self.captured.iteration
         self.consumed_samples += self.plan.global_batch_size
-        return result
+        return StepReport(result.loss, result.grad_norm, rate, result.skipped, self.all_zeros(result.zeros))
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float:
         """Mean token loss of one global batch without dropout, on every rank."""

@@ -1,12 +1,13 @@
 """Whether data-parallel replicas still hold the same weights: gradient norms at every step, digests now and then.
 
 A step's loss is summed over the replicas in any case. In the same reduction every replica tells the gradient norm of
-the step before, so a reduction that failed is found one step later, at no cost. Digests of all weights are compared at
-intervals and before weights are saved.
+the step before, and the host reads both at once, so a reduction that failed is found one step later, at no cost.
+Digests of all weights are compared at intervals and before weights are saved.
 """
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,17 +44,24 @@ class Replicas:
             self.check()
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """The sum of ``loss`` (0-d fp64) over replicas, which must have had the same gradient norm at the step before.
+        """The sum of ``loss`` (0-d fp64) over replicas and, behind it, their gradient norms at the step before.
 
-        Collective over ``mesh.dp``. Raises PlanError on every rank that is in a group with one that differs: the norm
-        is one number for a replica, so these are all ranks.
+        Collective over ``mesh.dp``. `loss` takes the values of what this returns.
         """
         if self.mesh.dp is None:
-            return loss
+            return loss.reshape(1)
         told = torch.zeros(1 + self.mesh.grid.dp, dtype=torch.float64, device=loss.device)
         told[0], told[1 + self.mesh.dp_rank] = loss, self._norm
         dist.all_reduce(told, group=self.mesh.dp)
-        norms = told[1:].float().tolist()  # as precise as the clipping that follows from it
+        return told
+
+    def loss(self, told: Sequence[float]) -> float:
+        """The loss that `reduce` told, of replicas that must have had the same gradient norm at the step before.
+
+        Raises PlanError on every rank that is in a group with one that differs: the norm is one number for a replica,
+        so these are all ranks.
+        """
+        norms = torch.tensor(told[1:]).float().tolist()  # as precise as the clipping that follows from it
         if len(dict.fromkeys(norms)) > 1:
             other = next(place for place, norm in enumerate(norms) if norm != norms[0])
             reason = f"replica {other} had a gradient norm of {norms[other]} at the step before, and replica 0 of "

@@ -109,9 +109,9 @@ class Report:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, iteration)
 
-    def step(self, iteration: int, consumed_samples: int, seconds: float, report, zeros: int | None = None) -> None:
+    def step(self, iteration: int, consumed_samples: int, seconds: float, report) -> None:
         """One training step (``report``: a StepReport with a loss); prints a line at each log interval."""
-        values = {k: v for k, v in asdict(report).items() if v is not None}
+        values = {k: v for k, v in asdict(report).items() if v is not None and k != "zeros"}
         time = {"modelled_seconds" if self.work.clock else "seconds": seconds}
         self.note("train", iteration, consumed_samples=consumed_samples, **time, **values)
         self._pending.append({"seconds": seconds, **values})
@@ -120,7 +120,7 @@ class Report:
         if iteration % self.config.log_interval == 0 or iteration == self.train_iters:
             self.print(
                 console_line(
-                    self._interval(iteration, consumed_samples, zeros),
+                    self._interval(iteration, consumed_samples, report.zeros),
                     self.work,
                     self.config.log_throughput,
                     datetime.now(),

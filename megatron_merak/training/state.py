@@ -22,12 +22,16 @@ from .saved_run import SavedRun
 
 @dataclass(frozen=True)
 class StepReport:
-    """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known to all."""
+    """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known to all.
+
+    zeros: elements of the model's gradient that are exactly zero, where --log-num-zeros-in-grad asks for them.
+    """
 
     loss: float | None
     grad_norm: float
     learning_rate: float
     skipped: bool
+    zeros: int | None = None
 
 
 class RunState:
@@ -65,10 +69,21 @@ class RunState:
         """Mean token loss of one global batch without dropout, on ranks of the last stage, else None."""
         raise NotImplementedError
 
-    def count_zeros(self) -> int:
-        """Elements of the whole model's last gradient that are exactly zero, padding excluded. Collective."""
+    def local_zeros(self) -> Tensor | None:
+        """Elements of this rank's part of the gradient that are exactly zero, padding excluded, 0-d on its device;
+        None where nobody asked."""
+        if not self.config.logging.log_num_zeros_in_grad:
+            return None
         owned = [part.tensor for part in self.parts(self.buffer.main_grad) if part.owner]
-        zeros = sum(((tensor == 0).sum().cpu() for tensor in owned), torch.tensor(0))
+        return sum(
+            ((tensor == 0).sum() for tensor in owned), torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        )
+
+    def all_zeros(self, local: float | None = None) -> int | None:
+        """The sum of `local_zeros`, which was read, over all ranks. Collective, unless None."""
+        if local is None:
+            return None
+        zeros = torch.tensor(int(local))
         if self.mesh.control is not None:
             dist.all_reduce(zeros, group=self.mesh.control)
         return int(zeros)

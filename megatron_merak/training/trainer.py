@@ -1,5 +1,6 @@
 """One training run of the native model on this rank: steps and evaluation."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from ..config import Config
 from ..optimizer.adamw import AdamW
 from ..optimizer.schedules import learning_rate, weight_decay
 from ..parallel.agree import together
+from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.passes import add_communication, forward_only
 from ..plan import Plan
@@ -41,6 +43,11 @@ class Trainer(RunState):
 
     def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
+        sums = self.backward(batches)
+        return None if sums is None else self._mean(sums.tolist(), len(batches))
+
+    def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+        """``gradients`` without waiting for the device: what the loss is made of, for `step` to read."""
         held = self.model.held
         held.start_step()
         loss = self.executor.run(batches, self.iteration)
@@ -49,30 +56,33 @@ class Trainer(RunState):
             tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
             tokens = tokens.to(self.mesh.device, non_blocking=True)
             self.model.buffer.main_grad.div_(self._over_replicas(tokens).clamp(min=1))
-        return self._mean(loss, len(batches))
+        return self._sums(loss)
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
-        loss = self.gradients(batches)
+        sums, nothing = self.backward(batches), self.buffer.main_grad.new_zeros(0)
         config = self.config.optimizer
         rate = learning_rate(config, self.iteration, self.config.train.train_iters)
         decay = weight_decay(config, self.iteration, self.config.train.train_iters)
-        result = self.optimizer.step(rate, decay)
+        asked = [nothing if each is None else each for each in (sums, self.local_zeros())]
+        losses, zeros, (square,) = read(*asked, self.optimizer.square_norm())  # the step's only host sync
+        loss = self._mean(losses, len(batches)) if losses else None
+        result = self.optimizer.apply(math.sqrt(square), rate, decay)
         self.iteration += 1
         self.consumed_samples += self.plan.global_batch_size
         self.replicas.note(result.grad_norm, self.iteration)
-        return StepReport(loss, result.grad_norm, rate, result.skipped)
+        return StepReport(loss, result.grad_norm, rate, result.skipped, self.all_zeros(*zeros))
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
-        loss = self.evaluator.run(batches, self.iteration, training=False)
-        return self._mean(loss, len(batches))
+        sums = self._sums(self.evaluator.run(batches, self.iteration, training=False))
+        return None if sums is None else self._mean(sums.tolist(), len(batches))
 
     def _over_replicas(self, value: Tensor) -> Tensor:
         if self.mesh.dp is not None:
             dist.all_reduce(value, group=self.mesh.dp)
         return value
 
-    def _mean(self, loss: StepLoss | None, microbatches: int) -> float | None:
-        """Known to the ranks of the last stage, and to the last pipeline rank, which reports."""
+    def _sums(self, loss: StepLoss | None) -> Tensor | None:
+        """What `_mean` takes: known to the ranks of the last stage, and to the last pipeline rank, which reports."""
         schedule, device = self.plan.schedule, self.mesh.device
         elsewhere = schedule.rank_of(schedule.stages - 1) != self.mesh.grid.pp - 1
         if loss is None and not elsewhere:
@@ -80,7 +90,10 @@ class Trainer(RunState):
         sums = torch.zeros(3, device=device) if loss is None else torch.stack((loss.total, loss.tokens, loss.mean))
         if elsewhere:
             dist.all_reduce(sums, group=self.mesh.pp)
-        total, tokens, mean = self._over_replicas(sums).tolist()
+        return self._over_replicas(sums)
+
+    def _mean(self, sums: Sequence[float], microbatches: int) -> float:
+        total, tokens, mean = sums
         if self.config.train.calculate_per_token_loss:
             return total / max(tokens, 1.0)
         return mean / (microbatches * self.mesh.grid.dp)

@@ -38,7 +38,7 @@ class EagerEngine:
         self.seen: list[list[list[int]]] = []  # per step, per micro-batch, the first token of every row
         self.shapes: set[tuple[int, ...]] = set()
 
-    def gradients(self, batches):
+    def backward(self, batches):
         self.model.train()
         self.seen.append([batch["input_ids"][:, 0].tolist() for batch in batches])
         self.shapes |= {tuple(batch["input_ids"].shape) for batch in batches}
@@ -52,9 +52,9 @@ class EagerEngine:
         if self.mesh.dp is not None:
             for tensor in [total, *(p.grad for p in parameters)]:
                 dist.all_reduce(tensor, group=self.mesh.dp)
-        return total.item()
+        return total
 
-    def update(self, rate, decay, others):
+    def update(self, rate, decay, others, told):
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.max_grad_norm or float("inf"))
         for group, rates in zip(self.optimizer.param_groups, ((rate, decay), others), strict=True):
@@ -62,7 +62,7 @@ class EagerEngine:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.iteration += 1
-        return StepResult(norm.item(), False)
+        return StepResult(norm.item(), False, told.item())
 
     @torch.no_grad()
     def evaluate(self, batches, outputs=("loss",)):

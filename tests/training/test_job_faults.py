@@ -40,15 +40,15 @@ def refused(kind: type[Exception], flags: str, ranks: int = 1) -> str:
 
 def _with_nan(rank: int, world: int, flags: str, first: int) -> str:
     """A job in which one weight gradient is NaN from iteration ``first`` on."""
-    gradients = Trainer.gradients
+    backward = Trainer.backward
 
     def spoiled(self, batches):
-        loss = gradients(self, batches)
+        loss = backward(self, batches)
         if self.iteration >= first:
             self.buffer.grad("layer.1.mlp.fc1.weight")[0] = math.nan
         return loss
 
-    Trainer.gradients = spoiled
+    Trainer.backward = spoiled
     return job(rank, world, flags)
 
 

@@ -211,18 +211,18 @@ class Failing(EagerEngine):
     bad: tuple = ()
     weights = False
 
-    def gradients(self, batches, *weights):
-        loss = super().gradients(batches, *weights)
-        return math.nan if self.iteration in self.bad else loss
+    def backward(self, batches):
+        loss = super().backward(batches)
+        return loss * math.nan if self.iteration in self.bad else loss
 
-    def update(self, rate, decay, others):
+    def update(self, rate, decay, others, told):
         if self.iteration not in self.bad:
-            return super().update(rate, decay, others)
+            return super().update(rate, decay, others, told)
         self.optimizer.zero_grad()
         self.iteration += 1
         if self.weights:
             next(self.model.parameters()).data[0, 0] = math.nan
-        return StepResult(math.nan, True)
+        return StepResult(math.nan, True, told.item())
 
 
 class FailingTrainer(EagerTrainer):
