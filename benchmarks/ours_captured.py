@@ -14,9 +14,9 @@ from megatron_merak.parallel.memory import keep_freed_memory
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.precision import choose_fp32_matmul
 from megatron_merak.plan import Grid
-from megatron_merak.training.blueprint import draw
-from megatron_merak.training.captured import CapturedTrainer
-from megatron_merak.training.traced import Traced
+from megatron_merak.stages.blueprint import draw
+from megatron_merak.stages.captured import CapturedTrainer
+from megatron_merak.stages.traced import Traced
 
 
 @torch.no_grad()

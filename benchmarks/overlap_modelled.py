@@ -23,7 +23,7 @@ from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.runtime.engine import execute
 from megatron_merak.runtime.program import LOSS
 from megatron_merak.runtime.stage import Stage
-from megatron_merak.training.build import build_model
+from megatron_merak.stages.native import build_model
 
 SCALE, LAYERS, RANKS = 16, 8, 2
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH, VOCABULARY = 4096, 11008, 32, 2048, 8, 32000

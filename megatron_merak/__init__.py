@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import Any
 
 _PUBLIC = {
-    "MerakArguments": "training.merak_arguments",
-    "MerakTrainer": "training.merak_trainer",
+    "MerakArguments": "hf_trainer.arguments",
+    "MerakTrainer": "hf_trainer.trainer",
     "from_pretrained": "checkpoint.hf",
-    "init_empty_weights": "graph.empty",
+    "init_empty_weights": "graph.capture.empty",
 }
 
 __all__ = ["MerakArguments", "MerakTrainer", "from_pretrained", "init_empty_weights"]

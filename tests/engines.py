@@ -1,8 +1,8 @@
 """A captured model, ready to train on this rank, in one call."""
 
-from megatron_merak.training.blueprint import draw, follow
-from megatron_merak.training.captured import CapturedTrainer
-from megatron_merak.training.traced import Traced
+from megatron_merak.stages.blueprint import draw, follow
+from megatron_merak.stages.captured import CapturedTrainer
+from megatron_merak.stages.traced import Traced
 
 
 def engine_of(model, example, mesh, *, plan=None, dtype="float32", others=None, **wishes) -> CapturedTrainer:

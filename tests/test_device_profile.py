@@ -21,12 +21,12 @@ from megatron_merak.cluster import (
 )
 from megatron_merak.config import Config, ParallelConfig
 from megatron_merak.errors import ConfigError
+from megatron_merak.hf_trainer.engine import wishes
 from megatron_merak.parallel.launch import World
 from megatron_merak.plan import Grid, Plan, Unit
 from megatron_merak.planner.cost import unit_costs
 from megatron_merak.planner.make import plan_chain
-from megatron_merak.training.devices import cluster_of
-from megatron_merak.training.merak_engine import wishes
+from megatron_merak.stages.devices import cluster_of
 from megatron_merak.training.planned import configured, parser, planned
 
 # FLOP/s of round numbers, so that times can be added by hand; copies take no time that shows.

@@ -13,11 +13,11 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.captured import Captured
-from megatron_merak.graph.cut import ALGORITHMS, cut
-from megatron_merak.graph.empty import init_empty_weights
-from megatron_merak.graph.loads import unit_loads
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.capture.captured import Captured
+from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.graph.partition.cut import ALGORITHMS, cut
+from megatron_merak.graph.partition.loads import unit_loads
 from megatron_merak.planner.partition import partition
 
 LLAMA_405B = {

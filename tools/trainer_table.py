@@ -17,8 +17,9 @@ from transformers import Trainer, TrainingArguments
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_merak.training import merak_arguments, overrides  # noqa: E402
-from megatron_merak.training.merak_trainer import MerakTrainer  # noqa: E402
+from megatron_merak.hf_trainer import arguments as merak_arguments  # noqa: E402
+from megatron_merak.hf_trainer import overrides  # noqa: E402
+from megatron_merak.hf_trainer.trainer import MerakTrainer  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "trainer.md"
 HEAD = "<!-- written by tools/trainer_table.py --write -->"

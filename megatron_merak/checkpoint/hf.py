@@ -20,7 +20,7 @@ from megatron_merak.checkpoint.hf_patchwork import Patchwork, part, read, source
 from megatron_merak.checkpoint.hf_save import save_hf
 from megatron_merak.checkpoint.shard import Intervals, Shard
 from megatron_merak.errors import CheckpointError
-from megatron_merak.graph.empty import is_fake
+from megatron_merak.graph.capture.empty import is_fake
 from megatron_merak.planner.tables import family
 
 __all__ = ["HFSource", "ModuleSource", "Source", "fill", "from_pretrained", "give", "save_hf"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_merak.checkpoint.hf_files import read_json
 from megatron_merak.errors import CheckpointError, ConfigError
-from megatron_merak.graph.empty import init_empty_weights
+from megatron_merak.graph.capture.empty import init_empty_weights
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

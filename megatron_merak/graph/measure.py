@@ -20,16 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
 from ..plan import TensorSharding, Unit
-from .captured import Captured
-from .cut import Chain
-from .emit import sinking
-from .flow import REDUCTIONS, Flow
-from .fuse import fuse
-from .marks import copy_in, reduce_sum, stack
+from .capture.captured import Captured
+from .fusion.fuse import fuse
+from .ir.marks import copy_in, reduce_sum, stack
+from .ir.nodes import flops, is_op, nbytes, op_name, values
+from .lowering.emit import sinking
+from .lowering.flow import REDUCTIONS, Flow
+from .lowering.rewrite import rewrite
 from .more_flops import more_flops
-from .nodes import flops, is_op, nbytes, op_name, values
-from .rewrite import rewrite
-from .shard import Sharding
+from .partition.cut import Chain
+from .sharding.shard import Sharding
 
 _MARKS = (copy_in, *REDUCTIONS)
 _ATTENTION = ("scaled_dot_product_attention", "causal_attention", "attention")

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from .. import ops
 from ..planner.attention import SHORT, causal_more, masked_more
-from .nodes import flops, is_causal, is_op, values
+from .ir.nodes import flops, is_causal, is_op, values
 
 
 def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]]:

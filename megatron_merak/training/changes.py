@@ -8,7 +8,7 @@ from ..arguments import shown
 from ..config import HFConfig, ModelConfig, OptimizerConfig, RunConfig, flag_name
 from ..data.identity import difference
 from ..errors import CheckpointError, ConfigError
-from .saved_run import SavedRun
+from ..stages.saved_run import SavedRun
 
 # Of the model's settings: those that change neither its function nor its samples, ...
 _FREE = frozenset(

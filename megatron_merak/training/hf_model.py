@@ -13,14 +13,14 @@ from ..checkpoint.hf import from_pretrained
 from ..cluster import Cluster
 from ..config import HFConfig, HFModelConfig
 from ..errors import ConfigError, TraceError
-from ..graph.capture import accepts_num_items, capture
-from ..graph.captured import Captured
+from ..graph.capture.capture import accepts_num_items, capture
+from ..graph.capture.captured import Captured
 from ..parallel.mesh import Mesh
 from ..planner.make import grid_of
-from .blueprint import Blueprint, draw, follow
+from ..stages.blueprint import Blueprint, draw, follow
+from ..stages.traced import Batch, Traced
 from .hf_batches import TokenBatches
 from .plan_file import plan_of
-from .traced import Batch, Traced
 
 Made = TypeVar("Made")
 

@@ -20,7 +20,7 @@ from ..parallel.launch import World
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.pictures.files import write
 from ..plan import Plan
-from .devices import peak_device, stand_in
+from ..stages.devices import peak_device, stand_in
 from .pictures import draw_curve, step_view
 from .report import Report, Throughput
 from .same_files import check_same_files

@@ -14,8 +14,8 @@ from ..planner import plan as make_plan
 from ..planner.cost import model_flops
 from ..planner.make import native_units
 from ..planner.predict import priced
-from .build import check_native_shardings, tensors
-from .devices import cluster_of
+from ..stages.devices import cluster_of
+from ..stages.native import check_native_shardings, tensors
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .plan_file import plan_of

@@ -18,20 +18,21 @@ from ..config import DataConfig, HFConfig
 from ..data.build import build_datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
-from ..graph.nodes import flops
+from ..graph.ir.nodes import flops
 from ..optimizer.schedules import learning_rate, weight_decay
 from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..planner.make import grid_of
-from .captured import CapturedTrainer
-from .devices import cluster_of
+from ..stages.captured import CapturedTrainer
+from ..stages.devices import cluster_of
+from ..stages.step_report import StepReport
 from .hf_batches import token_count
 from .hf_model import blueprint_of, build_model, known_tokens, traced_of
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .report import Report
-from .state import RunState, StepReport
+from .state import RunState
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 

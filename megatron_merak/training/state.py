@@ -1,7 +1,7 @@
 """What a run consists of at any moment, whatever its model: saved, and resumed under any layout."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,9 @@ from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import Plan
 from ..runtime.executor import Executor
+from ..stages.saved_run import SavedRun
+from ..stages.step_report import StepReport
 from .changes import check, schedule_of
-from .saved_run import SavedRun
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known to all.
-
-    zeros: elements of the model's gradient that are exactly zero, where --log-num-zeros-in-grad asks for them.
-    """
-
-    loss: float | None
-    grad_norm: float
-    learning_rate: float
-    skipped: bool
-    zeros: int | None = None
 
 
 class RunState:

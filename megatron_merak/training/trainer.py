@@ -17,11 +17,12 @@ from ..parallel.mesh import Mesh
 from ..pipeline_parallel.passes import add_communication, forward_only
 from ..plan import Plan
 from ..runtime.executor import Executor, StepLoss
-from .build import build_model
-from .kernels import check_kernels
-from .replicas import Replicas
-from .same_plan import check_same_plan
-from .state import RunState, StepReport
+from ..stages.kernels import check_kernels
+from ..stages.native import build_model
+from ..stages.replicas import Replicas
+from ..stages.same_plan import check_same_plan
+from ..stages.step_report import StepReport
+from .state import RunState
 
 
 class Trainer(RunState):

@@ -15,7 +15,7 @@ from megatron_merak.checkpoint import hf_files
 from megatron_merak.checkpoint.hf import HFSource, ModuleSource, fill, from_pretrained, save_hf
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.errors import CheckpointError, ConfigError
-from megatron_merak.graph.empty import init_empty_weights
+from megatron_merak.graph.capture.empty import init_empty_weights
 
 from .hf_models import CONFIGS, build, check_equal, content, model_class
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron_merak.checkpoint.hf import from_pretrained
 from megatron_merak.checkpoint.store import load, save
 from megatron_merak.errors import CheckpointError, ConfigError
-from megatron_merak.graph.empty import is_fake
+from megatron_merak.graph.capture.empty import is_fake
 from megatron_merak.training.outputs import check_directory
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 90}

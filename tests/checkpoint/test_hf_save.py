@@ -12,8 +12,8 @@ from megatron_merak.checkpoint import hf_save
 from megatron_merak.checkpoint.hf import from_pretrained, save_hf
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.errors import CheckpointError
-from megatron_merak.graph.empty import init_empty_weights
-from megatron_merak.training.initialise import draw_parameter
+from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.stages.init_captured import draw_parameter
 
 from ..ranks import run_ranks
 from .hf_models import CONFIGS, build, check_equal, content, model_class, shards

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_merak.errors import PlanError
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.captured import Captured
-from megatron_merak.graph.cut import Chain, align, cut
-from megatron_merak.graph.fuse import fuse
-from megatron_merak.graph.rewrite import Rewritten, rewrite
-from megatron_merak.graph.shard import Sharding, shard
-from megatron_merak.graph.split import Parts, split
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.capture.captured import Captured
+from megatron_merak.graph.fusion.fuse import fuse
+from megatron_merak.graph.lowering.rewrite import Rewritten, rewrite
+from megatron_merak.graph.lowering.split import Parts, split
+from megatron_merak.graph.partition.cut import Chain, align, cut
+from megatron_merak.graph.sharding.shard import Sharding, shard
 from megatron_merak.runtime.engine import Engine, Pass, State, execute
 from megatron_merak.segment import Common
 from megatron_merak.tensor_parallel import derive_seed

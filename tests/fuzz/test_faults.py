@@ -9,10 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_merak.graph import fuse, fuse_pointwise, guards, local, rewrite, rules_product, shard, split
-from megatron_merak.graph.placement import Decision
-from megatron_merak.graph.rules_shape import slice_
-from megatron_merak.graph.rules_value import along, argument, reduction
+from megatron_merak.graph.capture import guards
+from megatron_merak.graph.fusion import fuse
+from megatron_merak.graph.fusion import pointwise as fuse_pointwise
+from megatron_merak.graph.lowering import rewrite, split
+from megatron_merak.graph.sharding import local, rules_product, shard
+from megatron_merak.graph.sharding.placement import Decision
+from megatron_merak.graph.sharding.rules_shape import slice_
+from megatron_merak.graph.sharding.rules_value import along, argument, reduction
 from tests.fuzz.check import Mismatch, Subject, check, ways
 from tests.fuzz.grammar import recipe, source
 from tests.fuzz.test_fuzz import MODULES

@@ -9,8 +9,8 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from tests.engines import engine_of
 from tests.graph.tiny import randomise, tiny
-from tests.training.merak_stand_in import collate, samples, tiny_llama
-from tests.training.test_captured import DECAY, OPTIMIZER, RATE, STEPS, eager, micro_batches, parts_of
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+from tests.stages.test_captured import DECAY, OPTIMIZER, RATE, STEPS, eager, micro_batches, parts_of
 
 
 def same_as_eager(name, device):

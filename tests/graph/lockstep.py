@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from megatron_merak.graph.captured import Captured
-from megatron_merak.graph.cut import cut
-from megatron_merak.graph.marks import copy_in, reduce_sum, stack
-from megatron_merak.graph.rewrite import Rewritten, rewrite
-from megatron_merak.graph.shard import Sharding
+from megatron_merak.graph.capture.captured import Captured
+from megatron_merak.graph.ir.marks import copy_in, reduce_sum, stack
+from megatron_merak.graph.lowering.rewrite import Rewritten, rewrite
+from megatron_merak.graph.partition.cut import cut
+from megatron_merak.graph.sharding.shard import Sharding
 from megatron_merak.plan import TensorSharding
 
 NO_GRADIENT = 1e-7  # attention's key biases have none in exact arithmetic: what is left is rounding

@@ -3,8 +3,8 @@
 import torch
 from torch.fx import Graph
 
-from megatron_merak.graph.marks import copy_in, reduce_sum, stack
-from megatron_merak.graph.rewrite import Rewritten
+from megatron_merak.graph.ir.marks import copy_in, reduce_sum, stack
+from megatron_merak.graph.lowering.rewrite import Rewritten
 
 
 class Sketch:

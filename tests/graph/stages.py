@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.captured import Captured
-from megatron_merak.graph.cut import cut
-from megatron_merak.graph.rewrite import Rewritten, rewrite
-from megatron_merak.graph.shard import shard
-from megatron_merak.graph.split import split
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.capture.captured import Captured
+from megatron_merak.graph.lowering.rewrite import Rewritten, rewrite
+from megatron_merak.graph.lowering.split import split
+from megatron_merak.graph.partition.cut import cut
+from megatron_merak.graph.sharding.shard import shard
 from megatron_merak.runtime.engine import Engine, State
 from megatron_merak.runtime.weights import WeightGradients
 from megatron_merak.segment import Common

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megatron_merak.errors import TraceError
-from megatron_merak.graph.capture import accepts_num_items, capture
-from megatron_merak.graph.empty import init_empty_weights
+from megatron_merak.graph.capture.capture import accepts_num_items, capture
+from megatron_merak.graph.capture.empty import init_empty_weights
 from tests.graph.tiny import FAMILIES, gradients, randomise, run, tiny
 
 QUICK = ("llama", "gpt2", "bloom", "mixtral", "gpt_oss", "t5", "deberta-v2", "vit")

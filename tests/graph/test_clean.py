@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megatron_merak.errors import TraceError
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.inplace import aliasing
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.ir.inplace import aliasing
 from tests.graph.tiny import run
 
 

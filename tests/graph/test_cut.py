@@ -10,12 +10,12 @@ from torch import nn
 from torch.fx import map_arg
 
 from megatron_merak.errors import PlanError
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.captured import Captured
-from megatron_merak.graph.cut import ALGORITHMS, align, cut
-from megatron_merak.graph.empty import init_empty_weights
-from megatron_merak.graph.loads import unit_loads
-from megatron_merak.graph.nodes import aliased, is_op, mutation_deps, op_name, storages
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.capture.captured import Captured
+from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.graph.ir.nodes import aliased, is_op, mutation_deps, op_name, storages
+from megatron_merak.graph.partition.cut import ALGORITHMS, align, cut
+from megatron_merak.graph.partition.loads import unit_loads
 from megatron_merak.planner.partition import partition
 from tests.graph.tiny import gradients, randomise, tiny
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_merak.graph.empty import init_empty_weights, is_fake
+from megatron_merak.graph.capture.empty import init_empty_weights, is_fake
 from tests.graph.tiny import FAMILIES, tiny
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_merak import ops
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.cut import cut
-from megatron_merak.graph.fuse import fuse
-from megatron_merak.graph.rewrite import rewrite
-from megatron_merak.graph.shard import shard
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.fusion.fuse import fuse
+from megatron_merak.graph.lowering.rewrite import rewrite
+from megatron_merak.graph.partition.cut import cut
+from megatron_merak.graph.sharding.shard import shard
 from tests.graph.lockstep import part
 from tests.graph.sketch import Sketch
 from tests.graph.stages import Family, Stages, unequal, worst

@@ -6,14 +6,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from megatron_merak.config import ModelConfig
 from megatron_merak.graph import measure as measuring
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.cut import cut
-from megatron_merak.graph.empty import init_empty_weights
-from megatron_merak.graph.fuse import fuse
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.graph.fusion.fuse import fuse
+from megatron_merak.graph.ir.nodes import flops
+from megatron_merak.graph.lowering.split import split
 from megatron_merak.graph.measure import measure, stored_values
-from megatron_merak.graph.nodes import flops
-from megatron_merak.graph.shard import shard
-from megatron_merak.graph.split import split
+from megatron_merak.graph.partition.cut import cut
+from megatron_merak.graph.sharding.shard import shard
 from megatron_merak.plan import Grid, TensorSharding, held_parameters
 from megatron_merak.planner import plan_chain
 from megatron_merak.planner.cost import gpt_units

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_merak.graph.nodes import (
+from megatron_merak.graph.ir.nodes import (
     classify,
     flops,
     is_op,

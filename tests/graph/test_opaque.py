@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_merak.errors import TraceError
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.empty import init_empty_weights
-from megatron_merak.graph.nodes import classify, is_random
-from megatron_merak.graph.opaque import CustomFunction
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.graph.ir.nodes import classify, is_random
+from megatron_merak.graph.ir.opaque import CustomFunction
 from tests.graph.test_capture import Net, captured_gradients, check_fidelity
 
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.cut import cut
-from megatron_merak.graph.rewrite import rewrite
-from megatron_merak.graph.shard import shard
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.lowering.rewrite import rewrite
+from megatron_merak.graph.partition.cut import cut
+from megatron_merak.graph.sharding.shard import shard
 from tests.graph import lockstep
 
 ONES = torch.ones(4, dtype=torch.float64)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from megatron_merak.errors import PlanError
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.choices import Choices
-from megatron_merak.graph.pins import cut_of
-from megatron_merak.graph.propagate import Propagation
-from megatron_merak.graph.roles import roles
-from megatron_merak.graph.rules import RULES, STARTERS
-from megatron_merak.graph.shard import TensorRules, shard
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.sharding.choices import Choices
+from megatron_merak.graph.sharding.pins import cut_of
+from megatron_merak.graph.sharding.propagate import Propagation
+from megatron_merak.graph.sharding.roles import roles
+from megatron_merak.graph.sharding.rules import RULES, STARTERS
+from megatron_merak.graph.sharding.shard import TensorRules, shard
 from megatron_merak.plan import TensorSharding
 from tests.graph import lockstep
 from tests.graph.test_shard import captured

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BertConfig
 
 from megatron_merak.errors import TraceError
-from megatron_merak.graph.capture import capture
+from megatron_merak.graph.capture.capture import capture
 from tests.graph.tiny import run
 
 CALLS = 0

@@ -11,13 +11,13 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.fx.node import map_aggregate, map_arg
 
-from megatron_merak.graph import local
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.cut import cut
-from megatron_merak.graph.marks import copy_in, reduce_sum, stack
-from megatron_merak.graph.nodes import is_random
-from megatron_merak.graph.rewrite import rewrite
-from megatron_merak.graph.shard import TensorRules, shard
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.ir.marks import copy_in, reduce_sum, stack
+from megatron_merak.graph.ir.nodes import is_random
+from megatron_merak.graph.lowering.rewrite import rewrite
+from megatron_merak.graph.partition.cut import cut
+from megatron_merak.graph.sharding import local
+from megatron_merak.graph.sharding.shard import TensorRules, shard
 from tests.graph import lockstep
 from tests.graph.tiny import FAMILIES, gradients, randomise, tiny
 from tests.ranks import run_ranks

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_merak.graph import local
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.shard import shard
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.sharding import local
+from megatron_merak.graph.sharding.shard import shard
 from tests.graph.lockstep import compare
 
 TRIANGLE = (torch.eye(4) + torch.ones(4, 4).tril(-1) / 4).double().expand(2, 4, 4, 4)

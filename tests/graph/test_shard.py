@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_merak.errors import PlanError
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.roles import roles
-from megatron_merak.graph.shard import TensorRules, shard
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.sharding.roles import roles
+from megatron_merak.graph.sharding.shard import TensorRules, shard
 from tests.graph.tiny import tiny
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.errors import TraceError
-from megatron_merak.graph.marks import copy_in, reduce_sum, stack
-from megatron_merak.graph.split import split
+from megatron_merak.graph.ir.marks import copy_in, reduce_sum, stack
+from megatron_merak.graph.lowering.split import split
 from megatron_merak.segment import In, Out
 from tests.graph.lockstep import NO_GRADIENT, part
 from tests.graph.sketch import Sketch

@@ -7,9 +7,9 @@ import torch
 from torch.fx import symbolic_trace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from megatron_merak.graph import capture as capturing
-from megatron_merak.graph.empty import init_empty_weights
-from megatron_merak.graph.swift import swift
+from megatron_merak.graph.capture import capture as capturing
+from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.graph.capture.fast_trace import swift
 
 SIZES = {
     "llama": {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},

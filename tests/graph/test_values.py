@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron_merak.errors import TraceError
-from megatron_merak.graph.capture import capture
+from megatron_merak.graph.capture.capture import capture
 from tests.graph.test_capture import captured_gradients
 from tests.graph.tiny import gradients, randomise, run
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_merak.graph.captured import Captured
-from megatron_merak.graph.empty import init_empty_weights
+from megatron_merak.graph.capture.captured import Captured
+from megatron_merak.graph.capture.empty import init_empty_weights
 
 BATCH, LENGTH, TARGET = 2, 16, 8
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
-from megatron_merak.training.merak_arguments import MerakArguments
-from megatron_merak.training.merak_trainer import MerakTrainer
+from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.cases import CASES
 
 RUN = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from megatron_merak.config import ModelConfig
-from megatron_merak.training.materialize import take
+from megatron_merak.stages.init_native import take
 
 LENGTH, VOCABULARY = 12, 101
 

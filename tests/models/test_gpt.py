@@ -13,8 +13,8 @@ from megatron_merak.models.layers import Placement
 from megatron_merak.runtime.engine import Engine, State
 from megatron_merak.runtime.weights import WeightGradients
 from megatron_merak.segment import Common, fuse
+from megatron_merak.stages.init_native import take
 from megatron_merak.tensor_parallel import model_parallel_seed
-from megatron_merak.training.materialize import take
 from tests.models.families import FAMILIES, batch, huggingface, load, pieces, reference
 from tests.oplog import OpLog
 from tests.ranks import run_ranks

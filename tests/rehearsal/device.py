@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatron_merak import ops
-from megatron_merak.training import build
+from megatron_merak.stages import native as build
 
 from .attention import attend
 from .places import GeneratedCode, at_work, inside_micro_batch, place

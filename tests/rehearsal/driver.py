@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from megatron_merak.training import user_model
+from megatron_merak.stages import user_model
 
 _TOLD = {
     "is_available": lambda: True,

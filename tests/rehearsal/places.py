@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch.fx import GraphModule, Node
 
-from megatron_merak.graph import emit
+from megatron_merak.graph.lowering import emit
 
 _ROOT = Path(emit.__file__).resolve().parent.parent.parent
 _HERE = str(Path(__file__).resolve().parent / "device.py"), str(Path(__file__).resolve())
@@ -40,7 +40,7 @@ def inside_micro_batch() -> bool:
 def at_work() -> bool:
     """Whether it walks its schedule and does not capture, or look at the batch for the right capture."""
     for frame in _frames():
-        if _is_in(frame, "training/blueprint.py"):
+        if _is_in(frame, "stages/blueprint.py"):
             return False
         if _is_in(frame, "runtime/executor.py", "run"):
             return True

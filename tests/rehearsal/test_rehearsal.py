@@ -14,7 +14,7 @@ from tests.parity.cases import Case
 from .device import Rehearsal, StoppedError
 from .trainers import captured, mesh_of, native, steps
 
-TRAINER, CAPTURED_TRAINER = "megatron_merak/training/trainer.py", "megatron_merak/training/captured.py"
+TRAINER, CAPTURED_TRAINER = "megatron_merak/training/trainer.py", "megatron_merak/stages/captured.py"
 OPTIMIZER = "megatron_merak/optimizer/adamw.py"
 
 

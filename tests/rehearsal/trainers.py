@@ -12,7 +12,7 @@ from megatron_merak.config import OptimizerConfig, ParallelConfig
 from megatron_merak.parallel.mesh import AXES, Mesh, new_groups
 from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
-from megatron_merak.training.captured import CapturedTrainer
+from megatron_merak.stages.captured import CapturedTrainer
 from megatron_merak.training.trainer import Trainer
 from tests.engines import engine_of
 from tests.parity.batches import replica_batch

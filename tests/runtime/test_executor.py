@@ -13,8 +13,8 @@ from megatron_merak.pipeline_parallel.ops import Kind
 from megatron_merak.pipeline_parallel.passes import add_communication, forward_only
 from megatron_merak.planner import plan
 from megatron_merak.runtime.executor import Executor
-from megatron_merak.training.build import build_model
-from megatron_merak.training.materialize import draw
+from megatron_merak.stages.init_native import draw
+from megatron_merak.stages.native import build_model
 from tests.models.families import FAMILIES, batch, load, pieces
 from tests.ranks import run_ranks
 

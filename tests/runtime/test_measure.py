@@ -14,12 +14,12 @@ from megatron_merak.planner import plan
 from megatron_merak.planner.memory import rank_memory
 from megatron_merak.runtime.executor import Executor
 from megatron_merak.runtime.measure import MeasuredExecutor
-from megatron_merak.training.build import build_model
+from megatron_merak.stages.native import build_model
 from tests.engines import engine_of
 from tests.graph.tiny import randomise, tiny
 from tests.models.families import FAMILIES, batch
 from tests.ranks import run_ranks
-from tests.training.test_captured import micro_batches
+from tests.stages.test_captured import micro_batches
 
 MICROBATCHES = 8
 # Of small models where what the memory model leaves out would weigh too much.

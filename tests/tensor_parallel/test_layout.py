@@ -10,8 +10,8 @@ import torch
 from megatron_merak.models.gpt import build_unit
 from megatron_merak.models.layers import Placement
 from megatron_merak.plan import TensorSharding
+from megatron_merak.stages.init_native import take
 from megatron_merak.tensor_parallel.layout import Init, ParameterLayout, Piece
-from megatron_merak.training.materialize import take
 from tests.models.families import FAMILIES
 
 ZEROS = Init("zeros")

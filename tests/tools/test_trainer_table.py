@@ -4,9 +4,10 @@ import inspect
 
 from transformers import Trainer, TrainingArguments
 
-from megatron_merak.training import merak_arguments, overrides
-from megatron_merak.training.merak_arguments import MerakArguments
-from tests.training.merak_stand_in import EagerTrainer, collate, tiny_llama
+from megatron_merak.hf_trainer import arguments as merak_arguments
+from megatron_merak.hf_trainer import overrides
+from megatron_merak.hf_trainer.arguments import MerakArguments
+from tests.hf_trainer.stand_in import EagerTrainer, collate, tiny_llama
 from tools import trainer_table
 
 LATER = {"current_gradient_accumulation_steps", "optimizer_step"}  # of other releases of transformers 5

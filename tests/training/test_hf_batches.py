@@ -9,7 +9,7 @@ from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadMode
 
 from megatron_merak.config import HFConfig, HFModelConfig, TrainConfig
 from megatron_merak.errors import ConfigError, TraceError
-from megatron_merak.graph.capture import capture
+from megatron_merak.graph.capture.capture import capture
 from megatron_merak.training.hf_batches import IGNORED, TokenBatches, targets, token_count
 from megatron_merak.training.hf_model import shifts_labels, with_example
 

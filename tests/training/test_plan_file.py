@@ -11,12 +11,13 @@ from megatron_merak.arguments import build_parser, read
 from megatron_merak.cluster import CLUSTERS, DEVICES
 from megatron_merak.config import Config, flag_name
 from megatron_merak.errors import MerakError, PlanError
+from megatron_merak.hf_trainer import plan_arguments
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan
-from megatron_merak.training import plan_arguments, plan_file
-from megatron_merak.training.blueprint import draw, follow
+from megatron_merak.stages.blueprint import draw, follow
+from megatron_merak.stages.traced import Traced
+from megatron_merak.training import plan_file
 from megatron_merak.training.plan_file import decided, plan_of, stored
-from megatron_merak.training.traced import Traced
 from tests.graph.tiny import randomise, tiny
 from tests.ranks import run_ranks
 from tests.training.test_pretrain_hf import NATIVE, ROOT, losses, pretrain, shape  # noqa: F401

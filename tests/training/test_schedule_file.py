@@ -10,18 +10,18 @@ from transformers import LlamaConfig
 
 from megatron_merak.config import HFConfig, ParallelConfig
 from megatron_merak.errors import MerakError, PlanError
+from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.training.merak_arguments import MerakArguments
-from megatron_merak.training.merak_trainer import MerakTrainer
 from tests.engines import engine_of
 from tests.graph.tiny import randomise, tiny
+from tests.hf_trainer.reference import untimed
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.pipeline_parallel.written import drawn, dump
 from tests.ranks import run_ranks
+from tests.stages.test_captured import micro_batches, trainer_of
 from tests.training.jobs import job
-from tests.training.merak_reference import untimed
-from tests.training.merak_stand_in import collate, samples, tiny_llama
-from tests.training.test_captured import micro_batches, trainer_of
 
 LLAMA = LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=130,

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_merak.graph.captured import Captured
-from megatron_merak.graph.cut import Chain
-from megatron_merak.graph.fuse import fuse
-from megatron_merak.graph.rewrite import Rewritten, rewrite
-from megatron_merak.graph.shard import Sharding
+from megatron_merak.graph.capture.captured import Captured
+from megatron_merak.graph.fusion.fuse import fuse
+from megatron_merak.graph.lowering.rewrite import Rewritten, rewrite
+from megatron_merak.graph.partition.cut import Chain
+from megatron_merak.graph.sharding.shard import Sharding
 from megatron_merak.plan import TensorSharding
 from tests.graph.lockstep import part
 from tests.graph.stages import Stages

@@ -7,14 +7,14 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_merak.config import OptimizerConfig
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.captured import Captured
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.capture.captured import Captured
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.training import traced as traces
-from megatron_merak.training.blueprint import draw
-from megatron_merak.training.captured import CapturedTrainer
-from megatron_merak.training.precision import DTYPES
+from megatron_merak.stages import traced as traces
+from megatron_merak.stages.blueprint import draw
+from megatron_merak.stages.captured import CapturedTrainer
+from megatron_merak.stages.precision import DTYPES
 
 from .chain import Subject
 from .compare import Cell, judge, loss_difference

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from megatron_merak.errors import MerakError
-from megatron_merak.graph.capture import capture
-from megatron_merak.graph.cut import cut
-from megatron_merak.graph.empty import init_empty_weights
-from megatron_merak.graph.shard import shard
+from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.graph.partition.cut import cut
+from megatron_merak.graph.sharding.shard import shard
 
 from .chain import Subject, check_chain, check_tensor_parallel
 from .compare import BROKEN, REFUSED, WRONG, Cell

@@ -1,0 +1,1 @@
+"""Any ``nn.Module`` as one graph of aten operations without memory."""

@@ -1,0 +1,93 @@
+"""An exported program -> a module whose parameters and constants are get_attr nodes under their names in the model."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+
+from megatron_merak.errors import TraceError
+from megatron_merak.graph.capture.empty import is_fake
+
+
+@dataclass(frozen=True, eq=False)
+class Raw:
+    """An uncleaned graph of a ``model`` of that class. aliases: every further name of a tied parameter -> its first.
+
+    buffers: those in the state dict.
+    """
+
+    model: str
+    module: GraphModule
+    parameters: tuple[str, ...]
+    trainable: frozenset[str]
+    aliases: dict[str, str]
+    buffers: tuple[str, ...]
+
+
+def unlift(program: ExportedProgram, model: nn.Module) -> Raw:
+    """Raises TraceError for a constant of the model that has no values."""
+    owner, graph, values = program.graph_module, program.graph_module.graph, {}
+    first = {id(p): name for name, p in model.named_parameters()}
+    canonical = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    kept: dict[str, Node] = {}
+    buffers: dict[str, None] = {}
+    keys = iter(program.call_spec.in_spec.child(1).context)
+    for node, spec in zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
+        if spec.kind == InputKind.USER_INPUT:
+            key = next(keys)
+            if isinstance(node.meta["val"], Tensor):
+                node.target = key
+                node._rename(key)
+            else:
+                assert not node.users, "a value of the batch that is no tensor is part of the graph"
+                graph.erase_node(node)
+            continue
+        if spec.kind == InputKind.BUFFER and not node.users:
+            graph.erase_node(node)
+            continue
+        name = canonical[spec.target] if spec.kind == InputKind.PARAMETER else spec.target
+        if name not in kept:
+            with graph.inserting_before(node):
+                kept[name] = graph.create_node("get_attr", name)
+            value = node.meta["val"] if spec.kind == InputKind.PARAMETER else _constant(program, model, name, node)
+            kept[name].meta["val"] = values[name] = value
+            if spec.kind == InputKind.BUFFER and spec.persistent:
+                buffers[name] = None
+        node.replace_all_uses_with(kept[name])
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="get_attr"):
+        if node.target not in values:
+            values[node.target] = owner.get_submodule(node.target)
+    module = GraphModule(values, graph)
+    parameters = tuple(name for name in kept if name in first.values())
+    return Raw(
+        type(model).__name__,
+        module,
+        parameters,
+        frozenset(name for name, p in model.named_parameters() if p.requires_grad),
+        {name: target for name, target in canonical.items() if name != target},
+        tuple(buffers),
+    )
+
+
+def source(node: Node) -> str:
+    """The model's line of code that a node, or what reads it, comes from."""
+    traces = [n.meta["stack_trace"] for n in (node, *node.users) if n.meta.get("stack_trace")]
+    if not traces:
+        return node.name
+    *_, place, code = traces[0].strip().splitlines()
+    return f"{place.strip()}: {code.strip()}"
+
+
+def _constant(program: ExportedProgram, model: nn.Module, name: str, node: Node) -> Tensor:
+    value = dict(model.named_buffers(remove_duplicate=False)).get(name)
+    if value is not None and is_fake(value):
+        reason = "it has no values (it was made on device 'meta' or from a parameter), and they are part of the model"
+        raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), or with its weights")
+    value = program.constants[name] if value is None else value
+    if is_fake(value):
+        reason = f"{source(node)} uses the values of a parameter apart from its gradient (.data, or a copy of it)"
+        raise TraceError("model", type(model).__name__, reason, "Use the parameter itself, or a buffer")
+    return value.detach().cpu()

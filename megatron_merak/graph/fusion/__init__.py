@@ -1,0 +1,1 @@
+"""Groups of aten operations replaced by operations of ``ops``."""

@@ -1,0 +1,1 @@
+"""Facts about the nodes of a graph, the same for every pass."""

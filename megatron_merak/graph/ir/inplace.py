@@ -1,0 +1,145 @@
+"""Operations that work in place -> ones that do not, wherever a graph shows every reader of what they write."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node, map_arg
+
+from megatron_merak.graph.ir.opaque import CustomFunction
+
+aten = torch.ops.aten
+_SCATTER = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+
+
+def aliasing(node: Node) -> tuple[bool, bool]:
+    """(its value may share memory with its first argument, it writes into its first argument), by its schema."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return not isinstance(source.target, torch._ops.OpOverload) or aliasing(source)[0], False
+    if isinstance(node.target, CustomFunction):
+        return node.target.shares, False
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], Node):
+        return False, False
+    info = node.target._schema.arguments[0].alias_info
+    return info is not None, info is not None and info.is_write
+
+
+class Storage:
+    """Which nodes share memory, as far as the nodes added so far tell. root: node -> the node that made its memory."""
+
+    def __init__(self) -> None:
+        self.root: dict[Node, Node] = {}
+        self.shared: dict[Node, list[Node]] = {}
+
+    def add(self, node: Node) -> bool:
+        """Enter a node behind all that it reads; returns whether it writes in place."""
+        view, write = aliasing(node)
+        self.root[node] = self.root[node.args[0]] if view and isinstance(node.args[0], Node) else node
+        self.shared.setdefault(self.root[node], []).append(node)
+        return write
+
+
+def written(graph: Graph) -> dict[Node, list[Node]]:
+    """Nodes that work in place -> all nodes that share the memory they write."""
+    storage = Storage()
+    writers = [node for node in graph.nodes if storage.add(node)]
+    return {node: storage.shared[storage.root[node]] for node in writers}
+
+
+def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """A new node at the graph's insertion point, its fake value computed, said to be where ``like`` came from."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta")}
+    values = map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = next((v.fake_mode for v in _tensors(values) if isinstance(v, FakeTensor)), None)
+    with mode or torch.no_grad(), torch.no_grad():
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def out_of_place(graph: Graph) -> None:
+    """Replace writes into a tensor, or into a slice of one, by a new value that later readers read instead.
+
+    What cannot be replaced stays: a write into a constant, or one that is visible through another live view. A batch
+    is not written.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    storage = Storage()
+    for node in list(graph.nodes):
+        if storage.add(node):
+            _replace(graph, node, storage, order)
+
+
+def _replace(graph: Graph, node: Node, storage: Storage, order: dict[Node, int]) -> None:
+    target, root = node.args[0], storage.root[node]
+    if root.op == "get_attr" or not isinstance(root.meta["val"], Tensor):
+        return
+
+    def later(of: Node) -> list[Node]:
+        return [user for user in of.users if user is not node and order[user] > order[node]]
+
+    path = _path(target, root) if later(root) else []
+    if path is None:
+        return
+    hidden = [x for x in storage.shared[root] if x not in (root, target, node)]
+    rewritten = [user for x in (target, node) for user in later(x) if aliasing(user)[1] and user.args[0] is x]
+    if any(later(x) for x in hidden) or (target is not root and rewritten):
+        return
+    start = node.prev
+    with graph.inserting_before(node):
+        value = _functional(graph, node)
+        if value is None:
+            return
+        whole = value
+        for view in path:
+            whole = call(graph, node, _SCATTER[view.target], view.args[0], whole, *view.args[1:])
+    made = start.next
+    while made is not node:
+        order[made] = order[node]
+        storage.add(made)
+        made = made.next
+    storage.shared[root].remove(node)
+    for old, new in ((target, value), (root, whole)) if path else ((target, value),):
+        for reader in later(old):
+            reader.replace_input_with(old, new)
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+def _path(target: Node, root: Node) -> list[Node] | None:
+    """The slices that lead from ``target`` out to ``root``; None if one of them is no slice."""
+    path = []
+    while target is not root:
+        if target.target not in _SCATTER:
+            return None
+        path.append(target)
+        target = target.args[0]
+    return path
+
+
+def _functional(graph: Graph, node: Node) -> Node | None:
+    """The value that ``node`` would write, of the same shape and dtype, made at the insertion point."""
+    target, want = node.args[0], node.meta["val"]
+    name = node.target._schema.name.removeprefix("aten::")
+    if name == "copy_":
+        value = call(graph, node, aten.clone.default, node.args[1])
+    elif name == "zero_":
+        return call(graph, node, aten.zeros_like.default, target)
+    else:
+        overload = getattr(getattr(aten, name.removesuffix("_"), None), node.target._overloadname, None)
+        if overload is None:
+            return None
+        value = call(graph, node, overload, *node.args, **node.kwargs)
+    if value.meta["val"].dtype != want.dtype:
+        value = call(graph, node, aten.to.dtype, value, want.dtype)
+    if value.meta["val"].shape != want.shape:
+        value = call(graph, node, aten.expand.default, value, list(want.shape))
+    return value
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,0 +1,1 @@
+"""``MerakTrainer``: what takes the place of ``transformers.Trainer``."""

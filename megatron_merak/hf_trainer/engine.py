@@ -1,0 +1,61 @@
+"""The engine of a ``MerakTrainer``: what its arguments ask for, and the model planned and built by them."""
+
+from typing import Any
+
+from torch import nn
+
+from ..config import OptimizerConfig, ParallelConfig
+from ..parallel.agree import together
+from ..parallel.mesh import Mesh
+from ..stages.blueprint import draw, follow
+from ..stages.captured import CapturedTrainer
+from ..stages.devices import cluster_of
+from ..stages.holdings import Decay
+from ..stages.precision import compute_dtype
+from ..stages.traced import Batch, Traced
+from .arguments import PARALLEL_FIELDS, MerakArguments
+from .plan_arguments import plan_of_arguments
+
+
+def wishes(args: MerakArguments) -> dict[str, Any]:
+    """What arguments ask of an engine: for its plan, as ``draw`` takes it, for its optimizer, and the rest."""
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        recompute_granularity="full" if args.recomputes else None,
+        **{name: getattr(args, name) for name in PARALLEL_FIELDS},
+    )
+    optimizer = OptimizerConfig(
+        lr=args.learning_rate or None,
+        weight_decay=args.weight_decay,
+        clip_grad=args.max_grad_norm,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_epsilon,
+    )
+    plan = {
+        "microbatches": args.gradient_accumulation_steps,
+        "cluster": cluster_of(args.world, args.device_profile),
+        "parallel": parallel,
+        "graph_sharding": args.graph_sharding,
+        "rules": args.tensor_parallel_rules or "",
+    }
+    others = {name: getattr(args, name) for name in ("seed", "bf16", "replica_check_interval")}
+    return others | {"plan": plan, "plan file": args.plan, "optimizer": optimizer}
+
+
+def build_engine(model: nn.Module, example: Batch, args: MerakArguments, mesh: Mesh, decay: Decay) -> CapturedTrainer:
+    """Capture the model, follow the plan of the arguments or make one, and fill this rank's part. Collective."""
+    asked = wishes(args)
+    traced = Traced(model, example, compute_dtype(model, args.bf16), args.bf16, mesh)
+    with together(mesh.control, "cpu"):
+        stored = plan_of_arguments(args, traced.dtype, asked["plan"]["cluster"])
+        blueprint = draw(traced, mesh.grid, **asked["plan"]) if stored is None else follow(traced, stored)
+    return CapturedTrainer(
+        blueprint,
+        mesh,
+        optimizer=asked["optimizer"],
+        seed=args.seed,
+        decay=decay,
+        replica_check_interval=args.replica_check_interval,
+    )

@@ -1,0 +1,359 @@
+"""``MerakTrainer``: ``transformers.Trainer`` for a model that is divided by tensor, pipeline and data parallelism."""
+
+import datetime
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import (
+    DataCollatorWithPadding,
+    DefaultFlowCallback,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProcessorMixin,
+    ProgressCallback,
+    SequenceFeatureExtractor,
+    TrainerControl,
+    TrainerState,
+    default_data_collator,
+    set_seed,
+)
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    PredictionOutput,
+    SaveStrategy,
+    TrainOutput,
+    align_special_tokens,
+    speed_metrics,
+)
+from transformers.utils import logging
+
+from ..errors import ConfigError
+from ..graph.capture.capture import accepts_num_items
+from ..parallel.agree import gather_json, together
+from ..parallel.attendance import attend
+from ..parallel.launch import leave
+from ..parallel.mesh import Mesh, build_mesh
+from ..plan import Grid
+from ..stages.captured import CapturedTrainer
+from ..training.outputs import check_directory
+from ..training.same_files import check_same_files
+from . import trainer_state
+from .arguments import FILES, MerakArguments
+from .batches import Batch
+from .engine import build_engine, wishes
+from .feed import Feed
+from .loop import TrainingLoop
+from .model_facts import ModelFacts, padding_of
+from .neutral import NeutralPadding
+from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
+from .predictions import Evaluation, EvaluationBatches
+from .recapture import check_model, check_step, check_training
+from .run_directory import RunDirectory, write_text
+from .trainer_face import TrainerFace
+
+
+@refusing
+class MerakTrainer(TrainerFace):
+    """Takes what ``transformers.Trainer`` takes, in its order, and does what it does. Raises MerakError.
+
+    ``model`` may be without weights (``init_empty_weights``) or remember where they are (``from_pretrained``); it is
+    captured, not run. Without tensor and pipeline parallelism its parameters share memory with the trained ones; else
+    using it raises ConfigError until ``gather_model`` brings the trained ones to the first rank. ``evaluate``,
+    ``predict``, ``save_model`` and ``train`` are collective: every rank of the job calls them. Losses, metrics and
+    logs are the same on every rank; ``compute_metrics`` runs on the first one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: MerakArguments | None = None,
+        data_collator: Callable[[list], Mapping[str, Any]] | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: Any = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+    ):
+        self.args = args = MerakArguments("tmp_trainer") if args is None else args
+        given = {"compute_loss_func": compute_loss_func, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
+        refuse_inputs(model, model_init, given, optimizers)
+        refuse_overrides(type(self), MerakTrainer)
+        self.mesh = self._build_mesh()
+        logging.set_verbosity(args.get_process_log_level())
+        set_seed(args.seed)
+        self.model_init = model_init
+        self.model = self._trained_model = self.call_model_init() if model is None else model
+        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        self.data_collator = self._default_collator() if data_collator is None else data_collator
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self._check()
+        self._describe()
+        self.callback_handler = self._callback_handler(callbacks or [])
+        self.control, self.state = TrainerControl(), TrainerState()
+        self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
+        self.is_in_train, self.current_flos, self.first_tokens = False, 0, 0
+        self._engine: CapturedTrainer | None = None
+        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+        if getattr(self.model, "config", None) is not None:
+            self.model.config.use_cache = args.use_cache  # as transformers does, for the config that is saved
+
+    def _build_mesh(self) -> Mesh:
+        args = self.args
+        if not isinstance(args, MerakArguments):
+            raise ConfigError("args", type(args).__name__, "it has no degrees of parallelism", "Make MerakArguments")
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        grid = Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp)
+        world = args.world
+        timeout = datetime.timedelta(seconds=args.ddp_timeout)
+        mesh = build_mesh(grid, world.rank, world.device, timeout, world.clock, world.collectives)
+        own = {"local_rank", "log_level", "log_level_replica", "disable_tqdm"}
+        all_arguments = gather_json({k: v for k, v in args.to_dict().items() if k not in own}, mesh.control, "cpu")
+        for rank, other in enumerate(all_arguments):
+            for name, value in other.items():
+                if value != (first := all_arguments[0][name]):
+                    raise ConfigError(name, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
+        check_same_files({name: path for name in FILES if (path := getattr(args, name))}, mesh.control)
+        return mesh
+
+    def _check(self) -> None:
+        args = self.args
+        args.refuse_changes()
+        with together(self.mesh.control, "cpu"):
+            if args.should_save:
+                check_directory("output_dir", args.output_dir, Path(args.output_dir))
+        if not callable(self.data_collator):
+            raise ConfigError("data_collator", self.data_collator, "it cannot be called", "Give a function")
+        if args.eval_strategy != "no" and self.eval_dataset is None:
+            raise ConfigError("eval_strategy", args.eval_strategy.value, "there is no eval_dataset", "Give one")
+        if args.save_strategy == "best" and args.metric_for_best_model is None:
+            raise ConfigError("save_strategy", "best", "metric_for_best_model is unset", "Name a metric")
+
+    def _default_collator(self) -> Callable:
+        if isinstance(self.processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
+            return DataCollatorWithPadding(self.processing_class)
+        return default_data_collator
+
+    def _callback_handler(self, callbacks: list) -> CallbackHandler:
+        args = self.args
+        for callback in callbacks:
+            refuse_gradients(callback)
+        try:
+            reporters = get_reporting_integration_callbacks(args.report_to)
+            chosen = [DefaultFlowCallback, *reporters, *callbacks]
+            handler = CallbackHandler(chosen, self.model, self.processing_class, None, None)
+        except (ValueError, ImportError, RuntimeError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError("report_to", args.report_to, reason, "Install it, or set report_to='none'") from error
+        handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+        return handler
+
+    def _describe(self) -> None:
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        self.facts = ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
+        padding = padding_of(self.model, self.facts, self.args, tokenizer)
+        neutral = NeutralPadding(padding, self.mesh)
+        self.feed = Feed(self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer)
+
+    # The job
+
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for agreement."""
+        return self.mesh.control
+
+    def end(self) -> None:
+        """Leave the job; the last call of a script, on every rank."""
+        leave(self.args.world)
+
+    # Model and engine
+
+    @property
+    def engine(self) -> CapturedTrainer:
+        """This rank's part of the model; built when it is first needed, from the first batch there is."""
+        if self._engine is None:
+            self._build(0)
+        return self._engine
+
+    def _build(self, epoch: int) -> None:
+        """Build the engine, for a run that begins with ``epoch``."""
+        example = self.feed.example(self.train_dataset, self.eval_dataset, epoch)
+        (example,), *_ = self.feed.prepare([example], accepts_num_items(self.model))  # as it comes
+        self._engine = self.create_engine(example)
+
+    def create_engine(self, example: Batch) -> CapturedTrainer:
+        """Capture the model, cut and divide it, take its weights or draw them. Collective."""
+        began, name = time.time(), type(self.model).__name__
+        decayed = frozenset(self.get_decay_parameter_names(self.model))
+        self._built_by = wishes(self.args)
+        engine = build_engine(self.model, example, self.args, self.mesh, lambda name, shape: name in decayed)
+        self._say(f"megatron_merak on {self.args.world}")
+        self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
+        for note in engine.notes:
+            self._say(f"{name}: {note}")
+        engine.share_weights()
+        return engine
+
+    def gather_model(self) -> nn.Module:
+        """The model, with the trained weights on the first rank; there they need memory for all of it. Collective.
+
+        Needed where tensor or pipeline parallelism divides the model, and again once training went on.
+        """
+        attend("gather_model", self.control_group)
+        check_model(self, saves=True)
+        if self.engine.user_model is not None:
+            self.engine.user_model.gather()
+        return self.model
+
+    def _say(self, text: str) -> None:
+        if self.is_world_process_zero() and not self.args.disable_tqdm:
+            print(text, file=sys.stderr, flush=True)
+
+    # Training
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train; from the newest checkpoint in ``output_dir`` (True), from a directory, or from the beginning."""
+        if trial is not None:
+            raise ConfigError("trial", trial, "there is no search of hyperparameters", "Start one run per trial")
+        attend("train", self.control_group)
+        directory = RunDirectory(self.args.output_dir, self.control_group)
+        try:
+            return self._train(directory, resume_from_checkpoint, ignore_keys_for_eval)
+        finally:
+            self.is_in_train = False
+            directory.release()
+
+    def _train(self, directory: RunDirectory, resume_from: str | bool | None, ignored: list[str] | None) -> TrainOutput:
+        resume = None
+        if resume_from is True or self.args.save_strategy != SaveStrategy.NO:
+            directory.hold()
+        if resume_from:
+            resume = directory.find(resume_from)
+        if self.model_init is not None and self._engine is not None:
+            set_seed(self.args.seed)
+            self._engine = self._groups = self._moments = None
+            self.model = self._trained_model = self.call_model_init()
+        self.args.refuse_changes()
+        if isinstance(self._engine, CapturedTrainer):
+            refuse_late(self._built_by, wishes(self.args), ("lr", "weight_decay", "microbatches"))
+        if isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(
+            self.model, "config"
+        ):
+            align_special_tokens(self.model, self.processing_class)
+        check_training(self)
+        sampler = self._get_train_sampler(self.train_dataset)
+        self.callback_handler.train_dataloader = self.feed.training(self.train_dataset, sampler)
+        self.is_in_train = True
+        if resume is not None and self._engine is None:
+            self._build(int(trainer_state.read(resume, self.control_group).epoch or 0))
+        return TrainingLoop(self, directory, resume, ignored).run()
+
+    def prepare_step(self, batches: list[Batch]) -> list[Batch]:
+        """What the engine takes of this replica's micro-batches of a step; counts tokens and operations."""
+        if not self.model.training:
+            self.model.train()  # as transformers leaves it; what is captured does not depend on it
+        check_step(self)
+        prepared, elements, tokens = self.feed.prepare(batches, self.engine.accepts_num_items, self.engine)
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += tokens
+        self.current_flos += 6 * elements * self._parameters_used
+        return prepared
+
+    @functools.cached_property
+    def _parameters_used(self) -> int:
+        count = getattr(self.model, "num_parameters", None)
+        return 0 if count is None else count(exclude_embeddings=True)
+
+    # Evaluation
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Metrics of ``eval_dataset``, or of each of several under its name; the trainer's own by default."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        if dataset is None:
+            raise ConfigError("eval_dataset", None, "evaluation needs one", "Give evaluate or MerakTrainer a dataset")
+        if isinstance(dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, each in dataset.items():
+                metrics |= self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        metrics = self._predict(dataset, metric_key_prefix, loss_only, False, ignore_keys).metrics
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(
+        self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions and labels of every sample, on every rank, and metrics where there are labels."""
+        loss_only = self.args.prediction_loss_only
+        output = self._predict(test_dataset, metric_key_prefix, loss_only, True, ignore_keys)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def _predict(
+        self, dataset: Dataset, prefix: str, loss_only: bool, everyone: bool, ignore_keys: list[str] | None
+    ) -> EvalLoopOutput:
+        attend("evaluate or predict", self.control_group)
+        began, grid = time.time(), self.mesh.grid
+        self.model.eval()
+        if self._engine is None and self.train_dataset is None and self.eval_dataset is None:
+            self.eval_dataset = dataset
+        check_model(self)
+        facts = self.facts if ignore_keys is None else self.facts.without(ignore_keys)
+        batches = EvaluationBatches(self.feed.evaluation(dataset, self._get_eval_sampler(dataset)), grid.pp)
+        self.callback_handler.eval_dataloader = batches
+        evaluation = Evaluation(
+            batches,
+            self.engine,
+            facts,
+            self.feed.neutral,
+            self.args,
+            loss_only,
+            everyone,
+            self._predicted,
+            self.preprocess_logits_for_metrics,
+        )
+        self.engine.share_statistics()
+        output = evaluation.run(self.compute_metrics, prefix)
+        steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
+        output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
+        return output
+
+    def _predicted(self) -> None:
+        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the trained model, its tokenizer and the arguments; ``from_pretrained`` of transformers opens it."""
+        attend("save_model", self.control_group)
+        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        check_model(self, saves=True)
+        self.engine.save_hf(directory, self.feed.tokenizer)
+        write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)

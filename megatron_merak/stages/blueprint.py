@@ -1,0 +1,224 @@
+"""How a captured model is cut, divided and planned, and the programs that one rank runs of it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from ..cluster import CLUSTERS, Cluster
+from ..config import ParallelConfig
+from ..config.checks import check_recompute, check_schedule
+from ..errors import PlanError, TraceError
+from ..graph.capture.captured import Captured
+from ..graph.capture.guards import Guards
+from ..graph.fusion.fuse import fuse
+from ..graph.ir.nodes import is_random
+from ..graph.lowering.rewrite import rewrite
+from ..graph.lowering.split import Parts, split
+from ..graph.lowering.undropped import undropped
+from ..graph.measure import measure
+from ..graph.partition.cut import Chain, align, cut
+from ..graph.sharding.shard import Sharding, TensorRules, shard
+from ..parallel.mesh import Mesh
+from ..plan import Grid, Plan
+from ..plan.fit import check_chain
+from ..planner.make import choices, plan_chain
+from ..planner.predict import priced
+from ..planner.tables import by_family
+from ..runtime.program import Program
+from ..tensor_parallel import group_rank
+from .traced import Batch, Traced, shapes_of
+from .unused import Unused
+
+MOST_CASES = 16  # programs for batches of one shape
+
+
+def draw(
+    traced: Traced,
+    grid: Grid,
+    *,
+    microbatches: int = 1,
+    cluster: Cluster = CLUSTERS["cpu"],
+    parallel: ParallelConfig | None = None,
+    graph_sharding: str = "cut",
+    rules: str = "",
+    vocabulary_multiple: int = 1,
+    loss_chunk: int = 0,
+    sequence_length: int | None = None,
+) -> "Blueprint":
+    """Plan a model as the arguments ask for.
+
+    microbatches: per step and replica. cluster: what it is planned for. parallel: schedule, recomputation, overlap; its
+    degrees are not read. graph_sharding: how the chain is cut. rules: see ``TensorRules.parse``. vocabulary_multiple: a
+    vocabulary is padded to a multiple of this x tp. loss_chunk: rows whose logits exist at a time, 0 for all.
+    sequence_length: tokens of a sample; None: as many as the first micro-batch has in a row.
+    Raises PlanError.
+    """
+    parallel = parallel or ParallelConfig()
+    check_recompute(parallel)
+    check_schedule(parallel)
+    captured = traced.captured
+    chain = cut(captured, graph_sharding)
+    sharding = shard(captured, grid.tp, TensorRules.parse(rules), vocabulary_multiple=vocabulary_multiple)
+    samples, length = traced.size
+    plan = plan_chain(
+        measure(captured, chain, sharding, grid.tp, cluster.device.fused_attention, loss_chunk),
+        grid,
+        microbatches=microbatches,
+        micro_batch_size=samples,
+        sequence_length=length if sequence_length is None else sequence_length,
+        dtype=traced.dtype,
+        cluster=cluster,
+        shardings=tuple(sharding.tensors.values()),
+        reasons=tuple(sharding.reasons.items()),
+        loss_chunk=loss_chunk,
+        graph_sharding=graph_sharding,
+        **choices(parallel, microbatches),
+    )
+    return Blueprint(traced, chain, sharding, plan)
+
+
+def follow(traced: Traced, plan: Plan) -> "Blueprint":
+    """The model as a stored or edited plan says; what it predicts is computed anew. Raises PlanError, naming the first
+    difference, when the plan is one of another model or cannot be met."""
+    captured, tp = traced.captured, plan.grid.tp
+    if plan.sequence_parallel:
+        raise PlanError("plan: sequence_parallel", True, "only the native model has it", "Let it be false")
+    if not plan.graph_sharding:
+        raise PlanError("plan: graph_sharding", "''", "it is a plan of the native model", "Make a plan of this model")
+    chain = cut(captured, plan.graph_sharding)
+    check_chain(plan, chain.names)
+    sharding = shard(captured, tp, pins={tensor.name: tensor for tensor in plan.shardings}, complete=True)
+    units = measure(captured, chain, sharding, tp, plan.cluster.device.fused_attention, plan.loss_chunk)
+    return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
+
+
+class Blueprint:
+    """A plan, and the parts of the captured model that it speaks of; the same on every rank.
+
+    chain, sharding: of the first capture; those of other shapes, and of evaluation, follow them. fused: of each fused
+    operation, the most in one program. partial: parameters that every rank holds and whose gradient is summed over the
+    ranks.
+    """
+
+    def __init__(self, traced: Traced, chain: Chain, sharding: Sharding, plan: Plan):
+        self.traced, self.chain, self.sharding, self.plan = traced, chain, sharding, plan
+        self.fused: Counter[str] = Counter()
+        self.partial: tuple[str, ...] = ()
+        self.unused = Unused()
+        if traced.captured.guards and plan.grid.tp > 1:  # other cases may use weights otherwise, and all must agree
+            self.partial = tuple(name for name, tensor in sharding.tensors.items() if tensor.dim is None)
+
+    def whole_weights(self) -> tuple[str, ...]:
+        """A sentence per family of matrices that every tensor-parallel rank holds whole."""
+        if self.plan.grid.tp == 1:
+            return ()
+        tensors, reasons = self.sharding.tensors, self.sharding.reasons
+        matrices = by_family((name, reasons[name]) for name, tensor in tensors.items() if len(tensor.shape) > 1)
+        return tuple(f"{name} is {reason}." for name, reason in matrices if reason.startswith("whole"))
+
+    def stages_of(self) -> dict[str, tuple[int, ...]]:
+        """The stages whose units use each parameter, ascending."""
+        held: dict[str, list[int]] = {}
+        for stage, part in enumerate(self.plan.stages):
+            for unit in part.units:
+                for name in self.chain.parameters[unit]:
+                    stages = held.setdefault(name, [])
+                    if stage not in stages:
+                        stages.append(stage)
+        return {name: tuple(stages) for name, stages in held.items()}
+
+    def parts(
+        self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh, drops: bool = True
+    ) -> tuple[Parts, Guards | None]:
+        """The work of ``stage`` on batches of this shape, and what else must hold of them. ``drops``: with dropout."""
+        traced, how = self.traced, (stage, mesh, training, drops)
+        first = traced.captured
+        if training and shapes_of(batch) == traced.example and not (first.guards and first.guards.broken(batch)):
+            return self._parts(first, self.chain, self.sharding, *how), first.guards
+        captured = traced.capture(batch, training, outputs)
+        unknown = [name for name in captured.trainable if name not in first.shapes]
+        if unknown:
+            reason = "this batch uses it, and the first one, which decided where it goes, did not"
+            raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
+        if training:
+            self.unused.tell(first.trainable, captured.trainable, mesh)
+        chain = align(cut(captured, self.plan.graph_sharding), self.chain)
+        sharding = shard(captured, self.plan.grid.tp, pins=self.sharding.tensors)
+        return self._parts(captured, chain, sharding, *how), captured.guards
+
+    def _parts(
+        self,
+        captured: Captured,
+        chain: Chain,
+        sharding: Sharding,
+        stage: int,
+        mesh: Mesh,
+        training: bool,
+        drops: bool,
+    ) -> Parts:
+        rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.plan.grid.tp, self.partial)
+        if not drops:
+            undropped(rewritten.graph)
+        first = self.traced.captured
+        if captured is first:
+            self.partial = rewritten.partial
+        extra = [name for name in rewritten.partial if name not in self.partial and name in first.shapes]
+        if training and extra:
+            reason = "its gradient is partial for this batch, and was whole for the first one"
+            raise PlanError(
+                "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
+            )
+        self.fused |= fuse(rewritten.graph, self.plan.loss_chunk)
+        return split(rewritten, self.plan.stages[stage].units, mesh.device)
+
+
+class Programs:
+    """The programs of one stage, captured when a batch comes that has a new shape or breaks the guards of all others.
+
+    wanted: the outputs that evaluation hands out. drops: whether training drops values at random. Raises TraceError
+    where a model decides by values that are other ones in every batch.
+    """
+
+    def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, parameters: Mapping[str, nn.Parameter], sink):
+        self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
+        self.wanted: tuple[str, ...] = ("loss",)
+        self.drops = True
+        self._random = any(map(is_random, blueprint.traced.captured.module.graph.nodes))
+        self._made: dict[tuple, list[tuple[Guards | None, Program]]] = {}
+
+    def __call__(self, batch: Batch, training: bool) -> Program:
+        outputs = ("loss",) if training else self.wanted
+        drops = self.drops or not (training and self._random)
+        made = self._made.setdefault((training, outputs, drops, shapes_of(batch)), [])
+        line = ""
+        for guards, program in made:
+            line = guards.broken(batch) if guards else ""
+            if not line:
+                return program
+        if len(made) == MOST_CASES:
+            reason = f"it decides by values of the batch, and {len(made)} batches of one shape were all different"
+            remedy = (
+                "Collate batches so that this value is the same for most, or rewrite that line with tensor operations"
+            )
+            raise TraceError("line", line, reason, remedy)
+        made.append(self._make(batch, training, outputs, drops))
+        return made[-1][1]
+
+    def made(self) -> list[Program]:
+        """Every program so far."""
+        return [program for cases in self._made.values() for _, program in cases]
+
+    def _make(
+        self, batch: Batch, training: bool, outputs: tuple[str, ...], drops: bool
+    ) -> tuple[Guards | None, Program]:
+        parts, guards = self.blueprint.parts(batch, training, outputs, self.stage, self.mesh, drops)
+        return guards, Program(
+            tuple(parts.segments(self.parameters, self.sink)),
+            parts.prelude,
+            parts.sources,
+            parts.targets,
+            parts.results,
+            named=parts.named,
+        )

@@ -1,0 +1,328 @@
+"""Training any captured model on this rank: its shards, its programs, its optimizer."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint import store
+from ..checkpoint.hf import save_hf
+from ..checkpoint.save import check_finite
+from ..config import OptimizerConfig
+from ..errors import CheckpointError, PlanError
+from ..graph.capture.outputs import SAME
+from ..optimizer.adamw import AdamW, StepResult
+from ..parallel.agree import gather_json, together
+from ..parallel.host_read import read
+from ..parallel.mesh import Mesh
+from ..pipeline_parallel.passes import add_communication, forward_only, resize
+from ..runtime.executor import Executor
+from ..runtime.halves import halve
+from ..runtime.parameters import RankParameters
+from ..runtime.stage import Stage
+from .adapters import has_adapters, save_adapters
+from .blueprint import Blueprint, Programs
+from .guard import unguarded
+from .holdings import Decay, Holdings, decay_matrices
+from .kernels import check_kernels
+from .native import shared_here, tie_groups
+from .proofs import difference
+from .replicas import Replicas
+from .running import RunningStatistics
+from .same_plan import check_same_plan
+from .saved_run import is_count
+from .step_report import StepReport
+from .traced import Batch
+from .user_model import UserModel
+
+
+class CapturedTrainer:
+    """A model of any kind, its optimizer and the executors of its plan.
+
+    blueprint: the model as it was traced, and its plan, which decides everything but what follows. optimizer: betas,
+    epsilon and clipping; rates come with each step. seed: of initial weights and dropout. decay: which parameters take
+    weight decay. replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
+    ``iteration``: optimizer steps done. Building is collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        mesh: Mesh,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        seed: int = 1234,
+        decay: Decay = decay_matrices,
+        replica_check_interval: int = 100,
+    ):
+        with together(mesh.control, "cpu"):
+            check_kernels(mesh.device)
+        self.blueprint, self.mesh, self.seed = blueprint, mesh, seed
+        self.model, self.accepts_num_items = blueprint.traced.model, blueprint.traced.accepts_num_items
+        example = blueprint.traced.batch
+        self.plan = blueprint.plan
+        check_same_plan(self.plan, mesh.control)
+        self._check_halves()
+        # Whether micro-batches run in halves; None: a step will find out.
+        asked = self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
+        self.halves: bool | None = None if asked and len(halve(example)) > 1 else False
+        self.running = RunningStatistics(self.blueprint, mesh)
+        self.holdings = Holdings(self.blueprint, mesh, decay)
+        self.holdings.fill(seed)
+        self.buffer, self.shards = self.holdings.buffer, self.holdings.shards
+        self.parameters = self._rank_parameters()
+        bound = (mesh, self.holdings.parameters, self.parameters.weights)
+        self.programs = {stage: Programs(self.blueprint, stage, *bound) for stage in self.holdings.stages}
+        self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
+        self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model)
+        self.replicas = Replicas(mesh, self.optimizer, replica_check_interval)
+        self._executors: dict[tuple, Executor] = {}
+        self.executor(self.plan.num_microbatches, True)
+        with together(mesh.control, "cpu"):
+            for programs in self.programs.values():
+                programs(example, True)
+        self.iteration = 0
+        self.user_model: UserModel | None = None
+
+    def share_weights(self) -> UserModel:
+        """From now on the model that was given has the trained weights, or says that it does not."""
+        self.user_model = UserModel(self.model, self.exported, self.mesh, self.holdings.follow_edits)
+        return self.user_model
+
+    def _check_halves(self) -> None:
+        """Losses of halves add up where they are shares of the step's, or PlanError."""
+        if self.plan.overlap == "sub-pipeline" and not self.accepts_num_items:
+            reason = "the losses of two halves do not add up: the model's forward takes no num_items_in_batch"
+            raise PlanError("--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the capture brought to light, in sentences."""
+        captured, fused = self.blueprint.traced.captured, self.blueprint.fused
+        found = ", ".join(f"{count} {name}" for name, count in sorted(fused.items()))
+        told = (f"Captured {captured.how}.", *captured.notes, f"Fused: {found or 'nothing'}.")
+        if self.plan.overlap == "sub-pipeline" and self.halves is False:
+            told += ("Micro-batches run whole: halves need two samples, and losses that are shares of the step's.",)
+        return told + self.blueprint.whole_weights()
+
+    def _rank_parameters(self) -> RankParameters:
+        """Collective: it makes groups for the parameters that several ranks of the pipeline hold."""
+        holdings, names, plan, mesh = self.holdings, self.holdings.names, self.plan, self.mesh
+        stages_of = {(name,): stages for name, stages in holdings.stages_of.items()}
+        groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
+        trained = sorted(names.values())  # every rank's order
+        return RankParameters(
+            self.buffer,
+            names,
+            mesh,
+            holdings.replicated,
+            tuple((name, groups[name,]) for name in trained if (name,) in groups),
+            plan.overlap_grad_reduce,
+            self.blueprint.partial,
+            {name: shared[name,] for name in trained if (name,) in shared},
+        )
+
+    def _stage(self, index: int, programs: Programs) -> Stage:
+        runs, behind = self.plan.stages[index].runs, self.plan.overlap != "none"
+        return Stage(index, programs, self.parameters, runs, self.mesh, self.seed, split=self._parts, overlap=behind)
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """A prepared micro-batch as it runs: in halves where the plan says so and their losses add up."""
+        return halve(batch) if self.halves and "num_items_in_batch" in batch else [batch]
+
+    def _try_halves(self, batches: Sequence[Batch]) -> None:
+        """Let micro-batches run in halves if the loss and the gradient of one of these are the sums of its halves'."""
+        prepared = [*map(self.blueprint.traced.prepared, batches)]
+        batch = max(prepared, key=lambda batch: len(halve(batch)))
+        if 1 in gather_json(len(halve(batch)), self.mesh.control, "cpu"):
+            return
+        self.halves = False
+        found = difference(self, batch, halve(batch))
+        self.halves = None if found is None else not found
+        if found and self.mesh.rank == 0:
+            what = "micro-batches run whole, although sub-pipeline splits them in halves"
+            warnings.warn(f"{what}: their losses do not add up ({found}).", stacklevel=2)
+
+    def executor(self, micro_batches: int, training: bool = True) -> Executor:
+        """What runs steps of so many micro-batches."""
+        key = (micro_batches, training)
+        if key not in self._executors:
+            schedule = self.plan.schedule if training else forward_only(self.plan.schedule)
+            schedule = add_communication(resize(schedule, micro_batches))
+            pipes = next(iter(self._executors.values())).pipes if self._executors else None
+            self._executors[key] = Executor(self.stages, schedule, self.mesh, self.accepts_num_items, pipes)
+        return self._executors[key]
+
+    def gradients(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> float:
+        """One step's loss, known to every rank, and, in ``buffer.main_grad``, its gradient."""
+        return self.replicas.loss(self.backward(batches, weights).tolist())
+
+    def backward(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> Tensor:
+        """The loss of ``gradients`` where the host need not wait for it: what ``update`` reads beside the norm.
+
+        With ``num_items_in_batch`` in the batches (and a model that takes it) losses of micro-batches are shares of
+        the step's loss and add up; else the step's loss is their mean. With ``weights``, it is their weighted sum.
+        """
+        if self.halves is None:
+            self._try_halves(batches)
+        self.parameters.start_step()
+        executor = self.executor(len(batches), True)
+        executor.per_token = weights is not None or "num_items_in_batch" in batches[0]
+        loss = executor.run([*map(self.blueprint.traced.prepared, batches)], self.iteration, weights=weights)
+        self.parameters.finish_step()
+        self.running.count(len(batches))
+        value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if loss is not None:
+            value += loss.total if executor.per_token else loss.mean / (len(batches) * self.mesh.grid.dp)
+        told = self.replicas.reduce(value)
+        if self.mesh.pp is None:
+            return told
+        value = told[:1].clone()
+        dist.all_reduce(value, group=self.mesh.pp)
+        return torch.cat((value, told[1:]))
+
+    def step(self, batches: Sequence[Batch], rate: float, decay: float) -> StepReport:
+        """Train on this replica's micro-batches, of any shapes; every rank of the replica passes the same ones."""
+        result = self.update(rate, decay, None, self.backward(batches))
+        return StepReport(result.loss, result.grad_norm, rate, result.skipped)
+
+    def update(
+        self,
+        rate: float,
+        decay: float,
+        others: tuple[float, float] | None = None,
+        told: Tensor | None = None,
+        zeros: Tensor | None = None,
+    ) -> StepResult:
+        """The second half of a step: change the parameters by the gradient. others: as of ``AdamW.step``.
+
+        told: what ``backward`` returned, and zeros, 0-d: read with the norm, in the step's only host sync.
+        """
+        if self.user_model is not None:
+            self.user_model.stale()
+        nothing = self.buffer.main_grad.new_zeros(0)
+        asked = [nothing if each is None else each for each in (told, zeros)]
+        losses, counts, (square,) = read(*asked, self.optimizer.square_norm())
+        loss = self.replicas.loss(losses) if losses else None
+        result = self.optimizer.apply(math.sqrt(square), rate, decay, others)
+        self.iteration += 1
+        self.replicas.note(result.grad_norm, self.iteration)
+        return replace(result, loss=loss, zeros=int(counts[0]) if counts else None)
+
+    def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
+        """Forward without dropout: per micro-batch the outputs, by their names, on ranks of the last stage, else None.
+
+        outputs: names, and "*" for all but the loss and those that "!name" names; tensors of a tuple or dictionary are
+        called after their place, such as "hidden_states.0".
+        """
+        for programs in self.programs.values():
+            programs.wanted = tuple(outputs)
+        executor = self.executor(len(batches), False)
+        prepared = [*map(self.blueprint.traced.prepared, batches)]
+        if executor.run(prepared, self.iteration, training=False) is None:
+            return None
+        results, executor.results = executor.results, []  # logits may be the largest tensors of all
+        programs = self.programs[self.plan.schedule.stages - 1]
+        found = []
+        for batch, loss, result in zip(prepared, executor.losses, results, strict=True):
+            program = programs(batch, False)
+            named = zip(program.results, program.named, strict=True)
+            called = {each: result[value] for value, names in named if value in result for each in names.split(SAME)}
+            found.append({"loss": loss[0]} | called)
+        return found
+
+    def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:
+        """Capture what an evaluation of ``batches`` needs, where it is new. Raises TraceError."""
+        for programs in self.programs.values():
+            programs.wanted = tuple(outputs)
+            for batch in batches:
+                programs(self.blueprint.traced.prepared(batch), False)
+
+    def difference(self, one: Batch, others: Sequence[Batch]) -> str | None:
+        """What of loss and gradients a batch does not have in common with others added up; see ``proofs``."""
+        return difference(self, one, others)
+
+    @property
+    def dtype(self) -> str:
+        return self.plan.dtype
+
+    @property
+    def is_causal(self) -> bool:
+        return self.blueprint.traced.is_causal
+
+    def output_rank(self, replica: int) -> int:
+        """The global rank whose evaluation outputs of a replica count: the first one that runs its last stage."""
+        schedule, grid = self.plan.schedule, self.mesh.grid
+        return grid.rank(dp=replica, pp=schedule.rank_of(schedule.stages - 1))
+
+    def share_statistics(self) -> None:
+        """Before an evaluation: all replicas take the running statistics of the first. Collective over all ranks."""
+        self.running.share()
+
+    def exported(self) -> list[store.Shard]:
+        """All that is trained, in the dtypes of the model that was given."""
+        return [*self.holdings.exported(), *self.running.shards()]
+
+    def _state(self) -> dict[str, list[store.Shard]]:
+        weights = [*self.shards(), *self.running.shards()]
+        if has_adapters(self.model):  # its base is not trained, and whoever resumes has it
+            weights = [shard for shard in self.shards() if shard.name in self.buffer.slots]
+        return {"model": weights} | {k: list(self.shards(flat)) for k, flat in self.optimizer.state().items()}
+
+    def check_finite(self) -> None:
+        """Raise NumericsError on every rank when a trained weight or its optimizer state is not finite."""
+        with together(self.mesh.control, "cpu"):
+            check_finite(self._state())
+
+    def save(self, root: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write the training state under ``root``; ``extra`` is JSON. Collective; raises CheckpointError, and PlanError
+        when replicas have different weights, everywhere."""
+        self.replicas.check()
+        meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
+        return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
+
+    def load(
+        self,
+        root: str | Path,
+        iteration: int | None = None,
+        verify: bool = True,
+        check: Callable[[dict[str, Any]], object] = lambda extra: None,
+    ) -> dict[str, Any]:
+        """Resume from ``root``, written under any layout. Returns ``extra``. Collective; raises CheckpointError.
+
+        check: is given ``extra`` on every rank, and may raise, before a weight is changed.
+        """
+
+        def checked(meta: dict[str, Any]) -> None:
+            if not is_count(meta.get("optimizer_steps")) or not isinstance(meta.get("extra"), dict):
+                reason = "optimizer_steps or extra is missing from what it says of its run, or of another kind"
+                raise CheckpointError("training state", root, reason, "Resume from another checkpoint")
+            check(meta["extra"])
+
+        meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify, check=checked)
+        self.holdings.settle()
+        if self.user_model is not None:
+            self.user_model.stale()
+        self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
+        return meta["extra"]
+
+    def save_hf(self, directory: str | Path, processing_class=None) -> None:
+        """Write a directory that ``from_pretrained`` of plain transformers, or of peft, opens, weights in the dtypes
+        of the model that was given. Collective."""
+        self.replicas.check()
+        weights = self.exported()
+        with unguarded(self.model):
+            if not has_adapters(self.model):
+                save_hf(directory, self.model, weights, self.mesh.control, "cpu", processing_class=processing_class)
+                return
+            shared = self.user_model is not None and self.user_model.shared
+            trained = [] if shared else [shard for shard in weights if shard.name in self.buffer.slots]
+            save_adapters(Path(directory), self.model, trained, self.mesh.control, processing_class)
+        if trained and self.user_model is not None:
+            self.user_model.note()  # the first rank's model has taken them

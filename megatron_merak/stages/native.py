@@ -1,0 +1,220 @@
+"""From a configuration and a plan to this rank's stages: parameters in flat storage, filled, bound to its units."""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..checkpoint.store import Shard
+from ..config import Config
+from ..errors import PlanError
+from ..models.gpt import Prelude, Unit, build_unit
+from ..models.layers import Placement
+from ..models.names import tensor_table
+from ..parallel.buffers import BufferEntry, ParameterBuffer
+from ..parallel.mesh import Mesh, new_groups
+from ..plan import Plan, TensorSharding
+from ..runtime.halves import halve
+from ..runtime.parameters import RankParameters
+from ..runtime.program import LOSS, Program
+from ..runtime.stage import Stage
+from ..segment import Common, Crossing, fuse
+from ..tensor_parallel.layout import ParameterLayout
+from .init_native import initialise_all, workers_for
+from .precision import DTYPES
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """This rank's part of the model: its stages, its parameters, and how their storage reads as HuggingFace tensors."""
+
+    stages: dict[int, Stage]
+    held: RankParameters
+    layouts: dict[str, ParameterLayout]
+    mesh: Mesh
+
+    @property
+    def buffer(self) -> ParameterBuffer:
+        return self.held.buffer
+
+    def shards(self, flat: torch.Tensor) -> Iterator[Shard]:
+        """``flat`` (values, gradients or optimizer state, [buffer.size]) as shards of HuggingFace tensors.
+
+        Of all ranks exactly one owns each part: the first replica, the first stage that holds it, tensor rank 0 if
+        replicated.
+        """
+        mesh, tp = self.mesh, self.mesh.grid.tp
+        for name, layout in self.layouts.items():
+            owner = mesh.dp_rank == 0 and self.buffer.slots[name].counted
+            for piece, view in layout.views(self.buffer.view(flat, name), mesh.tp_rank, tp):
+                tensor = piece.sharding
+                yield Shard(tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), view, owner)
+
+
+def tensors(config: Config) -> tuple[TensorSharding, ...]:
+    """The plan's table of tensors: how tensor parallelism divides each one of the model."""
+    return tensor_table(config.model, config.parallel.tensor_model_parallel_size)
+
+
+def check_native_shardings(plan: Sequence[TensorSharding], table: Sequence[TensorSharding]) -> None:
+    """Whether a plan divides every tensor as the native model does, which computes with ``table`` (see ``tensors``) and
+    nothing else. Raises PlanError, naming the first tensor that differs."""
+    said, known = {tensor.name: tensor for tensor in plan}, {tensor.name: tensor for tensor in table}
+    for name, tensor in known.items():
+        if name not in said:
+            reason = f"the plan does not say how it is divided; the native model has it {tensor.told()}"
+            raise PlanError("sharding of", name, reason, "Restore its row in the plan")
+        if said[name].shape != tensor.shape:
+            reason = f"its shape is {said[name].shape} in the plan, and {tensor.shape} in the model"
+            raise PlanError("sharding of", name, reason, "Train the model that the plan was made for")
+        if said[name].told() != tensor.told():
+            reason = f"the plan has it {said[name].told()}, and the native model {tensor.told()}, never otherwise"
+            raise PlanError("sharding of", name, reason, "Restore it, or train the model by pretrain_hf.py")
+    unknown = next((name for name in said if name not in known), None)
+    if unknown is not None:
+        reason = "the plan says how it is divided, and the native model has no such tensor"
+        raise PlanError("sharding of", unknown, reason, "Train the model that the plan was made for")
+
+
+def key_of(layout: ParameterLayout) -> Key:
+    """What identifies a parameter across units and stages: equal keys are one tied parameter."""
+    return tuple(piece.sharding.name for piece in layout.pieces)
+
+
+def find_ties(units: list[Unit], plan: Plan) -> dict[Key, tuple[int, ...]]:
+    """The stages that hold each parameter, in order."""
+    stage_of = {unit: stage for stage, part in enumerate(plan.stages) for unit in part.units}
+    held: dict[Key, dict[int, None]] = {}
+    for unit in units:
+        for layout in unit.layouts.values():
+            held.setdefault(key_of(layout), {})[stage_of[unit.index]] = None
+    return {key: tuple(stages) for key, stages in held.items()}
+
+
+def tie_groups(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, dist.ProcessGroup]:
+    """Of each parameter that stages on several ranks hold, the group of those ranks that this one is in.
+
+    Every rank makes all groups in the same order.
+    """
+    grid = mesh.grid
+    ranks_of = {key: tuple(sorted({*map(plan.schedule.rank_of, stages)})) for key, stages in stages_of.items()}
+    groups = {}
+    for ranks in sorted({ranks for ranks in ranks_of.values() if len(ranks) > 1}):
+        members = [[grid.rank(tp, 0, dp, pp) for pp in ranks] for dp in range(grid.dp) for tp in range(grid.tp)]
+        groups[ranks] = new_groups(mesh.rank, members, mesh.timeout, "tied")
+    return {key: groups[ranks] for key, ranks in ranks_of.items() if ranks in groups and mesh.pp_rank in ranks}
+
+
+def shared_here(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, int]:
+    """How many stages of this rank use a parameter, where that is more than one."""
+    mine = plan.stages_of(mesh.pp_rank)
+    counts = {key: sum(stage in mine for stage in stages) for key, stages in stages_of.items()}
+    return {key: count for key, count in counts.items() if count > 1}
+
+
+def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
+    """Replace the unit's parameter ``name``."""
+    path, _, leaf = name.rpartition(".")
+    setattr(unit.get_submodule(path), leaf, parameter)
+
+
+def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
+    """Build, initialise and bind this rank's stages. Collective over all ranks: it makes groups for tied parameters."""
+    dtype, model = DTYPES[plan.dtype], dataclasses.replace(config.model, cross_entropy_chunk_size=plan.loss_chunk)
+    place = Placement(mesh.tp, "edge", dtype, "meta", sequence_parallel=plan.sequence_parallel)
+    chain = [build_unit(index, model, place) for index in range(model.num_layers + 2)]
+    mine = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
+    units = [unit for stage in mine.values() for unit in stage]
+    stages_of = find_ties(chain, plan)
+    groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
+    entries, layouts, names = _entries(units, stages_of, mine, mesh)
+    buffer = ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size)
+    parts = [
+        part
+        for name, layout in layouts.items()
+        for part in layout.views(buffer.parameter(name), mesh.tp_rank, mesh.grid.tp)
+    ]
+    initialise_all(parts, config.train.seed, mesh.tp_rank, mesh.grid.tp, workers_for(mesh.device))
+    parameters = {name: nn.Parameter(buffer.parameter(name)) for name in layouts}
+    for unit in units:
+        for local in unit.layouts:
+            bind(unit, local, parameters[names[unit.index, local]])
+    keys = {name: key_of(layout) for name, layout in layouts.items()}
+    held = RankParameters(
+        buffer,
+        {parameter: name for name, parameter in parameters.items()},
+        mesh,
+        frozenset(name for name, layout in layouts.items() if not layout.sharded),
+        tuple((name, groups[key]) for name, key in keys.items() if key in groups),
+        plan.overlap_grad_reduce,
+        shared={name: shared[key] for name, key in keys.items() if key in shared},
+    )
+    prelude = Prelude(model, mesh.device)
+    split = halve if plan.overlap == "sub-pipeline" else None
+    stages = {}
+    for index, part in mine.items():
+        modules = nn.ModuleList(part)
+        for module in modules.modules():
+            if hasattr(module, "sink"):
+                module.sink = held.weights
+        programs = _Programs(part, len(chain), prelude, mesh, plan, dtype)
+        again, behind = plan.stages[index].runs, plan.overlap != "none"
+        stages[index] = Stage(index, programs, held, again, mesh, config.train.seed, modules.train, split, behind)
+    return Model(stages, held, layouts, mesh)
+
+
+class _Programs:
+    """The programs of one stage, by the number of samples. One hidden state crosses each border; the loss is a sum over
+    tokens."""
+
+    def __init__(self, units: list[Unit], chain: int, prelude: Prelude, mesh: Mesh, plan: Plan, dtype: torch.dtype):
+        self.units, self.prelude, self.plan, self.dtype = units, prelude, plan, dtype
+        self.first, self.last = units[0].index == 0, units[-1].index == chain - 1
+        whole = mesh.tp is None
+        self.segments = tuple(s for u in units for s in ([fuse(u.segments())] if whole else u.segments()))
+        self.made: dict[int, Program] = {}
+
+    def __call__(self, batch: Mapping[str, torch.Tensor], training: bool) -> Program:
+        samples = len(batch["tokens"])
+        if samples not in self.made:
+            self.made[samples] = self._make(samples)
+        return self.made[samples]
+
+    def _make(self, samples: int) -> Program:
+        hidden = (self.units[0].border_shape(samples, self.plan.sequence_length), self.dtype)
+        return Program(
+            self.segments,
+            self.prelude,
+            () if self.first else (Crossing(self.units[0].source, *hidden),),
+            () if self.last else (Crossing(self.units[-1].target, *hidden),),
+            (LOSS,) if self.last else (),
+            _tokens,
+        )
+
+
+def _tokens(common: Common) -> torch.Tensor:
+    return common["loss_mask"].sum()
+
+
+def _entries(units: list[Unit], stages_of: Mapping[Key, tuple[int, ...]], mine: Collection[int], mesh: Mesh):
+    """Storage entries per unit, name -> layout, and (unit, local name) -> name; tied parameters share one name."""
+    entries, layouts, names, seen = [], {}, {}, {}
+    for unit in units:
+        group = []
+        for local, parameter in unit.named_parameters():
+            layout, name = unit.layouts[local], f"{unit.name}.{local}"
+            key = key_of(layout)
+            names[unit.index, local] = seen.setdefault(key, name)
+            if seen[key] != name:
+                continue
+            layouts[name] = layout
+            first = stages_of[key][0] in mine
+            counted = first and (layout.sharded or mesh.tp_rank == 0)
+            group.append(BufferEntry(name, tuple(parameter.shape), parameter.dim() > 1, counted))
+        entries.append(group)
+    return entries, layouts, names

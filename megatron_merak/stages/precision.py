@@ -1,0 +1,66 @@
+"""The dtypes of a model's weights: which of them can be trained, and in which dtype a captured model computes."""
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from ..errors import ConfigError, TraceError
+from ..graph.capture.captured import Captured
+from ..graph.capture.unlift import source
+from ..graph.ir.nodes import op_name
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # in which models train, by the names of plans
+_HALF = torch.bfloat16
+_ALIKE = frozenset(  # operations that no operand is promoted for
+    """linear matmul mm bmm mv dot addmm addmv baddbmm addbmm bilinear einsum tensordot inner outer chain_matmul
+    conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d
+    scaled_dot_product_attention index_add scatter scatter_add masked_scatter index_put prelu lerp""".split()
+)
+_NORMS = frozenset(("layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "batch_norm"))
+
+
+def compute_dtype(model: nn.Module, bf16: bool) -> str:
+    """ "float32" or "bfloat16": the dtype in which most of the model computes.
+
+    model: its floating parameters say it, unless ``bf16``. Raises ConfigError, naming a parameter, for fp16 and fp64.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in DTYPES.values():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            reason = f"its dtype is {dtype}, and models train in float32 or bfloat16"
+            reason += ": there is no loss scaling" if parameter.dtype == torch.float16 else ""
+            raise ConfigError("parameter", name, reason, "Call model.float() or model.to(torch.bfloat16) before")
+    return "bfloat16" if bf16 or _HALF in floating_dtypes(model) else "float32"
+
+
+def floating_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
+    """Those of a model's parameters, in order of appearance."""
+    return tuple(dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point()))
+
+
+def cast_of(model: nn.Module, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that a capture casts floating parameters to; None where they keep their own.
+
+    They do in a bf16 model of which a part is fp32. dtype: what the model computes in.
+    """
+    own = floating_dtypes(model)
+    return None if dtype == _HALF and _HALF in own and len(own) > 1 else dtype
+
+
+def check_operands(captured: Captured) -> None:
+    """Raises TraceError where an operation would meet operands of different dtypes that it does not promote.
+
+    A capture does not see it: without values such an operation runs.
+    """
+    for node in captured.module.graph.nodes:
+        name = op_name(node)
+        if name not in _ALIKE and name not in _NORMS:
+            continue
+        given = node.args[:3] if name == "scaled_dot_product_attention" else node.all_input_nodes
+        values = [x.meta["val"] for x in given if isinstance(x, Node) and isinstance(x.meta.get("val"), Tensor)]
+        dtypes = list(dict.fromkeys(value.dtype for value in values if value.is_floating_point()))
+        if len(dtypes) > 1 and (name in _ALIKE or dtypes[0] == torch.float32):
+            told = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            reason = f"its operands are {told}, and {name} takes one dtype"
+            remedy = "Cast there in the model's code; or give the whole model one dtype, model.float() or model.to(...)"
+            raise TraceError("line", source(node), reason, remedy)

@@ -1,0 +1,17 @@
+"""What a training step tells whoever runs it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known to all.
+
+    zeros: elements of the model's gradient that are exactly zero, where --log-num-zeros-in-grad asks for them.
+    """
+
+    loss: float | None
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    zeros: int | None = None

@@ -1,0 +1,107 @@
+"""LoRA models of peft: trained as under transformers.Trainer, saved as peft saves them, on every layout."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from megatron_merak.checkpoint.hf import from_pretrained
+from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+from tests.ranks import run_ranks
+
+RUN = {
+    "use_cpu": True,
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "disable_tqdm": True,
+    "report_to": "none",
+}
+FILES = ("README.md", "adapter_config.json", "adapter_model.safetensors")
+
+
+def adapted(base=None, seed=0, **more):
+    base = base or tiny_llama(0)
+    torch.manual_seed(seed)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return get_peft_model(
+        base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0, **more)
+    )
+
+
+def train(kind, arguments, directory, model, resume=None, **more):
+    trainer = kind(model, arguments(str(directory), **RUN, **more), collate, samples(12, ragged=False))
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{directory}/saved")
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run(rank, world_size, directory, tp, pp, more):
+    degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    model = adapted(seed=rank, **more)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    trainer, losses = train(MerakTrainer, MerakArguments, directory, model, **degrees)
+    assert all("lora_" in name or "modules_to_save" in name for name in trainer.engine.buffer.slots)
+    resumed, again = train(
+        MerakTrainer,
+        MerakArguments,
+        f"{directory}/resumed",
+        adapted(seed=7, **more),
+        f"{directory}/checkpoint-2",
+        **degrees,
+    )
+    assert again == losses and trainer.gather_model() is model
+    if rank == 0:
+        for name, value in frozen.items():
+            assert torch.equal(model.get_parameter(name), value)
+        model.save_pretrained(f"{directory}/own")
+        rows = torch.tensor([[5, 6, 7, 8]])
+        return losses, model.eval()(input_ids=rows).logits.detach()
+    return losses, None
+
+
+def check(directory, losses, logits, wanted, theirs):
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    for name in FILES:
+        assert (directory / "saved" / name).read_bytes() == (directory / "own" / name).read_bytes()
+    config, their_config = (json.loads((d / "saved" / FILES[1]).read_text()) for d in (directory, theirs))
+    for each in (config, their_config):  # sets, in any order
+        each["target_modules"] = sorted(each["target_modules"])
+    assert config == their_config
+    ours, expected = (load_file(d / "saved" / FILES[2]) for d in (directory, theirs))
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-5)
+    for saved in ("saved", "resumed/saved", "checkpoint-3"):
+        loaded = PeftModel.from_pretrained(tiny_llama(0), directory / saved).eval()
+        assert torch.equal(loaded(input_ids=torch.tensor([[5, 6, 7, 8]])).logits, logits), saved
+    assert not (directory / "saved" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "with a head"])
+def test_adapters_are_those_of_transformers_and_peft(more, tmp_path):
+    _, wanted = train(Trainer, TrainingArguments, tmp_path / "theirs", adapted(**more))
+    for tp, pp in ((1, 1), (1, 2)) if more else ((1, 1), (2, 1)):
+        directory, ranks = tmp_path / f"{tp}{pp}", tp * pp
+        arguments = (str(directory), tp, pp, more)
+        found = run_ranks(run, ranks, *arguments) if ranks > 1 else [run(0, 1, *arguments)]
+        assert all(losses == found[0][0] for losses, _ in found)
+        check(directory, *found[0], wanted, tmp_path / "theirs")
+
+
+def test_the_base_is_read_from_its_directory(tmp_path):
+    tiny_llama(3).save_pretrained(tmp_path / "base")
+    model = adapted(from_pretrained(tmp_path / "base"))
+    _, losses = train(MerakTrainer, MerakArguments, tmp_path / "ours", model)
+    _, wanted = train(Trainer, TrainingArguments, tmp_path / "theirs", adapted(tiny_llama(3)))
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    loaded = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "ours" / "saved")
+    rows = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(loaded.eval()(input_ids=rows).logits, model.eval()(input_ids=rows).logits)

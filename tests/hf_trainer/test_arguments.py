@@ -1,0 +1,116 @@
+"""MerakArguments: every field of TrainingArguments is honoured or refused by name."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from megatron_merak.errors import ConfigError
+from megatron_merak.hf_trainer.arguments import HONOURED, REFUSED, MerakArguments
+
+
+def test_every_field_is_honoured_or_refused():
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert names == HONOURED | REFUSED.keys()
+    assert not HONOURED & REFUSED.keys()
+
+
+def test_defaults_are_those_of_transformers():
+    ours = {field.name: field.default for field in dataclasses.fields(MerakArguments)}
+    for field in dataclasses.fields(TrainingArguments):
+        assert ours[field.name] == field.default
+
+
+OTHER = {"optim": "adafactor", "debug": "underflow_overflow", "average_tokens_across_devices": False}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_fields_are_told_with_a_remedy(name):
+    (field,) = (field for field in dataclasses.fields(TrainingArguments) if field.name == name)
+    value = OTHER.get(name, not field.default if isinstance(field.default, bool) else "something")
+    with pytest.raises(ConfigError) as told:
+        MerakArguments("unused", **{name: value})
+    assert told.value.what == name and told.value.remedy == REFUSED[name][1]
+
+
+def test_either_name_of_recomputation_counts():
+    """Older releases of transformers have one of them."""
+    assert not MerakArguments("unused", use_cpu=True).recomputes
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        assert MerakArguments("unused", use_cpu=True, **{name: True}).recomputes
+    assert MerakArguments.recomputes.fget(SimpleNamespace(gradient_checkpointing=True))
+
+
+def test_harmless_values_of_refused_fields_pass():
+    """A script for Trainer may name them all."""
+    plain = {"fp16": False, "deepspeed": None, "fsdp": "", "optim": "adamw_torch", "push_to_hub": False, "debug": ""}
+    args = MerakArguments("unused", use_cpu=True, label_smoothing_factor=0, ddp_find_unused_parameters=False, **plain)
+    assert args.per_device_train_batch_size == 8
+
+
+def test_a_misspelt_field_is_told():
+    with pytest.raises(ConfigError, match="Perhaps learning_rate is meant"):
+        MerakArguments("unused", learning_rte=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size 0"),
+        ({"learning_rate": -1.0}, "learning_rate -1.0"),
+        ({"learning_rate": "fast"}, "learning_rate 'fast'"),
+        ({"eval_strategy": "sometimes"}, "sometimes"),
+        ({"logging_steps": 0}, "logging"),
+        ({"tensor_model_parallel_size": 2}, "world size 1"),
+        ({"pipeline_schedule": "zigzag"}, "pipeline_schedule"),
+        ({"graph_sharding": "magic"}, "graph_sharding"),
+        ({"length_buckets": "a,b"}, "length_buckets"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"ddp_backend": "mpi"}, "ddp_backend"),
+        ({"ddp_backend": "gloo_cuda"}, "ddp_backend gloo_cuda: use_cpu is set"),
+        (
+            {
+                "load_best_model_at_end": True,
+                "save_only_model": True,
+                "eval_strategy": "epoch",
+                "save_strategy": "epoch",
+            },
+            "save_only_model",
+        ),
+        ({"load_best_model_at_end": True}, "strategy"),
+    ],
+)
+def test_mistakes_are_told(named, told):
+    with pytest.raises(ConfigError, match=told):
+        MerakArguments("unused", use_cpu=True, **named)
+
+
+def test_warmup_ratio_is_warmup_steps_below_one():
+    args = MerakArguments("unused", use_cpu=True, warmup_ratio=0.25)
+    assert args.get_warmup_steps(100) == 25
+    assert dataclasses.replace(args, seed=1).get_warmup_steps(100) == 25
+
+
+def test_as_text_and_as_flags():
+    args = MerakArguments("out", use_cpu=True, lr_scheduler_type="cosine", length_buckets="32,8")
+    told = args.to_dict()
+    assert json.loads(json.dumps(told))["lr_scheduler_type"] == "cosine"
+    assert told["tensor_model_parallel_size"] == 1
+    assert "tensor_model_parallel_size=1" in str(args)
+    assert args.buckets == (8, 32)
+    flags = ["--output_dir", "out", "--pipeline_schedule", "gpipe", "--bf16", "--use_cpu", "--pad_to_multiple_of", "64"]
+    (parsed,) = HfArgumentParser(MerakArguments).parse_args_into_dataclasses(flags)
+    assert (parsed.pipeline_schedule, parsed.bf16, parsed.pad_to_multiple_of) == ("gpipe", True, 64)
+
+
+def test_the_place_in_the_job_is_known_before_any_trainer():
+    args = MerakArguments("out", use_cpu=True)
+    assert (args.world_size, args.process_index, args.device.type, args.should_save) == (1, 0, "cpu", True)
+    assert args.train_batch_size == 8
+    with args.main_process_first():
+        pass

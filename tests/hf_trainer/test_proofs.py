@@ -1,0 +1,233 @@
+"""Micro-batches are halved, and padded, only where the loss and every gradient stay those of transformers.Trainer."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+from tests.ranks import run_ranks
+
+RUN = {
+    "use_cpu": True,
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "max_grad_norm": 0.0,
+}
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def classifier():
+    torch.manual_seed(0)
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**SMALL, **drops, num_labels=3))
+
+
+def mixtral():
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_key_value_heads": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(**SMALL, **experts, router_aux_loss_coef=0.5))
+
+
+def dropping_gpt2():
+    torch.manual_seed(0)
+    drops = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32, **drops))
+
+
+def classified(rows):
+    batch = collate([{"input_ids": row["input_ids"], "labels": []} for row in rows])
+    return batch | {"labels": torch.tensor([len(row["input_ids"]) % 3 for row in rows])}
+
+
+def trained(kind, arguments, directory, make, collator, ragged=False, **changes):
+    """(losses, gradient norms) of the steps; what was said meanwhile."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = kind(make(), arguments(directory, **{**RUN, **changes}), collator, samples(8, ragged), samples(5))
+        trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    said = [text for text in (str(entry.message) for entry in told) if "batches" in text]
+    return [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps], said, trainer
+
+
+class Pooled(nn.Module):
+    """The mean over all positions, and no word of a mask."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.mix, self.head = nn.Embedding(64, 16), self.mixer(), nn.Linear(16, 3)
+
+    def mixer(self):
+        return nn.Linear(16, 16)
+
+    def mixed(self, words):
+        return self.mix(words).tanh()
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.mixed(self.words(input_ids)).mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Recurrent(Pooled):
+    def mixer(self):
+        return nn.GRU(16, 8, batch_first=True, bidirectional=True)
+
+    def mixed(self, words):
+        return self.mix(words)[0]
+
+
+class Tagged(Pooled):
+    """Classes that are whole numbers, several per row."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        words = self.words(input_ids) * attention_mask[..., None]
+        logits = self.head(words.sum(1))
+        return {"loss": (logits.sigmoid() - labels).square().mean(), "logits": logits}
+
+
+class Normed(Pooled):
+    """Running statistics, which a comparison must not move."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        words = (self.words(input_ids) * attention_mask[..., None]).sum(1)
+        logits = self.head(self.norm(words))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def last_token():
+    """Llama's classifier without a padding token takes the last position of every row, whatever stands there."""
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=3))
+
+
+def tagged(rows):
+    batch = classified(rows)
+    return batch | {"labels": torch.tensor([[row["input_ids"][-1] % 2, 1, 0] for row in rows])}
+
+
+PADDED = {
+    "pooled": (Pooled, classified, False),
+    "recurrent": (Recurrent, classified, False),
+    "last token": (last_token, classified, False),
+    "several classes": (Tagged, tagged, True),
+    "running statistics": (Normed, classified, True),
+    "causal": (tiny_llama, collate, True),
+    "bidirectional": (classifier, classified, True),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_that_a_model_notices_is_left_out(tmp_path, name):
+    make, collator, neutral = PADDED[name]
+    changes = {"per_device_train_batch_size": 1 + neutral, "max_steps": 4, "ragged": True}
+    expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator, **changes)
+    losses, norms, said, trainer = trained(MerakTrainer, MerakArguments, str(tmp_path), make, collator, **changes)
+    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+    assert ("training batches are not padded" in "".join(said)) != neutral
+    for mine, other in zip(trainer.model.buffers(), expected[3].model.buffers(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
+    shapes = [shapes for (training, _, _, shapes) in trainer.engine.programs[0]._made if training]
+    lengths = {shape[1] for shapes in shapes for entry, shape, _ in shapes if entry == "input_ids"}
+    assert lengths & {8, 12} and lengths - {8, 12}
+
+
+def turned(rows):
+    """Padded in front."""
+    batch = collate(rows)
+    ends = batch["attention_mask"].sum(1).tolist()
+    return {name: torch.stack([x.roll(-n) for x, n in zip(value, ends, strict=True)]) for name, value in batch.items()}
+
+
+def counted(rows):
+    """What stands at padding is a target."""
+    batch = collate(rows)
+    return batch | {"labels": batch["labels"].clamp(min=0)}
+
+
+# The model, its batches, and whether training leaves out the masks of their padding.
+MASKED = {
+    "causal": (tiny_llama, collate, True),
+    "padded in front": (tiny_llama, turned, False),
+    "targets at padding": (tiny_llama, counted, False),
+    "a loss that counts padding": (mixtral, collate, False),
+    "bidirectional": (classifier, classified, False),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_of_padding_go_where_they_change_nothing(tmp_path, name):
+    make, collator, goes = MASKED[name]
+    changes = {"max_steps": 3, "ragged": True}
+    expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator, **changes)
+    losses, norms, _, trainer = trained(MerakTrainer, MerakArguments, str(tmp_path), make, collator, **changes)
+    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+    assert bool(trainer.feed.masks.refused) == (name == "a loss that counts padding")
+    ran = [{entry for entry, *_ in shapes} for (training, _, _, shapes) in trainer.engine.programs[0]._made if training]
+    assert any("attention_mask" not in entries for entries in ran) == (goes or "loss" in name)  # or was tried
+    asked = expected[3].evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(asked, rel=1e-5)
+
+
+HALVED = ((classifier, classified, False), (mixtral, collate, False), (tiny_llama, collate, True))
+
+
+REPLICAS = {"per_device_train_batch_size": 1, "max_steps": 3}  # at most one of the two has a batch to pad at a time
+MIXED = {"per_device_train_batch_size": 2, "max_steps": 2}
+
+
+def in_halves(rank, world_size, directory):
+    results = []
+    for make, collator, _ in HALVED:
+        degrees = {"tensor_model_parallel_size": 2, "tp_comm_overlap": "sub-pipeline"}
+        *found, trainer = trained(MerakTrainer, MerakArguments, directory, make, collator, **degrees)
+        results.append((*found, trainer.engine.halves))
+    dropped = trained(MerakTrainer, MerakArguments, directory, dropping_gpt2, collate, **degrees)[3]
+    replicas = trained(MerakTrainer, MerakArguments, directory, Pooled, classified, True, **REPLICAS)[:3]
+    masked = trained(MerakTrainer, MerakArguments, directory, tiny_llama, collate, True, **MIXED)
+    return results, dropped.engine.halves, replicas, (*masked[:2], masked[3].feed.masks._shown)
+
+
+@pytest.mark.timeout(200)
+def test_halves_that_do_not_add_up_run_whole(tmp_path):
+    alone = trained(
+        Trainer, TrainingArguments, str(tmp_path), Pooled, classified, True, **REPLICAS, gradient_accumulation_steps=2
+    )
+    whole = {**MIXED, "gradient_accumulation_steps": 2}
+    both = trained(Trainer, TrainingArguments, str(tmp_path), tiny_llama, collate, True, **whole)
+    for rank, (ran, dropped, replicas, masked) in enumerate(run_ranks(in_halves, 2, str(tmp_path), timeout=150)):
+        for (make, collator, adds_up), (losses, norms, said, halved) in zip(HALVED, ran, strict=True):
+            expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator)
+            assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+            assert halved is adds_up and len(said) == (rank == 0 and not adds_up), said
+        assert dropped is True, "dropout is no reason to differ"
+        assert replicas[0] == pytest.approx(alone[0], rel=1e-5) and replicas[1] == pytest.approx(alone[1], rel=1e-4)
+        assert ["changes by" in text for text in replicas[2]] == [True] * (rank == 0)
+        assert masked[0] == pytest.approx(both[0], rel=1e-5) and masked[1] == pytest.approx(both[1], rel=1e-4)
+        assert masked[2]
