@@ -58,10 +58,10 @@ def watched(stopwatch: Stopwatch) -> Iterator[None]:
 
     reported = Report.step
 
-    def step(self, iteration, consumed_samples, seconds, report, zeros=None):
+    def step(self, iteration, consumed_samples, seconds, report):
         stopwatch.loss(report.loss)
         stopwatch.step()
-        reported(self, iteration, consumed_samples, seconds, report, zeros)
+        reported(self, iteration, consumed_samples, seconds, report)
 
     with mock.patch.object(Report, "step", step):
         yield

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_merak.models.gpt import GPT, Prelude, build_unit
 from megatron_merak.models.layers import Placement
 from megatron_merak.runtime.engine import Engine, State
-from megatron_merak.runtime.weights import WeightGradients
+from megatron_merak.runtime.weights import Gradient, WeightGradients
 from megatron_merak.segment import Common, fuse
 from megatron_merak.stages.init_native import take
 from megatron_merak.tensor_parallel import model_parallel_seed
@@ -50,7 +50,7 @@ def through_engine(name, weights, rank, tp, parts=False, recompute=(), **changes
     load(units, weights, rank, tp)
     parameters = dict.fromkeys(p for unit in units for p in unit.parameters())
     grads = {p: torch.zeros_like(p, requires_grad=False) for p in parameters}
-    sink = WeightGradients(grads)
+    sink = WeightGradients({p: Gradient(grad) for p, grad in grads.items()})
     for unit in units:
         for module in unit.modules():
             if hasattr(module, "sink"):

@@ -11,9 +11,10 @@ from unittest import mock
 import torch
 from torch.fx import GraphModule, Node
 
+import megatron_merak
 from megatron_merak.graph.lowering import emit
 
-_ROOT = Path(emit.__file__).resolve().parent.parent.parent
+_ROOT = Path(megatron_merak.__file__).resolve().parent.parent
 _HERE = str(Path(__file__).resolve().parent / "device.py"), str(Path(__file__).resolve())
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
