@@ -22,7 +22,7 @@ from tests.fuzz.edits import edited
 from tests.fuzz.grammar import BATCH, LENGTH, Recipe, source
 from tests.fuzz.simulated import Member, simulated
 from tests.graph.lockstep import part
-from tests.graph.stages import Sums
+from tests.graph.stages import sink_of
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}  # of a gradient's largest entry
@@ -125,7 +125,7 @@ class Rank:
             for name, tensor in made.sharding.tensors.items()
         }
         wide = torch.promote_types(way.dtype, torch.float32)
-        self.sink = Sums({p: torch.zeros_like(p, dtype=wide, requires_grad=False) for p in self.parameters.values()})
+        self.sink = sink_of(dict.fromkeys(self.parameters.values(), wide))
         borders = [round(i * units / way.stages) for i in range(way.stages + 1)]
         self.parts: list[Parts] = []
         self.engines: list[Engine] = []
@@ -170,7 +170,7 @@ class Rank:
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: self.sink.grads[p] for name, p in self.parameters.items()}
+        return {name: self.sink.grads[p].total for name, p in self.parameters.items()}
 
 
 def run(ranks: Sequence[Rank], batch: Mapping[str, Tensor]) -> list[Tensor]:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron_merak.graph.capture import guards
-from megatron_merak.graph.fusion import fuse
 from megatron_merak.graph.fusion import pointwise as fuse_pointwise
 from megatron_merak.graph.lowering import rewrite, split
 from megatron_merak.graph.sharding import local, rules_product, shard
@@ -65,7 +64,7 @@ def bias_everywhere(m):
 
 
 def swapped(graph, root, found):
-    return fuse_pointwise.put(graph, root, fuse.fuse_pointwise.ops.gated, found["up"], found["gate"], "silu")
+    return fuse_pointwise.put(graph, root, fuse_pointwise.ops.gated, found["up"], found["gate"], "silu")
 
 
 def swapped_rows():

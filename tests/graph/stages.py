@@ -14,7 +14,7 @@ from megatron_merak.graph.lowering.split import split
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.shard import shard
 from megatron_merak.runtime.engine import Engine, State
-from megatron_merak.runtime.weights import WeightGradients
+from megatron_merak.runtime.weights import Gradient, WeightGradients
 from megatron_merak.segment import Common
 from megatron_merak.tensor_parallel import derive_seed
 from tests.graph.lockstep import part
@@ -42,13 +42,16 @@ class Family:
         return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
 
 
-class Sums(WeightGradients):
+class Sum(Gradient):
     """Takes rows in the type of the sum, so that fp64 stays fp64."""
 
-    def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
-        if weight in self.grads:
-            with torch.no_grad():
-                self.grads[weight].index_add_(0, index, grad_output.to(self.grads[weight].dtype))
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        self.total.index_add_(0, index, rows.to(self.total.dtype))
+
+
+def sink_of(dtypes: Mapping[Tensor, torch.dtype]) -> WeightGradients:
+    """Gradients of parameters, zero, each in its dtype."""
+    return WeightGradients({p: Sum(torch.zeros(p.shape, dtype=dtype)) for p, dtype in dtypes.items()})
 
 
 def _floating(value: Any) -> bool:
@@ -65,8 +68,7 @@ class Stages:
             for name, t in family.sharding.tensors.items()
         }
         trained = [p for p in self.parameters.values() if p.requires_grad]
-        wide = {p: torch.promote_types(p.dtype, torch.float32) for p in trained}
-        self.sink = Sums({p: torch.zeros_like(p, dtype=wide[p], requires_grad=False) for p in trained})
+        self.sink = sink_of({p: torch.promote_types(p.dtype, torch.float32) for p in trained})
         self.family, self.group = family, group
         self.parts = [split(family.rewritten, units) for units in family.ranges(count)]
         self.engines = []
@@ -105,7 +107,7 @@ class Stages:
             engine.backward(state)
             grads = {value.name: state.take_grad(value.name) for value in parts.sources if value.grad}
             assert state.leftovers() == [] and state.values == {}
-        found = {name: self.sink.grads[p].clone() for name, p in self.parameters.items() if p in self.sink.grads}
+        found = {name: self.sink.grads[p].total.clone() for name, p in self.parameters.items() if p in self.sink.grads}
         for name in self.family.rewritten.partial if self.group is not None else ():
             dist.all_reduce(found[name], group=self.group)
         return values["loss"], found
