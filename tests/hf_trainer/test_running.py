@@ -36,7 +36,7 @@ class Normed(nn.Module):
     def __init__(self, first=None):
         super().__init__()
         torch.manual_seed(0)
-        self.first = first or nn.Linear(6, 8)
+        self.first = first or nn.Linear(6, 8, bias=False)  # its gradient would be rounding, of which Adam makes steps
         self.norm, self.middle = nn.BatchNorm1d(8), nn.Linear(8, 8)
         self.last, self.head = nn.BatchNorm1d(8, momentum=0.3), nn.Linear(8, 6)
 
