@@ -168,8 +168,8 @@ REFUSED = [
     (
         {"parallel": {"recompute_method": "block"}},
         1,
-        "--recompute-method block: has no effect without --recompute-granularity. Add --recompute-granularity full, "
-        "or leave it out.",
+        "--recompute-method block: has no effect without --recompute-granularity full. "
+        "Add --recompute-granularity full, or leave it out.",
     ),
     (
         {"parallel": FULL | {"recompute_method": "block"}},
@@ -459,9 +459,8 @@ def test_refused_combinations(sections, world_size, message):
             "megatron_merak does not have yet. Use learned_absolute or rope or none.",
         ),
         (
-            {"parallel": {"recompute_granularity": "selective"}},
-            "--recompute-granularity selective: is a choice of "
-            "Megatron-LM that megatron_merak does not have yet. Use full, or leave the flag out.",
+            {"parallel": {"recompute_granularity": "partial"}},
+            "--recompute-granularity partial: is not one of the choices. Use full or selective, or leave the flag out.",
         ),
         ({"optimizer": {"lr": math.nan}}, "--lr nan: is not a finite number. Give a finite number."),
         ({"optimizer": {"lr": 0}}, "--lr 0.0: is out of range. Use a value above 0."),

@@ -148,8 +148,8 @@ def check_schedule(parallel: ParallelConfig) -> None:
 
 def check_recompute(parallel: ParallelConfig) -> None:
     method, layers = parallel.recompute_method, parallel.recompute_num_layers
-    if method is not None and parallel.recompute_granularity is None:
-        reason = "has no effect without --recompute-granularity"
+    if method is not None and parallel.recompute_granularity != "full":
+        reason = "has no effect without --recompute-granularity full"
         raise ConfigError("--recompute-method", method, reason, "Add --recompute-granularity full, or leave it out")
     if method in ("uniform", "block") and layers is None:
         reason = f"is needed with --recompute-method {method}"

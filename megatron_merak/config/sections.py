@@ -149,8 +149,10 @@ class ParallelConfig(Section):
     """Reduce gradients after the backward pass instead of during it."""
     ddp_bucket_size: int | None = setting(None, least=1)
     """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size))."""
-    recompute_granularity: str | None = setting(None, choices=("full",), not_yet=("selective",))
-    """Recompute layers in the backward pass instead of keeping their activations (unset: keep them)."""
+    recompute_granularity: str | None = setting(None, choices=("full", "selective"))
+    """Recompute in the backward pass instead of keeping: the activations of whole layers (full), or what enters the
+    second matrix of feed-forward parts (selective), which costs hardly any time; attention keeps no scores in any case
+    but dropout on a CPU (unset: keep all)."""
     recompute_method: str | None = setting(None, choices=("uniform", "block", "stage-aware", "capacity"))
     """Which layers: all, in runs of --recompute-num-layers of which only the input is kept (uniform); the first
     --recompute-num-layers of each stage (block); Merak's ratio rule (stage-aware); as few as fit into
@@ -161,6 +163,11 @@ class ParallelConfig(Section):
     """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's, where it is known)."""
     device_profile: str | None = setting(None, ours=True)
     """Plan with the rates that benchmarks/calibrate.py measured on this device and wrote into this JSON file."""
+
+    @property
+    def recomputes_activations(self) -> bool:
+        """Those of feed-forward parts alone."""
+        return self.recompute_granularity == "selective"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

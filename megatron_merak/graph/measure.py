@@ -55,14 +55,20 @@ class Work:
 
 
 def measure(
-    captured: Captured, chain: Chain, sharding: Sharding, tp: int, fused_attention: bool = False, loss_chunk: int = 0
+    captured: Captured,
+    chain: Chain,
+    sharding: Sharding,
+    tp: int,
+    fused_attention: bool = False,
+    loss_chunk: int = 0,
+    recompute_activations: bool = False,
 ) -> tuple[Unit, ...]:
     """The chain as the planner sees it. ``fused_attention``: of the device that runs it, see ``cluster.Device``.
-    ``loss_chunk``: see ``fuse``."""
+    ``loss_chunk``, ``recompute_activations``: see ``fuse``."""
     rewritten = rewrite(captured, chain, sharding, 0, tp)
     products = _units(rewritten.graph.nodes, len(chain.units))
     counted = [(sum(map(flops, nodes)), _sides(nodes)) for nodes in products]
-    fuse(rewritten.graph, loss_chunk)
+    fuse(rewritten.graph, loss_chunk, recompute_activations)
     flow = Flow(rewritten)
     known: dict[Hashable, Work] = {}
     works = []
@@ -220,6 +226,9 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
             input = replay.value(operands[0])
             if not _held_before(nodes, flow, flow.behind(operands[0])):
                 held[_storage(input)] = input.untyped_storage().nbytes()
+        if function in (ops.gated_linear, ops.gelu_linear):  # made again by the backward
+            source = replay.value(operands[0])
+            held[node, "input"] = _bytes(source) // (1 + (function is ops.gated_linear))
         masked = function is ops.embedding_part or options.get("padding") is not None  # a copy of the gradient
         held[(node, "masked") if masked else _same_gradient(node)] = sum(map(_bytes, outputs))
     return sum(held.values())

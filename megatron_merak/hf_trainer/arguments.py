@@ -189,6 +189,10 @@ class MerakArguments(TrainingArguments):
     recompute_num_layers: int | None = field(
         default=None, metadata={"help": "Layers in a run (uniform) or per stage (block)."}
     )
+    recompute_activations: bool = field(
+        default=False,
+        metadata={"help": "Compute what enters the second matrix of feed-forward parts again instead of keeping it."},
+    )
     device_memory_gb: float | None = field(
         default=None, metadata={"help": "Memory that a rank may use, in GiB; unset: the device's, where it is known."}
     )
@@ -254,6 +258,9 @@ class MerakArguments(TrainingArguments):
             raise ConfigError("training arguments", "(together)", reason, "Correct them") from error
         self.warmup_ratio = self.accelerator_config = None
         self.buckets  # noqa: B018  a wrong list is told now
+        if self.recomputes and self.recompute_activations:
+            reason = "activation_checkpointing computes whole layers again"
+            raise ConfigError("recompute_activations", True, reason, "Set only one of them")
         if self.load_best_model_at_end and self.save_only_model:
             reason = "the best model is loaded from its training state, which is not saved"
             raise ConfigError("save_only_model", True, reason, "Leave it False with load_best_model_at_end")
@@ -275,6 +282,10 @@ class MerakArguments(TrainingArguments):
     def recomputes(self) -> bool:
         """Whether units recompute; older releases of transformers have the second name alone."""
         return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)
+
+    @property
+    def recompute_granularity(self) -> str | None:
+        return "full" if self.recomputes else "selective" if self.recompute_activations else None
 
     @property
     def buckets(self) -> str | tuple[int, ...] | None:

@@ -22,7 +22,7 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        recompute_granularity="full" if args.recomputes else None,
+        recompute_granularity=args.recompute_granularity,
         **{name: getattr(args, name) for name in PARALLEL_FIELDS},
     )
     optimizer = OptimizerConfig(

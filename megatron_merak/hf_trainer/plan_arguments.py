@@ -25,8 +25,8 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
 # Arguments from which plans are made, and which a plan that is there leaves without effect.
 MAKES = (
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "activation_checkpointing"),
-    *("gradient_checkpointing", "recompute_method", "recompute_num_layers", "device_memory_gb"),
-    *("tensor_parallel_rules", "device_profile"),
+    *("gradient_checkpointing", "recompute_method", "recompute_num_layers", "recompute_activations"),
+    *("device_memory_gb", "tensor_parallel_rules", "device_profile"),
 )
 
 

@@ -24,7 +24,8 @@ class Placement:
     """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype, device, own RNG.
 
     ``sequence_parallel``: where tensor parallelism does not split the work (norms, dropout, residuals), each rank does
-    its part of the sequence; of one rank it means nothing.
+    its part of the sequence; of one rank it means nothing. ``recompute_activations``: the backward computes what
+    enters the second matrix of the feed-forward part again.
     """
 
     group: Group = None
@@ -33,6 +34,7 @@ class Placement:
     device: torch.device | str = "cpu"
     rng: RngTracker | None = None
     sequence_parallel: bool = False
+    recompute_activations: bool = False
 
     @property
     def tp(self) -> int:
@@ -152,10 +154,15 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()
         c, bias = config, not config.disable_bias_linear
+        self.recomputes = place.recompute_activations
         self.gated, width = c.swiglu, c.ffn_size * (2 if c.swiglu else 1)
         self.fc1 = ColumnParallelLinear(c.hidden_size, width, bias, skip_bias_add=not c.swiglu, **place.kwargs())
         self.fc2 = RowParallelLinear(c.ffn_size, c.hidden_size, bias, skip_bias_add=True, **place.kwargs())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.fc1(x)
-        return self.fc2(ops.swiglu(y) if self.gated else ops.bias_gelu(y, self.fc1.bias))
+        y, weight, sink = self.fc1(x), self.fc2.weight, self.fc2.sink
+        if not self.recomputes:
+            return self.fc2(ops.swiglu(y) if self.gated else ops.bias_gelu(y, self.fc1.bias))
+        if self.gated:
+            return self.fc2.finish(ops.gated_linear(y, weight, None, "silu", sink=sink))
+        return self.fc2.finish(ops.gelu_linear(y, weight, None, self.fc1.bias, "gelu_tanh", sink=sink))

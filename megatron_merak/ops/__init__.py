@@ -19,6 +19,7 @@ from .linear import WeightGradientSink, adds_in_product, embedding, embedding_pa
 from .linears import joined_linear, linears
 from .load import load
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .recomputed import gated_linear, gelu_linear
 from .residual import bias_dropout_add
 from .rotary import rotary, rotary_angles
 from .softmax import masked_softmax
@@ -42,6 +43,8 @@ __all__ = [
     "embedding_part",
     "gated",
     "gated_halves",
+    "gated_linear",
+    "gelu_linear",
     "gelu_tanh",
     "joined_linear",
     "layer_norm",

@@ -31,7 +31,8 @@ class Plan:
     tensors are divided as they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives
     are under way (see ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided
     along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward, ``bucket_size`` elements at
-    a time. ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``graph_sharding``: how the graph of a
+    a time. ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the
+    activations of feed-forward parts are not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a
     captured model is cut into units, empty for the native model. Printing a plan gives its table.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     overlap_grad_reduce: bool = True
     bucket_size: int = 40_000_000
     loss_chunk: int = 0
+    recompute_activations: bool = False
     graph_sharding: str = ""
 
     def __post_init__(self):

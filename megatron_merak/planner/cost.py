@@ -50,6 +50,7 @@ def gpt_units(
     tp: int,
     fused_dropout: bool = True,
     sequence_parallel: bool = False,
+    recompute_activations: bool = False,
 ) -> tuple[Unit, ...]:
     """The chain of a native model: "embedding", "layer.0" ... "layer.L-1", "head".
 
@@ -59,7 +60,7 @@ def gpt_units(
     With ``fused_dropout``, as on GPUs, attention keeps no scores; without it, as on CPUs, attention with dropout keeps
     its scores and a copy of every head, and that of short sequences without dropout no statistics. With
     ``sequence_parallel`` a rank has its part of the hidden state, and the parallel layers keep the whole of their
-    input.
+    input. With ``recompute_activations`` the second matrix of the feed-forward part does not keep its own.
     """
     tokens, parts = micro_batch_size * model.seq_length, tp if sequence_parallel else 1
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
@@ -70,21 +71,18 @@ def gpt_units(
     untied = model.untie_embeddings_and_output_weights
     tied = () if untied else ((TIED_TABLE, output),)
     work = {kind: _started(kind, activation, tp, parts) for kind in OPERATIONS}
-    layer = (
-        _layer_parameters(model, tp),
-        _layer_flops(model, tokens, tp),
-        _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout, parts) + 2 * dropout_mask,
-        activation // parts,
-    )
+    kept = 2 * dropout_mask - (tokens * model.ffn_size // tp * bytes_per_value if recompute_activations else 0)
+    kept += _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout, parts)
+    layer = (_layer_parameters(model, tp), _layer_flops(model, tokens, tp), kept, activation // parts)
     statistics = 4 * tokens // parts * _norm_vectors(model)
-    kept, chunk = _kept_of_loss(model, vocabulary * bytes_per_value, tp), model.cross_entropy_chunk_size
+    rows, chunk = _kept_of_loss(model, vocabulary * bytes_per_value, tp), model.cross_entropy_chunk_size
     logits = 2 * tokens * hidden * vocabulary
     head = Unit(
         name="head",
         kind="head",
         parameters=_norm_vectors(model) * hidden + (output if untied else 0),
         flops=logits,
-        saved_bytes=activation + statistics + tokens * kept,
+        saved_bytes=activation + statistics + tokens * rows,
         output_bytes=4,
         tied=tied,
         transient_bytes=min(chunk, tokens) * vocabulary * bytes_per_value,

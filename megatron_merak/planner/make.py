@@ -68,7 +68,13 @@ def native_units(config: Config, tp: int, cluster: Cluster) -> tuple[Unit, ...]:
     train = config.train
     bytes_per_value, fused = DTYPE_BYTES[train.dtype], cluster.device.fused_attention
     return gpt_units(
-        config.model, train.micro_batch_size, bytes_per_value, tp, fused, config.parallel.sequence_parallel
+        config.model,
+        train.micro_batch_size,
+        bytes_per_value,
+        tp,
+        fused,
+        config.parallel.sequence_parallel,
+        config.parallel.recomputes_activations,
     )
 
 
@@ -91,6 +97,7 @@ def choices(parallel: ParallelConfig, microbatches: int) -> dict[str, Any]:
         ),
         "overlap": parallel.tp_comm_overlap,
         "sequence_parallel": parallel.sequence_parallel,
+        "recompute_activations": parallel.recomputes_activations,
         "overlap_grad_reduce": not parallel.no_overlap_grad_reduce,
         "bucket_size": parallel.ddp_bucket_size,
         "memory_gb": parallel.device_memory_gb,
@@ -115,6 +122,7 @@ def plan_chain(
     overlap_grad_reduce: bool = True,
     bucket_size: int | None = None,
     loss_chunk: int = 0,
+    recompute_activations: bool = False,
     graph_sharding: str = "",
     memory_gb: float | None = None,
     shardings: tuple[TensorSharding, ...] = (),
@@ -125,8 +133,9 @@ def plan_chain(
     ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
     is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``, ``bucket_size`` (None: the
-    default), ``loss_chunk``, ``graph_sharding``: see ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without it
-    the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as it is. Raises
+    default), ``loss_chunk``, ``recompute_activations``, ``graph_sharding``: see ``Plan``. ``memory_gb`` is the memory
+    of a rank in GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it
+    is divided as it is. Raises
     PlanError for more stages than units or where ``memory_gb`` does not suffice, ScheduleError for an unknown schedule
     or one that is not defined for these numbers.
     """
@@ -143,6 +152,7 @@ def plan_chain(
         draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
         draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
+        draft |= {"recompute_activations": recompute_activations}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))

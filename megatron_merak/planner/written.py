@@ -28,7 +28,7 @@ def written(parallel: ParallelConfig, microbatches: int) -> Schedule | None:
         reason = f"it is a schedule of {schedule.microbatches} micro-batches, and a step has {microbatches} per replica"
         _refuse(path, reason, "Change the global batch size (or gradient_accumulation_steps), or the file")
     again = next((op for entry in schedule.entries() for op in ops_of(entry) if op.kind is Kind.R), None)
-    if again is not None and parallel.recompute_granularity is None:
+    if again is not None and parallel.recompute_granularity != "full":
         reason = f"its {again} would recompute nothing: --recompute-granularity is unset"
         _refuse(path, reason, "Add --recompute-granularity full (activation_checkpointing), or remove the R ops")
     together = is_paired(schedule)

@@ -126,7 +126,14 @@ def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
 def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     """Build, initialise and bind this rank's stages. Collective over all ranks: it makes groups for tied parameters."""
     dtype, model = DTYPES[plan.dtype], dataclasses.replace(config.model, cross_entropy_chunk_size=plan.loss_chunk)
-    place = Placement(mesh.tp, "edge", dtype, "meta", sequence_parallel=plan.sequence_parallel)
+    place = Placement(
+        mesh.tp,
+        "edge",
+        dtype,
+        "meta",
+        sequence_parallel=plan.sequence_parallel,
+        recompute_activations=plan.recompute_activations,
+    )
     chain = [build_unit(index, model, place) for index in range(model.num_layers + 2)]
     mine = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
     units = [unit for stage in mine.values() for unit in stage]

@@ -124,7 +124,10 @@ class RowParallelLinear(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         if self.calls and not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.group)
-        y = ops.linear(x, self.weight, None, self.sink)
+        return self.finish(ops.linear(x, self.weight, None, self.sink))
+
+    def finish(self, y: Tensor) -> Tensor:
+        """What becomes of this rank's product with the weight."""
         if self.calls:
             y = self._summed(y)
         if not self.adds_bias:

@@ -56,6 +56,18 @@ def test_what_is_found_and_that_the_model_stays_the_same(name):
     assert_errs_alike(found, grads, truth, 1e-6)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "t5"])
+def test_recomputed_activations(name):
+    """One in each of two layers; T5's is no activation that is known."""
+    family = Family(name)
+    counts = fuse(family.rewritten.graph, recompute_activations=True)
+    assert counts["recomputed activation"] == (0 if name == "t5" else 2), dict(counts)
+    plain = Family(name)
+    fuse(plain.rewritten.graph)
+    (loss, grads), (again, found) = Stages(plain, 2).step(plain.batch), Stages(family, 2).step(family.batch)
+    assert torch.equal(loss, again) and not unequal(found, grads)
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [

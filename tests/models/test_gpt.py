@@ -42,8 +42,9 @@ def standalone(name, weights, rank, tp, parts=False, **changes):
     return loss.detach(), grads_of(gpt.units, rank, tp, lambda parameter: parameter.grad)
 
 
-def through_engine(name, weights, rank, tp, parts=False, recompute=(), **changes):
-    config, place = replace(FAMILIES[name], **changes), Placement(group_of(tp), "edge", sequence_parallel=parts)
+def through_engine(name, weights, rank, tp, parts=False, recompute=(), selective=False, **changes):
+    config = replace(FAMILIES[name], **changes)
+    place = Placement(group_of(tp), "edge", sequence_parallel=parts, recompute_activations=selective)
     units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
     if not config.untie_embeddings_and_output_weights:
         units[-1].output.weight = units[0].tokens.weight
@@ -75,7 +76,8 @@ def both(rank, tp, weights, parts=False):
     results = {}
     for name, config in FAMILIES.items():
         layers, given = tuple(range(1, config.num_layers + 1)), (name, weights[name], rank, tp, parts)
-        results[name] = standalone(*given), through_engine(*given), through_engine(*given, layers)
+        again = through_engine(*given, layers), through_engine(*given, selective=True)
+        results[name] = standalone(*given), through_engine(*given), *again
     return results
 
 
@@ -163,9 +165,10 @@ def test_a_head_in_chunks_computes_the_same(measured, layout):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recomputation_changes_no_bit(measured, name, layout):
     for results in measured[layout]:
-        _, (loss, grads), (again, grads_again) = results[name]
-        assert torch.equal(loss, again)
-        assert all(torch.equal(grads[tensor][1], grads_again[tensor][1]) for tensor in grads)
+        _, (loss, grads), *recomputed = results[name]
+        for again, grads_again in recomputed:  # layers, and activations alone
+            assert torch.equal(loss, again)
+            assert all(torch.equal(grads[tensor][1], grads_again[tensor][1]) for tensor in grads)
 
 
 def test_every_tensor_of_the_family_has_a_layout():

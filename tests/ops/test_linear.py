@@ -4,7 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_merak.ops import bias_dropout_add, embedding, embedding_part, joined_linear, linear, linears
+from megatron_merak.ops import (
+    bias_dropout_add,
+    bias_gelu,
+    embedding,
+    embedding_part,
+    gated_halves,
+    gated_linear,
+    gelu_linear,
+    joined_linear,
+    linear,
+    linears,
+)
 
 
 class Sink:
@@ -156,3 +167,32 @@ def test_layers_of_one_input_are_those_layers(shape, together, beside, sunk):
         grads = (grads[0], *(sink.grads.get(weight) for weight in weights), *grads[4:])
     for grad, wanted in zip(grads, expected, strict=True):
         assert grad is wanted is None or torch.equal(grad, wanted)
+
+
+@pytest.mark.parametrize("sunk", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("kind", ["gated", "gelu", "gelu of a sum"])
+def test_a_layer_that_computes_its_input_again(kind, transposed, sunk):
+    """To the bit; it keeps what the activation is made of, and nothing else but its weight."""
+    x, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 4 if kind == "gated" else 8), torch.randn(5)
+    weight = torch.nn.Parameter(weight.t().contiguous() if transposed else weight)
+    x, bias, inner = x.requires_grad_(), bias.requires_grad_(), torch.randn(8).requires_grad_()
+    inputs, upstream = [x, weight, bias, *[inner] * (kind == "gelu of a sum")], torch.randn(2, 3, 5)
+    plain, again = Sink() if sunk else None, Sink() if sunk else None
+    if kind == "gated":
+        wanted = linear(gated_halves(x, "silu"), weight, bias, plain, transposed)
+        found = gated_linear(x, weight, bias, "silu", transposed, again)
+    else:
+        added = inner if kind == "gelu of a sum" else None
+        wanted = linear(bias_gelu(x, added, "gelu_tanh"), weight, bias, plain, transposed)
+        found = gelu_linear(x, weight, bias, added, "gelu_tanh", transposed, again)
+    assert torch.equal(found, wanted)
+    kept = {tensor.data_ptr() for tensor in found.grad_fn.saved_tensors}
+    assert kept <= {tensor.data_ptr() for tensor in inputs}
+    expected = torch.autograd.grad(wanted, inputs, upstream, allow_unused=True)
+    grads = torch.autograd.grad(found, inputs, upstream, allow_unused=True)
+    if sunk:
+        assert grads[1] is expected[1] is None
+        grads, expected = (*grads, again.grads[weight]), (*expected, plain.grads[weight])
+    for grad, one in zip(grads, expected, strict=True):
+        assert grad is one is None or torch.equal(grad, one)

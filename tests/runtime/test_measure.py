@@ -28,7 +28,7 @@ LAYERS = {
     "vit": {"num_hidden_layers": 6},
     "t5": {"num_layers": 5, "num_decoder_layers": 5},
 }
-FULL = {"recompute_granularity": "full"}
+FULL, SELECTIVE = {"recompute_granularity": "full"}, (("recompute_granularity", "selective"),)
 RUNS = FULL | {"recompute_method": "uniform", "recompute_num_layers": 2}
 BLOCK = FULL | {"recompute_method": "block", "recompute_num_layers": 1}
 
@@ -108,6 +108,7 @@ def test_a_native_model_keeps_what_is_predicted_to_the_byte_under_every_schedule
         Case("gpt2", name, again) for name in ("1f1b", "early-recompute", "zb-h1") for again in recomputations()[2:]
     ]
     cases += [Case("llama", name, again) for name in ("zb-h1", "shifted") for again in recomputations()[:2]]
+    cases += [Case("gpt2", "zb-h1", SELECTIVE), Case("llama", "1f1b", SELECTIVE)]
     cases += [Case(name, dropout=0.1) for name in ("gpt2", "qwen3")]
     for case, *ranks in zip(cases, *run_ranks(natives, 2, cases, timeout=120), strict=True):
         for number, (found, expected) in enumerate(ranks):
@@ -117,7 +118,11 @@ def test_a_native_model_keeps_what_is_predicted_to_the_byte_under_every_schedule
 def test_tensor_parallel_ranks_too():
     sequence = (("sequence_parallel", True),)
     cases = [Case(name, s, tp=2) for name in ("gpt2", "llama") for s in ("1f1b", "zb-h1")]
-    cases += [Case("gpt2", "shifted", tuple(FULL.items()), tp=2), Case("llama", "1f1b", tp=2, more=sequence)]
+    cases += [
+        Case("gpt2", "shifted", tuple(FULL.items()), tp=2),
+        Case("llama", "zb-h1", SELECTIVE, tp=2),
+        Case("llama", "1f1b", tp=2, more=sequence),
+    ]
     halves = (("tp_comm_overlap", "sub-pipeline"),)
     cases += [Case("gpt2", "1f1b", again, tp=2, more=halves) for again in recomputations()[:2]]
     for case, *ranks in zip(cases, *run_ranks(natives, 4, cases, timeout=120), strict=True):
@@ -136,6 +141,7 @@ def test_tensor_parallel_ranks_too():
 def test_a_captured_model_keeps_what_is_predicted(names, schedules):
     """Within 5 %: encoder-decoder models have values that pass through a stage without being read there."""
     cases = [Case(name, schedule, again) for name in names for schedule in schedules for again in recomputations()[:2]]
+    cases += [Case(name, schedules[0], SELECTIVE) for name in names if name in ("llama", "gpt2", "qwen3")]
     for case, *ranks in zip(cases, *run_ranks(captures, 2, cases, timeout=500), strict=True):
         for number, (found, expected) in enumerate(ranks):
             exact = case.name not in LAYERS

@@ -23,23 +23,25 @@ class Rule:
     build: Callable[[Graph, Node, Found], Node | None]
 
 
-def _rules(loss_chunk: int) -> tuple[Rule, ...]:
+def _rules(loss_chunk: int, recompute_activations: bool) -> tuple[Rule, ...]:
     """In the order of preference: a longer piece before a shorter one that it contains."""
     tables = (loss.rows(loss_chunk), attention.ROWS, pointwise.ROWS, linear.ROWS)
+    tables += (linear.RECOMPUTED,) if recompute_activations else ()
     return tuple(Rule(*row) for rows in tables for row in rows)
 
 
-def fuse(graph: Graph, loss_chunk: int = 0) -> Counter[str]:
+def fuse(graph: Graph, loss_chunk: int = 0, recompute_activations: bool = False) -> Counter[str]:
     """Replace every piece that a rule knows inside one unit; returns how many of each kind.
 
-    ``loss_chunk``: rows whose logits a fused loss computes at a time, 0 for all.
+    ``loss_chunk``: rows whose logits a fused loss computes at a time, 0 for all. ``recompute_activations``: linear
+    layers behind an activation do not keep their input.
 
     Works on a rewritten graph (local shapes, ``meta["unit"]``), in place. A piece stays as it is when something else
     reads a value in its middle, or when memory that it reads is written in place.
     """
     counts: Counter[str] = Counter()
     barred = {node for group in written(graph).values() for node in group}
-    for rule in _rules(loss_chunk):
+    for rule in _rules(loss_chunk, recompute_activations):
         for root in reversed(list(graph.nodes)):
             if root.op == "call_function" and root.users and _apply(rule, graph, root, barred):
                 counts[rule.name] += 1

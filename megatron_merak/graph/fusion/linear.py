@@ -8,7 +8,7 @@ from ... import ops
 from ..ir.inplace import call as new_node
 from ..ir.nodes import is_op
 from ..lowering.flow import REDUCTIONS
-from .patterns import Any, Found, call
+from .patterns import Any, Either, Found, call
 from .pointwise import put, value
 
 _GATED = call(
@@ -28,6 +28,46 @@ def _joined(graph: Graph, root: Node, found: Found) -> Node | None:
 
 
 ROWS = (("gate and up as one", _GATED, _joined),)
+
+# A linear layer behind an activation: it computes its input again instead of keeping it.
+_HALVES = Either((call("gated_halves", Any("x"), Any("activation")), call("swiglu", Any("x"))))
+_GELU = Either((call("bias_gelu", Any("x"), Any("inner"), Any("activation")), call("gelu_tanh", Any("x"))))
+
+
+def _layers(inner: Either) -> Either:
+    """Layers of ``inner`` whose weights are stored as [o, f], or as [f, o]."""
+    rows = call("view|reshape|_unsafe_view", inner, Any("rows"))
+    stored = call("addmm", Any("bias"), rows, Any("weight"), 1, 1)
+    return Either(
+        (
+            call("linear", inner, Any("weight"), Any("bias")),
+            call("view|reshape|_unsafe_view", stored, Any("shape")),
+        )
+    )
+
+
+def _of_gate(graph: Graph, root: Node, found: Found) -> Node | None:
+    return _recomputed(graph, root, found, ops.gated_linear, found.values.get("activation", "silu"))
+
+
+def _of_gelu(graph: Graph, root: Node, found: Found) -> Node | None:
+    inner = found.values.get("inner"), found.values.get("activation", "gelu_tanh")
+    return _recomputed(graph, root, found, ops.gelu_linear, *inner)
+
+
+def _recomputed(graph: Graph, root: Node, found: Found, operation, *more) -> Node | None:
+    transposed, width = "shape" in found.values, value(found["x"]).shape[-1] // (1 + (operation is ops.gated_linear))
+    if not _is_weight(found["weight"]) or value(found["weight"]).shape[not transposed] != width:
+        return None
+    if transposed and tuple(found["shape"][:-1]) != tuple(value(found["x"]).shape[:-1]):
+        return None
+    return put(graph, root, operation, found["x"], found["weight"], found["bias"], *more, transposed)
+
+
+RECOMPUTED = (
+    ("recomputed activation", _layers(_HALVES), _of_gate),
+    ("recomputed activation", _layers(_GELU), _of_gelu),
+)
 
 
 def share_inputs(graph: Graph, barred: set[Node]) -> int:

@@ -12,7 +12,7 @@ from ..sharding.local import embedding_part
 from .flow import Flow
 
 # Operations that hand the gradient of a weight, or of several, their second argument, to a sink.
-_TAKE_SINK = (ops.linear, ops.linears, ops.joined_linear, ops.embedding)
+_TAKE_SINK = (ops.linear, ops.linears, ops.joined_linear, ops.gated_linear, ops.gelu_linear, ops.embedding)
 _TAKE_SINK += (ops.linear_cross_entropy, ops.linear_cross_entropy_stats)
 
 

@@ -25,7 +25,19 @@ from .rewrite import Rewritten
 LOSS = "loss"
 
 # Operations of which no backward reads the result, so that a reduction may overwrite it.
-_UNREAD = ("linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "_grouped_mm", "embedding", "embedding_part")
+_UNREAD = (
+    "linear",
+    "gated_linear",
+    "gelu_linear",
+    "mm",
+    "addmm",
+    "matmul",
+    "bmm",
+    "baddbmm",
+    "_grouped_mm",
+    "embedding",
+    "embedding_part",
+)
 _UNREAD += ("spread", "add", "sum")
 
 

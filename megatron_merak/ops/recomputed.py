@@ -1,0 +1,83 @@
+"""Linear layers whose input, an activation, is not kept: the backward computes it again from what made it.
+
+kept otherwise     gate_up [.., 2f]    silu(gate) up [.., f]
+kept here          gate_up [.., 2f]
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .activation import bias_gelu, gated_halves
+from .linear import WeightGradientSink, linear
+
+
+class _LinearOf(torch.autograd.Function):
+    """linear(make(*inputs), weight, bias). ``make``: differentiable and cheap."""
+
+    @staticmethod
+    def forward(ctx, make: Callable[..., Tensor], transposed, sink, weight, bias, *inputs):
+        ctx.make, ctx.transposed, ctx.sink = make, transposed, sink
+        ctx.save_for_backward(weight, *inputs)
+        return linear(make(*inputs), weight, bias, transposed=transposed)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, *inputs = ctx.saved_tensors
+        needed = ctx.needs_input_grad[5:]
+        inputs = [x.detach().requires_grad_(needs) for x, needs in zip(inputs, needed, strict=True)]
+        with torch.enable_grad():
+            activation = ctx.make(*inputs)
+        made, rows = activation.detach().reshape(-1, activation.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        of_weight = (made, rows) if ctx.transposed else (rows, made)
+        grad_weight = grad_bias = None
+        if ctx.sink is not None:
+            ctx.sink.matmul(weight, *of_weight)
+        elif ctx.needs_input_grad[3]:
+            grad_weight = of_weight[0].t() @ of_weight[1]
+        if ctx.needs_input_grad[4]:
+            grad_bias = rows.sum(0)
+        wanted = [x for x in inputs if x.requires_grad]
+        found = iter(())
+        if wanted:
+            grad_activation = grad @ weight.t() if ctx.transposed else grad @ weight
+            found = iter(torch.autograd.grad(activation, wanted, grad_activation))
+        return None, None, None, grad_weight, grad_bias, *(next(found) if needs else None for needs in needed)
+
+
+def gated_linear(
+    gate_up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    transposed: bool = False,
+    sink: WeightGradientSink | None = None,
+) -> Tensor:
+    """``linear`` of gated_halves(gate_up, activation), gate_up [..., 2f], which alone is kept: [..., o].
+
+    weight, bias, transposed, sink: as of ``linear``.
+    """
+    return _LinearOf.apply(partial(gated_halves, activation=activation), transposed, sink, weight, bias, gate_up)
+
+
+def gelu_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inner_bias: Tensor | None,
+    activation: str,
+    transposed: bool = False,
+    sink: WeightGradientSink | None = None,
+) -> Tensor:
+    """``linear`` of bias_gelu(x, inner_bias, activation), x [..., f], which alone is kept: [..., o].
+
+    weight, bias, transposed, sink: as of ``linear``.
+    """
+    inputs = (x,) if inner_bias is None else (x, inner_bias)
+    return _LinearOf.apply(partial(_gelu, activation=activation), transposed, sink, weight, bias, *inputs)
+
+
+def _gelu(x: Tensor, bias: Tensor | None = None, *, activation: str) -> Tensor:
+    return bias_gelu(x, bias, activation)
