@@ -15,10 +15,26 @@ Three libraries in megatron_merak/, each optional at run time: ``_C`` (host-side
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import setup
+
+
+def toolkit() -> str:
+    """The folder of the CUDA toolkit whose nvcc is on PATH, where torch does not look for itself: it takes the folder
+    above a script that starts nvcc for the toolkit's. Empty where there is none."""
+    if not shutil.which("nvcc"):
+        return ""
+    told = subprocess.run(["nvcc", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", told, re.MULTILINE)
+    return os.path.realpath(top.group(1)) if top else ""
+
+
+if "CUDA_HOME" not in os.environ and (found := toolkit()):
+    os.environ["CUDA_HOME"] = found
 
 try:
     import torch

@@ -1,7 +1,20 @@
-"""One thread per process, decided before torch is imported: the machine's cores belong to the ranks."""
+"""One thread per process, decided before torch is imported: the machine's cores belong to the ranks. And no test leaves
+behind another way to compute fp32 products."""
 
 import os
+import sys
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def fp32_products():
+    """A trainer in the test's own process chooses how they are computed, where the CPU leaves a choice; what a later
+    test computes here would have other bits than on the ranks that it is compared with."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_float32_matmul_precision("highest")

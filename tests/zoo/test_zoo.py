@@ -112,10 +112,10 @@ def test_the_table_counts_what_is_wrong():
 PROGRAM = """
 import hashlib, logging, sys
 logging.disable(logging.WARNING)
-from megatron_merak.graph.fuse import fuse
-from megatron_merak.graph.rewrite import rewrite
-from megatron_merak.graph.shard import shard
-from megatron_merak.graph.split import split
+from megatron_merak.graph.fusion.fuse import fuse
+from megatron_merak.graph.lowering.rewrite import rewrite
+from megatron_merak.graph.sharding.shard import shard
+from megatron_merak.graph.lowering.split import split
 from tests.zoo import tiny
 from tests.zoo.measure import subject_of
 for name in sys.argv[1:]:
