@@ -19,9 +19,11 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
+from ..errors import PlanError
 from ..plan import TensorSharding, Unit
 from .capture.captured import Captured
 from .fusion.fuse import fuse
+from .fusion.linear import RECOMPUTED
 from .ir.marks import copy_in, reduce_sum, stack
 from .ir.nodes import flops, is_op, nbytes, op_name, values
 from .lowering.emit import sinking
@@ -68,7 +70,12 @@ def measure(
     rewritten = rewrite(captured, chain, sharding, 0, tp)
     products = _units(rewritten.graph.nodes, len(chain.units))
     counted = [(sum(map(flops, nodes)), _sides(nodes)) for nodes in products]
-    fuse(rewritten.graph, loss_chunk, recompute_activations)
+    counts = fuse(rewritten.graph, loss_chunk, recompute_activations)
+    if recompute_activations and not counts[RECOMPUTED]:
+        reason = "the model has no linear layer behind an activation that is known"
+        raise PlanError(
+            "--recompute-granularity", "selective (recompute_activations)", reason, "Leave it out, or use full"
+        )
     flow = Flow(rewritten)
     known: dict[Hashable, Work] = {}
     works = []

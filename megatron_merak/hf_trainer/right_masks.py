@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from ..stages.traced import MASK, without_mask
 from .neutral import REACH
 from .padding import IGNORED, TARGETS
 
 Batch = Mapping[str, object]
-MASK = "attention_mask"
 
 
 class RightMasks:
@@ -56,10 +56,6 @@ class RightMasks:
         return True
 
 
-def without_mask(batch: Batch) -> dict[str, object]:
-    return {name: value for name, value in batch.items() if name != MASK}
-
-
 def _entries(batch: Batch) -> tuple[str, ...]:
     return tuple(sorted(name for name in batch if name != "num_items_in_batch"))
 
@@ -72,9 +68,10 @@ def _masked_share(batch: Batch) -> float:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not targets:
         return 0.0
     hidden = mask == 0
-    falls = bool(((mask == 1) | hidden).all()) and bool((hidden[:, 1:] >= hidden[:, :-1]).all())
-    if not falls or bool(hidden[:, 0].any()):
+    if not hidden.any() or hidden[:, 0].any():
         return 0.0
-    if any(target.shape != mask.shape or bool((target[hidden] != IGNORED).any()) for target in targets):
+    if not ((mask == 1) | hidden).all() or not (hidden[:, 1:] >= hidden[:, :-1]).all():
+        return 0.0
+    if any(target.shape != mask.shape or (target[hidden] != IGNORED).any() for target in targets):
         return 0.0
     return float(hidden.float().mean())

@@ -21,7 +21,7 @@ from ..graph.measure import measure
 from ..graph.partition.cut import Chain, align, cut
 from ..graph.sharding.shard import Sharding, TensorRules, shard
 from ..parallel.mesh import Mesh
-from ..plan import Grid, Plan, Unit
+from ..plan import Grid, Plan
 from ..plan.fit import check_chain
 from ..planner.make import choices, plan_chain
 from ..planner.predict import priced
@@ -63,7 +63,15 @@ def draw(
     sharding = shard(captured, grid.tp, TensorRules.parse(rules), vocabulary_multiple=vocabulary_multiple)
     samples, length = traced.size
     plan = plan_chain(
-        _measured(captured, chain, sharding, cluster, loss_chunk, parallel.recomputes_activations),
+        measure(
+            captured,
+            chain,
+            sharding,
+            grid.tp,
+            cluster.device.fused_attention,
+            loss_chunk,
+            parallel.recomputes_activations,
+        ),
         grid,
         microbatches=microbatches,
         micro_batch_size=samples,
@@ -79,21 +87,6 @@ def draw(
     return Blueprint(traced, chain, sharding, plan)
 
 
-def _measured(
-    captured: Captured, chain: Chain, sharding: Sharding, cluster: Cluster, loss_chunk: int, recompute: bool
-) -> tuple[Unit, ...]:
-    """The chain as the planner sees it. recompute: the activations of feed-forward parts. Raises PlanError where there
-    are none."""
-    fused = cluster.device.fused_attention
-    units = measure(captured, chain, sharding, sharding.tp, fused, loss_chunk, recompute)
-    if recompute:
-        kept = measure(captured, chain, sharding, sharding.tp, fused, loss_chunk)
-        if sum(unit.saved_bytes for unit in kept) == sum(unit.saved_bytes for unit in units):
-            reason = "the model has no linear layer behind an activation that is known"
-            raise PlanError("--recompute-granularity", "selective", reason, "Use full, or leave it out")
-    return units
-
-
 def follow(traced: Traced, plan: Plan) -> "Blueprint":
     """The model as a stored or edited plan says; what it predicts is computed anew. Raises PlanError, naming the first
     difference, when the plan is one of another model or cannot be met."""
@@ -105,7 +98,9 @@ def follow(traced: Traced, plan: Plan) -> "Blueprint":
     chain = cut(captured, plan.graph_sharding)
     check_chain(plan, chain.names)
     sharding = shard(captured, tp, pins={tensor.name: tensor for tensor in plan.shardings}, complete=True)
-    units = _measured(captured, chain, sharding, plan.cluster, plan.loss_chunk, plan.recompute_activations)
+    units = measure(
+        captured, chain, sharding, tp, plan.cluster.device.fused_attention, plan.loss_chunk, plan.recompute_activations
+    )
     return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
 
 

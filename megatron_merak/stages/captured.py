@@ -206,9 +206,7 @@ class CapturedTrainer:
         """
         if self.user_model is not None:
             self.user_model.stale()
-        nothing = self.buffer.main_grad.new_zeros(0)
-        asked = [nothing if each is None else each for each in (told, zeros)]
-        losses, counts, (square,) = read(*asked, self.optimizer.square_norm())
+        losses, counts, (square,) = read(told, zeros, self.optimizer.square_norm())
         loss = self.replicas.loss(losses) if losses else None
         result = self.optimizer.apply(math.sqrt(square), rate, decay, others)
         self.iteration += 1

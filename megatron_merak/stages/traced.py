@@ -19,6 +19,7 @@ from .precision import DTYPES, cast_of, check_operands
 from .same_model import check_same_graph, check_same_model
 
 Batch = Mapping[str, Any]
+MASK = "attention_mask"
 
 
 def batch_size(batch: Batch) -> tuple[int, int]:
@@ -34,13 +35,13 @@ def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], torch.dtype], .
     return tuple((name, tuple(value.shape), value.dtype) for name, value in tensors)
 
 
-def without_mask(batch: Batch) -> Batch:
-    return {name: value for name, value in batch.items() if name != "attention_mask"}
+def without_mask(batch: Batch) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != MASK}
 
 
 def without_full_mask(batch: Batch) -> Batch:
     """The batch without an attention mask that masks nothing: collators add one, and attention is faster without."""
-    mask = batch.get("attention_mask")
+    mask = batch.get(MASK)
     full = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all())
     return without_mask(batch) if full else batch
 

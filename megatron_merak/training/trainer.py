@@ -60,12 +60,11 @@ class Trainer(RunState):
         return self._sums(loss)
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
-        sums, nothing = self.backward(batches), self.buffer.main_grad.new_zeros(0)
+        sums = self.backward(batches)
         config = self.config.optimizer
         rate = learning_rate(config, self.iteration, self.config.train.train_iters)
         decay = weight_decay(config, self.iteration, self.config.train.train_iters)
-        asked = [nothing if each is None else each for each in (sums, self.local_zeros())]
-        losses, zeros, (square,) = read(*asked, self.optimizer.square_norm())  # the step's only host sync
+        losses, zeros, (square,) = read(sums, self.local_zeros(), self.optimizer.square_norm())
         loss = self._mean(losses, len(batches)) if losses else None
         result = self.optimizer.apply(math.sqrt(square), rate, decay)
         self.iteration += 1

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_merak import ops
+from megatron_merak.errors import PlanError
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.fusion.fuse import fuse
 from megatron_merak.graph.lowering.rewrite import rewrite
+from megatron_merak.graph.measure import measure
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.shard import shard
 from tests.graph.lockstep import part
@@ -58,8 +60,11 @@ def test_what_is_found_and_that_the_model_stays_the_same(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "t5"])
 def test_recomputed_activations(name):
-    """One in each of two layers; T5's is no activation that is known."""
+    """One in each of two layers; T5's is no activation that is known, so asking for it is an error."""
     family = Family(name)
+    if name == "t5":
+        with pytest.raises(PlanError, match="--recompute-granularity selective .* no linear layer behind an activ"):
+            measure(family.captured, cut(family.captured), family.sharding, 1, recompute_activations=True)
     counts = fuse(family.rewritten.graph, recompute_activations=True)
     assert counts["recomputed activation"] == (0 if name == "t5" else 2), dict(counts)
     plain = Family(name)

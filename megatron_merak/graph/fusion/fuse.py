@@ -26,7 +26,7 @@ class Rule:
 def _rules(loss_chunk: int, recompute_activations: bool) -> tuple[Rule, ...]:
     """In the order of preference: a longer piece before a shorter one that it contains."""
     tables = (loss.rows(loss_chunk), attention.ROWS, pointwise.ROWS, linear.ROWS)
-    tables += (linear.RECOMPUTED,) if recompute_activations else ()
+    tables += (linear.RECOMPUTED_ROWS,) if recompute_activations else ()
     return tuple(Rule(*row) for rows in tables for row in rows)
 
 

@@ -64,10 +64,8 @@ def _recomputed(graph: Graph, root: Node, found: Found, operation, *more) -> Nod
     return put(graph, root, operation, found["x"], found["weight"], found["bias"], *more, transposed)
 
 
-RECOMPUTED = (
-    ("recomputed activation", _layers(_HALVES), _of_gate),
-    ("recomputed activation", _layers(_GELU), _of_gelu),
-)
+RECOMPUTED = "recomputed activation"
+RECOMPUTED_ROWS = ((RECOMPUTED, _layers(_HALVES), _of_gate), (RECOMPUTED, _layers(_GELU), _of_gelu))
 
 
 def share_inputs(graph: Graph, barred: set[Node]) -> int:
