@@ -38,12 +38,14 @@ class In:
 
     ``reduce``: what the tensor-parallel ranks do with its gradient after the backward: '' nothing; 'sum', it is partial
     on each rank; 'scatter', it is partial and each keeps its part along the sequence; 'gather', each has its part.
-    ``grad``: it takes part in differentiation.
+    ``grad``: it takes part in differentiation. ``regather``: it was all-gathered; linear layers that read it keep this
+    rank's part for the backward, which gathers it again.
     """
 
     value: str
     reduce: str = ""
     grad: bool = True
+    regather: bool = False
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class TransformerLayer(Unit):
             self._segment(self._enter, [In(self.source)], [Out(normed, joins)], [self.input_norm], sharded=parts),
             self._segment(
                 self._attend,
-                [In(normed, sums)],
+                [In(normed, sums, regather=parts)],
                 [Out(context, sums, inplace=True)],
                 inner,
                 sharded=True,
@@ -163,7 +163,11 @@ class TransformerLayer(Unit):
                 random=dropout,
             ),
             self._segment(
-                self._feed, [In(again, sums)], [Out(fed, sums, inplace=True)], [mlp.fc1, mlp.fc2.weight], sharded=True
+                self._feed,
+                [In(again, sums, regather=parts)],
+                [Out(fed, sums, inplace=True)],
+                [mlp.fc1, mlp.fc2.weight],
+                sharded=True,
             ),
             self._segment(
                 self._leave,

@@ -1,5 +1,6 @@
 """Linear and embedding whose weight gradient can go straight into ``main_grad`` instead of through autograd."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -24,21 +25,26 @@ class WeightGradientSink(Protocol):
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         """weight[index] += grad_output, with index int64 [t] and grad_output [t, i]."""
 
+    def getter(self, input: Tensor) -> Callable[[], Tensor] | None:
+        """What gives the backward of a linear layer its ``input``; None: the layer has to keep it."""
+
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias, transposed, sink):
-        ctx.save_for_backward(input, weight)
+        ctx.get_input = sink.getter(input)
+        ctx.save_for_backward(None if ctx.get_input else input, weight)
         ctx.transposed, ctx.sink = transposed, sink
         return _product(input, weight, bias) if transposed else F.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         input, weight = ctx.saved_tensors
-        rows, inputs = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
         grad_input = None
         if ctx.needs_input_grad[0]:
             grad_input = grad @ weight.t() if ctx.transposed else grad @ weight
+        input = ctx.get_input() if ctx.get_input else input
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
         if ctx.transposed:
             ctx.sink.matmul(weight, inputs, rows)
         else:

@@ -12,9 +12,9 @@ from megatron_merak.planner.attention import SHORT, causal_more
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
-# The same of a model whose tensor-parallel ranks divide the sequence: a gathering and a reduce-scatter cost what an
-# all-reduce does. At both ends of the chain there is one of them.
-SEQUENCE_ALL_REDUCES = {"embedding": (0.5, 0.5), "layer": (2, 2), "head": (0.5, 0.5)}
+# The same with sequence parallelism: an all-gather and a reduce-scatter cost what an all-reduce does. At both ends of
+# the chain there is one of them. The backward of a layer gathers the inputs of two matrix products again.
+SEQUENCE_ALL_REDUCES = {"embedding": (0.5, 0.5), "layer": (2, 3), "head": (0.5, 0.5)}
 # Operations that the host starts in a unit's (forward, backward).
 OPERATIONS = {"embedding": (3, 6), "layer": (65, 150), "head": (25, 40)}
 # The name under which a tied table is told.
@@ -59,8 +59,9 @@ def gpt_units(
     half of the attention scores included. ``bytes_per_value`` is of an activation. Of a dropout mask its seed is kept.
     With ``fused_dropout``, as on GPUs, attention keeps no scores; without it, as on CPUs, attention with dropout keeps
     its scores and a copy of every head, and that of short sequences without dropout no statistics. With
-    ``sequence_parallel`` a rank has its part of the hidden state, and the parallel layers keep the whole of their
-    input. With ``recompute_activations`` the second matrix of the feed-forward part does not keep its own.
+    ``sequence_parallel`` a rank has its part of the hidden state, and of what enters the parallel layers of a layer;
+    the head keeps all that enters it. With ``recompute_activations`` the second matrix of the feed-forward part does
+    not keep its own.
     """
     tokens, parts = micro_batch_size * model.seq_length, tp if sequence_parallel else 1
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
@@ -159,14 +160,14 @@ def _layer_saved_bytes(
 ) -> int:
     """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors.
     Queries and keys are turned where they lie in the fused product; beside normed ones it stays alive, for its norm. Of
-    the residual sum and of the norms' statistics a rank has one of ``parts`` of the sequence."""
+    the residual sum, the norms' outputs and their statistics a rank has one of ``parts`` of the sequence."""
     hidden, heads = model.hidden_size, model.num_attention_heads // tp
     queries, keys, first, second = _widths(model, tp)
     scored = model.attention_dropout and not fused_dropout  # on copies of queries, keys and values, one per head
-    values = 2 * hidden + first + second + (4 * queries if scored else 2 * queries + 2 * keys)
+    values = first + second + (4 * queries if scored else 2 * queries + 2 * keys)
     if model.qk_layernorm:
         values += queries + (2 * keys if scored else keys)
-    row, divided = values * bytes_per_value, hidden * bytes_per_value + 2 * 4 * _norm_vectors(model)
+    row, divided = values * bytes_per_value, 3 * hidden * bytes_per_value + 2 * 4 * _norm_vectors(model)
     if model.qk_layernorm:
         row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
     if scored:

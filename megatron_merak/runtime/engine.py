@@ -8,6 +8,7 @@ other half of the micro-batch, or another micro-batch.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..pipeline_parallel.ops import Kind
 from ..segment import Common, In, Segment
 from .collectives import Done, launch, own_gradient
+from .regather import Regather
 from .weights import Product, WeightGradients
 
 Step = tuple[Kind, Segment]  # F, R (forward again) or B of one segment
@@ -36,20 +38,30 @@ class Enter(torch.autograd.Function):
         return None, None
 
 
+class Tape(NamedTuple):
+    """Of one segment that ran: where its gradients come out and go in, and inputs that are gathered again."""
+
+    entries: list[GradientEdge | None]
+    exits: list[GradientEdge | None]
+    regathers: tuple[Regather, ...]
+
+
 class State:
     """Everything alive of one micro-batch, or of a half of it, on one stage.
 
     A value or gradient whose transfer is under way is in ``values`` (or ``pending``) with its work, awaited at first
-    use. ``queue``: products whose weight gradients wait for a W.
+    use. ``parts``: this rank's of values that the backward gathers again, until their reader has run. ``queue``:
+    products whose weight gradients wait for a W.
     """
 
     def __init__(self, common: Common, training: bool):
         self.common, self.training = common, training
         self.values: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}
         self.works: dict[str, dist.Work] = {}
         self.grads: dict[str, Tensor] = {}
         self.pending: dict[str, list[tuple[dist.Work, Tensor]]] = {}
-        self.tape: dict[Segment, tuple[list[GradientEdge | None], list[GradientEdge | None]]] = {}
+        self.tape: dict[Segment, Tape] = {}
         self.queue: list[tuple[Segment, list[Product]]] = []
         self.recomputed = False
 
@@ -87,7 +99,7 @@ class State:
         """What a finished micro-batch should not have left behind."""
         tapes = (f"tape of unit {s.unit}" for s in self.tape)
         queued = (f"weight gradients of unit {s.unit}" for s, _ in self.queue)
-        return [*self.works, *self.grads, *self.pending, *tapes, *queued]
+        return [*self.works, *self.parts, *self.grads, *self.pending, *tapes, *queued]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +152,7 @@ class Engine:
     def _analyse(self, outputs: Collection[str]) -> None:
         """Who reads a value last, in the forward and in the recomputation of its block."""
         self._block_of = {s: block for block in self.blocks for s in block.segments}
+        self._regathered = frozenset(i.value for s in self.segments for i in s.ins if i.regather)
         self.kept = frozenset(name for block in self.blocks if block.recompute for name in block.enters)
         self._dies: dict[Segment, list[str]] = {s: [] for s in self.segments}
         self._dies_again: dict[Segment, list[str]] = {s: [] for s in self.segments}
@@ -212,9 +225,13 @@ class Engine:
             # forward must be the same one.
             values = [Enter.apply(v, self._token) if i.grad else v for i, v in zip(segment.ins, values, strict=True)]
             entries = [get_gradient_edge(v) if i.grad else None for i, v in zip(segment.ins, values, strict=True)]
+            regathers = self._regathers(state, segment, values) if tape else {}
+            self.weights.getters = regathers
             outs = segment.fn(state.common, *values)
+            self.weights.getters = {}
             if tape:
-                state.tape[segment] = entries, [get_gradient_edge(t) if t.requires_grad else None for t in outs]
+                exits = [get_gradient_edge(t) if t.requires_grad else None for t in outs]
+                state.tape[segment] = Tape(entries, exits, tuple(regathers.values()))
         else:
             with torch.no_grad():
                 outs = segment.fn(state.common, *values)
@@ -222,13 +239,19 @@ class Engine:
             if again and out.value not in self._block_of[segment].reads:
                 continue
             tensor = tensor.detach()
+            if tape and out.value in self._regathered:
+                state.parts[out.value] = tensor
             if out.reduce:
                 state.arriving(out.value, *self._launch(tensor, out.reduce, out.inplace))
             else:
                 state.values[out.value] = tensor
 
+    def _regathers(self, state: State, segment: Segment, values: Sequence[Tensor]) -> dict[Tensor, Regather]:
+        pairs = zip(segment.ins, values, strict=True)
+        return {value: Regather(state.parts.pop(i.value)) for i, value in pairs if i.regather}
+
     def _backward(self, state: State, segment: Segment, hold: bool) -> None:
-        entries, exits = state.tape.pop(segment)
+        entries, exits, regathers = state.tape.pop(segment)
         roots, grads = [], []
         for out, edge in zip(segment.outs, exits, strict=True):
             grad = state.take_grad(out.value)
@@ -240,6 +263,8 @@ class Engine:
             wanted = [edge for edge in entries if edge is not None]
             later = hold or (self.overlap and any(i.reduce for i in segment.ins))
             self.weights.queue = products if later else None
+            for regather in regathers:
+                regather.start(self._launch)
             # Parameters whose gradient the sink takes are asked for too: autograd runs only what leads to a request.
             found = torch.autograd.grad(roots, wanted + self._edges[segment], grads, allow_unused=True)
             self.weights.queue = None

@@ -1,6 +1,6 @@
 """Weight gradients on their way into ``main_grad``: at once, or queued until it is their turn."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,12 +88,17 @@ class WeightGradients:
     """The sink that parallel layers hand their weight gradients to.
 
     grads: of each parameter; what is handed in for any other one (frozen) is dropped. While ``queue`` is a list,
-    products are appended to it, for ``drain``, but for those that must be done now.
+    products are appended to it, for ``drain``, but for those that must be done now. ``getters``: of the inputs of the
+    segment that runs, those that a backward gets otherwise than by keeping them.
     """
 
     def __init__(self, grads: Mapping[Tensor, Gradient]):
         self.grads = dict(grads)
         self.queue: list[Product] | None = None
+        self.getters: Mapping[Tensor, Callable[[], Tensor]] = {}
+
+    def getter(self, input: Tensor) -> Callable[[], Tensor] | None:
+        return self.getters.get(input)
 
     def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
         # Detached: outside of a backward grad mode is on, and main_grad would silently become a graph.

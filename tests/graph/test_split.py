@@ -264,6 +264,9 @@ class Recorded:
     def rows(self, weight, index, grad_output):
         self.calls.append(("rows", weight, torch.zeros_like(weight).index_add_(0, index, grad_output)))
 
+    def getter(self, input):
+        return None
+
 
 @pytest.mark.parametrize(
     ("target", "order", "weight"),

@@ -121,8 +121,9 @@ def test_tensor_parallel_ranks_too():
     cases += [
         Case("gpt2", "shifted", tuple(FULL.items()), tp=2),
         Case("llama", "zb-h1", SELECTIVE, tp=2),
-        Case("llama", "1f1b", tp=2, more=sequence),
     ]
+    cases += [Case(name, "1f1b", tp=2, more=sequence) for name in ("gpt2", "llama")]
+    cases += [Case("llama", "zb-h1", tp=2, more=sequence), Case("llama", "1f1b", tuple(FULL.items()), 2, more=sequence)]
     halves = (("tp_comm_overlap", "sub-pipeline"),)
     cases += [Case("gpt2", "1f1b", again, tp=2, more=halves) for again in recomputations()[:2]]
     for case, *ranks in zip(cases, *run_ranks(natives, 4, cases, timeout=120), strict=True):
