@@ -49,8 +49,8 @@ class Unit(nn.Module):
             replace(
                 segment,
                 index=index,
-                ins=tuple(replace(i, reduce=i.reduce if edges else "") for i in segment.ins),
-                outs=tuple(replace(o, reduce=o.reduce if edges else "") for o in segment.outs),
+                ins=segment.ins if edges else tuple(replace(i, reduce="", regather=False) for i in segment.ins),
+                outs=segment.outs if edges else tuple(replace(o, reduce="") for o in segment.outs),
             )
             for index, segment in enumerate(self.chain())
         ]
