@@ -1,12 +1,13 @@
 """The segment: the compute between two tensor-parallel collectives, and the only thing that the runtime runs.
 
 A unit of the model is a list of segments. Replicated segments (residual add, norm) alternate with sharded ones
-(matmuls, attention). The collectives between them are not part of any segment: they are the edges ``In.reduce`` and
-``Out.reduce``, so that whoever runs the list decides when to launch and when to wait.
+(matmuls, attention). The collectives between them are not part of any segment: they are the edges ``In.collective`` and
+``Out.collective``, so that whoever runs the list decides when to launch and when to wait.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 
@@ -32,33 +33,45 @@ class Crossing:
     grad: bool = True
 
 
+class Collective(StrEnum):
+    """What tensor-parallel ranks do with a value, or with its gradient. NONE is false.
+
+    ALL_REDUCE: each rank has a partial sum and gets the sum. REDUCE_SCATTER: the same, but each gets its part along the
+    sequence (dimension 1). ALL_GATHER: each has its part along the sequence and gets the whole. STACK: an all-gather in
+    a new first dimension.
+    """
+
+    NONE = ""
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_GATHER = "all-gather"
+    STACK = "stack"
+
+
 @dataclass(frozen=True)
 class In:
     """A value that a segment reads.
 
-    ``reduce``: what the tensor-parallel ranks do with its gradient after the backward: '' nothing; 'sum', it is partial
-    on each rank; 'scatter', it is partial and each keeps its part along the sequence; 'gather', each has its part.
-    ``grad``: it takes part in differentiation. ``regather``: it was all-gathered; linear layers that read it keep this
-    rank's part for the backward, which gathers it again.
+    ``collective``: of its gradient, after the backward. ``grad``: it takes part in differentiation. ``regather``: it
+    was all-gathered; linear layers that read it keep this rank's part for the backward, which gathers it again.
     """
 
     value: str
-    reduce: str = ""
+    collective: Collective = Collective.NONE
     grad: bool = True
     regather: bool = False
 
 
 @dataclass(frozen=True)
 class Out:
-    """A value that a segment makes; ``reduce`` asks for a collective of the tensor-parallel ranks before it is read.
+    """A value that a segment makes.
 
-    'sum' of all ranks' values; 'stack' lays them one behind the other, in a new first dimension; 'gather' joins their
-    parts along the sequence (dimension 1), and 'scatter' leaves each its part of the sum. ``inplace``: no backward
-    reads the value that the segment returned, so an all-reduce may overwrite it.
+    ``collective``: of the value, before it is read. ``inplace``: no backward reads the value that the segment returned,
+    so an all-reduce may overwrite it.
     """
 
     value: str
-    reduce: str = ""
+    collective: Collective = Collective.NONE
     inplace: bool = False
 
 
@@ -109,7 +122,7 @@ def fuse(segments: Sequence[Segment]) -> Segment:
     made = {o.value for s in segments for o in s.outs}
     ins = {i.value: i for s in segments for i in s.ins if i.value not in made}
     outs = segments[-1].outs
-    assert not any(o.reduce for s in segments for o in s.outs) and not any(i.reduce for s in segments for i in s.ins)
+    assert not any(edge.collective for s in segments for edge in (*s.ins, *s.outs))
     parameters = tuple({id(p): p for s in segments for p in s.parameters}.values())
     chain = Chain(tuple(segments), tuple(ins), tuple(o.value for o in outs))
     return replace(
@@ -130,7 +143,9 @@ def run_serial(
     """The stand-alone meaning of a segment list: one autograd graph, collectives called by the layers themselves."""
     values = dict(values or {})
     for segment in segments:
-        assert not any(o.reduce for o in segment.outs), "edges are collectives: build the model with collectives='call'"
+        assert not any(o.collective for o in segment.outs), (
+            "edges are collectives: build the model with collectives='call'"
+        )
         made = segment.fn(common, *(values[i.value] for i in segment.ins))
         values.update(zip((o.value for o in segment.outs), made, strict=True))
     return values

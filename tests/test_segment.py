@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_merak.segment import Common, In, Out, Segment, fuse, run_serial
+from megatron_merak.segment import Collective, Common, In, Out, Segment, fuse, run_serial
 
 
 def seg(index, fn, ins, outs, unit=3, **more):
@@ -49,8 +49,8 @@ def test_fusing_changes_no_seed():
 
 
 def test_edges_are_neither_fused_nor_run_serially():
-    edge = Segment(0, 0, lambda common, x: (x,), (In("x"),), (Out("y", "sum"),))
-    partial = Segment(0, 0, lambda common, x: (x,), (In("x", reduce="sum"),), (Out("y"),))
+    edge = Segment(0, 0, lambda common, x: (x,), (In("x"),), (Out("y", Collective.ALL_REDUCE),))
+    partial = Segment(0, 0, lambda common, x: (x,), (In("x", Collective.ALL_REDUCE),), (Out("y"),))
     for segments in ([edge], [partial]):
         with pytest.raises(AssertionError):
             fuse(segments)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..config import ModelConfig
-from ..segment import Common, In, Out, Segment, run_serial
+from ..segment import Collective, Common, In, Out, Segment, run_serial
 from ..tensor_parallel import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -44,16 +44,8 @@ class Unit(nn.Module):
 
     def segments(self) -> list[Segment]:
         """This unit's work in order; numbered, and without edges where the layers call their own collectives."""
-        edges = self.place.edges
-        return [
-            replace(
-                segment,
-                index=index,
-                ins=segment.ins if edges else tuple(replace(i, reduce="", regather=False) for i in segment.ins),
-                outs=segment.outs if edges else tuple(replace(o, reduce="") for o in segment.outs),
-            )
-            for index, segment in enumerate(self.chain())
-        ]
+        chain = [replace(segment, index=index) for index, segment in enumerate(self.chain())]
+        return chain if self.place.edges else [_without_edges(segment) for segment in chain]
 
     def chain(self) -> list[Segment]:
         """The segments of a unit that is split over ranks."""
@@ -76,6 +68,11 @@ class Unit(nn.Module):
 
     def _value(self, name: str) -> str:
         return f"{name}.{self.index}"
+
+
+def _without_edges(segment: Segment) -> Segment:
+    ins = tuple(replace(i, collective=Collective.NONE, regather=False) for i in segment.ins)
+    return replace(segment, ins=ins, outs=tuple(replace(o, collective=Collective.NONE) for o in segment.outs))
 
 
 class Embedding(Unit):
@@ -228,7 +225,9 @@ class Head(Unit):
             self._segment(
                 self._enter, [In(self.source)], [Out(normed, place.joins)], [self.norm], sharded=place.on_parts
             ),
-            self._segment(self._project, [In(normed, place.sums)], [Out(stats, "stack")], [self.output], sharded=True),
+            self._segment(
+                self._project, [In(normed, place.sums)], [Out(stats, Collective.STACK)], [self.output], sharded=True
+            ),
             self._segment(self._loss, [In(stats)], [Out("loss")]),
         ]
 

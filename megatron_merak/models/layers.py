@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..config import ModelConfig
+from ..segment import Collective
 from ..tensor_parallel import (
     ColumnParallelLinear,
     RngTracker,
@@ -51,14 +52,14 @@ class Placement:
         return self.sequence_parallel and self.tp > 1
 
     @property
-    def sums(self) -> str:
+    def sums(self) -> Collective:
         """What becomes of partial results: values that leave a parallel layer, gradients that leave its input."""
-        return "scatter" if self.on_parts else "sum"
+        return Collective.REDUCE_SCATTER if self.on_parts else Collective.ALL_REDUCE
 
     @property
-    def joins(self) -> str:
+    def joins(self) -> Collective:
         """What a value needs on its way into a parallel layer, and the gradient of one that comes out of it."""
-        return "gather" if self.on_parts else ""
+        return Collective.ALL_GATHER if self.on_parts else Collective.NONE
 
     def own_stream(self) -> AbstractContextManager[None]:
         """Random numbers of this rank's own where each has its part of the sequence, the shared ones elsewhere."""

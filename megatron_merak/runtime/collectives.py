@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..segment import Collective
 from ..tensor_parallel.sequence import gather_single, reduce_scatter_single, stacked, unstacked
 
 
@@ -61,26 +62,25 @@ def _scatter(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> 
     return out, reduce_scatter_single(out, parts.flatten(0, 1), group=group, async_op=True)
 
 
-_LAUNCHERS: dict[str, Callable[..., tuple[Tensor, Work]]] = {
-    "sum": _reduce,
-    "stack": _stack,
-    "gather": _gather,
-    "scatter": _scatter,
+_LAUNCHERS: dict[Collective, Callable[..., tuple[Tensor, Work]]] = {
+    Collective.ALL_REDUCE: _reduce,
+    Collective.REDUCE_SCATTER: _scatter,
+    Collective.ALL_GATHER: _gather,
+    Collective.STACK: _stack,
 }
 
 
-def launch(tensor: Tensor, kind: str, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
-    """Start the collective ``kind`` over ``group``; the result is valid once the work was waited for.
+def launch(tensor: Tensor, kind: Collective, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
+    """Start a collective over ``group``; the result is valid once the work was waited for.
 
-    'sum': of all ranks' tensors. 'stack': all ranks' [...] one behind the other, [n, ...]. 'gather': all ranks' parts
-    [b, s / n, ...] joined along the sequence. 'scatter': this rank's part of the sum of all ranks' [b, s, ...].
-    ``inplace``: a sum may overwrite ``tensor``; the others never do.
+    An all-reduce gives the shape of ``tensor``, STACK [n, ...], an all-gather of [b, s / n, ...] gives [b, s, ...], and
+    a reduce-scatter the other way round. ``inplace``: an all-reduce may overwrite ``tensor``; the others never do.
     """
     return _LAUNCHERS[kind](tensor, group, inplace)
 
 
-def own_gradient(grad: Tensor, kind: str, group: dist.ProcessGroup | None) -> Tensor:
+def own_gradient(grad: Tensor, kind: Collective, group: dist.ProcessGroup | None) -> Tensor:
     """The gradient of the tensor that a rank gave to the collective ``kind``, from that of the result, which all ranks
     read alike.
     """
-    return grad[dist.get_rank(group)] if kind == "stack" else grad
+    return grad[dist.get_rank(group)] if kind is Collective.STACK else grad

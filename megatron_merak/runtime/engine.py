@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..pipeline_parallel.ops import Kind
-from ..segment import Common, In, Segment
+from ..segment import Collective, Common, In, Segment
 from .collectives import Done, launch, own_gradient
 from .regather import Regather
 from .weights import Product, WeightGradients
@@ -241,8 +241,8 @@ class Engine:
             tensor = tensor.detach()
             if tape and out.value in self._regathered:
                 state.parts[out.value] = tensor
-            if out.reduce:
-                state.arriving(out.value, *self._launch(tensor, out.reduce, out.inplace))
+            if out.collective:
+                state.arriving(out.value, *self._launch(tensor, out.collective, out.inplace))
             else:
                 state.values[out.value] = tensor
 
@@ -257,11 +257,11 @@ class Engine:
             grad = state.take_grad(out.value)
             if edge is not None and grad is not None:
                 roots.append(edge)
-                grads.append(own_gradient(grad, out.reduce, self.group))
+                grads.append(own_gradient(grad, out.collective, self.group))
         products: list[Product] = []
         if roots:
             wanted = [edge for edge in entries if edge is not None]
-            later = hold or (self.overlap and any(i.reduce for i in segment.ins))
+            later = hold or (self.overlap and any(i.collective for i in segment.ins))
             self.weights.queue = products if later else None
             for regather in regathers:
                 regather.start(self._launch)
@@ -288,13 +288,13 @@ class Engine:
         for source, grad in zip(inputs, found, strict=True):
             if grad is None:
                 continue
-            if source.reduce:
+            if source.collective:
                 alone = storages.count(grad.untyped_storage().data_ptr()) == 1
-                state.arriving_grad(source.value, *self._launch(grad, source.reduce, alone))
+                state.arriving_grad(source.value, *self._launch(grad, source.collective, alone))
             else:
                 state.add_grad(source.value, grad)
 
-    def _launch(self, tensor: Tensor, kind: str, inplace: bool) -> tuple[Tensor, dist.Work]:
+    def _launch(self, tensor: Tensor, kind: Collective, inplace: bool) -> tuple[Tensor, dist.Work]:
         tensor, work = launch(tensor, kind, self.group, inplace)
         if not self.overlap:
             work.wait()
@@ -352,7 +352,7 @@ def _runs(steps: Iterator[Step] | Sequence[Step]) -> tuple[Run, ...]:
             grads.clear()
         runs[-1].append((kind, segment))
         if backward:
-            grads |= {i.value: None for i in segment.ins if i.reduce}
+            grads |= {i.value: None for i in segment.ins if i.collective}
         else:
-            values |= {o.value: None for o in segment.outs if o.reduce}
+            values |= {o.value: None for o in segment.outs if o.collective}
     return tuple(tuple(run) for run in runs if run)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..segment import Collective
 from .collectives import Work
 
-Launch = Callable[[Tensor, str, bool], tuple[Tensor, Work]]
+Launch = Callable[[Tensor, Collective, bool], tuple[Tensor, Work]]
 
 
 class Regather:
@@ -24,7 +25,7 @@ class Regather:
 
     def start(self, launch: Launch) -> None:
         """Start the all-gather; once, before the value is asked for."""
-        self._whole, self._work = launch(self.part, "gather", False)
+        self._whole, self._work = launch(self.part, Collective.ALL_GATHER, False)
 
     def __call__(self) -> Tensor:
         if self._work is not None:

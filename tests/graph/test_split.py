@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.ir.marks import copy_in, reduce_sum, stack
 from megatron_merak.graph.lowering.split import split
-from megatron_merak.segment import In, Out
+from megatron_merak.segment import Collective, In, Out
 from tests.graph.lockstep import NO_GRADIENT, part
 from tests.graph.sketch import Sketch
 from tests.graph.stages import Family, Stages, unequal, worst
@@ -135,8 +135,8 @@ def test_levels_alternate_and_marks_become_edges():
     parts = split(s.done(loss), range(1))
     assert [shape_of(p) for p in parts.parts] == [
         (0, False, (), (Out("a"),)),
-        (0, True, (In("a", reduce="sum"),), (Out("every", "stack"), Out("b"))),
-        (0, True, (In("every"), In("b")), (Out("total", "sum"),)),
+        (0, True, (In("a", Collective.ALL_REDUCE),), (Out("every", Collective.STACK), Out("b"))),
+        (0, True, (In("every"), In("b")), (Out("total", Collective.ALL_REDUCE),)),
         (0, False, (In("total"), In("a")), (Out("loss"),)),
     ]
     assert parts.results == ("loss",) and parts.sources == parts.targets == ()
@@ -164,8 +164,12 @@ def test_a_value_copied_into_several_segments_is_reduced_once():
     c = s.call(aten.add.Tensor, entered, again, unit=1, sharded=True)
     loss = s.call(reduce_sum, c, unit=1, name="d")
     parts = split(s.done(loss), range(2))
-    assert [p.ins for p in parts.parts] == [(), (In("a", "sum"),), (In("entered"), In("b", "sum"))]
-    assert parts.parts[1].outs == (Out("entered"), Out("b", "sum"))
+    assert [p.ins for p in parts.parts] == [
+        (),
+        (In("a", Collective.ALL_REDUCE),),
+        (In("entered"), In("b", Collective.ALL_REDUCE)),
+    ]
+    assert parts.parts[1].outs == (Out("entered"), Out("b", Collective.ALL_REDUCE))
 
 
 def test_crossing_values_include_those_that_pass_through_in_the_order_of_the_graph():

@@ -10,6 +10,7 @@ from megatron_merak.models.gpt import Prelude, build_unit
 from megatron_merak.models.layers import Placement
 from megatron_merak.plan import Grid
 from megatron_merak.planner.cost import gpt_units, unit_costs
+from megatron_merak.segment import Collective
 from tests.models.families import FAMILIES, LENGTH, batch
 
 SAMPLES = 2
@@ -30,11 +31,11 @@ class Rank:
 
 def collective(kind, tensor, size):
     """What a collective leaves on a rank if all ranks have the same: a tensor of the right shape and of its own."""
-    if kind == "gather":
+    if kind is Collective.ALL_GATHER:
         return torch.cat([tensor] * size, 1)
-    if kind == "stack":
+    if kind is Collective.STACK:
         return torch.stack([tensor] * size)
-    return tensor.chunk(size, 1)[1].clone() if kind == "scatter" else tensor.clone()
+    return tensor.chunk(size, 1)[1].clone() if kind is Collective.REDUCE_SCATTER else tensor.clone()
 
 
 def kept(unit, size):
@@ -46,7 +47,7 @@ def kept(unit, size):
     known = [values[unit.source], *unit.parameters(), *common.values()]
     outside, saved = {tensor.untyped_storage().data_ptr() for tensor in known}, {}
     hidden = SAMPLES * LENGTH * unit.config.hidden_size * 4
-    shares = {"": 0, "sum": 1, "gather": 0.5, "scatter": 0.5}  # of an all-reduce of the hidden state
+    shares = dict(zip(Collective, (0, 1, 0.5, 0.5), strict=False))  # of an all-reduce of the hidden state
     sent, parts, again = [0.0, 0.0], {}, 0
 
     def pack(tensor):
@@ -57,16 +58,18 @@ def kept(unit, size):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for segment in unit.segments():
             results = segment.fn(common, *[values[source.value] for source in segment.ins])
-            sent[1] += sum(shares[source.reduce] * hidden for source in segment.ins)
+            sent[1] += sum(shares[source.collective] * hidden for source in segment.ins)
             for source in (source for source in segment.ins if source.regather):
                 outside.add(values[source.value].untyped_storage().data_ptr())
                 again += parts[source.value].untyped_storage().nbytes()
-                sent[1] += shares["gather"] * hidden
+                sent[1] += shares[Collective.ALL_GATHER] * hidden
             for out, result in zip(segment.outs, results, strict=True):
                 if result.dim() == 3 and result.shape[-1] == unit.config.hidden_size:
-                    sent[0] += shares[out.reduce] * hidden
+                    sent[0] += shares[out.collective] * hidden
                 parts[out.value] = result = result.detach()
-                values[out.value] = collective(out.reduce, result, size).requires_grad_() if out.reduce else result
+                values[out.value] = (
+                    collective(out.collective, result, size).requires_grad_() if out.collective else result
+                )
                 values[out.value].requires_grad_()
     total = sum(storage.nbytes() for address, storage in saved.items() if address not in outside)
     return total + again, values.get(unit.target), tuple(sent)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.runtime.collectives import launch, own_gradient
+from megatron_merak.segment import Collective
 from tests.ranks import run_ranks
 
 
@@ -24,13 +25,21 @@ def every_kind(rank, n):
             kept = part.clone(), scaled.clone()
             total = x * (n * (n + 1) // 2)
             for kind, given, expected in (
-                ("gather", part, x),
-                ("gather", part.transpose(0, 2).contiguous().transpose(0, 2), x),
-                ("scatter", scaled, total[:, 2 * rank : 2 * rank + 2]),
-                ("scatter", scaled.transpose(0, 2).contiguous().transpose(0, 2), total[:, 2 * rank : 2 * rank + 2]),
-                ("sum", scaled, total),
-                ("stack", scaled, torch.stack([x * (r + 1) for r in range(n)])),
-                ("stack", scaled.transpose(0, 2), torch.stack([(x * (r + 1)).transpose(0, 2) for r in range(n)])),
+                (Collective.ALL_GATHER, part, x),
+                (Collective.ALL_GATHER, part.transpose(0, 2).contiguous().transpose(0, 2), x),
+                (Collective.REDUCE_SCATTER, scaled, total[:, 2 * rank : 2 * rank + 2]),
+                (
+                    Collective.REDUCE_SCATTER,
+                    scaled.transpose(0, 2).contiguous().transpose(0, 2),
+                    total[:, 2 * rank : 2 * rank + 2],
+                ),
+                (Collective.ALL_REDUCE, scaled, total),
+                (Collective.STACK, scaled, torch.stack([x * (r + 1) for r in range(n)])),
+                (
+                    Collective.STACK,
+                    scaled.transpose(0, 2),
+                    torch.stack([(x * (r + 1)).transpose(0, 2) for r in range(n)]),
+                ),
             ):
                 out, work = launch(given, kind, group, inplace=False)
                 work.wait()
@@ -42,7 +51,9 @@ def every_kind(rank, n):
 
 def several_at_once(rank, n):
     """Launched one after the other, awaited in another order: each result is its own."""
-    started = [launch(whole(2, 2) + rank + 1000 * i, "gather", dist.group.WORLD, inplace=True) for i in range(4)]
+    started = [
+        launch(whole(2, 2) + rank + 1000 * i, Collective.ALL_GATHER, dist.group.WORLD, inplace=True) for i in range(4)
+    ]
     for i in (2, 0, 3, 1):
         out, work = started[i]
         work.wait()
@@ -51,13 +62,16 @@ def several_at_once(rank, n):
 
 def uneven(rank, n):
     with pytest.raises(RuntimeError, match="don't multiply up to the size of dim 1 \\(3\\)"):
-        launch(torch.zeros(1, 3, 2), "scatter", dist.group.WORLD, inplace=True)
+        launch(torch.zeros(1, 3, 2), Collective.REDUCE_SCATTER, dist.group.WORLD, inplace=True)
 
 
 def gradients_of_what_was_given(rank, n):
     grad = torch.arange(2.0 * n).view(n, 2)
-    assert torch.equal(own_gradient(grad, "stack", dist.group.WORLD), grad[rank])
-    assert all(own_gradient(grad, kind, dist.group.WORLD) is grad for kind in ("", "sum", "gather", "scatter"))
+    assert torch.equal(own_gradient(grad, Collective.STACK, dist.group.WORLD), grad[rank])
+    assert all(
+        own_gradient(grad, kind, dist.group.WORLD) is grad
+        for kind in (Collective.NONE, Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    )
 
 
 def checks(rank, n):

@@ -12,7 +12,7 @@ from megatron_merak.models.gpt import Prelude, build_unit
 from megatron_merak.models.layers import Placement
 from megatron_merak.runtime.engine import Engine, State
 from megatron_merak.runtime.weights import Gradient, WeightGradients
-from megatron_merak.segment import Common, In, Out, Segment, fuse
+from megatron_merak.segment import Collective, Common, In, Out, Segment, fuse
 from megatron_merak.tensor_parallel import derive_seed
 from tests.models.families import FAMILIES, batch
 from tests.oplog import OpLog
@@ -253,7 +253,7 @@ def edges(rank, world_size):
     run(
         "sum",
         [
-            seg(0, lambda c, x: (2 * x,), (In("x"),), (Out("y", "sum", True),)),
+            seg(0, lambda c, x: (2 * x,), (In("x"),), (Out("y", Collective.ALL_REDUCE, True),)),
             seg(1, lambda c, y: (y * y,), (In("y"),), (Out("z"),)),
         ],
         {"x": x},
@@ -262,26 +262,50 @@ def edges(rank, world_size):
     run(
         "stack",
         [
-            seg(0, lambda c, x: (3 * x,), (In("x"),), (Out("y", "stack"),)),
+            seg(0, lambda c, x: (3 * x,), (In("x"),), (Out("y", Collective.STACK),)),
             seg(1, lambda c, y: (y[0] + y[1] * y[1],), (In("y"),), (Out("z"),)),
         ],
         {"x": x},
         {"z": one},
     )
     # A square root keeps its result for its backward: a reduction in place would spoil it.
-    run("kept", [seg(0, lambda c, x: (x.sqrt(),), (In("x"),), (Out("y", "sum"),))], {"x": 4 * one}, {"y": one})
-    run("partial", [seg(0, lambda c, x: (3 * x,), (In("x", reduce="sum"),), (Out("y"),))], {"x": x}, {"y": given})
+    run(
+        "kept",
+        [seg(0, lambda c, x: (x.sqrt(),), (In("x"),), (Out("y", Collective.ALL_REDUCE),))],
+        {"x": 4 * one},
+        {"y": one},
+    )
+    run(
+        "partial",
+        [seg(0, lambda c, x: (3 * x,), (In("x", Collective.ALL_REDUCE),), (Out("y"),))],
+        {"x": x},
+        {"y": given},
+    )
     # One gradient tensor for both inputs and the output: reduced in place it would be summed thrice.
     run(
         "alias",
-        [seg(0, lambda c, x, y: (x + y,), (In("x", reduce="sum"), In("y", reduce="sum")), (Out("z"),))],
+        [
+            seg(
+                0,
+                lambda c, x, y: (x + y,),
+                (In("x", Collective.ALL_REDUCE), In("y", Collective.ALL_REDUCE)),
+                (Out("z"),),
+            )
+        ],
         {"x": x, "y": x},
         {"z": given},
     )
     # Parts of one gradient, which the caller holds too.
     run(
         "views",
-        [seg(0, lambda c, x, y: (torch.cat((x, y)),), (In("x", reduce="sum"), In("y", reduce="sum")), (Out("z"),))],
+        [
+            seg(
+                0,
+                lambda c, x, y: (torch.cat((x, y)),),
+                (In("x", Collective.ALL_REDUCE), In("y", Collective.ALL_REDUCE)),
+                (Out("z"),),
+            )
+        ],
         {"x": x[:1], "y": x[1:]},
         {"z": given},
     )
@@ -292,7 +316,7 @@ def edges(rank, world_size):
         0,
         0,
         lambda c, x, y: (2 * (ops.linear(y, weight, None, sink) + x),),
-        (In("x", reduce="sum"), In("y")),
+        (In("x", Collective.ALL_REDUCE), In("y")),
         (Out("z"),),
         (weight,),
         sharded=True,
@@ -302,8 +326,8 @@ def edges(rank, world_size):
     run(
         "readers",
         [
-            seg(0, lambda c, x: (2 * x,), (In("x", reduce="sum"),), (Out("y"),)),
-            seg(1, lambda c, x: (3 * x,), (In("x", reduce="sum"),), (Out("z"),)),
+            seg(0, lambda c, x: (2 * x,), (In("x", Collective.ALL_REDUCE),), (Out("y"),)),
+            seg(1, lambda c, x: (3 * x,), (In("x", Collective.ALL_REDUCE),), (Out("z"),)),
             seg(2, lambda c, x: (5 * x,), (In("x"),), (Out("w"),)),
         ],
         {"x": x},

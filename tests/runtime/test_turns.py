@@ -7,9 +7,9 @@ from torch import nn
 from megatron_merak.runtime import engine as engine_module
 from megatron_merak.runtime.engine import Engine, Pass, State, execute
 from megatron_merak.runtime.weights import Gradient, WeightGradients
-from megatron_merak.segment import Common, In, Out, Segment
+from megatron_merak.segment import Collective, Common, In, Out, Segment
 
-CPU = torch.device("cpu")
+CPU, SUM = torch.device("cpu"), Collective.ALL_REDUCE
 UNITS = 4
 
 
@@ -61,7 +61,7 @@ def chain(log: Log, weights: list[nn.Parameter]) -> list[Segment]:
         names = [f"{name}{u}" for name in ("normed", "kept", "summed")]
         segments += [
             Segment(u, 0, enter(u), (In(f"h{u}"),), (Out(names[0]), Out(names[1]))),
-            Segment(u, 1, body(u, weight), (In(names[0], "sum"),), (Out(names[2], "sum"),), (weight,), sharded=True),
+            Segment(u, 1, body(u, weight), (In(names[0], SUM),), (Out(names[2], SUM),), (weight,), sharded=True),
             Segment(u, 2, leave, (In(names[2]), In(names[1])), (Out(f"h{u + 1}"),)),
         ]
     return segments

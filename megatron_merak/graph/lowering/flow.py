@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ...segment import Collective
 from ..ir.marks import copy_in, reduce_sum, stack
 from ..ir.nodes import mutation_deps, op_name, storages, writers
 from .rewrite import Rewritten
 
-REDUCTIONS = {reduce_sum: "sum", stack: "stack"}
+REDUCTIONS = {reduce_sum: Collective.ALL_REDUCE, stack: Collective.STACK}
 
 # Of a differentiable type, and yet no gradient passes.
 _NO_GRADIENT = ("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")

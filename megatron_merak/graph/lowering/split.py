@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ...ops import WeightGradientSink
-from ...segment import Common, Crossing, In, Out, Segment
+from ...segment import Collective, Common, Crossing, In, Out, Segment
 from ..capture.outputs import SAME
 from ..ir.marks import copy_in
 from ..ir.nodes import is_random, op_name
@@ -157,7 +157,7 @@ class _Splitter:
         for node in copies:
             source = node.args[0]
             grad = flow.differentiable[source]
-            ins.append(In(self._name(source), reduce="sum" if grad else "", grad=grad))
+            ins.append(In(self._name(source), collective=Collective.ALL_REDUCE if grad else Collective.NONE, grad=grad))
         outs, results = self._outs(nodes, inside)
         emitter = Emitter(flow, self.device, sink=True)
         groups = [(held[0].name, held) for held in parameters.values()]
