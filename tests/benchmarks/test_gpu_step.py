@@ -128,7 +128,7 @@ def test_a_row_is_measured_once_and_its_table_goes_into_a_page(tmp_path, capsys,
     found = json.loads(path.read_text())
     assert found["status"] == "measured" and len(found["seconds"]) == 1 and len(found["losses"]) == 4
     assert found["tokens_per_s"] == pytest.approx(64 / found["seconds"][0])
-    assert found["profile"]["class_ms"]["products"] > 0 and found["versions"]["torch"] == torch.__version__
+    assert found["profile"]["class_ms"]["products"] > 0 and torch.__version__.startswith(found["versions"]["torch"])
     monkeypatch.setattr(subprocess, "Popen", None)
     assert gpu_step.main([*out, "--only", "^7b native 1$"]) == 0  # nothing is run again
     assert gpu_step.main([*out, "--only", "^7b native (1|8)$", "--within", "5"]) == 0

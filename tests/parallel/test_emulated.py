@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron_merak.cluster import DEVICES, Cluster, Link
 from megatron_merak.parallel.clock import LogicalClock, WallClock
 from megatron_merak.parallel.emulated import register
+from megatron_merak.tensor_parallel.sequence import gather_single, reduce_scatter_single
 from tests.ranks import run_ranks
 
 # Two ranks in a node. In binary fractions of a second, so that sums of times are exact.
@@ -45,9 +46,9 @@ def calls(rank, group):
         "broadcast": call(dist.broadcast, given.clone(), src=first),
         "reduce": call(dist.reduce, given.clone(), dst=first),
         "all_gather": call(dist.all_gather, parts, given),
-        "all_gather_single": call(dist.all_gather_single, torch.empty(n * SIZE), given),
+        "all_gather_single": call(gather_single, torch.empty(n * SIZE), given),
         "reduce_scatter": call(dist.reduce_scatter, torch.empty(SIZE), [part.clone() for part in parts]),
-        "reduce_scatter_single": call(dist.reduce_scatter_single, torch.empty(SIZE), whole),
+        "reduce_scatter_single": call(reduce_scatter_single, torch.empty(SIZE), whole),
         "gather": rooted(dist.gather, given, collected, collected),
         "scatter": rooted(dist.scatter, received, [part.clone() for part in parts], received),
     }

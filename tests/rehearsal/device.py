@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -236,6 +237,8 @@ def _patches():
     yield mock.patch.object(FakeTensor, "data_ptr", _address)
     yield mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
     yield mock.patch.object(torch.UntypedStorage, "data_ptr", _data_ptr)
+    if hasattr(fake_tensor, "init_gpu_context"):  # where PyTorch was built with CUDA it asks for a driver
+        yield mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None)
     yield mock.patch.object(torch.cuda, "_lazy_init", lambda: None)
     yield mock.patch.object(torch.cuda, "current_device", lambda: DEVICE.index)
     yield mock.patch.object(torch.cuda, "default_generators", _Generators())
