@@ -239,6 +239,7 @@ def _patches():
     yield mock.patch.object(torch.UntypedStorage, "data_ptr", _data_ptr)
     if hasattr(fake_tensor, "init_gpu_context"):  # where PyTorch was built with CUDA it asks for a driver
         yield mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None)
+    yield mock.patch.object(torch.backends.cudnn, "version", lambda: None)
     yield mock.patch.object(torch.cuda, "_lazy_init", lambda: None)
     yield mock.patch.object(torch.cuda, "current_device", lambda: DEVICE.index)
     yield mock.patch.object(torch.cuda, "default_generators", _Generators())
