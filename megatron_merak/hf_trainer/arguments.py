@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..parallel.launch import World, adopt, launch
 from .plan_arguments import take_from_plan
 
+NEWER = frozenset(("activation_checkpointing", "activation_checkpointing_kwargs"))  # older releases lack these fields
 HONOURED = frozenset(
     """output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
     lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm

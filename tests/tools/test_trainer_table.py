@@ -2,6 +2,7 @@
 
 import inspect
 
+import pytest
 from transformers import Trainer, TrainingArguments
 
 from megatron_merak.hf_trainer import arguments as merak_arguments
@@ -10,9 +11,11 @@ from megatron_merak.hf_trainer.arguments import MerakArguments
 from tests.hf_trainer.stand_in import EagerTrainer, collate, tiny_llama
 from tools import trainer_table
 
+LACKING = merak_arguments.NEWER - TrainingArguments.__dataclass_fields__.keys()
 LATER = {"current_gradient_accumulation_steps", "optimizer_step"}  # of other releases of transformers 5
 
 
+@pytest.mark.skipif(bool(LACKING), reason="the document is of a newer release of transformers")
 def test_the_document_is_what_the_tool_writes():
     assert trainer_table.DOCUMENT.read_text() == trainer_table.document(), "run tools/trainer_table.py --write"
 
@@ -29,7 +32,7 @@ def test_every_refusal_has_its_own_reason():
 def test_the_tables_name_nothing_that_transformers_has_not():
     known = {*dir(Trainer), *trainer_table.attributes(Trainer), *inspect.signature(Trainer.__init__).parameters}
     assert {*overrides.REFUSED, *overrides.DIFFERENT} - known <= LATER
-    fields = {*TrainingArguments.__dataclass_fields__}
+    fields = {*TrainingArguments.__dataclass_fields__} | LACKING
     assert {*merak_arguments.REFUSED, *merak_arguments.HONOURED, *merak_arguments.DIFFERENT} <= fields
     assert not {*merak_arguments.REFUSED} & {*merak_arguments.HONOURED}
     assert not {*overrides.REFUSED} & {*overrides.DIFFERENT}
