@@ -32,7 +32,8 @@ def order(rank, world_size):
 
 def test_a_gradient_is_on_its_way_before_the_weight_gradients():
     forward = [SCATTER, *[GATHER, SCATTER] * 2, GATHER, GATHER]  # the last: statistics of the loss
-    # Two input gradients, their reduce-scatter, two weight gradients; then the gradient's parts are gathered.
-    body = ["mm", "mm", SCATTER, "addmm_", "addmm_", GATHER]
+    # The input is gathered again behind two input gradients; their reduce-scatter, two weight gradients; then the
+    # gradient's parts are gathered.
+    body = [GATHER, "mm", "mm", SCATTER, "addmm_", "addmm_", GATHER]
     backward = ["mm", SCATTER, "addmm_", GATHER, *body, *body, "add_rows_"]
     assert run_ranks(order, 2) == [(forward, backward, forward)] * 2
