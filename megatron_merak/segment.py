@@ -53,7 +53,7 @@ class In:
     """A value that a segment reads.
 
     ``collective``: of its gradient, after the backward. ``grad``: it takes part in differentiation. ``regather``: it
-    was all-gathered; linear layers that read it keep this rank's part for the backward, which gathers it again.
+    was all-gathered; linear layers that read it keep this rank's shard for the backward, which gathers it again.
     """
 
     value: str

@@ -96,7 +96,7 @@ def gpt_units(
     looked_up = 9 * tokens if tp > 1 else 0  # rows of the part of the table, and which tokens are in it
     learned = activation // parts if positions and tp > 1 else 0  # the tokens' gradients are masked then, so copied
     table = {"weight_bytes": activation + learned} | work["embedding"]
-    inner = _layer_work(model, tokens, bytes_per_value, tp, fused_dropout) | work["layer"]
+    inner = _layer_work(model, tokens, bytes_per_value, tp, fused_dropout, parts) | work["layer"]
     return (
         Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, activation // parts, tied, **table),
         *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
@@ -178,17 +178,17 @@ def _layer_saved_bytes(
 
 
 def _layer_work(
-    model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool
+    model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool, parts: int
 ) -> dict[str, int | tuple]:
-    """Inputs and output gradients of the four matrix products; the gradient of the widest value; attention's FLOPs; the
-    products' shapes."""
+    """Inputs and output gradients of the four matrix products; the gradient of the widest value, and what is gathered
+    of ``parts`` of the sequence for the time of a product; attention's FLOPs; the products' shapes."""
     hidden, (queries, keys, first, second) = model.hidden_size, _widths(model, tp)
-    scores = _attention_flops(model, tokens, tp)
+    scores, gathered = _attention_flops(model, tokens, tp), hidden if parts > 1 else 0
     sides = ((queries + 2 * keys, hidden), (hidden, queries), (first, hidden), (hidden, second))
     return {
         "products": tuple((tokens, leaving, entering) for leaving, entering in sides),
         "weight_bytes": tokens * (4 * hidden + 2 * queries + 2 * keys + first + second) * bytes_per_value,
-        "transient_bytes": tokens * max(hidden, queries + 2 * keys, first) * bytes_per_value,
+        "transient_bytes": tokens * (max(hidden, queries + 2 * keys, first) + gathered) * bytes_per_value,
         "attention_flops": scores,
         "more_flops": causal_more(scores, model.seq_length, fused_dropout, model.attention_dropout > 0),
     }

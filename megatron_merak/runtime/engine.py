@@ -50,14 +50,14 @@ class State:
     """Everything alive of one micro-batch, or of a half of it, on one stage.
 
     A value or gradient whose transfer is under way is in ``values`` (or ``pending``) with its work, awaited at first
-    use. ``parts``: this rank's of values that the backward gathers again, until their reader has run. ``queue``:
+    use. ``shards``: this rank's of values that the backward gathers again, until their reader has run. ``queue``:
     products whose weight gradients wait for a W.
     """
 
     def __init__(self, common: Common, training: bool):
         self.common, self.training = common, training
         self.values: dict[str, Tensor] = {}
-        self.parts: dict[str, Tensor] = {}
+        self.shards: dict[str, Tensor] = {}
         self.works: dict[str, dist.Work] = {}
         self.grads: dict[str, Tensor] = {}
         self.pending: dict[str, list[tuple[dist.Work, Tensor]]] = {}
@@ -99,7 +99,7 @@ class State:
         """What a finished micro-batch should not have left behind."""
         tapes = (f"tape of unit {s.unit}" for s in self.tape)
         queued = (f"weight gradients of unit {s.unit}" for s, _ in self.queue)
-        return [*self.works, *self.parts, *self.grads, *self.pending, *tapes, *queued]
+        return [*self.works, *self.shards, *self.grads, *self.pending, *tapes, *queued]
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +240,7 @@ class Engine:
                 continue
             tensor = tensor.detach()
             if tape and out.value in self._regathered:
-                state.parts[out.value] = tensor
+                state.shards[out.value] = tensor
             if out.collective:
                 state.arriving(out.value, *self._launch(tensor, out.collective, out.inplace))
             else:
@@ -248,7 +248,7 @@ class Engine:
 
     def _regathers(self, state: State, segment: Segment, values: Sequence[Tensor]) -> dict[Tensor, Regather]:
         pairs = zip(segment.ins, values, strict=True)
-        return {value: Regather(state.parts.pop(i.value)) for i, value in pairs if i.regather}
+        return {value: Regather(state.shards.pop(i.value)) for i, value in pairs if i.regather}
 
     def _backward(self, state: State, segment: Segment, hold: bool) -> None:
         entries, exits, regathers = state.tape.pop(segment)

@@ -76,14 +76,14 @@ class MeasuredExecutor(Executor):
                     yield from parts
 
     def _held(self) -> Iterator[Tensor]:
-        """Values that the states keep for recomputation, parts that are gathered again, and what waits for a W."""
+        """Values that the states keep for recomputation, shards that are gathered again, and what waits for a W."""
         for part in self._admitted():
             for name, value in part.state.values.items():
                 if name in part.runner.engine.kept:
                     yield value
             running = part.runner.engine.weights.getters.values()
             regathers = [*running, *(each for tape in part.state.tape.values() for each in tape.regathers)]
-            yield from (each.part for each in regathers)
+            yield from (each.shard for each in regathers)
             for _, products in part.state.queue:
                 for product in products:
                     yield from product.tensors
