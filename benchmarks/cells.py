@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from types import MappingProxyType
+
+from packaging.version import parse
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
@@ -57,7 +60,9 @@ class Cell:
 
     @property
     def peer(self) -> str | None:
-        return PEERS.get(self.schedule)
+        """torch's schedule; that of two stages per rank in a V sends from a rank to itself in torch 2.11, as gloo cannot."""
+        to_itself = self.schedule == "zb-v" and parse(version("torch")) < parse("2.13")
+        return None if to_itself else PEERS.get(self.schedule)
 
     def stage_times(self) -> tuple[float, float, float]:
         """Seconds of a stage's forward, of its backward, and of the weight gradient in that."""

@@ -61,6 +61,28 @@ def test_where_order_differs_fp64_is_exact(name):
     assert all((found[k] - g).abs().max() <= 1e-8 * g.abs().max() for k, g in expected.items())
 
 
+class Counts(nn.Module):
+    """Counts what it is given, as older mixture-of-experts losses count the tokens of each expert."""
+
+    def __init__(self, as_method=False):
+        super().__init__()
+        self.weight, self.as_method = nn.Parameter(torch.randn(4)), as_method
+
+    def forward(self, x):
+        counts = x.reshape(-1).bincount(minlength=4) if self.as_method else torch.bincount(x.reshape(-1), None, 4)
+        return {"loss": (self.weight * counts.float()).square().mean()}
+
+
+@pytest.mark.parametrize("as_method", [False, True])
+def test_counts_of_a_minimal_length_have_it(as_method):
+    model, batch = Counts(as_method), {"x": torch.tensor([[0, 2, 2], [1, 0, 0]])}
+    loss, expected = gradients(model, batch)
+    found_loss, found = captured_gradients(capture(model, batch), model, batch)
+    assert torch.equal(loss, found_loss) and torch.equal(found["weight"], expected["weight"])
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        captured_gradients(capture(model, batch), model, {"x": torch.tensor([[0, 2, 2], [1, 0, 4]])})
+
+
 def test_dropout_draws_the_models_numbers():
     captured = check_fidelity("gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     assert any("dropout" in str(node.target) for node in captured.module.graph.nodes)

@@ -122,7 +122,7 @@ def test_saved_bytes_are_what_real_segments_save(name):
 
 
 def test_flops_of_all_ranks_are_those_of_the_model():
-    graph = captured("llama")
+    graph = captured("gpt2")
     total = sum(map(flops, graph.module.graph.nodes))
     assert sum(unit.flops for unit in units_of(graph, 1)) == total
     assert sum(unit.flops for unit in units_of(graph, 2)) == total // 2

@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (_CAUSAL, {}),
     "gpt2": (_CAUSAL, {}),
     "bloom": (_CAUSAL, {}),
-    "gemma2": (_CAUSAL, {}),
+    "gemma2": (_CAUSAL, {"attn_implementation": "eager"}),  # what caps scores; older releases default to sdpa
     "qwen3": (_CAUSAL, {}),
     "mistral": (_CAUSAL, {}),
     "mixtral": (_CAUSAL, {}),

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from packaging.version import parse
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
@@ -69,7 +71,18 @@ def files(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def transformers_run(name: str, replicas: int, directory: str) -> dict[str, Any]:
     """HuggingFace's Trainer on one process, with as many micro-batches as all replicas have."""
-    return see(Trainer, TrainingArguments, name, directory, gradient_accumulation_steps=2 * replicas)
+    found = see(Trainer, TrainingArguments, name, directory, gradient_accumulation_steps=2 * replicas)
+    if CASES[name].resumes and parse(transformers.__version__) < parse("5.19"):
+        return averaged_over_its_own_steps(found)
+    return found
+
+
+def averaged_over_its_own_steps(found: dict[str, Any]) -> dict[str, Any]:
+    """transformers before 5.19 divides the losses of a resumed run by the steps of both: by 4, where it ran 2."""
+    steps, loss, *rest = found["output"]
+    for record in (*found["logs"], *found["state"]["log_history"], rest[-1]):
+        record.update({key: 2 * value for key, value in record.items() if key == "train_loss"})
+    return found | {"output": [steps, 2 * loss, *rest]}
 
 
 def merak_run(rank: int, world: int, name: str, directory: str, tp: int, pp: int, changes: dict) -> dict[str, Any]:

@@ -54,23 +54,22 @@ def test_native(case, rank, micro_batches):
     assert waits(found) == [STEP, *[TRAINER] * ends]
 
 
-CAPTURED = {
-    "llama": {"dtype": "bfloat16"},
-    "gpt2": {},
-    "mixtral": {},
-    "t5": {},
-    "bert": {},
-    "vit": {},
-}
+QUICK = ("llama", "gpt2", "mixtral", "t5", "bert", "vit")
+# transformers gives the grouped product of experts to torch in bf16 alone, and else reads on the host what it groups
+IN_BF16 = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "phimoe")
+
+
+def dtype_of(name):
+    return "bfloat16" if name in IN_BF16 else "float32"
 
 
 @pytest.mark.parametrize(
-    "name", [*CAPTURED, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in CAPTURED)]
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK)]
 )
 def test_captured(name):
     _, empty, batch = tiny(name)
     with mesh_of(Grid(), 0) as mesh:
-        found = rehearse(lambda: captured(empty(), batch, mesh, **CAPTURED.get(name, {})))
+        found = rehearse(lambda: captured(empty(), batch, mesh, dtype=dtype_of(name)))
     assert waits(found) == [STEP]
 
 
@@ -96,7 +95,7 @@ LAYOUTS = [
 def test_captured_on_a_layout(name, grid, rank, ways, changed):
     _, empty, batch = tiny(name, attention_dropout=0.1, attn_pdrop=0.1)
     with mesh_of(grid, rank) as mesh:
-        rehearse(lambda: captured(empty(), changed(batch), mesh, ways))
+        rehearse(lambda: captured(empty(), changed(batch), mesh, ways, dtype=dtype_of(name)))
 
 
 class Plant:

@@ -97,12 +97,11 @@ def build(
     own = dict(values)
     values |= {name: value for name, value in (given or {}).items() if not isinstance(value, Mapping)}
     subs = {}
-    for key, spec in (getattr(kind, "sub_configs_defaults", None) or {}).items():
-        sub_kind = sub_class(spec)
+    for key, (sub_kind, set_by_parent, optional) in parts(kind).items():
         wish = override.get(key, CONFIGS.get(getattr(sub_kind, "model_type", ""), {}))
-        if wish is None or sub_kind is None or (spec.optional and key not in override):
+        if wish is None or sub_kind is None or (optional and key not in override):
             continue
-        subs[key] = build(sub_kind, recipe, wish, spec.init_kwargs)
+        subs[key] = build(sub_kind, recipe, wish, set_by_parent)
     small = {name: tiny(name, value, "unset" in recipe) for name, value in values.items() if name not in subs}
     small = {name: value for name, value in small.items() if value is not own.get(name) and not frozen(kind, name)}
     if "own head size" in recipe:
@@ -119,6 +118,15 @@ def default(field: dataclasses.Field) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+
+
+def parts(kind: type[PreTrainedConfig]) -> dict[str, tuple[type[PreTrainedConfig] | None, Mapping[str, Any], bool]]:
+    """The class of each sub-configuration, what ``kind`` sets in it, and whether it may be missing."""
+    if not hasattr(kind, "sub_configs_defaults"):  # transformers before 5.20
+        subs = {key: sub for key, sub in kind.sub_configs.items() if getattr(sub, "model_type", "")}
+        return {key: (sub, {}, False) for key, sub in subs.items()}
+    specs = kind.sub_configs_defaults
+    return {key: (sub_class(spec), spec.init_kwargs, spec.optional) for key, spec in specs.items()}
 
 
 def sub_class(spec: Any) -> type[PreTrainedConfig] | None:

@@ -58,7 +58,7 @@ def native() -> Iterator[None]:
 
     A model that takes another branch for export to other runtimes takes that for training; one that also asks whether
     it is being compiled means the two together, and is left alone. Masks made by functions of positions are made by
-    broadcasting, as most are anyway, since a graph cannot hold ``vmap``.
+    broadcasting, as most are anyway, since a graph cannot hold ``vmap``. A count with ``minlength`` has that many bins.
     """
     from transformers import masking_utils
 
@@ -74,6 +74,8 @@ def native() -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(Distribution, "_validate_args", False))
         patches.enter_context(mock.patch.object(nn.Module, "_apply", _apply_if_it_changes(nn.Module._apply)))
+        patches.enter_context(mock.patch.object(torch, "bincount", _of_minlength_bins(torch.bincount)))
+        patches.enter_context(mock.patch.object(Tensor, "bincount", _of_minlength_bins(Tensor.bincount)))
         if hasattr(masking_utils, "_vmap_expansion_sdpa"):
             patches.enter_context(mock.patch.object(masking_utils, "_vmap_expansion_sdpa", broadcast))
         if hasattr(masking_utils, "TransformGetItemToIndex"):
@@ -94,6 +96,20 @@ def _apply_if_it_changes(apply: Callable[..., nn.Module]) -> Callable[..., nn.Mo
         return module if same else apply(module, fn, recurse)
 
     return applied
+
+
+def _of_minlength_bins(bincount: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """How many bins there are is then no value of a tensor. One beyond them is an error of the scatter, no wrong count.
+
+    Mixture-of-experts losses count the tokens of each expert this way, in releases of transformers before 5.23.
+    """
+
+    def counted(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        if weights is not None or not minlength:
+            return bincount(input, weights, minlength)
+        return input.new_zeros(minlength, dtype=torch.long).scatter_add(0, input.long(), torch.ones_like(input).long())
+
+    return counted
 
 
 @contextmanager
