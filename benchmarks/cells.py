@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def peer(self) -> str | None:
-        """torch's schedule; that of two stages per rank in a V sends from a rank to itself in torch 2.11, as gloo cannot."""
+        """torch's schedule; in torch 2.11 that of a V sends from a rank to itself, which gloo cannot."""
         to_itself = self.schedule == "zb-v" and parse(version("torch")) < parse("2.13")
         return None if to_itself else PEERS.get(self.schedule)
 

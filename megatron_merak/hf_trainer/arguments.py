@@ -31,8 +31,8 @@ HONOURED = frozenset(
     trackio_static_space_id hub_private_repo eval_strategy eval_steps eval_delay prediction_loss_only eval_on_start
     eval_do_concat_batches eval_accumulation_steps include_for_metrics save_only_model save_strategy save_steps
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu dataloader_drop_last
-    dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
+    restore_callback_states_from_checkpoint label_smoothing_factor full_determinism seed data_seed use_cpu
+    dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
     dataloader_multiprocessing_context remove_unused_columns label_names
     train_sampling_strategy length_column_name ddp_backend ddp_timeout do_train do_eval do_predict
     resume_from_checkpoint local_rank""".split()
@@ -47,7 +47,6 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "optim_args": ("AdamW takes none", "Use adam_beta1, adam_beta2 and adam_epsilon"),
         "optim_target_modules": ("every trainable parameter is optimised", "Freeze parameters by requires_grad"),
         "average_tokens_across_devices": ("the loss is always the mean over all tokens", "Leave it True"),
-        "label_smoothing_factor": ("the captured model computes its own loss", "Smooth inside the model, or use 0"),
         "fp16": ("there is no loss scaling", "Use bf16"),
         "fp16_full_eval": ("there is no fp16", "Use bf16"),
         "bf16_full_eval": ("evaluation runs in the precision of training", "Use bf16"),

@@ -12,7 +12,7 @@ from ..stages.captured import CapturedTrainer
 from ..stages.devices import cluster_of
 from ..stages.holdings import Decay
 from ..stages.precision import compute_dtype
-from ..stages.traced import Batch, Traced
+from ..stages.traced import Batch, OwnLoss, Traced
 from .arguments import PARALLEL_FIELDS, MerakArguments
 from .plan_arguments import plan_of_arguments
 
@@ -44,10 +44,12 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
     return others | {"plan": plan, "plan file": args.plan, "optimizer": optimizer}
 
 
-def build_engine(model: nn.Module, example: Batch, args: MerakArguments, mesh: Mesh, decay: Decay) -> CapturedTrainer:
+def build_engine(
+    model: nn.Module, example: Batch, args: MerakArguments, mesh: Mesh, decay: Decay, loss: OwnLoss | None = None
+) -> CapturedTrainer:
     """Capture the model, follow the plan of the arguments or make one, and fill this rank's part. Collective."""
     asked = wishes(args)
-    traced = Traced(model, example, compute_dtype(model, args.bf16), args.bf16, mesh)
+    traced = Traced(model, example, compute_dtype(model, args.bf16), args.bf16, mesh, loss)
     with together(mesh.control, "cpu"):
         stored = plan_of_arguments(args, traced.dtype, asked["plan"]["cluster"])
         blueprint = draw(traced, mesh.grid, **asked["plan"]) if stored is None else follow(traced, stored)

@@ -24,8 +24,8 @@ class Reason:
     instead: str
 
 
-LOSS = Reason("the captured model computes its own loss", "Put the loss into the model's forward")
-SHARES = Reason("whether the loss is a share of the step's is asked of the model", "Set model.accepts_loss_kwargs")
+LOSS = Reason("the loss is captured with the model, once", "Override compute_loss, and enter the context in it")
+SHARES = Reason("it follows from the model's loss_type", "Override compute_loss, and count the targets there")
 STEP = Reason("a step is a schedule of micro-batches over all stages", "Use callbacks, or the model's forward")
 OPTIMIZER = Reason(
     "parameters lie in flat buffers of their own AdamW",
@@ -51,8 +51,8 @@ COUNTS = Reason("operations are counted as 6 x tokens x parameters", "Count othe
 OTHER = Reason("it would never be called", "Use callbacks, or a method that docs/trainer.md lists")
 
 _GROUPS: tuple[tuple[Reason, str], ...] = (
-    (LOSS, "compute_loss compute_loss_func compute_loss_context_manager autocast_smart_context_manager label_smoother"),
-    (SHARES, "loss_is_scaled_for_ga model_accepts_loss_kwargs _loss_shifts_labels"),
+    (LOSS, "compute_loss_context_manager autocast_smart_context_manager"),
+    (SHARES, "_loss_shifts_labels"),
     (STEP, "training_step optimizer_step neftune_noise_alpha neftune_hook_handle current_gradient_accumulation_steps"),
     (
         OPTIMIZER,
@@ -107,6 +107,8 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "args": "`MerakArguments`; the same on every rank",
         "callbacks": "`on_substep_end` and `on_pre_optimizer_step` come when all gradients of the step are there; "
         "gradients are not in `p.grad`. What one rank's callback decides, all ranks do",
+        "compute_loss": "captured with the model: runs once for batches of a kind, and reads what stays as it is",
+        "compute_loss_func": "captured with the model, as `compute_loss` is",
         "compute_metrics": "runs on the first rank, which tells the others",
         "end": "leaves the job; the last call of a script, on every rank",
         "evaluate": "collective: called on every rank",
@@ -158,8 +160,8 @@ def refuse_inputs(model: object, model_init: object, given: dict[str, object], o
     """
     for name, value in given.items():
         if value is not None:
-            remedy = "Let the model compute its loss; AdamW is set by the arguments"
-            raise ConfigError(name, repr(value), "a captured model has its own loss and optimizer", remedy)
+            remedy = "AdamW is set by the arguments"
+            raise ConfigError(name, repr(value), "a captured model has its own optimizer", remedy)
     if tuple(optimizers) != (None, None):
         remedy = "Choose learning_rate, lr_scheduler_type and the adam_ arguments"
         raise ConfigError("optimizers", optimizers, "parameters lie in flat buffers of their own AdamW", remedy)

@@ -58,6 +58,7 @@ def check_model(trainer: Any, saves: bool = False) -> None:
         return
     group = trainer.mesh.control
     with together(group, "cpu"):
+        check_loss(trainer)
         change = _change(trainer, engine, saves)
         if change is not None:
             _refuse(trainer, engine, change)
@@ -82,9 +83,16 @@ def check_training(trainer: Any) -> None:
 
 def check_step(trainer: Any) -> None:
     """Before a step: what a callback wrote into weights that the model shares is trained on."""
+    check_loss(trainer)
     user_model = getattr(trainer.engine, "user_model", None)
     if user_model is not None and user_model.shared and user_model.touched():
         user_model.adopt()
+
+
+def check_loss(trainer: Any) -> None:
+    """Raises ConfigError where the loss that was captured is not the one that the trainer has now."""
+    if trainer.own_loss is not None:
+        trainer.own_loss.check()
 
 
 def lost_writes(trainer: Any) -> ConfigError | None:

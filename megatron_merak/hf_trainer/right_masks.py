@@ -24,11 +24,11 @@ Batch = Mapping[str, object]
 class RightMasks:
     """Leaves out the masks of training batches, and knows for which that was shown to be neutral.
 
-    ``settle`` is collective over all ranks.
+    refused: why every mask stays; "": none is known. ``settle`` is collective over all ranks.
     """
 
-    def __init__(self) -> None:
-        self.refused = ""  # why every mask stays
+    def __init__(self, refused: str = "") -> None:
+        self.refused = refused
         self._shown: dict[tuple[str, ...], float] = {}  # entries of a batch -> the largest share that was masked
 
     def propose(self, batches: Sequence[Batch], engine) -> tuple[list[Batch], int | None]:

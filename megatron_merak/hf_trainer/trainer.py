@@ -56,8 +56,11 @@ from .loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
 from .neutral import NeutralPadding
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
+from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, label_smoother
+from .padding import Padding
 from .predictions import Evaluation, EvaluationBatches
 from .recapture import check_model, check_step, check_training
+from .right_masks import RightMasks
 from .run_directory import RunDirectory, write_text
 from .trainer_face import TrainerFace
 
@@ -90,8 +93,7 @@ class MerakTrainer(TrainerFace):
         preprocess_logits_for_metrics: Callable | None = None,
     ):
         self.args = args = MerakArguments("tmp_trainer") if args is None else args
-        given = {"compute_loss_func": compute_loss_func, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
-        refuse_inputs(model, model_init, given, optimizers)
+        refuse_inputs(model, model_init, {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}, optimizers)
         refuse_overrides(type(self), MerakTrainer)
         self.mesh = self._build_mesh()
         logging.set_verbosity(args.get_process_log_level())
@@ -100,14 +102,18 @@ class MerakTrainer(TrainerFace):
         self.model = self._trained_model = self.call_model_init() if model is None else model
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = self._default_collator() if data_collator is None else data_collator
+        self.compute_loss_func = compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self._check()
         self._describe()
+        self.model_accepts_loss_kwargs = accepts_num_items(self.model)
+        self.label_smoother = label_smoother(self.model, args.label_smoothing_factor)
         self.callback_handler = self._callback_handler(callbacks or [])
         self.control, self.state = TrainerControl(), TrainerState()
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
         self.is_in_train, self.current_flos, self.first_tokens = False, 0, 0
         self._engine: CapturedTrainer | None = None
+        self.own_loss: LossOfTrainer | None = None
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
         if getattr(self.model, "config", None) is not None:
             self.model.config.use_cache = args.use_cache  # as transformers does, for the config that is saved
@@ -138,6 +144,8 @@ class MerakTrainer(TrainerFace):
                 check_directory("output_dir", args.output_dir, Path(args.output_dir))
         if not callable(self.data_collator):
             raise ConfigError("data_collator", self.data_collator, "it cannot be called", "Give a function")
+        if not (self.compute_loss_func is None or callable(self.compute_loss_func)):
+            raise ConfigError("compute_loss_func", self.compute_loss_func, "it cannot be called", "Give a function")
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise ConfigError("eval_strategy", args.eval_strategy.value, "there is no eval_dataset", "Give one")
         if args.save_strategy == "best" and args.metric_for_best_model is None:
@@ -164,10 +172,12 @@ class MerakTrainer(TrainerFace):
 
     def _describe(self) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        scripted = has_scripted_loss(self, MerakTrainer)
         self.facts = ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
-        padding = padding_of(self.model, self.facts, self.args, tokenizer)
+        padding = Padding(None) if scripted else padding_of(self.model, self.facts, self.args, tokenizer)
         neutral = NeutralPadding(padding, self.mesh)
-        self.feed = Feed(self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer)
+        masks = RightMasks("the loss of the script may see what stands at padding" if scripted else "")
+        self.feed = Feed(self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer, masks=masks)
 
     # The job
 
@@ -192,7 +202,7 @@ class MerakTrainer(TrainerFace):
     def _build(self, epoch: int) -> None:
         """Build the engine, for a run that begins with ``epoch``."""
         example = self.feed.example(self.train_dataset, self.eval_dataset, epoch)
-        (example,), *_ = self.feed.prepare([example], accepts_num_items(self.model))  # as it comes
+        (example,), *_ = self.feed.prepare([example], self.counts_items)  # as it comes
         self._engine = self.create_engine(example)
 
     def create_engine(self, example: Batch) -> CapturedTrainer:
@@ -200,7 +210,9 @@ class MerakTrainer(TrainerFace):
         began, name = time.time(), type(self.model).__name__
         decayed = frozenset(self.get_decay_parameter_names(self.model))
         self._built_by = wishes(self.args)
-        engine = build_engine(self.model, example, self.args, self.mesh, lambda name, shape: name in decayed)
+        self.own_loss = LossOfTrainer(self) if has_own_loss(self, MerakTrainer) else None
+        loss = None if self.own_loss is None else self.own_loss.own_loss()
+        engine = build_engine(self.model, example, self.args, self.mesh, lambda name, shape: name in decayed, loss)
         self._say(f"megatron_merak on {self.args.world}")
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
         for note in engine.notes:

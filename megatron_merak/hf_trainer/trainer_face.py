@@ -6,12 +6,13 @@ A subclass may override any of these methods, with ``Trainer``'s signatures; doc
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_pt_utils import (
+    LabelSmoother,
     get_learning_rates,
     get_num_trainable_parameters,
     get_optimizer_group,
@@ -23,9 +24,11 @@ from transformers.trainer_pt_utils import (
 from transformers.trainer_utils import number_of_arguments, speed_metrics
 
 from ..errors import ConfigError
+from ..parallel.mesh import Mesh
 from .feed import Feed
 from .model_facts import decayed_parameters
 from .overrides import OPTIMIZER, refuse_gradients
+from .own_loss import compute_loss
 from .parameter_groups import ParameterGroups
 from .rates import LearningRate, schedule
 from .recapture import Moments
@@ -68,6 +71,7 @@ class TrainerFace:
     get_learning_rates, get_optimizer_group = get_learning_rates, get_optimizer_group
     get_num_trainable_parameters = get_num_trainable_parameters
     data_collator, processing_class = _described("data_collator"), _described("processing_class")
+    compute_loss_func = _described("compute_loss_func")
 
     model = _model()
 
@@ -75,6 +79,10 @@ class TrainerFace:
     model_init: Callable[..., nn.Module] | None
     train_dataset: Dataset | None
     feed: Feed
+    mesh: Mesh
+    label_smoother: LabelSmoother | None
+    model_accepts_loss_kwargs: bool
+    loss_is_scaled_for_ga: bool | None = None
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
@@ -86,6 +94,23 @@ class TrainerFace:
 
     def _describe(self) -> None:
         raise NotImplementedError
+
+    # Loss
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether batches are given ``num_items_in_batch``, the targets of the whole step."""
+        return self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """The loss of a batch, or (loss, outputs). Captured with the model: it runs once, before the first step."""
+        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
     # Place among the ranks
 

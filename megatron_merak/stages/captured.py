@@ -166,14 +166,15 @@ class CapturedTrainer:
     def backward(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> Tensor:
         """The loss of ``gradients`` where the host need not wait for it: what ``update`` reads beside the norm.
 
-        With ``num_items_in_batch`` in the batches (and a model that takes it) losses of micro-batches are shares of
-        the step's loss and add up; else the step's loss is their mean. With ``weights``, it is their weighted sum.
+        With ``num_items_in_batch`` in the batches (and a model that takes it, or by what a loss of its own says) losses
+        of micro-batches are shares of the step's loss and add up; else that is their mean. With ``weights``, it is
+        their weighted sum.
         """
         if self.halves is None:
             self._try_halves(batches)
         self.parameters.start_step()
         executor = self.executor(len(batches), True)
-        executor.per_token = weights is not None or "num_items_in_batch" in batches[0]
+        executor.per_token = weights is not None or self.blueprint.traced.adds_up(batches[0])
         loss = executor.run([*map(self.blueprint.traced.prepared, batches)], self.iteration, weights=weights)
         self.parameters.finish_step()
         self.running.count(len(batches))

@@ -1,8 +1,8 @@
 """A model as its batches show it: the capture of the first one, and those of other shapes and cases that follow it."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..errors import PlanError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
+from ..graph.capture.outputs import LossFunction
 from ..graph.ir.nodes import attends_causally, is_op
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
@@ -54,23 +55,45 @@ def _masks_nothing(captured: Captured) -> bool:
     return looked_up and not captured.guards
 
 
+@dataclass(frozen=True)
+class OwnLoss:
+    """A loss that is captured with the model, in place of that of its forward.
+
+    compute: computes it, as of ``capture``. counts: it takes ``num_items_in_batch``, as an entry of the batch. adds_up:
+    losses of micro-batches are shares of the step's and add up; None: those that count its items do. missed: entries
+    that ``compute`` has looked for in batches without them.
+    """
+
+    compute: LossFunction
+    counts: bool
+    adds_up: bool | None
+    missed: Collection[str]
+
+
 class Traced:
     """A model, captured with its first batch.
 
     model: any module, with weights or without; it is not changed. example: the first micro-batch. dtype: of parameters
     and activations, but for the fp32 part of a bf16 model. autocast: a model that does not run with parts of different
     dtypes computes in ``dtype`` alone. mesh: the job's ranks, which must have been given the same model and captured
-    the same; None: nothing is compared. Collective over these ranks. Raises TraceError, ConfigError, PlanError.
+    the same; None: nothing is compared. loss: in place of the model's own. Collective over these ranks. Raises
+    TraceError, ConfigError, PlanError.
 
     ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
     length in tokens. ``is_causal``: without an attention mask no token looks at later ones.
     """
 
     def __init__(
-        self, model: nn.Module, example: Batch, dtype: str = "float32", autocast: bool = False, mesh: Mesh | None = None
+        self,
+        model: nn.Module,
+        example: Batch,
+        dtype: str = "float32",
+        autocast: bool = False,
+        mesh: Mesh | None = None,
+        loss: OwnLoss | None = None,
     ):
-        self.model, self.dtype = model, dtype
-        self.accepts_num_items = accepts_num_items(model)
+        self.model, self.dtype, self._loss = model, dtype, loss
+        self.accepts_num_items = accepts_num_items(model) if loss is None else loss.counts
         self._shared: dict[str, Tensor] = {}
         self._cast = cast_of(model, DTYPES[dtype])
         if mesh is not None:
@@ -103,7 +126,8 @@ class Traced:
             if len(bare) == len(example):
                 raise
             maskless = None
-        self.drops_full_mask = maskless is not None and _masks_nothing(maskless)
+        looked_for = self._loss is not None and MASK in self._loss.missed
+        self.drops_full_mask = maskless is not None and _masks_nothing(maskless) and not looked_for
         self.is_causal = self.drops_full_mask and attends_causally(maskless.module.graph)
         if len(self.prepared(example)) == len(bare):
             return maskless
@@ -113,10 +137,16 @@ class Traced:
         """The batch as it is captured and run."""
         return without_full_mask(batch) if self.drops_full_mask else batch
 
+    def adds_up(self, batch: Batch) -> bool:
+        """Whether losses of batches like this one are shares of their step's loss, which else is their mean."""
+        told = None if self._loss is None else self._loss.adds_up
+        return "num_items_in_batch" in batch if told is None else told
+
     def capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
         """The graph of a prepared batch. outputs: as of ``CapturedTrainer.evaluate``. Raises TraceError."""
+        compute = None if self._loss is None else self._loss.compute
         with unguarded(self.model):
-            captured = capture(self.model, batch, training=training, dtype=self._cast, outputs=outputs)
+            captured = capture(self.model, batch, training=training, dtype=self._cast, outputs=outputs, compute=compute)
         check_operands(captured)
         self._share(captured)
         return captured

@@ -9,6 +9,8 @@ import torch
 import transformers as hf
 from torch.utils.data import IterableDataset
 
+from tests.hf_trainer import losses
+
 WORDS, LENGTH = 64, 32
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "num_hidden_layers": 4}
 TEXT = SMALL | {"vocab_size": WORDS, "max_position_embeddings": LENGTH, "pad_token_id": 0}
@@ -31,6 +33,10 @@ def even(count: int, seed: int) -> Rows:
 
 def classified(count: int, seed: int) -> Rows:
     return [row | {"labels": row["input_ids"][0] % 3} for row in ragged(count, seed)]
+
+
+def weighted(count: int, seed: int) -> Rows:
+    return [row | {"weight": 0.5 + n % 3} for n, row in enumerate(ragged(count, seed))]
 
 
 def spans(count: int, seed: int) -> Rows:
@@ -86,7 +92,7 @@ def model(config: hf.PreTrainedConfig, kind: type[torch.nn.Module], frozen: str 
         torch.manual_seed(0)
         built = kind(copy.deepcopy(config))
         for name, parameter in built.named_parameters():
-            parameter.requires_grad = not (frozen and frozen in name)
+            parameter.requires_grad &= not (frozen and frozen in name)
         return built
 
     return build
@@ -107,6 +113,8 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     metrics: Callable | None = share_of_largest
     resumes: bool = False
+    loss: Callable | None = None  # compute_loss_func
+    derive: Callable[[type], type] = lambda kind: kind  # the script's own class of trainer
 
 
 LLAMA_MODEL = model(hf.LlamaConfig(**LLAMA), hf.LlamaForCausalLM)
@@ -133,6 +141,18 @@ CASES: dict[str, Case] = {
     "packed": Case(LLAMA_MODEL, collate=pack, metrics=None),
     "frozen": Case(model(hf.LlamaConfig(**LLAMA), hf.LlamaForCausalLM, "layers.1.")),
     "resumed": Case(LLAMA_MODEL, resumes=True),
+    "loss function": Case(LLAMA_MODEL, loss=losses.focal),
+    "label smoothing": Case(LLAMA_MODEL, changes={"label_smoothing_factor": 0.2}),
+    "class weights": Case(
+        model(hf.BertConfig(**BERT, num_labels=3), hf.BertForSequenceClassification),
+        classified,
+        derive=losses.derived(losses.by_class),
+    ),
+    "hidden states": Case(
+        LLAMA_MODEL, weighted, changes={"remove_unused_columns": False}, derive=losses.derived(losses.smooth_states)
+    ),
+    "two forwards": Case(LLAMA_MODEL, even, derive=losses.derived(losses.twice)),
+    "distilled": Case(model(hf.LlamaConfig(**LLAMA), losses.Pupil), even, derive=losses.derived(losses.distilled)),
     "logged": Case(
         LLAMA_MODEL,
         changes={

@@ -33,7 +33,8 @@ def see(kind: type, arguments: type, name: str, directory: str, **changes: Any) 
 
     def trainer() -> Any:
         data = case.data(*TRAINED), case.data(*EVALUATED)
-        return kind(case.build(), arguments(directory, **changes), case.collate, *data, compute_metrics=case.metrics)
+        given = {"compute_metrics": case.metrics, "compute_loss_func": case.loss}
+        return case.derive(kind)(case.build(), arguments(directory, **changes), case.collate, *data, **given)
 
     used = trainer()
     output = used.train()

@@ -37,7 +37,7 @@ def build(directory, kind=EagerTrainer, model=None, data=None, evaluation=None, 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"compute_loss_func": len}, "compute_loss_func"),
+        ({"compute_loss_func": 3}, "compute_loss_func 3: it cannot be called"),
         ({"optimizers": (None, 1)}, "optimizers"),
         ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "optimizer_cls_and_kwargs"),
         ({"model_init": tiny_llama, "model": tiny_llama()}, "exactly one of the two"),

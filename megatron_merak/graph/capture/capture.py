@@ -18,7 +18,7 @@ from megatron_merak.graph.capture.captured import Captured
 from megatron_merak.graph.capture.clean import clean, refuse_dynamic
 from megatron_merak.graph.capture.eager_module import ByValue, Islands, Unfit, around_error, keep_modules
 from megatron_merak.graph.capture.fast_trace import swift
-from megatron_merak.graph.capture.outputs import pick_outputs
+from megatron_merak.graph.capture.outputs import LossFunction, pick_outputs, take_entries
 from megatron_merak.graph.capture.python_state import Written
 from megatron_merak.graph.capture.unlift import unlift
 from megatron_merak.graph.capture.values import values_of_batch
@@ -48,6 +48,7 @@ def capture(
     training: bool = True,
     dtype: torch.dtype | None = None,
     outputs: Sequence[str] = ("loss",),
+    compute: LossFunction | None = None,
 ) -> Captured:
     """The forward of ``model`` for batches like ``batch``, as a graph of aten operations without memory.
 
@@ -56,15 +57,16 @@ def capture(
     ``training``: dropout and friends are on.
     ``dtype``: floating parameters are of that dtype (None: of their own). ``outputs``: which values of the model's
     output, "loss" being a tensor that is returned alone or first, "*" all others (see ``pick_outputs``).
+    ``compute``: computes the loss instead, of the model and the batch; it is traced with the model, and calls that.
 
     Raises TraceError, naming the model's line of code, if no attempt gives a graph that is right.
     """
     batch = {key: value for key, value in batch.items() if value is not None}
-    _check_batch(model, batch)
+    _check_batch(model, batch, compute is not None)
     islands, first, reasons = Islands(), None, {}
     while True:
         try:
-            captured = _capture(model, batch, training, dtype, outputs, islands)
+            captured = _capture(model, batch, training, dtype, outputs, compute, islands)
             return replace(captured, notes=captured.notes + islands.notes(reasons))
         except Unfit as error:
             islands = islands.without(error)
@@ -83,6 +85,7 @@ def _capture(
     training: bool,
     dtype: torch.dtype | None,
     outputs: Sequence[str],
+    compute: LossFunction | None,
     islands: Islands,
 ) -> Captured:
     """By the first attempt that succeeds, with ``islands`` kept as they are."""
@@ -92,7 +95,8 @@ def _capture(
         if chooses and not attempt.values:
             continue
         try:
-            program, seen, written = _trace(model, batch, attempt, training, dtype, outputs, islands)
+            how = (attempt, training, dtype, outputs, compute, islands)
+            program, seen, written = _trace(model, batch, *how)
         except TraceError:
             raise
         except Exception as failure:  # the exporter raises whatever the model's code and its own internals raise
@@ -102,8 +106,7 @@ def _capture(
             continue
 
         def trace(before: Written | None, tensors: bool) -> tuple[ExportedProgram, Written]:
-            how = (attempt, training, dtype, outputs, islands)  # noqa: B023  called within this turn
-            program, _, written = _trace(model, batch, *how, before, tensors)
+            program, _, written = _trace(model, batch, *how, before, tensors)  # noqa: B023  called within this turn
             return program, written
 
         python_state.refuse(model, written, trace, program)
@@ -118,7 +121,7 @@ def _capture(
             continue
         _refuse_unseen(model, seen)
         captured = clean(raw, seen.outputs, str(attempt))
-        notes = function_notes(seen) + _notes(model, batch, captured, attempt)
+        notes = function_notes(seen) + _notes(model, batch, captured, attempt, compute is not None)
         return replace(captured, notes=captured.notes + notes)
     raise chooses or _failure(model, error)
 
@@ -149,6 +152,7 @@ def _trace(
     training: bool,
     dtype: torch.dtype | None,
     outputs: Sequence[str],
+    compute: LossFunction | None,
     islands: Islands,
     before: Written | None = None,
     tensors: bool = False,
@@ -158,10 +162,12 @@ def _trace(
         fake = twin.make_twin(model, training, dtype, copy_buffers=attempt.values)
         if attempt.attention:
             fake.set_attn_implementation(attempt.attention)  # type: ignore[operator]
-        told = pick_outputs(fake, outputs)
+        told = pick_outputs(fake, outputs, compute)
     else:
         fake, told = before.replay(), []
-    if "use_cache" in twin.forward_parameters(fake)[0]:
+    if compute is not None:
+        take_entries(fake, tuple(batch))
+    elif "use_cache" in twin.forward_parameters(fake)[0]:
         batch = {"use_cache": False, **batch}
     written = Written(fake) if attempt.strict else python_state.record(fake)
     if tensors:
@@ -189,10 +195,11 @@ def _trace(
     return program, seen, written
 
 
-def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
+def _check_batch(model: nn.Module, batch: Mapping[str, Any], computed: bool) -> None:
+    """computed: by a loss function, which may read other entries, and give others to the model's forward."""
     named, open_ended = twin.forward_parameters(model)
     for key, value in batch.items():
-        if key not in named and not open_ended:
+        if key not in named and not open_ended and not computed:
             near = difflib.get_close_matches(key, named, 1)
             reason = f"the forward of {type(model).__name__} does not take it"
             raise TraceError("batch entry", key, reason, f"Did you mean {near[0]}" if near else "Leave it out")
@@ -200,7 +207,7 @@ def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
             reason = "it holds several tensors, and a graph takes one tensor per entry"
             raise TraceError("batch entry", key, reason, "Pass them as separate arguments of the forward")
     missing = [k for k, p in named.items() if p.default is p.empty and k not in batch]
-    if missing:
+    if missing and not computed:
         reason = f"the forward of {type(model).__name__} needs it"
         raise TraceError("batch entry", missing[0], reason, "Add it to the batch")
 
@@ -222,13 +229,15 @@ def _refuse_unseen(model: nn.Module, seen: Seen) -> None:
         raise TraceError("model", name, reason, remedy)
 
 
-def _notes(model: nn.Module, batch: Mapping[str, Any], captured: Captured, attempt: Attempt) -> tuple[str, ...]:
+def _notes(
+    model: nn.Module, batch: Mapping[str, Any], captured: Captured, attempt: Attempt, computed: bool
+) -> tuple[str, ...]:
     notes = []
     named, _ = twin.forward_parameters(model)
     for node in captured.module.graph.find_nodes(op="placeholder"):
         if node.users:
             continue
-        if node.target not in named and node.target != "num_items_in_batch":
+        if node.target not in named and node.target != "num_items_in_batch" and not computed:
             near = difflib.get_close_matches(node.target, named, 1)
             reason = f"the forward of {type(model).__name__} takes any keyword but does not read this one"
             raise TraceError("batch entry", node.target, reason, f"Did you mean {near[0]}" if near else "Leave it out")

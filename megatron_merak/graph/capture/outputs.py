@@ -6,8 +6,9 @@ logits|hidden_states.2, hidden_states.0, hidden_states.1, vision.pooled
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 
@@ -15,23 +16,36 @@ from megatron_merak.errors import TraceError
 
 EVERY, NOT, SAME = "*", "!", "|"
 
+# (model, batch) -> (loss, outputs of the model): computes the loss of a batch in place of the model's forward.
+LossFunction = Callable[[nn.Module, dict[str, Any]], tuple[Any, Any]]
 
-def pick_outputs(twin: nn.Module, names: Sequence[str]) -> list[str]:
+
+def pick_outputs(twin: nn.Module, names: Sequence[str], compute: LossFunction | None = None) -> list[str]:
     """Let the twin's forward return a tuple of tensors, the outputs ``names``; returns what these are called, a list
     that is filled when it has run.
 
-    "loss" is the tensor that is returned alone or first, "*" all outputs but it, and those that "!name" names. Tensors
-    in tuples and dictionaries are called after their place; one that is several outputs has all their names.
+    "loss" is the tensor that is returned alone or first, or the one that ``compute`` returns, "*" all outputs but it,
+    and those that "!name" names. Tensors in tuples and dictionaries are called after their place; one that is several
+    outputs has all their names.
     """
     forward, told = twin.forward, []
     remedy = "Put what it computes the loss from (labels) into the batch"
     if "return_loss" in inspect.signature(forward).parameters:
         remedy = "Put return_loss=True into the batch"
 
+    def outputs_of(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        model = type(twin).__name__
+        if compute is None or "loss" not in names:
+            return _named(model, forward(*args, **kwargs), names)
+        with mock.patch.object(twin, "forward", forward):
+            loss, outputs = compute(twin, kwargs)
+        found = {} if outputs is None else _named(model, outputs, ("loss", EVERY))
+        return {"loss": loss} | {name: value for name, value in found.items() if name != "loss"}
+
     @functools.wraps(forward)
     def picked(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         model = type(twin).__name__
-        found = _named(model, forward(*args, **kwargs), names)
+        found = outputs_of(*args, **kwargs)
         _check(model, found, names, remedy)
         by_tensor: dict[int, tuple[Tensor, list[str]]] = {}
         for name, tensor in _chosen(model, found, names):
@@ -43,6 +57,12 @@ def pick_outputs(twin: nn.Module, names: Sequence[str]) -> list[str]:
 
     twin.forward = picked  # type: ignore[method-assign]
     return told
+
+
+def take_entries(twin: nn.Module, entries: Sequence[str]) -> None:
+    """Let the twin's forward take these entries of a batch, whatever the model's own takes."""
+    kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in entries]
+    twin.forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
 
 
 def nested(outputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,187 @@
+"""Losses of a script: what a captured one could not repeat is refused by name. That the rest gives what it gives in
+transformers is shown side by side."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from megatron_merak.errors import ConfigError, TraceError
+from megatron_merak.hf_trainer import own_loss
+from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
+from tests.hf_trainer.cases import CASES, even, pad
+from tests.hf_trainer.losses import Regressor, derived, focal
+from tests.hf_trainer.stand_in import tiny_llama
+
+RUN = {"use_cpu": True, "max_steps": 3, "per_device_train_batch_size": 2, "disable_tqdm": True, "report_to": "none"}
+RUN |= {"save_strategy": "no", "logging_steps": 1, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4, "seed": 3}
+
+
+def build(directory, kind=MerakTrainer, compute=None, model=None, callbacks=(), function=None, collate=pad, **changes):
+    arguments = TrainingArguments if kind is Trainer else MerakArguments
+    kind = kind if compute is None else derived(compute)(kind)
+    model = tiny_llama() if model is None else model
+    given = {"compute_loss_func": function, "callbacks": list(callbacks)}
+    return kind(model, arguments(str(directory), **RUN, **changes), collate, even(16, 1), even(4, 2), **given)
+
+
+def curve(trainer):
+    trainer.train()
+    return [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def own(outputs):
+    return outputs.loss * 2
+
+
+def reads_state(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    return own(model(**inputs)) * trainer.state.global_step
+
+
+def logs(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    loss = own(model(**inputs))
+    trainer.log({"twice": loss.detach()})
+    return loss
+
+
+def counts(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    trainer.calls = getattr(trainer, "calls", 0) + 1
+    return own(model(**inputs))
+
+
+def collects(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    loss = own(model(**inputs))
+    LOSSES.append(loss.detach())
+    return loss
+
+
+def branches(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    loss = own(model(**inputs))
+    return loss if loss > 1 else loss * 2
+
+
+def another_model(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    return own(model(**inputs)) + OTHER(input_ids=inputs["input_ids"]).logits.mean()
+
+
+def per_token(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    return model(**inputs).logits.mean(-1)
+
+
+def a_number(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    return 1.0
+
+
+def without_items(trainer, model, inputs, return_outputs=False):
+    return own(model(**inputs))
+
+
+LOSSES, OTHER = [], tiny_llama()
+REFUSED = {
+    reads_state: r"Own.compute_loss \(trainer.state\): it reads or calls trainer.state.*entry that the loss reads",
+    logs: r"trainer.(callback_handler|log)\): it reads or calls",
+    counts: r"\(trainer.calls\): it changes trainer.calls",
+    collects: r"\(LOSSES\): it changes LOSSES",
+    branches: r"test_own_loss.py:\d+ in branches: return loss if loss > 1",
+    another_model: r"\(LlamaForCausalLM\): the loss calls it, and only trainer.model is captured.*model.teacher",
+    per_token: r"its loss has the shape \(2, 8\)",
+    a_number: r"it returned a float. Return a tensor",
+    without_items: r"unexpected keyword argument 'num_items_in_batch'",
+}
+
+
+@pytest.mark.parametrize("compute", REFUSED, ids=lambda compute: compute.__name__)
+def test_a_loss_that_could_not_be_repeated_is_refused(tmp_path, compute):
+    with pytest.raises(TraceError, match=REFUSED[compute]):
+        build(tmp_path, compute=compute).train()
+
+
+def weighed(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    outputs = model(**inputs)
+    loss = outputs.loss * trainer.share + FACTORS["loss"]
+    return (loss, outputs) if return_outputs else loss
+
+
+FACTORS = {"loss": 0.0}
+
+
+class Changes(TrainerCallback):
+    """Changes something after the first step."""
+
+    def __init__(self, change):
+        self.change, self.trainer = change, None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.change(self.trainer)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda trainer: setattr(trainer, "share", 0.5),
+            r"\(trainer.share\): it has changed since",
+        ),
+        (lambda trainer: FACTORS.update(loss=FACTORS["loss"] + 1), r"\(FACTORS\): it has changed"),
+        (lambda trainer: setattr(trainer, "compute_loss_func", focal), r"\(compute_loss_func\): it has changed"),
+        (lambda trainer: setattr(trainer, "unread", 5), None),
+    ],
+)
+def test_what_a_captured_loss_has_read_stays(tmp_path, change, told):
+    trainer = build(tmp_path, compute=weighed, callbacks=[Changes(change)])
+    trainer.callback_handler.callbacks[-2].trainer = trainer
+    trainer.share = 2.0
+    if told is None:
+        trainer.train()
+        return
+    with pytest.raises(ConfigError, match=told):
+        trainer.train()
+
+
+def test_every_attribute_of_a_trainer_is_known_to_stay_or_to_change(tmp_path):
+    trainer = build(tmp_path)
+    trainer.train()
+    assert vars(trainer).keys() <= own_loss.STAYS | own_loss.CHANGES
+
+
+def hidden_from_masks(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """Without a mask another loss: so a mask that masks nothing is not left out."""
+    outputs = model(**inputs)
+    loss = outputs.loss if inputs.get("attention_mask") is not None else outputs.loss * 3
+    return (loss, outputs) if return_outputs else loss
+
+
+def mean_of_micro_batches(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    logits = model(input_ids=inputs["input_ids"])["logits"]
+    return F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+
+SAME = {
+    "a mask that is looked for": {"compute": hidden_from_masks},
+    "a plain module": {"model": Regressor, "function": focal, "label_names": ["labels"], "collate": None},
+    "means": {"model": Regressor, "compute": mean_of_micro_batches, "label_names": ["labels"], "collate": None},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_script_gives_what_it_gives_in_transformers(tmp_path, name):
+    curves = []
+    for kind in (Trainer, MerakTrainer):
+        given = dict(SAME[name])
+        torch.manual_seed(0)
+        model = given.pop("model", tiny_llama)()
+        assert isinstance(model, nn.Module)
+        curves.append(curve(build(tmp_path, kind, model=model, **given)))
+    torch.testing.assert_close(torch.tensor(curves[1]), torch.tensor(curves[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_loss_is_scaled_for_ga_says_how_micro_batches_add_up(tmp_path):
+    """As a mean, the loss of two micro-batches is half of what it is as a sum."""
+    found = {}
+    for scaled in (False, True, None):
+        trainer = build(tmp_path, compute=CASES["two forwards"].derive.__closure__[0].cell_contents)
+        trainer.loss_is_scaled_for_ga = scaled
+        found[scaled] = curve(trainer)[0][0]
+    assert found[True] == found[None] == pytest.approx(2 * found[False], rel=1e-6)
