@@ -23,7 +23,7 @@ from megatron_merak.errors import CheckpointError
 from megatron_merak.graph.capture.empty import is_fake
 from megatron_merak.planner.tables import family
 
-__all__ = ["HFSource", "ModuleSource", "Source", "fill", "from_pretrained", "give", "save_hf"]
+__all__ = ["HFSource", "ModuleSource", "Source", "fill", "from_pretrained", "give", "save_hf", "source_of"]
 
 _NAMED = 5  # tensors named in one message
 _COMPARED = 1 << 24  # elements of two tied tensors compared at once
@@ -147,6 +147,48 @@ class ModuleSource(Source):
         if dim is None:
             return tensor
         return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in intervals], dim)
+
+
+class JoinedSource(Source):
+    """The sources of a model and of parts of it, under the names that their tensors have in the model.
+
+    sources: by the path of the part, "" for the model itself. What a part was loaded from goes before the model's own.
+    """
+
+    def __init__(self, sources: Mapping[str, Source]):
+        found = {f"{path}." * bool(path) + name: (s, name) for path, s in sources.items() for name in s.names()}
+        self._found, self._sources = found, list(sources.values())
+
+    def names(self) -> list[str]:
+        return list(self._found)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        source, inner = self._found[name]
+        return source.shape(inner)
+
+    def dtype(self, name: str) -> torch.dtype:
+        source, inner = self._found[name]
+        return source.dtype(inner)
+
+    def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
+        source, inner = self._found[name]
+        return source.read(inner, dim, intervals)
+
+    def place(self, name: str) -> tuple:
+        source, inner = self._found[name]
+        return source.place(inner)
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+
+def source_of(model: nn.Module) -> Source | None:
+    """Where the weights of a model of `from_pretrained`, and of such parts of it, are read from; None: nowhere."""
+    own: Source | None = getattr(model, "merak_source", None)
+    held = {path: vars(part).get("merak_source") for path, part in model.named_modules() if path}
+    parts = {path: source for path, source in held.items() if source is not None and source is not own}
+    return JoinedSource(({} if own is None else {"": own}) | parts) if parts else own
 
 
 def fill(shards: Iterable[Shard], source: Source) -> None:

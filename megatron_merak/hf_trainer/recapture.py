@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.hf import source_of
 from ..errors import ConfigError
 from ..parallel.agree import gather_json, together
 from ..stages.captured import CapturedTrainer
@@ -129,7 +130,7 @@ def _refuse(trainer: Any, engine: CapturedTrainer, change: Change) -> None:
         reason = f"it was {_short(change.was)} when the model was captured, and the trained weights are divided"
         raise ConfigError(change.what, now, f"{reason} over {engine.mesh.grid.size} ranks", _DIVIDED)
     edited = held.edited()
-    if edited is not None and getattr(trainer.model, "merak_source", None) is not None:
+    if edited is not None and source_of(trainer.model) is not None:
         reason = "it was written after the trainer took its weights from the model's directory"
         raise ConfigError(f"model.{edited}", now, reason, _ANEW)
 
@@ -154,15 +155,14 @@ def _capture_anew(trainer: Any, engine: CapturedTrainer) -> None:
 @contextmanager
 def _in_memory(model: nn.Module, held: bool) -> Iterator[None]:
     """Inside, the weights of ``model`` are those it holds, whatever directory it came from."""
-    source = getattr(model, "merak_source", None)
-    if not held or source is None:
-        yield
-        return
-    model.merak_source = None  # type: ignore[assignment]
+    loaded = {part: vars(part)["merak_source"] for part in model.modules() if "merak_source" in vars(part)}
+    for part in loaded if held else ():
+        part.merak_source = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        model.merak_source = source
+        for part, source in loaded.items():
+            part.merak_source = source
 
 
 def _short(told: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.hf import ModuleSource, Source, fill
+from ..checkpoint.hf import ModuleSource, Source, fill, source_of
 from ..checkpoint.store import Shard
 from ..parallel.agree import broadcast_json, together
 from ..parallel.buffers import BufferEntry, ParameterBuffer
@@ -172,7 +172,7 @@ class Holdings:
         Collective over all ranks: what fails on one raises its MerakError on every rank.
         """
         model = self.model
-        directory: Source | None = getattr(model, "merak_source", None)
+        directory = source_of(model)
         stored = {} if directory is None else self._stored(directory)
         in_memory = {*broadcast_json(ModuleSource(model).names(), self.mesh.control, "cpu")} - stored.keys()
         shards = list(self.exported())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
-from ..checkpoint.hf import Source
+from ..checkpoint.hf import Source, source_of
 from ..checkpoint.hf_names import aliases
 from ..errors import ConfigError
 from ..graph.capture.captured import Captured
@@ -68,7 +68,7 @@ def _facts(model: nn.Module) -> dict[str, str]:
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         facts |= {f"config.{k}": _told(v) for k, v in sorted(config.to_dict().items()) if k not in _ASIDE}
-    source = getattr(model, "merak_source", None)
+    source = source_of(model)
     facts["where the weights come from"] = "the model" if source is None else "a directory that every rank reads"
     for name in () if source is None else source.names():
         facts[f"stored tensor {name}"] = f"{source.shape(name)}, {source.dtype(name)}"

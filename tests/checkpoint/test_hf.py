@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_merak.checkpoint import hf_files
-from megatron_merak.checkpoint.hf import HFSource, ModuleSource, fill, from_pretrained, save_hf
+from megatron_merak.checkpoint.hf import HFSource, ModuleSource, fill, from_pretrained, save_hf, source_of
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.graph.capture.empty import init_empty_weights
@@ -110,6 +110,21 @@ def test_a_bare_model_finds_its_weights_in_a_headed_one_and_back(llama, tmp_path
     assert torch.equal(headed.merak_source.read("model.norm.weight"), model.model.norm.weight)
     with pytest.raises(CheckpointError, match=r"1 tensors of Llama\w+ are missing: score.weight.*allow_missing"):
         from_pretrained(tmp_path, auto_class=AutoModelForSequenceClassification)
+
+
+def test_a_part_of_a_model_brings_its_own_weights(llama):
+    """A teacher inside a pupil: both, or one of the two, come from a directory."""
+    model, directory = llama
+    for pupil in (from_pretrained(directory), build("gpt2")):
+        pupil.teacher = from_pretrained(directory)
+        source = source_of(pupil)
+        own = {*pupil.merak_source.names()} if hasattr(pupil, "merak_source") else set()
+        assert {*source.names()} == own | {f"teacher.{name}" for name in pupil.teacher.merak_source.names()}
+        for name, wanted in model.named_parameters():
+            assert torch.equal(source.read(f"teacher.{name}"), wanted)
+            assert source.shape(f"teacher.{name}") == tuple(wanted.shape)
+            assert not own or torch.equal(source.read(name), wanted)
+    assert source_of(build("gpt2")) is None and source_of(pupil.teacher) is pupil.teacher.merak_source
 
 
 def test_tied_tensors(tmp_path):

@@ -48,12 +48,14 @@ def twice(trainer, model, inputs, return_outputs=False, num_items_in_batch=None)
 
 
 def distilled(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """The model's loss, and its distance from a frozen part of the model that is a model itself."""
+    """The model's loss, and in training its distance from a frozen part of the model that is a model itself."""
     outputs = model(**inputs)
-    with torch.no_grad():
-        wanted = model.teacher(input_ids=inputs["input_ids"]).logits
-    pair = (F.log_softmax(each.float() / 2, -1).flatten(0, 1) for each in (outputs.logits, wanted))
-    loss = outputs.loss + F.kl_div(*pair, log_target=True, reduction="batchmean")
+    loss = outputs.loss
+    if model.training:
+        with torch.no_grad():
+            wanted = model.teacher(input_ids=inputs["input_ids"]).logits
+        pair = (F.log_softmax(each.float() / 2, -1).flatten(0, 1) for each in (outputs.logits, wanted))
+        loss = loss + F.kl_div(*pair, log_target=True, reduction="batchmean")
     return (loss, outputs) if return_outputs else loss
 
 

@@ -14,8 +14,7 @@ CHOSEN = {
     *(("causal", layout) for layout in ("one", "pp2", "tp2")),
     *(("classes", "dp2"), ("t5", "pp2"), ("mixtral", "tp2"), ("stream", "pp2")),
     *((name, "one") for name in ("tied", "masked", "packed", "frozen", "resumed", "logged")),
-    *(("loss function", "tp2"), ("label smoothing", "dp2"), ("class weights", "one"), ("hidden states", "pp2")),
-    *(("two forwards", "pp2"), ("distilled", "pp2")),
+    *(("loss function", "tp2"), ("label smoothing", "dp2"), ("hidden states", "pp2"), ("distilled", "pp2")),
 }
 WAYS = [("pp2", {"pipeline_schedule": name}) for name in SCHEDULES] + [
     ("tp2", {"tp_comm_overlap": name}) for name in OVERLAPS

@@ -125,7 +125,7 @@ def _chain(line: Line, cuts: Sequence[int]) -> Chain:
 def align(chain: Chain, reference: Chain) -> Chain:
     """``chain``, of another capture of the same model (another shape, evaluation), cut as ``reference`` is: unit k of
     both has the same name and reads the same parameters, or fewer of them where this capture does without (what only
-    training uses). Raises PlanError where that is impossible."""
+    training uses); one of which it reads none is empty. Raises PlanError where that is impossible."""
     line = Line(_graph(chain), chain.kinds)
     marks, expected = _landmarks(line), _landmarks(Line(_graph(reference), reference.kinds))
     where = {node: k for k, unit in enumerate(reference.units) for node in unit}
@@ -140,6 +140,9 @@ def align(chain: Chain, reference: Chain) -> Chain:
         first[home] = min(first[home], line.index[node])
     cuts: list[int] = []
     for k in range(len(reference.units) - 1):
+        if cuts and last[k] < 0 and reference.parameters[k]:
+            cuts.append(cuts[-1])
+            continue
         begin = max([*(place + 1 for place in cuts[-1:]), *last[: k + 1], 0])
         place = cheapest(line, range(begin, min(first[k + 1 :])))
         if place is None:
@@ -149,7 +152,7 @@ def align(chain: Chain, reference: Chain) -> Chain:
     for name, mine, theirs in zip(made.names, made.parameters, reference.parameters, strict=True):
         if extra := [key for key in mine if key not in theirs]:
             raise _misfit(name, f"it reads {', '.join(extra[:3])} there, which the first capture does not")
-        if theirs and not mine:
+        if theirs and not mine and name in made.names[:1]:
             raise _misfit(name, "it reads no parameters there")
     return made
 
