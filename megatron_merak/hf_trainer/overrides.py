@@ -69,7 +69,7 @@ _GROUPS: tuple[tuple[Reason, str], ...] = (
     (
         COLUMNS,
         """_set_signature_columns_if_needed _remove_unused_columns _get_collator_with_removed_columns
-        _signature_columns can_return_loss label_names""",
+        _signature_columns can_return_loss""",
     ),
     (EVALUATION, "prediction_step evaluation_loop _evaluate gather_function model_preparation_time"),
     (
@@ -116,6 +116,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "_get_train_sampler": "called on every rank, for the samples of all replicas; what it draws at random is "
         "seeded by seed and epoch",
         "is_local_process_zero": "true on the first rank of the job, not of every node",
+        "label_names": "read only: set `args.label_names` before the trainer is made",
         "log": "called on every rank, with the same numbers",
         "lr_scheduler": "a schedule of `trainer.optimizer`; set by `create_scheduler` only",
         "optimizer": "the two groups of parameters: `lr` and `weight_decay` count, any other change or call raises. "

@@ -5,22 +5,21 @@ of the trainer or remembers from call to call is looked at then and before every
 captured loss would differ from one that is computed anew.
 """
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_map
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ..errors import ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items
 from ..stages.traced import OwnLoss
+from .surroundings import Picture, surroundings
 
 INPUT = "Put what changes into the batch, as an entry that the loss reads"
 # What a trainer has of its own: what stays as it is while it trains, and what does not.
@@ -78,13 +77,14 @@ def _class_name(model: nn.Module) -> str:
 class LossOfTrainer:
     """What captures and checks the ``compute_loss`` of a trainer.
 
-    trainer: a MerakTrainer that has a loss of its own, by ``has_own_loss``.
+    trainer: a MerakTrainer that has a loss of its own, by ``has_own_loss``. overridden: it has another ``compute_loss``
+    than that class.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer, self.name = trainer, f"{type(trainer).__name__}.compute_loss"
+    def __init__(self, trainer: Any, overridden: bool):
+        self.trainer, self.overridden = trainer, overridden
+        self.name = f"{type(trainer).__name__}.compute_loss"
         self.read: set[str] = set()
-        self.missed: set[str] = set()
         self.known: dict[str, Any] | None = None
 
     def own_loss(self) -> OwnLoss:
@@ -93,21 +93,32 @@ class LossOfTrainer:
         adds_up = trainer.loss_is_scaled_for_ga
         if adds_up is None and trainer.compute_loss_func is not None:
             adds_up = True
-        return OwnLoss(self.compute, trainer.counts_items, adds_up, self.missed)
+        return OwnLoss(self.compute, trainer.counts_items, adds_up, self.overridden)
 
     def compute(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
         """(loss, outputs) of a batch; outputs in evaluation only. Raises TraceError for what would not be the same."""
         trainer, whole = self.trainer, not model.training
         items = batch.get("num_items_in_batch")
-        inputs = _Inputs({name: value for name, value in batch.items() if name != "num_items_in_batch"})
+        inputs = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         before = self._picture()
-        with _reads(trainer, model, self.read), _alone(model, self.name):
-            result = trainer.compute_loss(model, inputs, return_outputs=whole, num_items_in_batch=items)
-        self.missed |= inputs.missed
-        self._refuse(before)
+        try:
+            with (
+                _reads(trainer, model, self.read),
+                _alone(model, self.name),
+                _outputs_in_fp32(model, trainer.args.bf16),
+                torch.set_grad_enabled(model.training),
+            ):
+                result = trainer.compute_loss(model, inputs, return_outputs=whole, num_items_in_batch=items)
+        finally:
+            self._refuse(before)
         if whole and not (isinstance(result, tuple | list) and len(result) == 2):
             reason = f"with return_outputs=True it returned a {type(result).__name__}"
             raise TraceError(self.name, "(return_outputs=True)", reason, "Return (loss, outputs)")
+        if whole and not isinstance(result[1], Mapping | tuple | list):
+            reason = f"with return_outputs=True its outputs are a {type(result[1]).__name__}"
+            raise TraceError(
+                self.name, "(return_outputs=True)", reason, "Return the model's, a dict, or (loss, logits)"
+            )
         loss, outputs = result if whole else (result, None)
         if not isinstance(loss, Tensor):
             reason = f"it returned a {type(loss).__name__}"
@@ -119,7 +130,7 @@ class LossOfTrainer:
 
     def _refuse(self, before: Mapping[str, Any]) -> None:
         """Raise TraceError for what only a loss that runs at every step could do."""
-        for name in sorted(self.read & CHANGES):
+        for name in sorted(self.read & CHANGES, key=lambda name: (name.startswith("_"), name)):
             reason = f"it reads or calls trainer.{name}, and is captured once, before the first step"
             raise TraceError(self.name, f"(trainer.{name})", reason, INPUT)
         after = self._picture()
@@ -135,49 +146,20 @@ class LossOfTrainer:
         if self.known is None:
             return
         own = {name for name in self.known if not name.startswith("trainer.")}
-        now = self._picture()
+        now = self._picture(self.read)
         for name in sorted(own | {f"trainer.{name}" for name in self.read}):
             if now.get(name) != self.known.get(name):
                 reason = "it has changed since the loss was captured, which goes on with what it was"
                 raise ConfigError(self.name, f"({name})", reason, INPUT)
 
-    def _picture(self) -> dict[str, Any]:
-        """What the loss could read beside its arguments, by name: the trainer's attributes, and values of functions."""
+    def _picture(self, names: Collection[str] | None = None) -> dict[str, Any]:
+        """What the loss could read beside its arguments, by name. names: of the trainer's attributes; None: all."""
         trainer = self.trainer
-        own = {f"trainer.{k}": v for k, v in vars(trainer).items() if k not in STAYS | CHANGES}
+        own = {k: v for k, v in vars(trainer).items() if k not in STAYS | CHANGES and (names is None or k in names)}
+        found = {f"trainer.{name}": value for name, value in own.items()}
         for name in ("compute_loss_func", "label_smoother", "model_accepts_loss_kwargs", "loss_is_scaled_for_ga"):
-            own[name] = getattr(trainer, name)
-        for function in (_function(trainer.compute_loss), trainer.compute_loss_func):
-            own |= _surroundings(function)
-        return {name: _seen(value) for name, value in own.items()}
-
-
-class _Inputs(dict):
-    """A batch that notes which entries it was asked for and does not have. missed: their names."""
-
-    def __init__(self, entries: Mapping[str, Any]):
-        super().__init__(entries)
-        self.missed: set[str] = set()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._note(name)
-        return super().get(name, default)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        self._note(name)
-        return super().pop(name, *default)
-
-    def __contains__(self, name: object) -> bool:
-        self._note(name)
-        return super().__contains__(name)
-
-    def __missing__(self, name: str) -> Any:
-        self._note(name)
-        raise KeyError(name)
-
-    def _note(self, name: object) -> None:
-        if not super().__contains__(name):
-            self.missed.add(str(name))
+            found[name] = getattr(trainer, name)
+        return {name: Picture().of(value) for name, value in (found | surroundings(trainer)).items()}
 
 
 @contextmanager
@@ -199,6 +181,27 @@ def _reads(trainer: Any, model: nn.Module, names: set[str]) -> Iterator[None]:
 
 
 @contextmanager
+def _outputs_in_fp32(model: nn.Module, mixed: bool) -> Iterator[None]:
+    """As mixed precision of transformers gives them to a loss: floating outputs of the model are fp32."""
+    forward = model.forward
+
+    def cast(x: Any) -> Any:
+        return x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return tree_map(cast, forward(*args, **kwargs))
+
+    if not mixed:
+        yield
+        return
+    model.forward = called  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model.forward = forward  # type: ignore[method-assign]
+
+
+@contextmanager
 def _alone(model: nn.Module, name: str) -> Iterator[None]:
     """Raise TraceError if another model than this is called: its weights would be in no plan."""
 
@@ -214,38 +217,6 @@ def _alone(model: nn.Module, name: str) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _surroundings(function: object) -> dict[str, Any]:
-    """What a function reads beside its arguments: closure and values of its module; of an object, its attributes."""
-    if isinstance(function, partial):
-        named = {f"argument {key}": value for key, value in enumerate(function.args)} | dict(function.keywords)
-        return named | _surroundings(function.func)
-    if isinstance(function, MethodType):
-        return _surroundings(function.__func__) | _surroundings(function.__self__)
-    if isinstance(function, FunctionType):
-        found = inspect.getclosurevars(function)
-        held = {name: v for name, v in {**found.globals, **found.nonlocals}.items() if not callable(v)}
-        return {name: value for name, value in held.items() if not inspect.ismodule(value)}
-    attributes = getattr(function, "__dict__", {}) if callable(function) and not isinstance(function, type) else {}
-    return {f"{type(function).__name__}.{name}": value for name, value in attributes.items()}
-
-
-def _seen(value: object, depth: int = 3) -> Any:
-    """What tells whether a value has changed: it itself where it is plain, else who it is and what is in it."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
-        return value if value == value else "nan"
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, Mapping) and depth:
-        return {str(key): _seen(each, depth - 1) for key, each in value.items()}
-    if isinstance(value, list | tuple) and depth:
-        return [_seen(each, depth - 1) for each in value]
-    if isinstance(value, nn.Module):
-        return id(value), [(id(each), each._version) for each in (*value.parameters(), *value.buffers())]
-    if callable(value) or not depth:
-        return id(value)
-    return id(value), {name: _seen(each, depth - 1) for name, each in getattr(value, "__dict__", {}).items()}
 
 
 def _function(method: object) -> object:
@@ -264,4 +235,9 @@ def has_own_loss(trainer: Any, base: type) -> bool:
 
 def has_scripted_loss(trainer: Any, base: type) -> bool:
     """Whether the loss is code of the script: it may see what stands at padding, and how much there is of it."""
-    return _function(trainer.compute_loss) is not base.compute_loss or trainer.compute_loss_func is not None
+    return is_overridden(trainer, base) or trainer.compute_loss_func is not None
+
+
+def is_overridden(trainer: Any, base: type) -> bool:
+    """Whether a script has a ``compute_loss`` of its own, which sees the whole batch."""
+    return _function(trainer.compute_loss) is not base.compute_loss

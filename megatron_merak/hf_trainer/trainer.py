@@ -56,7 +56,7 @@ from .loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
 from .neutral import NeutralPadding
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
-from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, label_smoother
+from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, is_overridden, label_smoother
 from .padding import Padding
 from .predictions import Evaluation, EvaluationBatches
 from .recapture import check_model, check_step, check_training
@@ -210,7 +210,8 @@ class MerakTrainer(TrainerFace):
         began, name = time.time(), type(self.model).__name__
         decayed = frozenset(self.get_decay_parameter_names(self.model))
         self._built_by = wishes(self.args)
-        self.own_loss = LossOfTrainer(self) if has_own_loss(self, MerakTrainer) else None
+        own = has_own_loss(self, MerakTrainer)
+        self.own_loss = LossOfTrainer(self, is_overridden(self, MerakTrainer)) if own else None
         loss = None if self.own_loss is None else self.own_loss.own_loss()
         engine = build_engine(self.model, example, self.args, self.mesh, lambda name, shape: name in decayed, loss)
         self._say(f"megatron_merak on {self.args.world}")

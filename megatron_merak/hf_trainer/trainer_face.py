@@ -26,7 +26,7 @@ from transformers.trainer_utils import number_of_arguments, speed_metrics
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
 from .feed import Feed
-from .model_facts import decayed_parameters
+from .model_facts import ModelFacts, decayed_parameters
 from .overrides import OPTIMIZER, refuse_gradients
 from .own_loss import compute_loss
 from .parameter_groups import ParameterGroups
@@ -79,6 +79,7 @@ class TrainerFace:
     model_init: Callable[..., nn.Module] | None
     train_dataset: Dataset | None
     feed: Feed
+    facts: ModelFacts
     mesh: Mesh
     label_smoother: LabelSmoother | None
     model_accepts_loss_kwargs: bool
@@ -96,6 +97,16 @@ class TrainerFace:
         raise NotImplementedError
 
     # Loss
+
+    @property
+    def label_names(self) -> list[str]:
+        """The inputs that are targets, as transformers finds them; ``args.label_names`` sets them."""
+        return list(self.facts.label_names)
+
+    @label_names.setter
+    def label_names(self, value: object) -> None:
+        reason = "batches are made by what args said when the trainer was made"
+        raise ConfigError(f"{type(self).__name__}.label_names", value, reason, "Set args.label_names before")
 
     @property
     def counts_items(self) -> bool:

@@ -1,7 +1,7 @@
 """A model as its batches show it: the capture of the first one, and those of other shapes and cases that follow it."""
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,14 +60,14 @@ class OwnLoss:
     """A loss that is captured with the model, in place of that of its forward.
 
     compute: computes it, as of ``capture``. counts: it takes ``num_items_in_batch``, as an entry of the batch. adds_up:
-    losses of micro-batches are shares of the step's and add up; None: those that count its items do. missed: entries
-    that ``compute`` has looked for in batches without them.
+    losses of micro-batches are shares of the step's and add up; None: those that count its items do. sees_batch: it may
+    read any entry, so that none is left out.
     """
 
     compute: LossFunction
     counts: bool
     adds_up: bool | None
-    missed: Collection[str]
+    sees_batch: bool
 
 
 class Traced:
@@ -126,8 +126,8 @@ class Traced:
             if len(bare) == len(example):
                 raise
             maskless = None
-        looked_for = self._loss is not None and MASK in self._loss.missed
-        self.drops_full_mask = maskless is not None and _masks_nothing(maskless) and not looked_for
+        needed = self._loss is not None and self._loss.sees_batch
+        self.drops_full_mask = maskless is not None and _masks_nothing(maskless) and not needed
         self.is_causal = self.drops_full_mask and attends_causally(maskless.module.graph)
         if len(self.prepared(example)) == len(bare):
             return maskless

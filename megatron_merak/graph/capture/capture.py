@@ -135,6 +135,7 @@ def accepts_num_items(model: nn.Module) -> bool:
 
 def _attempts(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Attempt]:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    attention = attention if hasattr(model, "set_attn_implementation") else None
     own = "" if attention in (None, "sdpa", "eager") else "sdpa"
     ways = [Attempt(own, is_causal=True)] if attention and "position_ids" not in batch else []
     ways += [Attempt(own)] + ([Attempt("eager")] if attention not in (None, "eager") else [])

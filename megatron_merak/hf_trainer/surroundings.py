@@ -1,0 +1,158 @@
+"""What functions of a script read beside their arguments, and whether that has changed.
+
+The code of a function names all that it can read: variables of its closure and its module, and attributes. Functions
+that it calls by such a name are looked into, too:
+
+    FACTOR = 2                                  compute_loss reads  FACTOR, scale
+    def scale(loss): return loss * FACTOR                           trainer.alpha, args.alpha, model.alpha,
+    def compute_loss(self, ...):                                    model.config.alpha, settings.alpha
+        return scale(...) * self.args.alpha
+"""
+
+import builtins
+import logging
+import sysconfig
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+_OTHERWISE = ("training", "config")  # of a model: told by its mode, and looked at by itself
+_LARGEST = 10_000  # values in one picture
+_WHO = (type, FunctionType, MethodType, ModuleType, logging.Logger)
+
+
+def surroundings(trainer: Any) -> dict[str, Any]:
+    """What the ``compute_loss`` and the ``compute_loss_func`` of a trainer can read, by name."""
+    found: dict[str, Any] = {}
+    names: set[str] = set()
+    modules: dict[str, ModuleType] = {}
+    waiting: list[object] = [trainer.compute_loss, trainer.compute_loss_func]
+    known: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if id(function) in known or _foreign(function):
+            continue
+        known.add(id(function))
+        for name, value in _reads(function):
+            if isinstance(value, ModuleType):
+                modules[name] = value
+            elif isinstance(value, FunctionType | MethodType | partial):
+                waiting.append(value)
+            elif not isinstance(value, type):
+                found[name] = value
+        if isinstance(function, FunctionType | MethodType):
+            new = set(_names(function.__code__)) - names
+            names |= new
+            for each in type(trainer).__mro__:  # methods, and what they call by super()
+                waiting += [v for k, v in vars(each).items() if k in names and isinstance(v, FunctionType)]
+    holders = {"args": trainer.args, "model": trainer.model, "model.config": getattr(trainer.model, "config", None)}
+    for path, holder in holders.items():
+        held = getattr(holder, "__dict__", {})
+        found |= {f"{path}.{name}": held[name] for name in sorted(names & held.keys()) if name not in _OTHERWISE}
+    for each in reversed(type(trainer).__mro__):
+        if not _foreign(each):
+            held = {k: v for k, v in vars(each).items() if k in names and not callable(v)}
+            found |= {f"{each.__name__}.{k}": v for k, v in held.items() if not hasattr(v, "__get__")}
+    for path, module in modules.items():
+        held = {name: v for name in sorted(names) if not callable(v := getattr(module, name, None))}
+        found |= {f"{path}.{k}": v for k, v in held.items() if v is not None and not isinstance(v, ModuleType)}
+    return found
+
+
+def _foreign(thing: object) -> bool:
+    """Whether it is code of this package or of an installed library, which does not change."""
+    inner = getattr(thing, "__func__", thing)
+    if isinstance(inner, partial):
+        return False
+    module = getattr(inner, "__module__", None) or ""
+    code = getattr(inner, "__code__", None)
+    return module.startswith("megatron_merak.") or (code is not None and code.co_filename.startswith(_LIBRARIES))
+
+
+def _reads(function: object) -> Iterator[tuple[str, Any]]:
+    """What a function, or an object that is called, has beside its arguments."""
+    if isinstance(function, partial):
+        yield from (
+            (f"argument {key}", value) for key, value in (*enumerate(function.args), *function.keywords.items())
+        )
+        yield "function", function.func
+    elif isinstance(function, MethodType):
+        yield from _reads(function.__func__)
+        if not hasattr(function.__self__, "compute_loss"):
+            yield from ((f"{type(function.__self__).__name__}.{k}", v) for k, v in _held(function.__self__))
+    elif isinstance(function, FunctionType):
+        name = function.__name__
+        yield from (
+            (f"default of {name}", value) for value in (function.__defaults__, function.__kwdefaults__) if value
+        )
+        yield from ((f"{name}.{k}", v) for k, v in vars(function).items())
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        yield from ((k, cell.cell_contents) for k, cell in cells if k != "__class__")
+        for k in _names(function.__code__):
+            if k in function.__globals__ and not hasattr(builtins, k):
+                yield k, function.__globals__[k]
+    elif callable(function) and not isinstance(function, type):
+        yield from ((f"{type(function).__name__}.{k}", v) for k, v in _held(function))
+        if isinstance(call := getattr(type(function), "__call__", None), FunctionType):  # noqa: B004
+            yield "__call__", call
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What code calls by name, and what ``getattr`` may."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
+
+
+def _held(value: object) -> Iterable[tuple[str, Any]]:
+    slots = [name for kind in type(value).__mro__ for name in (vars(kind).get("__slots__") or ())]
+    held = {name: getattr(value, name) for name in slots if isinstance(name, str) and hasattr(value, name)}
+    return (held | getattr(value, "__dict__", {})).items()
+
+
+class Picture:
+    """What tells whether values have changed: they themselves where plain, else who they are and what is in them.
+
+    Of what is too large to look at whole, and of what was looked at before, it is only who it is.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._left = _LARGEST
+
+    def of(self, value: object) -> Any:
+        if isinstance(value, _PLAIN):
+            return value if value == value else "nan"
+        if isinstance(value, Tensor):
+            return id(value), value._version
+        if isinstance(value, np.ndarray):
+            return id(value), hash(value.tobytes()) if value.size <= _LARGEST else ()
+        if isinstance(value, nn.Module):
+            return id(value), [(id(each), each._version) for each in (*value.parameters(), *value.buffers())]
+        self._left -= 1
+        if id(value) in self._known or self._left < 0 or isinstance(value, _WHO):
+            return id(value)
+        self._known.add(id(value))
+        if isinstance(value, Mapping):
+            return id(value), len(value), {str(key): self.of(each) for key, each in self._some(value.items())}
+        if isinstance(value, list | tuple | deque):
+            return id(value), len(value), [self.of(each) for each in self._some(value)]
+        if isinstance(value, set | frozenset):
+            return id(value), len(value), hash(frozenset(map(id, value)))
+        held = {name: self.of(each) for name, each in _held(value)}
+        return id(value), held, repr(value) if isinstance(value, Iterator) else ""
+
+    def _some(self, values: Iterable[Any]) -> list[Any]:
+        return list(islice(values, max(self._left, 0)))
