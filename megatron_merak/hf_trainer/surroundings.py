@@ -36,12 +36,12 @@ def surroundings(trainer: Any) -> dict[str, Any]:
     names: set[str] = set()
     modules: dict[str, ModuleType] = {}
     waiting: list[object] = [trainer.compute_loss, trainer.compute_loss_func]
-    known: set[int] = set()
+    known: dict[int, object] = {}  # by id, which is another's once an object is gone
     while waiting:
         function = waiting.pop()
         if id(function) in known or _foreign(function):
             continue
-        known.add(id(function))
+        known[id(function)] = function
         for name, value in _reads(function):
             if isinstance(value, ModuleType):
                 modules[name] = value
@@ -50,8 +50,7 @@ def surroundings(trainer: Any) -> dict[str, Any]:
             elif not isinstance(value, type):
                 found[name] = value
         if isinstance(function, FunctionType | MethodType):
-            new = set(_names(function.__code__)) - names
-            names |= new
+            names |= set(_names(function.__code__))
             for each in type(trainer).__mro__:  # methods, and what they call by super()
                 waiting += [v for k, v in vars(each).items() if k in names and isinstance(v, FunctionType)]
     holders = {"args": trainer.args, "model": trainer.model, "model.config": getattr(trainer.model, "config", None)}

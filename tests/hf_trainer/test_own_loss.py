@@ -3,6 +3,10 @@ transformers is shown side by side."""
 
 import collections
 import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from tests.hf_trainer.cases import CASES, even, pad
 from tests.hf_trainer.losses import Regressor, derived, focal
 from tests.hf_trainer.stand_in import tiny_llama
 
+ROOT = Path(__file__).parents[2]
 RUN = {"use_cpu": True, "max_steps": 3, "per_device_train_batch_size": 2, "disable_tqdm": True, "report_to": "none"}
 RUN |= {"save_strategy": "no", "logging_steps": 1, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4, "seed": 3}
 
@@ -234,3 +239,16 @@ def test_loss_is_scaled_for_ga_says_how_micro_batches_add_up(tmp_path):
         trainer.loss_is_scaled_for_ga = scaled
         found[scaled] = curve(trainer)[0]
     assert found[True] == found[None] == pytest.approx(2 * found[False], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_example_gives_the_same_losses_on_a_pipeline(tmp_path):
+    found = []
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "examples/distill.py"]
+        changes = ["--output_dir", str(tmp_path), "--max_steps", "8", "--disable_tqdm", "true"]
+        layout = ["--pipeline_model_parallel_size", str(ranks)]
+        done = subprocess.run([*command, *changes, *layout], cwd=ROOT, capture_output=True, text=True, check=True)
+        found.append(re.findall(r"(pupil|teacher) += +([\d.]+)", done.stdout))
+    assert len(found[0]) == 2 and found[0] == found[1]
