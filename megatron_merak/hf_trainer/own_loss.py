@@ -85,7 +85,7 @@ class LossOfTrainer:
         self.trainer, self.overridden = trainer, overridden
         self.name = f"{type(trainer).__name__}.compute_loss"
         self.read: set[str] = set()
-        self.known: dict[str, Any] | None = None
+        self.known: dict[str, Any] = {}
 
     def own_loss(self) -> OwnLoss:
         """As a capture takes it."""
@@ -138,17 +138,15 @@ class LossOfTrainer:
         if changed:
             reason = f"it changes {changed[0]}, which a captured loss would do once, not at every step"
             raise TraceError(self.name, f"({changed[0]})", reason, "Return it among the outputs, or leave it out")
-        if self.known is None:
-            self.known = after
+        read = {f"trainer.{name}" for name in self.read}
+        seen = {name: after.get(name) for name in read | {n for n in after if not n.startswith("trainer.")}}
+        self.known = seen | self.known
 
     def check(self) -> None:
         """Raise ConfigError if what the captured loss has read is not what it was."""
-        if self.known is None:
-            return
-        own = {name for name in self.known if not name.startswith("trainer.")}
-        now = self._picture(self.read)
-        for name in sorted(own | {f"trainer.{name}" for name in self.read}):
-            if now.get(name) != self.known.get(name):
+        now = self._picture(self.read) if self.known else {}
+        for name in sorted(self.known):
+            if now.get(name) != self.known[name]:
                 reason = "it has changed since the loss was captured, which goes on with what it was"
                 raise ConfigError(self.name, f"({name})", reason, INPUT)
 

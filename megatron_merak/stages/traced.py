@@ -119,6 +119,9 @@ class Traced:
 
     def _first(self, example: Batch) -> Captured:
         """The capture of the first batch; decides whether a mask that masks nothing is left out."""
+        self.drops_full_mask = self.is_causal = False
+        if self._loss is not None and self._loss.sees_batch:
+            return self.capture(example, training=True, outputs=("loss",))
         bare = without_mask(example)
         try:
             maskless = self.capture(bare, training=True, outputs=("loss",))
@@ -126,8 +129,7 @@ class Traced:
             if len(bare) == len(example):
                 raise
             maskless = None
-        needed = self._loss is not None and self._loss.sees_batch
-        self.drops_full_mask = maskless is not None and _masks_nothing(maskless) and not needed
+        self.drops_full_mask = maskless is not None and _masks_nothing(maskless)
         self.is_causal = self.drops_full_mask and attends_causally(maskless.module.graph)
         if len(self.prepared(example)) == len(bare):
             return maskless

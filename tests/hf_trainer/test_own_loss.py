@@ -18,8 +18,8 @@ from megatron_merak.errors import ConfigError, TraceError
 from megatron_merak.hf_trainer import own_loss
 from megatron_merak.hf_trainer.arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
-from tests.hf_trainer.cases import CASES, even, pad
-from tests.hf_trainer.losses import Regressor, derived, focal
+from tests.hf_trainer.cases import even, pad
+from tests.hf_trainer.losses import Regressor, derived, focal, twice
 from tests.hf_trainer.stand_in import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def test_a_loss_that_could_not_be_repeated_is_refused(tmp_path, compute):
 def weighed(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
     outputs = model(**inputs)
     loss = outputs.loss * trainer.share + FACTORS["loss"] + helped() + torch.tensor(trainer.scales).sum()
-    loss = loss * getattr(trainer.args, "alpha", 1) * getattr(model.config, "beta", 1) * trainer.args.weight_decay
+    loss = loss * getattr(trainer.args, "alpha", 1) * getattr(model.config, "beta", 1) * trainer.args.adam_beta1
     return (loss, outputs) if return_outputs else loss
 
 
@@ -151,10 +151,7 @@ class Changes(TrainerCallback):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            lambda trainer: setattr(trainer, "share", 0.5),
-            r"\(trainer.share\): it has changed since",
-        ),
+        (lambda trainer: setattr(trainer, "share", 0.5), r"\(trainer.share\): it has changed since"),
         (lambda trainer: FACTORS.update(loss=FACTORS["loss"] + 1), r"\(FACTORS\): it has changed"),
         (lambda trainer: setattr(trainer, "compute_loss_func", focal), r"\(compute_loss_func\): it has changed"),
         (lambda trainer: HELPED.append(HELPED.pop() + 1), r"\(HELPED\): it has changed"),
@@ -235,7 +232,7 @@ def test_loss_is_scaled_for_ga_says_how_micro_batches_add_up(tmp_path):
     """As a mean, the loss of two micro-batches is half of what it is as a sum."""
     found = {}
     for scaled in (False, True, None):
-        trainer = build(tmp_path, compute=CASES["two forwards"].derive.__closure__[0].cell_contents)
+        trainer = build(tmp_path, compute=twice)
         trainer.loss_is_scaled_for_ga = scaled
         found[scaled] = curve(trainer)[0]
     assert found[True] == found[None] == pytest.approx(2 * found[False], rel=1e-6)

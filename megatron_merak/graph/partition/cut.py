@@ -119,7 +119,8 @@ def _chain(line: Line, cuts: Sequence[int]) -> Chain:
     parameters = tuple(
         tuple(dict.fromkeys(name for names in read[first:last] for name in names)) for first, last in pairwise(bounds)
     )
-    return Chain(units, unit_names(units), tuple(line.live[place] for place in cuts), line.kinds, parameters)
+    crossing = tuple(line.live[place] if place >= 0 else () for place in cuts)
+    return Chain(units, unit_names(units), crossing, line.kinds, parameters)
 
 
 def align(chain: Chain, reference: Chain) -> Chain:
@@ -140,8 +141,8 @@ def align(chain: Chain, reference: Chain) -> Chain:
         first[home] = min(first[home], line.index[node])
     cuts: list[int] = []
     for k in range(len(reference.units) - 1):
-        if cuts and last[k] < 0 and reference.parameters[k]:
-            cuts.append(cuts[-1])
+        if last[k] < 0 and reference.parameters[k]:
+            cuts.append(cuts[-1] if cuts else -1)
             continue
         begin = max([*(place + 1 for place in cuts[-1:]), *last[: k + 1], 0])
         place = cheapest(line, range(begin, min(first[k + 1 :])))
@@ -152,8 +153,6 @@ def align(chain: Chain, reference: Chain) -> Chain:
     for name, mine, theirs in zip(made.names, made.parameters, reference.parameters, strict=True):
         if extra := [key for key in mine if key not in theirs]:
             raise _misfit(name, f"it reads {', '.join(extra[:3])} there, which the first capture does not")
-        if theirs and not mine and name in made.names[:1]:
-            raise _misfit(name, "it reads no parameters there")
     return made
 
 
