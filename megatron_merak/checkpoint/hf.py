@@ -185,10 +185,9 @@ class JoinedSource(Source):
 
 def source_of(model: nn.Module) -> Source | None:
     """Where the weights of a model of `from_pretrained`, and of such parts of it, are read from; None: nowhere."""
-    own: Source | None = getattr(model, "merak_source", None)
-    held = {path: vars(part).get("merak_source") for path, part in model.named_modules() if path}
-    parts = {path: source for path, source in held.items() if source is not None and source is not own}
-    return JoinedSource(({} if own is None else {"": own}) | parts) if parts else own
+    held = {path: vars(part).get("merak_source") for path, part in model.named_modules()}
+    sources = {path: source for path, source in held.items() if source is not None}
+    return sources[""] if [*sources] == [""] else JoinedSource(sources) if sources else None
 
 
 def fill(shards: Iterable[Shard], source: Source) -> None:

@@ -31,9 +31,9 @@ def has_adapters(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def base_name(name: str) -> str:
-    """The name that a parameter of a ``PeftModel`` has in the model that it was made of."""
-    return _WRAPPED.sub("", name.removeprefix("base_model.model."))
+def name_before(name: str) -> str:
+    """The name that a parameter of a ``PeftModel`` had before peft wrapped the module that holds it."""
+    return _WRAPPED.sub("", name)
 
 
 def save_adapters(

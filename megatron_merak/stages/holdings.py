@@ -12,7 +12,7 @@ from ..parallel.agree import broadcast_json, together
 from ..parallel.buffers import BufferEntry, ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import TensorSharding
-from .adapters import base_name, has_adapters
+from .adapters import has_adapters, name_before
 from .blueprint import Blueprint
 from .deliver import deliver
 from .init_captured import Initialiser
@@ -162,7 +162,7 @@ class Holdings:
     def _stored(self, directory: Source) -> dict[str, str]:
         """The parameters that are read from ``directory``, and their names there."""
         names, adapted = {*directory.names()}, has_adapters(self.model)
-        under = {name: base_name(name) if adapted else name for name in self.held}
+        under = {name: name_before(name) if adapted else name for name in self.held}
         return {name: each for name, each in under.items() if each in names}
 
     @torch.no_grad()

@@ -48,12 +48,16 @@ def twice(trainer, model, inputs, return_outputs=False, num_items_in_batch=None)
 
 
 def distilled(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """The model's loss, and in training its distance from a frozen part of the model that is a model itself."""
-    outputs = model(**inputs)
-    loss = outputs.loss
+    """The model's loss, and in training its distance from a frozen part of the model that is a model itself.
+
+    The frozen part comes first: of two stages, one has nothing to do in evaluation.
+    """
     if model.training:
         with torch.no_grad():
             wanted = model.teacher(input_ids=inputs["input_ids"]).logits
+    outputs = model(**inputs)
+    loss = outputs.loss
+    if model.training:
         pair = (F.log_softmax(each.float() / 2, -1).flatten(0, 1) for each in (outputs.logits, wanted))
         loss = loss + F.kl_div(*pair, log_target=True, reduction="batchmean")
     return (loss, outputs) if return_outputs else loss
@@ -64,7 +68,7 @@ class Pupil(hf.LlamaForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)
-        larger = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 40}
+        larger = {"hidden_size": 32, "num_hidden_layers": 6, "intermediate_size": 40}
         self.teacher = hf.LlamaForCausalLM(hf.LlamaConfig(**config.to_diff_dict() | larger)).requires_grad_(False)
 
 

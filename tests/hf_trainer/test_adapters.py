@@ -105,3 +105,29 @@ def test_the_base_is_read_from_its_directory(tmp_path):
     loaded = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "ours" / "saved")
     rows = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(loaded.eval()(input_ids=rows).logits, model.eval()(input_ids=rows).logits)
+
+
+class Distils(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        wanted = model.teacher(input_ids=inputs["input_ids"]).logits
+        loss = outputs.loss + (outputs.logits - wanted).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("wrapped_last", [True, False])
+def test_a_part_of_the_base_is_read_from_its_own_directory(tmp_path, wrapped_last):
+    """The frozen teacher comes from another directory than the base, before or after the adapters were made."""
+    for seed, name in ((3, "base"), (4, "teacher")):
+        tiny_llama(seed).save_pretrained(tmp_path / name)
+
+    def distilled(load, kind, arguments):
+        base = load(tmp_path / "base")
+        model = base if wrapped_last else adapted(base)
+        model.teacher = load(tmp_path / "teacher").requires_grad_(False)
+        model = adapted(base) if wrapped_last else model
+        return train(type("Own", (kind,), {"compute_loss": Distils.compute_loss}), arguments, tmp_path / "run", model)
+
+    _, losses = distilled(from_pretrained, MerakTrainer, MerakArguments)
+    _, wanted = distilled(LlamaForCausalLM.from_pretrained, Trainer, TrainingArguments)
+    assert losses == pytest.approx(wanted, rel=1e-5)
