@@ -54,7 +54,7 @@ def distilled(trainer, model, inputs, return_outputs=False, num_items_in_batch=N
     """
     if model.training:
         with torch.no_grad():
-            wanted = model.teacher(input_ids=inputs["input_ids"]).logits
+            wanted = getattr(model, "module", model).teacher(input_ids=inputs["input_ids"]).logits
     outputs = model(**inputs)
     loss = outputs.loss
     if model.training:

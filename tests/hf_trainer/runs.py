@@ -1,6 +1,7 @@
 """One script through one trainer, and all that can be seen of it; and how two of them are compared."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,12 @@ def transformers_run(name: str, replicas: int, directory: str) -> dict[str, Any]
     if CASES[name].resumes and parse(transformers.__version__) < parse("5.19"):
         return averaged_over_its_own_steps(found)
     return found
+
+
+def transformers_rank(rank: int, world: int, name: str, directory: str) -> dict[str, Any]:
+    """HuggingFace's Trainer on this rank."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    return see(Trainer, TrainingArguments, name, directory, gradient_accumulation_steps=2)
 
 
 def averaged_over_its_own_steps(found: dict[str, Any]) -> dict[str, Any]:

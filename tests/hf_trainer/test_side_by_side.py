@@ -6,7 +6,7 @@ import pytest
 
 from megatron_merak.config.sections import OVERLAPS, SCHEDULES
 from tests.hf_trainer.cases import CASES
-from tests.hf_trainer.runs import alike, merak_run, same_files, transformers_run
+from tests.hf_trainer.runs import alike, merak_run, same_files, transformers_rank, transformers_run
 from tests.ranks import run_ranks
 
 LAYOUTS = {"one": (1, 1, 1), "pp2": (1, 2, 1), "tp2": (2, 1, 1), "dp2": (1, 1, 2)}  # tensor, pipeline, data
@@ -16,6 +16,7 @@ CHOSEN = {
     *((name, "one") for name in ("tied", "packed", "frozen", "resumed", "logged")),
     *(("loss function", "tp2"), ("label smoothing", "one"), ("hidden states", "pp2"), ("distilled", "pp2")),
 }
+MEANS = ("class weights", "hidden states", "two forwards", "distilled")  # losses that are means of a micro-batch
 WAYS = [("pp2", {"pipeline_schedule": name}) for name in SCHEDULES] + [
     ("tp2", {"tp_comm_overlap": name}) for name in OVERLAPS
 ]
@@ -58,9 +59,34 @@ def product(cells, chosen):
     ]
 
 
-@pytest.mark.parametrize(("name", "layout"), product(itertools.product(CASES, LAYOUTS), CHOSEN.__contains__))
+CELLS = [cell for cell in itertools.product(CASES, LAYOUTS) if cell not in itertools.product(MEANS, ("dp2",))]
+
+
+@pytest.mark.parametrize(("name", "layout"), product(CELLS, CHOSEN.__contains__))
 def test_a_script_gives_what_it_gives_in_transformers(tmp_path, theirs, name, layout):
     compare(name, layout, theirs, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MEANS, "loss function", "label smoothing"])
+def test_own_losses_on_two_replicas_are_those_of_two_processes_in_transformers(tmp_path, name):
+    """A loss that is a mean of its micro-batch is averaged over replicas: one process with more of them gives another.
+
+    Only what training shows is compared: transformers fills up the last batch of an evaluation on several processes.
+    """
+    ours = run_ranks(merak_run, 2, name, str(tmp_path / "ours"), 1, 1, {}, timeout=280)
+    theirs = run_ranks(transformers_rank, 2, name, str(tmp_path / "theirs"), timeout=280)
+    for ours_here, theirs_here in zip(ours, theirs, strict=True):
+        alike(trained(ours_here), trained(theirs_here))
+    same_files(name, tmp_path / "ours" / "last", tmp_path / "theirs" / "last")
+
+
+def trained(run):
+    kept = [
+        {key: entry[key] for key in ("loss", "grad_norm", "learning_rate")} for entry in run["logs"] if "loss" in entry
+    ]
+    assert len(kept) == 4
+    return kept
 
 
 @pytest.mark.slow
