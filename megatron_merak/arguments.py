@@ -33,8 +33,8 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             """
         --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
-        --num-experts --moe-router-topk --no-overlap-p2p-communication --use-distributed-optimizer
-        --overlap-param-gather --transformer-impl --attention-backend --decrease-batch-size-if-needed
+        --num-experts --moe-router-topk --no-overlap-p2p-communication
+        --transformer-impl --attention-backend --decrease-batch-size-if-needed
         --rampup-batch-size --step-batch-size-schedule --exit-signal-handler --no-check-for-nan-in-loss-and-grad
         --reset-position-ids --reset-attention-mask --ckpt-format
         --use-checkpoint-args --async-save --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable
@@ -43,7 +43,10 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
             "Leave it out",
         ),
         **dict.fromkeys(
-            "--overlap-grad-reduce --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32".split(), _ALWAYS_SO
+            """
+        --overlap-grad-reduce --overlap-param-gather --accumulate-allreduce-grads-in-fp32
+        --attention-softmax-in-fp32""".split(),
+            _ALWAYS_SO,
         ),
         **dict.fromkeys(
             """

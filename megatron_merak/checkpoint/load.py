@@ -23,7 +23,7 @@ from megatron_merak.checkpoint.files import (
     verify_tensors,
 )
 from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, parse_manifest, stored_shape
-from megatron_merak.checkpoint.shard import Shard, Slices, overlaps
+from megatron_merak.checkpoint.shard import Kind, Shard, Slices, overlaps
 from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
@@ -37,7 +37,7 @@ _Copy = tuple[str, Entry, Part, Slices, torch.Tensor]  # name, what was saved, s
 
 def load(
     root: Path | str,
-    shards: Mapping[str, Sequence[Shard]],
+    shards: Mapping[str, Kind | Sequence[Shard]],
     group: dist.ProcessGroup | None,
     device: torch.device | str,
     iteration: int | None = None,
@@ -58,6 +58,7 @@ def load(
     All but a read failure while copying is found before the first tensor is changed.
     """
     root, first = Path(root), group is None or dist.get_rank(group) == 0
+    kinds = {name: Kind.of(given) for name, given in shards.items()}
     passed: list[str] = []
     faults: list[DamagedError] = []
     candidates = _candidates(root, iteration, faults)
@@ -76,7 +77,7 @@ def load(
             with together(group, device):
                 if check is not None:
                     check(dict(manifest.meta))
-            _load(root / found[0], manifest, shards, group, device, verify)
+            _load(root / found[0], manifest, kinds, group, device, verify)
         except DamagedError as error:
             if iteration is not None:
                 raise
@@ -101,11 +102,12 @@ def _tell(passed: Sequence[str], loaded: int, say: Callable[[str], object] | Non
 def _load(
     source: Path,
     manifest: Manifest,
-    shards: Mapping[str, Sequence[Shard]],
+    given: Mapping[str, Kind],
     group: dist.ProcessGroup | None,
     device: torch.device | str,
     verify: bool,
 ) -> None:
+    shards = {name: kind.shards for name, kind in given.items()}
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     with together(group, device):
         _check_known(source, manifest, shards)
@@ -115,8 +117,11 @@ def _load(
         with together(group, device):
             for file in sorted(files)[rank::world]:
                 verify_tensors(source / file, manifest.files[file], files[file], manifest.save_id)
-    with together(group, device):
-        _copy(source, manifest, shards)
+    for name, kind in given.items():
+        kind.bring()
+        with together(group, device):
+            _copy(source, manifest, {name: kind.shards})
+            kind.keep()
 
 
 def _candidates(root: Path, iteration: int | None, faults: list[DamagedError]) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_merak.checkpoint import directory as directories
 from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, is_finite, sync_directory, write_tensors
 from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, check_entry, parse_manifest
-from megatron_merak.checkpoint.shard import Shard
+from megatron_merak.checkpoint.shard import Kind, Shard
 from megatron_merak.errors import CheckpointError, NumericsError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
@@ -25,7 +25,7 @@ _MARGIN = 1 << 20  # bytes of free space wanted beyond the tensors: headers, man
 def save(
     root: Path | str,
     iteration: int,
-    shards: Mapping[str, Sequence[Shard]],
+    shards: Mapping[str, Kind | Sequence[Shard]],
     meta: dict,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
@@ -43,9 +43,9 @@ def save(
     root = Path(root)
     rank = 0 if group is None else dist.get_rank(group)
     fresh = directories.directory_of(root, iteration).with_suffix(".new")
-    with together(group, device):
-        check_finite(shards)
-    mine = {kind: [part for part in parts if _is_written(part)] for kind, parts in shards.items()}
+    check_finite(shards, group, device)
+    kinds = {name: Kind.of(given) for name, given in shards.items()}
+    mine = {name: [part for part in kind.shards if _is_written(part)] for name, kind in kinds.items()}
     needed = sum(gather_json(sum(part.tensor.nbytes for parts in mine.values() for part in parts), group, device))
     with together(group, device), disk_errors(root, SAVE_REMEDY):
         if rank == 0:
@@ -53,8 +53,14 @@ def save(
             fresh.mkdir()
     save_id = broadcast_json(secrets.token_hex(16), group, device)
     try:
+        written: dict = {"files": {}, "tensors": {}}
+        told = {"format": "pt", "save_id": save_id, "iteration": str(iteration)}
+        for name, kind in kinds.items():
+            kind.bring()
+            with together(group, device), disk_errors(fresh, SAVE_REMEDY):
+                _write(fresh, rank, name, mine[name], told, written)
         with together(group, device), disk_errors(fresh, SAVE_REMEDY):
-            written = _write(fresh, rank, mine, {"format": "pt", "save_id": save_id, "iteration": str(iteration)})
+            sync_directory(fresh)
         reports = gather_json(written, group, device)
         with together(group, device), disk_errors(fresh, SAVE_REMEDY):
             if rank == 0:
@@ -67,16 +73,20 @@ def save(
     return directories.directory_of(root, iteration)
 
 
-def check_finite(shards: Mapping[str, Sequence[Shard]]) -> None:
-    """Raise `NumericsError` for a part in which a trained parameter or its optimizer state is NaN or infinite."""
-    moments = shards.get("exp_avg")
-    trained = None if moments is None else {part.name for part in moments}
-    for kind, parts in shards.items():
-        for part in parts:
-            if (trained is None or part.name in trained) and not is_finite(part.tensor):
-                remedy = "Resume from an earlier checkpoint with a lower learning rate; nothing was written"
-                reason = "it holds numbers that are not finite, and such a checkpoint would be of no use"
-                raise NumericsError("tensor", f"{kind}/{part.name}", reason, remedy)
+def check_finite(
+    shards: Mapping[str, Kind | Sequence[Shard]], group: dist.ProcessGroup | None, device: torch.device | str
+) -> None:
+    """Raise `NumericsError` on every rank for a trained parameter or its optimizer state that is NaN or infinite."""
+    kinds = {name: Kind.of(given) for name, given in shards.items()}
+    trained = {part.name for part in kinds["exp_avg"].shards} if "exp_avg" in kinds else None
+    for name, kind in kinds.items():
+        kind.bring()
+        with together(group, device):
+            for part in kind.shards:
+                if (trained is None or part.name in trained) and not is_finite(part.tensor):
+                    remedy = "Resume from an earlier checkpoint with a lower learning rate; nothing was written"
+                    reason = "it holds numbers that are not finite, and such a checkpoint would be of no use"
+                    raise NumericsError("tensor", f"{name}/{part.name}", reason, remedy)
 
 
 def _is_written(part: Shard) -> bool:
@@ -95,30 +105,29 @@ def _prepare(root: Path, iteration: int, needed: int) -> None:
         raise CheckpointError("checkpoint directory", root, reason, "Free some space or save elsewhere with --save")
 
 
-def _write(fresh: Path, rank: int, shards: Mapping[str, Sequence[Shard]], metadata: Mapping[str, str]) -> dict:
-    """Write this rank's files. Returns {"files": {name: ...}, "tensors": {kind: {name: ...}}}, which is JSON."""
-    report: dict = {"files": {}, "tensors": {}}
+def _write(
+    fresh: Path, rank: int, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str], report: dict
+) -> None:
+    """Write this rank's file of one kind. ``report``, which is JSON, becomes {"files": {name: ...}, "tensors": {kind:
+    {name: ...}}}."""
+    assert _KIND.fullmatch(kind), kind
     fresh.mkdir(parents=True, exist_ok=True)
-    for kind, parts in shards.items():
-        assert _KIND.fullmatch(kind), kind
-        entries = report["tensors"].setdefault(kind, {})
-        if not parts:
-            continue
-        tensors = {part.name: part.tensor for part in parts}
-        assert len(tensors) == len(parts), f"{kind}: this rank owns two parts of one tensor"
-        file = f"{kind}-rank-{rank:05d}.safetensors"
-        report["files"][file], digests = write_tensors(fresh / file, tensors, {**metadata, "kind": kind})
-        for part in parts:
-            entries[part.name] = {
-                "shape": part.shape,
-                "dtype": str(part.tensor.dtype).removeprefix("torch."),
-                "dim": part.dim,
-                "file": file,
-                "intervals": () if part.dim is None else part.intervals,
-                "sha256": digests[part.name],
-            }
-    sync_directory(fresh)
-    return report
+    entries = report["tensors"].setdefault(kind, {})
+    if not parts:
+        return
+    tensors = {part.name: part.tensor for part in parts}
+    assert len(tensors) == len(parts), f"{kind}: this rank owns two parts of one tensor"
+    file = f"{kind}-rank-{rank:05d}.safetensors"
+    report["files"][file], digests = write_tensors(fresh / file, tensors, {**metadata, "kind": kind})
+    for part in parts:
+        entries[part.name] = {
+            "shape": part.shape,
+            "dtype": str(part.tensor.dtype).removeprefix("torch."),
+            "dim": part.dim,
+            "file": file,
+            "intervals": () if part.dim is None else part.intervals,
+            "sha256": digests[part.name],
+        }
 
 
 def _complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], meta: dict) -> None:

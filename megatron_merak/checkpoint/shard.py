@@ -1,6 +1,6 @@
 """What one rank holds of a full tensor, and the arithmetic by which one layout's parts overlap another's."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,24 @@ class Shard:
             assert min(bounds) == 0 and max(bounds) == bounds[-1], f"{self.name}: {self.intervals} of {self.shape}"
         want = local_shape(self.shape, self.dim, self.intervals)
         assert tuple(self.tensor.shape) == want, f"{self.name}: holds {tuple(self.tensor.shape)}, describes {want}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """This rank's parts of one kind of state ("model", "exp_avg"), which may be gathered from where they are kept.
+
+    shards: the parts; their tensors may be memory that several kinds use in turn. bring: called before the tensors of
+    ``shards`` are read or overwritten, on every rank, and may be collective. keep: called after they were overwritten.
+    """
+
+    shards: Sequence[Shard]
+    bring: Callable[[], object] = lambda: None
+    keep: Callable[[], object] = lambda: None
+
+    @classmethod
+    def of(cls, given: "Kind | Sequence[Shard]") -> "Kind":
+        """Parts whose tensors are always there are a kind, too."""
+        return given if isinstance(given, cls) else cls(given)
 
 
 def local_shape(shape: Sequence[int], dim: int | None, intervals: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -149,6 +149,11 @@ class ParallelConfig(Section):
     """Reduce gradients after the backward pass instead of during it."""
     ddp_bucket_size: int | None = setting(None, least=1)
     """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size))."""
+    use_distributed_optimizer: bool = setting(False)
+    """Shard optimizer state over data-parallel ranks (ZeRO stage 1): each one updates its shard of every bucket of
+    parameters, and gathers the others' shards."""
+    no_overlap_param_gather: bool = setting(False, ours=True)
+    """Gather updated parameters at the end of the step instead of during the next forward."""
     recompute_granularity: str | None = setting(None, choices=("full", "selective"))
     """Recompute in the backward pass instead of keeping: the activations of whole layers (full), or what enters the
     second matrix of feed-forward parts (selective), which costs hardly any time; attention keeps no scores in any case

@@ -39,6 +39,8 @@ HONOURED = frozenset(
 )
 UNKNOWN = ("this field is not supported", "Leave it as it is")
 COMPILED = "the captured program is compiled by this library"
+NO_FULL_SHARDING = "weights are sharded by tensor and pipeline parallelism, optimizer state over replicas"
+ZERO = "Set use_distributed_optimizer, tensor_model_parallel_size or pipeline_model_parallel_size"
 DEGREES = "Set tensor_model_parallel_size and pipeline_model_parallel_size"
 # field -> (why, what to do); a value other than the field's default is refused.
 REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -80,9 +82,9 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ddp_bucket_cap_mb": ("gradients are reduced by this library", "Leave it unset"),
         "ddp_broadcast_buffers": ("gradients are reduced by this library", "Leave it unset"),
         "ddp_static_graph": ("gradients are reduced by this library", "Leave it unset"),
-        "fsdp": ("the model is divided by tensor and pipeline parallelism", DEGREES),
-        "fsdp_config": ("the model is divided by tensor and pipeline parallelism", DEGREES),
-        "deepspeed": ("the model is divided by tensor and pipeline parallelism", DEGREES),
+        "fsdp": (NO_FULL_SHARDING, ZERO),
+        "fsdp_config": (NO_FULL_SHARDING, ZERO),
+        "deepspeed": (NO_FULL_SHARDING, ZERO),
         "debug": ("hooks on the model are not captured", "Leave it empty"),
         "skip_memory_metrics": ("memory is not tracked", "Leave it True"),
     }
@@ -117,7 +119,7 @@ POSITIVE = (
 FILES = ("plan", "schedule_file", "device_profile")  # fields that name a file, which hosts may have copies of
 PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
-    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile"),
+    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile", "use_distributed_optimizer"),
 )
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
@@ -192,6 +194,10 @@ class MerakArguments(TrainingArguments):
     recompute_activations: bool = field(
         default=False,
         metadata={"help": "Compute what enters the second matrix of feed-forward parts again instead of keeping it."},
+    )
+    use_distributed_optimizer: bool = field(
+        default=False,
+        metadata={"help": "Shard optimizer state over data-parallel ranks (ZeRO stage 1); each updates its shards."},
     )
     device_memory_gb: float | None = field(
         default=None, metadata={"help": "Memory that a rank may use, in GiB; unset: the device's, where it is known."}

@@ -19,6 +19,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "per_device_train_batch_size": lambda plan: plan.micro_batch_size,
         "gradient_accumulation_steps": lambda plan: plan.num_microbatches,
         "tp_comm_overlap": lambda plan: plan.overlap,
+        "use_distributed_optimizer": lambda plan: plan.distributed_optimizer,
         "graph_sharding": lambda plan: plan.graph_sharding,
     }
 )

@@ -29,7 +29,7 @@ class Moments:
     """Of an engine that has trained, what another one for the same parameters goes on with."""
 
     def __init__(self, engine: CapturedTrainer):
-        self.buffer, self.optimizer = engine.buffer, engine.optimizer
+        self.buffer, self.optimizer, self.gatherer = engine.buffer, engine.optimizer, engine.parameters.gatherer
 
     def fit(self, engine: CapturedTrainer) -> bool:
         shapes = [{name: slot.shape for name, slot in each.slots.items()} for each in (self.buffer, engine.buffer)]
@@ -37,15 +37,20 @@ class Moments:
 
     @torch.no_grad()
     def give(self, engine: CapturedTrainer) -> None:
-        """Let ``engine`` go on with them. Its weights stay: a master copy is taken where it rounds to them."""
-        state = engine.optimizer.state()
-        for key, flat in self.optimizer.state().items():
+        """Let ``engine`` go on with them. Its weights stay: a master copy is taken where it rounds to them.
+
+        Collective over all ranks.
+        """
+        state, gatherer = engine.optimizer.state(), engine.parameters.gatherer
+        for key in state:
+            flat, into = self.gatherer.full(self.optimizer.state()[key]), gatherer.full(state[key])
             for name in self.buffer.slots:
-                own, other = engine.buffer.view(state[key], name), self.buffer.view(flat, name)
+                own, other = engine.buffer.view(into, name), self.buffer.view(flat, name)
                 if key == "master":
                     rounds = other.to(self.buffer.dtype) == own.to(self.buffer.dtype)
                     other = torch.where(rounds, other, own)
                 own.copy_(other)
+            gatherer.take(state[key], into)
         engine.optimizer.steps = self.optimizer.steps
 
 

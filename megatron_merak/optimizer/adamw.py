@@ -34,22 +34,32 @@ class AdamW:
     config: adam_beta1, adam_beta2, adam_eps and clip_grad (0: no clipping) are read.
     group: the ranks that hold one replica of the model (tensor x pipeline), whose gradients make the global norm.
         None or one rank: this rank holds all of it.
+    shared: where the buffer is sharded, the data-parallel ranks that share its update; each one updates what it owns,
+        and `buffer.data` is to be gathered after that.
 
     steps: steps done, skipped ones excluded, the t of Adam's bias correction. Set it when a checkpoint is loaded.
     """
 
-    def __init__(self, buffer: ParameterBuffer, config: OptimizerConfig, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        config: OptimizerConfig,
+        group: dist.ProcessGroup | None = None,
+        shared: dist.ProcessGroup | None = None,
+    ):
         self.buffer = buffer
         self.config = config
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self.shared = shared if buffer.sharded else None
         self.master = buffer.master
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
+        self.exp_avg = torch.zeros(buffer.owned_size, device=buffer.device)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.steps = 0
         self._counted = _counted(buffer)
+        self._ranges = _owned_ranges(buffer)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The live flat fp32 tensors to save, and to load into; `buffer.view(tensor, name)` is one parameter's part."""
+        """The live fp32 tensors [buffer.owned_size] to save, and to load into."""
         state = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return state if self.master is self.buffer.data else state | {"master": self.master}
 
@@ -62,7 +72,7 @@ class AdamW:
         """Update the parameters with the clipped `main_grad`, which stays. Collective over `group`; one host sync.
 
         others: learning rate and weight decay of the parameters without `decay`; None: `lr` and 0.
-        `main_grad` must be final, and equal on the ranks of the data-parallel group.
+        What this rank owns of `main_grad` must be final: summed over the data-parallel ranks.
         """
         return self.apply(self.grad_norm(), lr, weight_decay, others)
 
@@ -85,23 +95,28 @@ class AdamW:
 
     @torch.no_grad()
     def square_norm(self) -> torch.Tensor:
-        """The square of `grad_norm`, 0-d fp64 on the buffer's device: the host does not wait for it."""
+        """The square of `grad_norm`, 0-d fp64 on the buffer's device: the host does not wait for it. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.buffer.device)
         for span in self._counted:
             total += ops.sum_of_squares(self.buffer.main_grad[span])
-        if self.group is not None:
-            dist.all_reduce(total, group=self.group)
+        for group in (self.shared, self.group):
+            if group is not None:
+                dist.all_reduce(total, group=group)
         return total
 
     def _update(self, rates: dict[bool, tuple[float, float]], scale: float) -> None:
         self.steps += 1
-        config, data = self.config, self.buffer.data
-        flat = (self.master, self.exp_avg, self.exp_avg_sq, self.buffer.main_grad)
-        for start, stop, decay in self.buffer.ranges:
+        config, data, grad = self.config, self.buffer.data, self.buffer.main_grad
+        rounds = self.master is not data
+        for start, stop, at, decay in self._ranges:
             lr, weight_decay = rates[decay]
+            own, flat = slice(at, at + stop - start), slice(start, stop)
             ops.adamw_(
-                *(tensor[start:stop] for tensor in flat),
-                None if self.master is data else data[start:stop],
+                self.master[own] if rounds else data[flat],
+                self.exp_avg[own],
+                self.exp_avg_sq[own],
+                grad[flat],
+                data[flat] if rounds else None,
                 lr=lr,
                 betas=(config.adam_beta1, config.adam_beta2),
                 eps=config.adam_eps,
@@ -111,8 +126,22 @@ class AdamW:
             )
 
 
+def _owned_ranges(buffer: ParameterBuffer) -> tuple[tuple[int, int, int, bool], ...]:
+    """(start, stop, place in the rank's own state, decay) of what this rank updates, cut where decay changes."""
+    found = []
+    for start, stop, offset in buffer.owned:
+        for low, high, decay in buffer.ranges:
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                found.append((first, last, offset + first - start, decay))
+    return tuple(found)
+
+
 def _counted(buffer: ParameterBuffer) -> tuple[slice, ...]:
-    """The parts of `main_grad` that hold counted parameters, padding between two of them included."""
+    """The parts of `main_grad` that this rank counts in the norm, padding between two parameters included.
+
+    Of what data-parallel ranks own together, such as a bucket that is not sharded, the first one counts all.
+    """
     spans: list[list[int]] = []
     adjoins = False
     for slot in buffer.slots.values():
@@ -121,4 +150,7 @@ def _counted(buffer: ParameterBuffer) -> tuple[slice, ...]:
         elif slot.counted:
             spans.append([slot.start, slot.stop])
         adjoins = slot.counted
-    return tuple(slice(*span) for span in spans)
+    own = [(bucket.start, bucket.stop) for bucket in buffer.buckets if not bucket.sharded and buffer.shard == 0]
+    own += [buffer.shard_of(bucket) for bucket in buffer.buckets if bucket.sharded]
+    cuts = ((max(start, low), min(stop, high)) for start, stop in spans for low, high in sorted(own))
+    return tuple(slice(start, stop) for start, stop in cuts if start < stop)

@@ -31,9 +31,11 @@ class Plan:
     tensors are divided as they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives
     are under way (see ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided
     along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward, ``bucket_size`` elements at
-    a time. ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the
-    activations of feed-forward parts are not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a
-    captured model is cut into units, empty for the native model. Printing a plan gives its table.
+    a time. ``distributed_optimizer``: optimizer state is sharded over the data-parallel ranks, and with
+    ``overlap_param_gather`` they gather what they updated during the next forward. ``loss_chunk``: tokens whose logits
+    exist at a time, 0 for all. ``recompute_activations``: the activations of feed-forward parts are not kept, whatever
+    else is recomputed. ``graph_sharding``: how the graph of a captured model is cut into units, empty for the native
+    model. Printing a plan gives its table.
     """
 
     grid: Grid
@@ -53,6 +55,8 @@ class Plan:
     sequence_parallel: bool = False
     overlap_grad_reduce: bool = True
     bucket_size: int = 40_000_000
+    distributed_optimizer: bool = False
+    overlap_param_gather: bool = True
     loss_chunk: int = 0
     recompute_activations: bool = False
     graph_sharding: str = ""
@@ -94,6 +98,11 @@ class Plan:
     @property
     def global_batch_size(self) -> int:
         return self.micro_batch_size * self.num_microbatches * self.grid.dp
+
+    @property
+    def optimizer_shards(self) -> int:
+        """How many ranks share the optimizer's state of a parameter."""
+        return self.grid.dp if self.distributed_optimizer else 1
 
     def stage_units(self, stage: int) -> tuple[Unit, ...]:
         return self.units[self.stages[stage].first : self.stages[stage].last]

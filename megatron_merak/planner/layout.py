@@ -28,8 +28,9 @@ class Layout:
         self.units, self.schedule = draft["units"], draft["schedule"]
         costs = unit_costs(self.units, cluster, draft["dtype"], draft["grid"])
         exposed = [times([cost], draft["overlap"]) for cost in costs]
-        update = cluster.device.compute_time(0, optimizer_bytes(draft["dtype"]), draft["dtype"])
-        self.ledger = Ledger(self.units, self.schedule, draft["dtype"])
+        shards = draft["grid"].dp if draft["distributed_optimizer"] else 1
+        update = cluster.device.compute_time(0, optimizer_bytes(draft["dtype"]), draft["dtype"]) / shards
+        self.ledger = Ledger(self.units, self.schedule, draft["dtype"], shards)
         seconds = [one.forward for one in exposed]
         self.chooser = Chooser(recompute, self.units, seconds, self.ledger, limit)
         most = Recompute("full") if recompute.method == "capacity" else recompute

@@ -100,6 +100,8 @@ def choices(parallel: ParallelConfig, microbatches: int) -> dict[str, Any]:
         "recompute_activations": parallel.recomputes_activations,
         "overlap_grad_reduce": not parallel.no_overlap_grad_reduce,
         "bucket_size": parallel.ddp_bucket_size,
+        "distributed_optimizer": parallel.use_distributed_optimizer,
+        "overlap_param_gather": not parallel.no_overlap_param_gather,
         "memory_gb": parallel.device_memory_gb,
     }
 
@@ -121,6 +123,8 @@ def plan_chain(
     sequence_parallel: bool = False,
     overlap_grad_reduce: bool = True,
     bucket_size: int | None = None,
+    distributed_optimizer: bool = False,
+    overlap_param_gather: bool = True,
     loss_chunk: int = 0,
     recompute_activations: bool = False,
     graph_sharding: str = "",
@@ -133,11 +137,11 @@ def plan_chain(
     ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
     is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``, ``bucket_size`` (None: the
-    default), ``loss_chunk``, ``recompute_activations``, ``graph_sharding``: see ``Plan``. ``memory_gb`` is the memory
-    of a rank in GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it
-    is divided as it is. Raises
-    PlanError for more stages than units or where ``memory_gb`` does not suffice, ScheduleError for an unknown schedule
-    or one that is not defined for these numbers.
+    default), ``distributed_optimizer``, ``overlap_param_gather``, ``loss_chunk``,
+    ``recompute_activations``, ``graph_sharding``: see ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without
+    it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as it is.
+    Raises PlanError for more stages than units or where ``memory_gb`` does not suffice, ScheduleError for an unknown
+    schedule or one that is not defined for these numbers.
     """
     units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
@@ -154,6 +158,8 @@ def plan_chain(
         draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
         draft |= {"recompute_activations": recompute_activations}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
+        draft |= {"distributed_optimizer": distributed_optimizer}
+        draft |= {"overlap_param_gather": overlap_param_gather}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))
             if schedule == "auto":

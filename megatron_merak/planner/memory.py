@@ -27,8 +27,11 @@ class StageMemory:
         return sum(astuple(self))
 
     @classmethod
-    def of(cls, parameters: int, dtype: str, activations: int, working: int, transfers: int) -> "StageMemory":
-        optimizer = parameters * (8 if dtype == "float32" else 12)
+    def of(
+        cls, parameters: int, dtype: str, activations: int, working: int, transfers: int, shards: int = 1
+    ) -> "StageMemory":
+        """``shards``: ranks that share the optimizer's state."""
+        optimizer = -(-parameters * (8 if dtype == "float32" else 12) // shards)
         return cls(parameters * DTYPE_BYTES[dtype], parameters * 4, optimizer, activations, working, transfers)
 
     def __add__(self, other: "StageMemory") -> "StageMemory":
@@ -48,10 +51,13 @@ def transfer_bytes(units: Sequence[Unit], stage: StagePlan) -> int:
 
 
 class Ledger:
-    """The memory of the stages of a schedule, for whatever cut and recomputation of a chain of units."""
+    """The memory of the stages of a schedule, for whatever cut and recomputation of a chain of units.
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str):
-        self.units, self.schedule, self.dtype = units, schedule, dtype
+    shards: ranks that share the optimizer's state of a stage.
+    """
+
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: int = 1):
+        self.units, self.schedule, self.dtype, self.shards = units, schedule, dtype, shards
         self.stages_of = [
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
             for rank in range(len(schedule.ranks))
@@ -83,7 +89,8 @@ class Ledger:
 
     def _memory(self, stage: StagePlan, activations: int, parameters: int, works: bool) -> StageMemory:
         working = working_bytes(self.units, stage) if works else 0
-        return StageMemory.of(parameters, self.dtype, activations, working, transfer_bytes(self.units, stage))
+        transfers = transfer_bytes(self.units, stage)
+        return StageMemory.of(parameters, self.dtype, activations, working, transfers, self.shards)
 
     def _parameters(self, stages: Sequence[StagePlan]) -> list[int]:
         """Of each stage, the values that no stage before it in the list holds."""
@@ -97,7 +104,7 @@ class Ledger:
 
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Of each stage of the plan, at the peak of its rank."""
-    return tuple(Ledger(plan.units, plan.schedule, plan.dtype).together(plan.stages))
+    return tuple(Ledger(plan.units, plan.schedule, plan.dtype, plan.optimizer_shards).together(plan.stages))
 
 
 def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:

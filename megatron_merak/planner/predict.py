@@ -9,7 +9,7 @@ from megatron_merak.plan import Plan, held_parameters
 from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.overlap import Times, times
-from megatron_merak.planner.reduction import exposed_reduction
+from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,17 @@ def step_time(plan: Plan, pipeline: Timeline) -> float:
 
 
 def ending(plan: Plan) -> Ending:
-    """What follows the pipeline on the slowest rank: what is left of the data-parallel all-reduces of its gradients,
-    those of tied tensors among the ranks that hold them, and the optimizer."""
+    """What follows the pipeline on the slowest rank: what is left of the data-parallel reductions of its gradients and
+    of the all-gathers of sharded parameters, the sums of tied tensors among the ranks that hold them, the optimizer."""
     units = _unit_costs(plan)
-    update = plan.cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype)
+    update = plan.cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype) / plan.optimizer_shards
     ties = _tie_times(plan)
     endings = []
     for rank in range(plan.grid.pp):
         mine = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
         parameters = held_parameters([plan.units[unit] for unit in mine])
-        endings.append(Ending(exposed_reduction(plan, mine, units) + ties[rank], parameters * update))
+        reductions = exposed_reduction(plan, mine, units) + exposed_gather(plan, mine, units) + ties[rank]
+        endings.append(Ending(reductions, parameters * update))
     return max(endings, key=lambda one: one.total)
 
 

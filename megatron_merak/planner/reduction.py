@@ -1,7 +1,10 @@
-"""How long the reduction of gradients over the replicas outlasts the backward that it runs behind."""
+"""How long what replicas send one another outlasts the computing that it runs behind: the reduction of gradients the
+last backward, the all-gather of sharded parameters the next forward."""
 
-from megatron_merak.cluster import all_reduce
-from megatron_merak.plan import Plan, Unit
+from collections.abc import Callable
+
+from megatron_merak.cluster import Link, all_gather, all_reduce, reduce_scatter
+from megatron_merak.plan import DTYPE_BYTES, Plan, Unit
 from megatron_merak.planner.cost import UnitCost
 
 
@@ -11,10 +14,9 @@ def exposed_reduction(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) 
     mine: the rank's units, ascending. With overlap a bucket is sent once the last backward has filled it, one bucket at
     a time; without, all are sent behind it. A unit's gradients come evenly during its backward.
     """
-    grid = plan.grid
-    if grid.dp == 1:
+    if plan.grid.dp == 1:
         return 0.0
-    link = plan.cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
+    reduced = _reduction(plan)
     again = {unit for stage in plan.stages for unit in stage.recompute}
     seconds = {unit: costs[unit].backward + (costs[unit].forward if unit in again else 0.0) for unit in mine}
     now = -sum(seconds.values()) if plan.overlap_grad_reduce else 0.0
@@ -25,10 +27,43 @@ def exposed_reduction(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) 
             now += seconds[unit] / pieces if plan.overlap_grad_reduce else 0.0
             filled += values / pieces
             if filled >= plan.bucket_size:
-                free, filled = max(free, now) + all_reduce(grid.dp, 4 * filled, link), 0.0
+                free, filled = max(free, now) + reduced(filled), 0.0
     if filled:
-        free = max(free, 0.0) + all_reduce(grid.dp, 4 * filled, link)
+        free = max(free, 0.0) + reduced(filled)
     return max(0.0, free)
+
+
+def exposed_gather(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) -> float:
+    """Seconds that a rank's forward waits for parameters which other replicas have updated.
+
+    mine: the rank's units, ascending. Buckets travel one at a time, those of its first units first. With overlap a unit
+    starts when its own have arrived; without, all have.
+    """
+    shards = plan.optimizer_shards
+    if shards == 1:
+        return 0.0
+    link, arrived, computed = _link(plan), 0.0, 0.0
+    for unit, values in _own_values(plan.units, mine):
+        buckets = max(1.0, values / plan.bucket_size)
+        share = DTYPE_BYTES[plan.dtype] * values / buckets / shards
+        arrived += buckets * all_gather(shards, share, link)
+        computed = max(computed, arrived) + costs[unit].forward
+    hidden = sum(costs[unit].forward for unit in mine)
+    return computed - hidden if plan.overlap_param_gather else arrived
+
+
+def _reduction(plan: Plan) -> Callable[[float], float]:
+    """Gradient elements of a bucket -> seconds of its reduction in fp32."""
+    link, replicas = _link(plan), plan.grid.dp
+    if plan.distributed_optimizer:
+        return lambda values: reduce_scatter(replicas, 4 * values / replicas, link)
+    return lambda values: all_reduce(replicas, 4 * values, link)
+
+
+def _link(plan: Plan) -> Link:
+    """What the replicas are connected by."""
+    grid = plan.grid
+    return plan.cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
 
 
 def _own_values(units: tuple[Unit, ...], mine: list[int]) -> list[tuple[int, int]]:

@@ -124,8 +124,8 @@ class Engine:
 
     segments: in forward order. recompute: runs of units that keep no tape, only what enters each run. outputs: values
     that leave the stage. group: tensor-parallel ranks, None for one. weights: where weight gradients go. overlap: let
-    collectives run while other work is done; else wait for each at once. ``kept``: values that a forward keeps for
-    recomputation.
+    collectives run while other work is done; else wait for each at once. arrive: called before a segment's forward,
+    returns when its parameters are there. ``kept``: values that a forward keeps for recomputation.
     """
 
     def __init__(
@@ -137,7 +137,9 @@ class Engine:
         weights: WeightGradients,
         device: torch.device,
         overlap: bool = True,
+        arrive: Report = lambda segment: None,
     ):
+        self._arrive = arrive
         self.segments, self.group, self.weights, self.overlap = tuple(segments), group, weights, overlap
         self._token = torch.zeros((), requires_grad=True, device=device)
         self._trained = {s: [p for p in s.parameters if p.requires_grad] for s in self.segments}
@@ -217,6 +219,7 @@ class Engine:
         state.queue.clear()
 
     def _forward(self, state: State, segment: Segment, tape: bool, again: bool) -> None:
+        self._arrive(segment)
         if segment.random and state.training:
             state.common.seed(segment)
         values = [state.value(i.value) for i in segment.ins]

@@ -3,10 +3,12 @@
 import torch.distributed as dist
 
 from megatron_merak.parallel.buffers import ParameterBuffer
+from megatron_merak.tensor_parallel.sequence import reduce_scatter_single
 
 
 class GradientReducer:
-    """Sums `buffer.main_grad` over `group`: one asynchronous all-reduce per bucket. Nothing is averaged.
+    """Sums `buffer.main_grad` over `group`: one asynchronous all-reduce per bucket, or reduce-scatter where the bucket
+    is sharded. Nothing is averaged.
 
     Per step: `start()`, then `ready(name)` once per parameter when its gradient is final on this rank, then `finish()`.
     Ranks may report parameters in different orders: bucket k+1 is never launched before bucket k, so that all ranks
@@ -53,7 +55,8 @@ class GradientReducer:
                 self._launch()
 
     def finish(self) -> None:
-        """Launch the buckets that are left, wait for all: `main_grad` holds the sum (on CUDA: for the current stream).
+        """Launch the buckets that are left, wait for all: `main_grad` holds the sum of what this rank owns (on CUDA:
+        for the current stream).
 
         Parameters that never became ready (no gradient this step) are summed as they are; `missing` names them.
         """
@@ -68,6 +71,13 @@ class GradientReducer:
     def _launch(self) -> None:
         bucket = self.buffer.buckets[self._launched]
         self._launched += 1
-        if self.group is not None:
-            view = self.buffer.main_grad[bucket.start : bucket.stop]
-            self._works.append(dist.all_reduce(view, group=self.group, async_op=True))
+        if self.group is None:
+            return
+        grad = self.buffer.main_grad
+        view = grad[bucket.start : bucket.stop]
+        if bucket.sharded:
+            start, stop = self.buffer.shard_of(bucket)
+            work = reduce_scatter_single(grad[start:stop], view, group=self.group, async_op=True)
+        else:
+            work = dist.all_reduce(view, group=self.group, async_op=True)
+        self._works.append(work)

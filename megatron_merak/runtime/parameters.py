@@ -9,17 +9,21 @@ from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..segment import Segment
 from .grads import GradientReducer
+from .shards import ShardGatherer
 from .weights import Gradient, WeightGradients
 
 
 class RankParameters:
     """Trainable parameters of all stages of a rank, as views of ``buffer``.
 
+    Where that is sharded over replicas, gradients are final, after a step, for what this rank owns, and `gatherer`
+    brings what the others have updated.
+
     names: parameter -> its name in the buffer. replicated: those of which every tensor-parallel rank holds all. ties:
     those that other ranks of the pipeline hold as well, with the group of the ranks that do. overlap: reduce gradients
-    over replicas while the backward runs. partial: those whose gradients are in parts over tensor-parallel ranks in any
-    case, beside the replicated ones that sharded segments read. shared: how many stages of this rank use a parameter,
-    where that is more than one.
+    over replicas while the backward runs. gathers_early: gather updated shards while the next forward runs. partial:
+    those whose gradients are in parts over tensor-parallel ranks in any case, beside the replicated ones that sharded
+    segments read. shared: how many stages of this rank use a parameter, where that is more than one.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class RankParameters:
         replicated: Collection[str] = (),
         ties: Sequence[tuple[str, dist.ProcessGroup]] = (),
         overlap: bool = True,
+        gathers_early: bool = True,
         partial: Collection[str] = (),
         shared: Mapping[str, int] | None = None,
     ):
@@ -37,6 +42,7 @@ class RankParameters:
         self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
         self.weights = WeightGradients({parameter: self._grads[name] for parameter, name in names.items()})
         self.reducer = GradientReducer(buffer, mesh.dp, overlap)
+        self.gatherer = ShardGatherer(buffer, mesh.dp, gathers_early)
         self._replicated, self._ties, self._shared = replicated, ties, dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)
 
@@ -50,6 +56,11 @@ class RankParameters:
             used = (self.names[p] for s in segments if s.sharded for p in s.parameters if p in self.names)
             self._partial |= {name: None for name in used if name in self._replicated}
         return last
+
+    def arrive(self, segment: Segment) -> None:
+        """Return when the parameters that a segment reads have arrived."""
+        if self.gatherer.pending:
+            self.gatherer.wait(self.names[parameter] for parameter in segment.parameters if parameter in self.names)
 
     def start_step(self) -> None:
         for grad in self._grads.values():

@@ -26,7 +26,7 @@ class _Runner:
     ):
         self.program = program
         given = (program.segments, recompute, program.outputs, mesh.tp, held.weights, mesh.device)
-        self.engine = Engine(*given, overlap)
+        self.engine = Engine(*given, overlap, held.arrive)
         self.final = held.used_by(program.segments)
 
 

@@ -32,6 +32,7 @@ from .guard import unguarded
 from .holdings import Decay, Holdings, decay_matrices
 from .kernels import check_kernels
 from .native import shared_here, tie_groups
+from .optimizer_state import optimizer_kinds
 from .proofs import difference
 from .replicas import Replicas
 from .running import RunningStatistics
@@ -80,8 +81,8 @@ class CapturedTrainer:
         bound = (mesh, self.holdings.parameters, self.parameters.weights)
         self.programs = {stage: Programs(self.blueprint, stage, *bound) for stage in self.holdings.stages}
         self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
-        self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model)
-        self.replicas = Replicas(mesh, self.optimizer, replica_check_interval)
+        self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model, mesh.dp)
+        self.replicas = Replicas(mesh, self.optimizer, self.parameters.gatherer, replica_check_interval)
         self._executors: dict[tuple, Executor] = {}
         self.executor(self.plan.num_microbatches, True)
         with together(mesh.control, "cpu"):
@@ -92,7 +93,8 @@ class CapturedTrainer:
 
     def share_weights(self) -> UserModel:
         """From now on the model that was given has the trained weights, or says that it does not."""
-        self.user_model = UserModel(self.model, self.exported, self.mesh, self.holdings.follow_edits)
+        follow, shares = self.holdings.follow_edits, self.holdings.shares_exact
+        self.user_model = UserModel(self.model, self.exported, self.mesh, follow, shares)
         return self.user_model
 
     def _check_halves(self) -> None:
@@ -124,6 +126,7 @@ class CapturedTrainer:
             holdings.replicated,
             tuple((name, groups[name,]) for name in trained if (name,) in groups),
             plan.overlap_grad_reduce,
+            plan.overlap_param_gather,
             self.blueprint.partial,
             {name: shared[name,] for name in trained if (name,) in shared},
         )
@@ -210,6 +213,9 @@ class CapturedTrainer:
         losses, counts, (square,) = read(told, zeros, self.optimizer.square_norm())
         loss = self.replicas.loss(losses) if losses else None
         result = self.optimizer.apply(math.sqrt(square), rate, decay, others)
+        self.parameters.gatherer.launch()
+        if self.user_model is not None and self.user_model.shared:
+            self.parameters.gatherer.finish()  # whoever holds the model may read it
         self.iteration += 1
         self.replicas.note(result.grad_norm, self.iteration)
         return replace(result, loss=loss, zeros=int(counts[0]) if counts else None)
@@ -265,19 +271,24 @@ class CapturedTrainer:
         self.running.share()
 
     def exported(self) -> list[store.Shard]:
-        """All that is trained, in the dtypes of the model that was given."""
+        """All that is trained, in the dtypes of the model that was given; of sharded fp32 weights a copy in the
+        gradient's memory. Collective over all ranks."""
+        self.parameters.gatherer.finish()
+        if self.holdings.shares_exact:
+            self.parameters.gatherer.full(self.buffer.master)
         return [*self.holdings.exported(), *self.running.shards()]
 
-    def _state(self) -> dict[str, list[store.Shard]]:
+    def _state(self) -> dict[str, store.Kind]:
+        self.parameters.gatherer.finish()
         weights = [*self.shards(), *self.running.shards()]
         if has_adapters(self.model):  # its base is not trained, and whoever resumes has it
             weights = [shard for shard in self.shards() if shard.name in self.buffer.slots]
-        return {"model": weights} | {k: list(self.shards(flat)) for k, flat in self.optimizer.state().items()}
+        kinds = optimizer_kinds(self.optimizer, self.parameters.gatherer, self.shards)
+        return {"model": store.Kind(weights)} | kinds
 
     def check_finite(self) -> None:
         """Raise NumericsError on every rank when a trained weight or its optimizer state is not finite."""
-        with together(self.mesh.control, "cpu"):
-            check_finite(self._state())
+        check_finite(self._state(), self.mesh.control, "cpu")
 
     def save(self, root: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Write the training state under ``root``; ``extra`` is JSON. Collective; raises CheckpointError, and PlanError

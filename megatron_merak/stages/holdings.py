@@ -16,6 +16,7 @@ from .adapters import has_adapters, name_before
 from .blueprint import Blueprint
 from .deliver import deliver
 from .init_captured import Initialiser
+from .native import shard_of
 from .precision import DTYPES
 
 Decay = Callable[[str, tuple[int, ...]], bool]
@@ -32,6 +33,7 @@ class Held:
 
     sharding: how it is divided. storage: what the model computes with. counted: whether of all stages this one counts
     it. exact: its values in the dtype of the user's model, fp32 where it computes in bf16; else ``storage`` itself.
+    Where replicas share the fp32 values, ``exact`` is a place in the gradient's memory, to which they are gathered.
     """
 
     sharding: TensorSharding
@@ -83,6 +85,13 @@ class Holdings:
         return {parameter: name for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @property
+    def shares_exact(self) -> bool:
+        """Whether weights have fp32 values that computing rounds, of which each replica has a part only."""
+        return self.buffer.sharded and any(
+            held.exact is not held.storage and name in self.buffer.slots for name, held in self.held.items()
+        )
+
+    @property
     def replicated(self) -> frozenset[str]:
         """Parameters of which every tensor-parallel rank holds all."""
         return frozenset(name for name in self.parameters if self.held[name].sharding.dim is None)
@@ -94,12 +103,14 @@ class Holdings:
         def entry(name: str) -> BufferEntry:
             tensor = tensors[name]
             decayed, fp32 = decay(name, tensor.shape), captured.dtypes[name] == torch.float32
-            return BufferEntry(name, stored_shape(tensor, tp), decayed, self._counted(name), fp32)
+            ranks = {*map(blueprint.plan.schedule.rank_of, self.stages_of[name])}
+            return BufferEntry(name, stored_shape(tensor, tp), decayed, self._counted(name), fp32, len(ranks) > 1)
 
         entries = [[entry(name) for name in names if name in captured.trainable] for names in units]
         kinds = {captured.dtypes[name] for name in captured.trainable}
         dtype = kinds.pop() if len(kinds) == 1 else DTYPES[blueprint.plan.dtype]
-        return ParameterBuffer(entries, dtype, self.mesh.device, blueprint.plan.bucket_size)
+        plan, mesh = blueprint.plan, self.mesh
+        return ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
 
     def _counted(self, name: str) -> bool:
         """Whether of all ranks of a replica that hold the same values this one counts and writes them."""
@@ -113,7 +124,8 @@ class Holdings:
         if name in captured.trainable:
             storage = exact = self.buffer.parameter(name)
             if rounds:
-                exact = self.buffer.view(self.buffer.master, name)
+                buffer = self.buffer
+                exact = buffer.view(buffer.main_grad if buffer.sharded else buffer.master, name)
         else:
             shape = stored_shape(tensor, self.mesh.grid.tp)
             storage = exact = torch.zeros(shape, dtype=captured.dtypes[name], device=self.mesh.device)
@@ -187,8 +199,12 @@ class Holdings:
                 if shard.dim is not None:
                     full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
                 shard.tensor.copy_(full)
+        buffer = self.buffer
+        masters = buffer.main_grad if buffer.sharded else buffer.master
         for name, held in self.held.items():
-            if name in self.buffer.slots and held.exact is held.storage:
-                self.buffer.view(self.buffer.master, name).copy_(held.storage)
+            if name in buffer.slots and held.exact is held.storage:
+                buffer.view(masters, name).copy_(held.storage)
             else:
                 held.storage.copy_(held.exact)
+        if buffer.sharded and buffer.master is not buffer.data:
+            buffer.master.copy_(buffer.own(masters))

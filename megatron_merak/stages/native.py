@@ -20,6 +20,7 @@ from ..plan import Plan, TensorSharding
 from ..runtime.halves import halve
 from ..runtime.parameters import RankParameters
 from ..runtime.program import LOSS, Program
+from ..runtime.shards import ShardGatherer
 from ..runtime.stage import Stage
 from ..segment import Common, Crossing, fuse
 from ..tensor_parallel.layout import ParameterLayout
@@ -41,6 +42,10 @@ class Model:
     @property
     def buffer(self) -> ParameterBuffer:
         return self.held.buffer
+
+    @property
+    def gatherer(self) -> ShardGatherer:
+        return self.held.gatherer
 
     def shards(self, flat: torch.Tensor) -> Iterator[Shard]:
         """``flat`` (values, gradients or optimizer state, [buffer.size]) as shards of HuggingFace tensors.
@@ -117,6 +122,11 @@ def shared_here(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
     return {key: count for key, count in counts.items() if count > 1}
 
 
+def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int]:
+    """Over how many ranks a parameter's optimizer state is sharded, and which of them this one is."""
+    return (mesh.grid.dp, mesh.dp_rank) if plan.distributed_optimizer else (1, 0)
+
+
 def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
     """Replace the unit's parameter ``name``."""
     path, _, leaf = name.rpartition(".")
@@ -139,8 +149,8 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     units = [unit for stage in mine.values() for unit in stage]
     stages_of = find_ties(chain, plan)
     groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
-    entries, layouts, names = _entries(units, stages_of, mine, mesh)
-    buffer = ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size)
+    entries, layouts, names = _entries(units, stages_of, groups, mine, mesh)
+    buffer = ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
     parts = [
         part
         for name, layout in layouts.items()
@@ -159,6 +169,7 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
         frozenset(name for name, layout in layouts.items() if not layout.sharded),
         tuple((name, groups[key]) for name, key in keys.items() if key in groups),
         plan.overlap_grad_reduce,
+        plan.overlap_param_gather,
         shared={name: shared[key] for name, key in keys.items() if key in shared},
     )
     prelude = Prelude(model, mesh.device)
@@ -208,7 +219,13 @@ def _tokens(common: Common) -> torch.Tensor:
     return common["loss_mask"].sum()
 
 
-def _entries(units: list[Unit], stages_of: Mapping[Key, tuple[int, ...]], mine: Collection[int], mesh: Mesh):
+def _entries(
+    units: list[Unit],
+    stages_of: Mapping[Key, tuple[int, ...]],
+    tied: Collection[Key],
+    mine: Collection[int],
+    mesh: Mesh,
+):
     """Storage entries per unit, name -> layout, and (unit, local name) -> name; tied parameters share one name."""
     entries, layouts, names, seen = [], {}, {}, {}
     for unit in units:
@@ -222,6 +239,7 @@ def _entries(units: list[Unit], stages_of: Mapping[Key, tuple[int, ...]], mine: 
             layouts[name] = layout
             first = stages_of[key][0] in mine
             counted = first and (layout.sharded or mesh.tp_rank == 0)
-            group.append(BufferEntry(name, tuple(parameter.shape), parameter.dim() > 1, counted))
+            shape, decay = tuple(parameter.shape), parameter.dim() > 1
+            group.append(BufferEntry(name, shape, decay, counted, tied=key in tied))
         entries.append(group)
     return entries, layouts, names

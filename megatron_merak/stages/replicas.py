@@ -17,6 +17,7 @@ from ..errors import PlanError
 from ..optimizer.adamw import AdamW
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
+from ..runtime.shards import ShardGatherer
 
 _CHUNK = 1 << 20  # words of 8 bytes that are added up at a time
 _NAMED = 8
@@ -26,12 +27,12 @@ _NOT_FINITE = -1.0
 class Replicas:
     """Of the job, as this rank sees them.
 
-    mesh: this rank's. optimizer: its parameters and their fp32 masters are what is compared. interval: optimizer steps
-    between two comparisons of digests, 0 for none.
+    mesh: this rank's. optimizer: its parameters and their fp32 masters are what is compared. gatherer: brings those
+    that other replicas update. interval: optimizer steps between two comparisons of digests, 0 for none.
     """
 
-    def __init__(self, mesh: Mesh, optimizer: AdamW, interval: int):
-        self.mesh, self.optimizer, self.interval = mesh, optimizer, interval
+    def __init__(self, mesh: Mesh, optimizer: AdamW, gatherer: ShardGatherer, interval: int):
+        self.mesh, self.optimizer, self.gatherer, self.interval = mesh, optimizer, gatherer, interval
         self._norm = 0.0
 
     def note(self, grad_norm: float, steps: int) -> None:
@@ -92,9 +93,11 @@ class Replicas:
         return f"(ranks {', '.join(map(str, ranks[:_NAMED]))}{', ...' * (len(ranks) > _NAMED)})"
 
     def _digest(self) -> str:
-        """Of the bits of the parameters and of their masters."""
+        """Of the bits of the parameters, and of their masters where each replica has all."""
+        self.gatherer.finish()
         buffer, digest = self.optimizer.buffer, hashlib.sha256()
-        for flat in (buffer.data, self.optimizer.master)[: 1 + (self.optimizer.master is not buffer.data)]:
+        masters = self.optimizer.master is not buffer.data and not buffer.sharded  # of shards there are no two
+        for flat in (buffer.data, self.optimizer.master)[: 1 + masters]:
             sums = [chunk.sum() for chunk in flat.view(torch.int64).split(_CHUNK)]  # of whole words; they wrap around
             digest.update(torch.stack(sums).cpu().numpy().tobytes() if sums else b"")
         return digest.hexdigest()

@@ -18,9 +18,10 @@ class UserModel:
     """``model`` as given to a trainer, seen from this rank. ``exported``: this rank's parts of what is trained.
 
     Without tensor and pipeline parallelism its parameters become views of the trained ones, and use no memory of their
-    own. Else what reads its weights (its forward, ``generate``, ``save_pretrained``, ``state_dict``) raises ConfigError
-    until `gather` brings them to the first rank, and again when training changes them. ``settle``: makes what computes
-    follow the exported tensors after they were written.
+    own, unless these are divided over the replicas (``divided``). Else what reads its weights (its forward,
+    ``generate``, ``save_pretrained``, ``state_dict``) raises ConfigError until `gather` brings them to the first rank,
+    and again when training changes them. ``settle``: makes what computes follow the exported tensors after they were
+    written.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class UserModel:
         exported: Callable[[], list[Shard]],
         mesh: Mesh,
         settle: Callable[[], None] = lambda: None,
+        divided: bool = False,
     ):
         self.model, self.exported, self.mesh, self._settle = model, exported, mesh, settle
-        self.shared = mesh.grid.tp * mesh.grid.pp == 1
+        self.shared = mesh.grid.tp * mesh.grid.pp == 1 and not divided
         self._guard: Guard | None = None
         if self.shared:
             give(model, {shard.name: shard.tensor for shard in exported()})

@@ -30,6 +30,8 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "tp_comm_overlap": lambda plan: plan.overlap,
         "no_overlap_grad_reduce": lambda plan: not plan.overlap_grad_reduce,
         "ddp_bucket_size": lambda plan: plan.bucket_size,
+        "use_distributed_optimizer": lambda plan: plan.distributed_optimizer,
+        "no_overlap_param_gather": lambda plan: not plan.overlap_param_gather,
         "cross_entropy_chunk_size": lambda plan: plan.loss_chunk,
         "graph_sharding": lambda plan: plan.graph_sharding,
     }

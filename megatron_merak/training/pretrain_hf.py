@@ -107,6 +107,7 @@ class TokenTrainer(RunState):
         )
         super().__init__(config, self.captured.plan, mesh)
         self.buffer, self.optimizer = self.captured.buffer, self.captured.optimizer
+        self.gatherer = self.captured.parameters.gatherer
         self.executor = self.captured.executor(self.plan.num_microbatches)
 
     def notes(self) -> tuple[str, ...]:
@@ -172,8 +173,7 @@ class HFJob(Job):
     def finish(self) -> None:
         directory = self.config.checkpoint.save_hf
         if directory is not None:
-            with together(self.mesh.control, "cpu"):
-                check_finite(self.trainer.shards(True))
+            check_finite(self.trainer.kinds(True), self.mesh.control, "cpu")
             self.trainer.captured.save_hf(directory, self._tokenizer())
             self.say(f"saved {directory} for HuggingFace")
 

@@ -16,6 +16,8 @@ from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import Plan
 from ..runtime.executor import Executor
+from ..runtime.shards import ShardGatherer
+from ..stages.optimizer_state import optimizer_kinds
 from ..stages.saved_run import SavedRun
 from ..stages.step_report import StepReport
 from .changes import check, schedule_of
@@ -25,11 +27,12 @@ class RunState:
     """``iteration``: optimizer steps done. ``consumed_samples``: training samples used, over all replicas. ``data``:
     what those samples come from, see ``data.identity``; set it before loading and saving.
 
-    Subclasses set ``buffer``, ``optimizer`` and ``executor`` (of training steps), and say how the former two read as
-    HuggingFace tensors (``parts``).
+    Subclasses set ``buffer``, ``gatherer``, ``optimizer`` and ``executor`` (of training steps), and say how flat
+    tensors read as HuggingFace tensors (``parts``).
     """
 
     buffer: ParameterBuffer
+    gatherer: ShardGatherer
     optimizer: AdamW
     executor: Executor
 
@@ -43,10 +46,11 @@ class RunState:
         all weights."""
         raise NotImplementedError
 
-    def shards(self, optimizer: bool) -> dict[str, list[store.Shard]]:
-        """The weights, and with ``optimizer`` its state, by kind."""
-        flats = {"model": None} | (self.optimizer.state() if optimizer else {})
-        return {kind: list(self.parts(flat)) for kind, flat in flats.items()}
+    def kinds(self, optimizer: bool) -> dict[str, store.Kind]:
+        """The weights, and with ``optimizer`` its state."""
+        self.gatherer.finish()
+        weights = {"model": store.Kind(list(self.parts(None)))}
+        return weights | (optimizer_kinds(self.optimizer, self.gatherer, self.parts) if optimizer else {})
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         """Train on one global batch: ``batches`` holds this replica's micro-batches, on every rank of the replica."""
@@ -61,6 +65,7 @@ class RunState:
         None where nobody asked."""
         if not self.config.logging.log_num_zeros_in_grad:
             return None
+        self.gatherer.full(self.buffer.own(self.buffer.main_grad))
         owned = [part.tensor for part in self.parts(self.buffer.main_grad) if part.owner]
         return sum(
             ((tensor == 0).sum() for tensor in owned), torch.zeros((), dtype=torch.int64, device=self.mesh.device)
@@ -91,8 +96,8 @@ class RunState:
             "data": self.data,
             "model": self.described(),
         }
-        shards = self.shards(not self.config.checkpoint.no_save_optim)
-        return store.save(root, self.iteration, shards, meta, self.mesh.control, "cpu")
+        kinds = self.kinds(not self.config.checkpoint.no_save_optim)
+        return store.save(root, self.iteration, kinds, meta, self.mesh.control, "cpu")
 
     def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> None:
         """Resume from ``root``, written under any layout: its newest undamaged checkpoint, or that of ``iteration``.
@@ -107,8 +112,8 @@ class RunState:
             saved = SavedRun.read(meta, root)
             lines[:] = check(self.config, saved, self.described(), self.data, self.plan.global_batch_size)
 
-        shards, control = self.shards(optimizer), self.mesh.control
-        meta = store.load(root, shards, control, "cpu", iteration, say=say, check=compare)
+        control = self.mesh.control
+        meta = store.load(root, self.kinds(optimizer), control, "cpu", iteration, say=say, check=compare)
         for line in lines if say is not None else ():
             say(line)
         if not optimizer:

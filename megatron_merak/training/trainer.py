@@ -38,9 +38,10 @@ class Trainer(RunState):
         self.executor = Executor(stages, add_communication(plan.schedule), mesh, per_token)
         forwards = add_communication(forward_only(plan.schedule))
         self.evaluator = Executor(stages, forwards, mesh, per_token, self.executor.pipes)
-        self.optimizer = AdamW(self.model.buffer, config.optimizer, mesh.model)
-        self.buffer = self.model.buffer
-        self.replicas = Replicas(mesh, self.optimizer, config.train.check_weight_hash_across_dp_replicas_interval)
+        self.buffer, self.gatherer = self.model.buffer, self.model.gatherer
+        self.optimizer = AdamW(self.buffer, config.optimizer, mesh.model, mesh.dp)
+        interval = config.train.check_weight_hash_across_dp_replicas_interval
+        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, interval)
 
     def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
@@ -67,6 +68,7 @@ class Trainer(RunState):
         losses, zeros, (square,) = read(sums, self.local_zeros(), self.optimizer.square_norm())
         loss = self._mean(losses, len(batches)) if losses else None
         result = self.optimizer.apply(math.sqrt(square), rate, decay)
+        self.gatherer.launch()
         self.iteration += 1
         self.consumed_samples += self.plan.global_batch_size
         self.replicas.note(result.grad_norm, self.iteration)

@@ -96,7 +96,9 @@ class EagerEngine:
         return self.mesh.grid.rank(dp=replica, pp=self.mesh.grid.pp - 1)
 
     def check_finite(self):
-        check_finite({"model": [Shard(n, tuple(p.shape), None, (), p) for n, p in self.model.named_parameters()]})
+        check_finite(
+            {"model": [Shard(n, tuple(p.shape), None, (), p) for n, p in self.model.named_parameters()]}, None, "cpu"
+        )
 
     def share_statistics(self):
         pass

@@ -206,7 +206,8 @@ def test_refresh_master_takes_loaded_parameters():
     optimizer = AdamW(buffer, CONFIG)
     buffer.data.fill_(3.0)
     optimizer.refresh_master()
-    assert torch.equal(optimizer.state()["master"], torch.full((buffer.size,), 3.0))
+    for name, slot in buffer.slots.items():
+        assert torch.equal(buffer.view(optimizer.state()["master"], name), torch.full(slot.shape, 3.0))
     assert set(optimizer.state()) == {"exp_avg", "exp_avg_sq", "master"}
     assert set(AdamW(make_buffer(), CONFIG).state()) == {"exp_avg", "exp_avg_sq"}
 

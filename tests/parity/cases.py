@@ -29,6 +29,7 @@ AXES: dict[str, tuple] = {
     "recompute": ("none", "full", "uniform", "block"),
     "overlap": ("weight-gradient", "none", "sub-pipeline", "pair"),
     "sequence_parallel": (False, True),
+    "sharded": (False, True),
     "dtype": ("fp32", "bf16"),
     "loss": ("full", "masked", "per-token"),
 }
@@ -50,7 +51,7 @@ class Case:
     loss: 'full' masks no token; 'masked' masks unevenly, mean of micro-batch means; 'per-token' too, mean over tokens.
     hidden_dropout, attention_dropout: probabilities. clip: largest gradient norm, 0 for any. steps: optimizer steps.
     bucket: elements of a gradient bucket (all models hold several times more). early: reduce during the backward.
-    schedule: a name, or the path of a file.
+    schedule: a name, or the path of a file. sharded: replicas share the optimizer's state.
     """
 
     family: str
@@ -61,6 +62,7 @@ class Case:
     recompute: str = "none"
     overlap: str = "weight-gradient"
     sequence_parallel: bool = False
+    sharded: bool = False
     dtype: str = "fp32"
     loss: str = "masked"
     hidden_dropout: float = 0.0
@@ -81,11 +83,14 @@ class Case:
     def __str__(self) -> str:
         degrees = f"tp{self.tp}-pp{self.pp}-dp{self.dp}"
         ways = f"{self.schedule}-{self.recompute}-{self.overlap}" + ("-sp" if self.sequence_parallel else "")
+        ways += "-zero1" if self.sharded else ""
         return f"{self.family}-{degrees}-{ways}-{self.dtype}-{self.loss}"
 
     @property
     def possible(self) -> bool:
         """Whether there is such a run: enough units and micro-batches for the schedule, and collectives to overlap."""
+        if self.dp == 1 and self.sharded:
+            return False
         if self.tp == 1 and (self.sequence_parallel or self.overlap != "weight-gradient"):
             return False
         return stages_of(self.schedule, self.pp, GLOBAL_BATCH // MICRO_BATCH // self.dp) <= LAYERS + 2
@@ -103,6 +108,7 @@ class Case:
                 recompute_num_layers=LAYERS_RECOMPUTED.get(self.recompute),
                 tp_comm_overlap=self.overlap,
                 sequence_parallel=self.sequence_parallel,
+                use_distributed_optimizer=self.sharded,
                 ddp_bucket_size=self.bucket,
                 no_overlap_grad_reduce=not self.early,
             ),
@@ -134,7 +140,7 @@ def combinations_of(largest_world: int = 8, **given: tuple) -> list[Case]:
 def layouts() -> list[Case]:
     """Every layout of every model, with unevenly masked tokens, as Megatron-LM would run it."""
     plain = {"schedule": ("gpipe", "1f1b"), "recompute": ("none", "full"), "overlap": ("weight-gradient",)}
-    return combinations_of(loss=("masked",), sequence_parallel=(False,), **plain)
+    return combinations_of(loss=("masked",), sequence_parallel=(False,), sharded=(False,), **plain)
 
 
 def accelerated() -> list[Case]:

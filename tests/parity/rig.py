@@ -94,10 +94,12 @@ def train(case: Case, mesh: Mesh) -> Outcome:
     evaluated = trainer.evaluate(replica_batch(case, 0, mesh.dp_rank))
     spoil(buffer)
     first_loss = trainer.gradients(replica_batch(case, 0, mesh.dp_rank))
+    trainer.gatherer.full(buffer.own(buffer.main_grad))  # where replicas have shards
     gradients, stray = parts(trainer, buffer.main_grad), _stray(trainer, buffer.main_grad)
     reports = [trainer.step(replica_batch(case, step, mesh.dp_rank)) for step in range(case.steps)]
     assert not any(report.skipped for report in reports)
     losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
+    trainer.gatherer.finish()
     stray += _stray(trainer, buffer.data)
     return Outcome(evaluated, first_loss, gradients, losses, norms, parts(trainer, buffer.data), stray)
 
