@@ -75,3 +75,63 @@ def test_a_name_used_twice_is_caught():
     entry = BufferEntry("w", (2,), True)
     with pytest.raises(AssertionError, match="w is listed twice"):
         ParameterBuffer([[entry], [entry]], torch.float32, "cpu")
+
+
+MIXED = [
+    [BufferEntry("embed", (10, 13), True, tied=True), BufferEntry("a.weight", (40, 13), True)],
+    [
+        BufferEntry("b.router", (9,), True, fp32=True),
+        BufferEntry("b.norm", (5,), False),
+        BufferEntry("b.w", (64,), True),
+    ],
+    [BufferEntry("c.scale", (), False, counted=False), BufferEntry("c.weight", (300,), True)],
+]
+
+
+@pytest.mark.parametrize("bucket_elements", [None, 1, 65, 400])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shards", [2, 3])
+def test_shards_tile_the_buffer(shards, dtype, bucket_elements):
+    """Every rank lays parameters out alike, and each element that is not replicated has one owner."""
+    ranks = [ParameterBuffer(MIXED, dtype, "cpu", bucket_elements, shards, shard) for shard in range(shards)]
+    first = ranks[0]
+    assert all((rank.slots, rank.size, rank.buckets) == (first.slots, first.size, first.buckets) for rank in ranks)
+    assert {*first.slots} == {entry.name for group in MIXED for entry in group}
+    owners = torch.zeros(first.size, dtype=torch.int64)
+    for rank in ranks:
+        assert rank.owned_size == sum(stop - start for start, stop, _ in rank.owned)
+        for start, stop, _ in rank.owned:
+            owners[start:stop] += 1
+    stop = first.size
+    for bucket in first.buckets:
+        assert bucket.stop == stop and (bucket.stop - bucket.start) % shards == 0
+        stop = bucket.start
+        assert {n for n, s in first.slots.items() if bucket.start <= s.start < bucket.stop} == {*bucket.names}
+        assert (owners[bucket.start : bucket.stop] == (1 if bucket.sharded else shards)).all()
+    assert stop == 0
+    apart = [bucket.names for bucket in first.buckets if not bucket.sharded]
+    assert apart == ([("b.router",)] if dtype == torch.bfloat16 else [])
+    assert ("embed",) in [bucket.names for bucket in first.buckets], "its shards do not depend on its neighbours"
+    covered = sum(stop - start for start, stop, _ in first.ranges)
+    assert covered == first.size
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_the_state_of_a_shard_goes_to_its_places_and_back(shard):
+    buffer = ParameterBuffer(MIXED, torch.bfloat16, "cpu", 65, 2, shard)
+    buffer.data.copy_(torch.arange(buffer.size) % 251)
+    assert buffer.master.shape == (buffer.owned_size,) and buffer.master.dtype == torch.float32
+    assert torch.equal(buffer.master, buffer.own(buffer.data).float())
+    buffer.main_grad.fill_(-1)
+    flat = buffer.spread(buffer.master)
+    assert flat is buffer.main_grad and torch.equal(buffer.own(flat), buffer.master)
+    assert (flat != -1).sum() == buffer.owned_size
+    router = buffer.parameter("b.router")
+    assert router.dtype == torch.float32 and router.data_ptr() == buffer.master.data_ptr()
+    router.fill_(0.1)
+    buffer.data.fill_(3)
+    buffer.refresh_master()
+    for name, slot in buffer.slots.items():
+        own = buffer.view(buffer.spread(buffer.master), name)
+        mine = torch.tensor([any(a <= i < b for a, b, _ in buffer.owned) for i in range(slot.start, slot.stop)])
+        assert (own.flatten()[mine] == (torch.tensor(0.1) if name == "b.router" else 3.0)).all(), name

@@ -19,7 +19,10 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 # (unbroken run, layouts that resume it). Masks of attention depend on the tensor-parallel size: there dropout is off.
 RUNS = [
     (Case("gpt2", tp=2, pp=2, **DROPOUT), []),
-    (Case("gpt2", tp=2, pp=2), [{"tp": 4, "pp": 1}, {"tp": 1, "dp": 2, "sharded": True}, {"tp": 1, "pp": 4, "recompute": "full"}]),
+    (
+        Case("gpt2", tp=2, pp=2),
+        [{"tp": 4, "pp": 1}, {"tp": 1, "dp": 2, "sharded": True}, {"tp": 1, "pp": 4, "recompute": "full"}],
+    ),
     (
         Case("llama", tp=1, pp=2, dp=2, sharded=True, **DROPOUT),
         [{"sharded": False}, {"pp": 4, "dp": 1, "schedule": "gpipe", "sharded": False}],

@@ -37,7 +37,7 @@ def waits(rehearsal):
 NATIVE = [
     (Case("llama", dtype="bf16"), 0, 2),
     (Case("gpt2", hidden_dropout=0.1, attention_dropout=0.1, recompute="full", loss="per-token"), 0, 2),
-    (Case("llama", tp=2, dp=2, overlap="pair"), 3, 2),
+    (Case("llama", tp=2, dp=2, overlap="pair", sharded=True), 3, 2),
     (Case("gpt2", tp=2, sequence_parallel=True, overlap="sub-pipeline", recompute="full"), 1, 2),
     (Case("qwen", tp=2, pp=2, schedule="interleaved", dtype="bf16"), 0, 2),
     (Case("gpt2", pp=2, schedule="zb-v"), 1, 4),
@@ -84,7 +84,7 @@ def _shared_loss(batch):
 
 
 LAYOUTS = [
-    ("llama", Grid(tp=2, dp=2), 3, {"ddp_bucket_size": 4000}, _masked),
+    ("llama", Grid(tp=2, dp=2), 3, {"ddp_bucket_size": 4000, "use_distributed_optimizer": True}, _masked),
     ("gpt2", Grid(tp=2, pp=2), 2, {"recompute_granularity": "full"}, dict),
     ("llama", Grid(tp=2), 1, {"tp_comm_overlap": "sub-pipeline"}, _shared_loss),
     ("mixtral", Grid(tp=2), 0, {"recompute_granularity": "full"}, dict),
