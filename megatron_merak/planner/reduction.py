@@ -37,19 +37,34 @@ def exposed_gather(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) -> 
     """Seconds that a rank's forward waits for parameters which other replicas have updated.
 
     mine: the rank's units, ascending. Buckets travel one at a time, those of its first units first. With overlap a unit
-    starts when its own have arrived; without, all have.
+    starts when the buckets that hold its values have arrived; without, all have.
     """
     shards = plan.optimizer_shards
     if shards == 1:
         return 0.0
     link, arrived, computed = _link(plan), 0.0, 0.0
-    for unit, values in _own_values(plan.units, mine):
-        buckets = max(1.0, values / plan.bucket_size)
-        share = DTYPE_BYTES[plan.dtype] * values / buckets / shards
-        arrived += buckets * all_gather(shards, share, link)
-        computed = max(computed, arrived) + costs[unit].forward
-    hidden = sum(costs[unit].forward for unit in mine)
-    return computed - hidden if plan.overlap_param_gather else arrived
+    forward = {unit: costs[unit].forward if plan.overlap_param_gather else 0.0 for unit in mine}
+    for unit, buckets in reversed(_buckets(plan, mine)):
+        arrived += sum(all_gather(shards, DTYPE_BYTES[plan.dtype] * values / shards, link) for values in buckets)
+        computed = max(computed, arrived) + forward[unit]
+    return computed - sum(forward.values())
+
+
+def _buckets(plan: Plan, mine: list[int]) -> list[tuple[int, list[float]]]:
+    """(unit, values of each bucket that ends in it, counted from the last unit), descending."""
+    found: list[tuple[int, list[float]]] = []
+    filled = 0.0
+    for unit, values in reversed(_own_values(plan.units, mine)):
+        pieces, full = max(1, values // plan.bucket_size), []
+        for _ in range(pieces):
+            filled += values / pieces
+            if filled >= plan.bucket_size:
+                full.append(filled)
+                filled = 0.0
+        found.append((unit, full))
+    if filled:
+        found[-1][1].append(filled)
+    return found
 
 
 def _reduction(plan: Plan) -> Callable[[float], float]:

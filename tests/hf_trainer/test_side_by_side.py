@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 LAYOUTS = {"one": (1, 1, 1), "pp2": (1, 2, 1), "tp2": (2, 1, 1), "dp2": (1, 1, 2)}  # tensor, pipeline, data
 CHOSEN = {
     *(("causal", layout) for layout in ("one", "pp2", "tp2")),
-    *(("classes", "dp2"), ("t5", "pp2"), ("mixtral", "tp2"), ("stream", "pp2")),
+    *(("t5", "pp2"), ("mixtral", "tp2"), ("stream", "pp2")),
     *((name, "one") for name in ("tied", "packed", "frozen", "resumed", "logged")),
     *(("loss function", "tp2"), ("label smoothing", "one"), ("hidden states", "pp2"), ("distilled", "pp2")),
 }
@@ -20,6 +20,7 @@ MEANS = ("class weights", "hidden states", "two forwards", "distilled")  # losse
 WAYS = [("pp2", {"pipeline_schedule": name}) for name in SCHEDULES] + [
     ("tp2", {"tp_comm_overlap": name}) for name in OVERLAPS
 ]
+SHARDED = {"use_distributed_optimizer": True}
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +80,17 @@ def test_own_losses_on_two_replicas_are_those_of_two_processes_in_transformers(t
     for ours_here, theirs_here in zip(ours, theirs, strict=True):
         alike(trained(ours_here), trained(theirs_here))
     same_files(name, tmp_path / "ours" / "last", tmp_path / "theirs" / "last")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "classes" else pytest.mark.slow)
+        for name in ("classes", "causal", "tied", "t5", "mixtral", "resumed")
+    ],
+)
+def test_replicas_may_share_the_optimizer(tmp_path, theirs, name):
+    compare(name, "dp2", theirs, tmp_path, **SHARDED)
 
 
 def trained(run):

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, all_reduce, find_cluster
+from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, all_gather, all_reduce, find_cluster, reduce_scatter
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, StagePlan, Unit
 from megatron_merak.planner import plan
 from megatron_merak.planner.make import default_bucket_size
-from megatron_merak.planner.memory import overflowing_ranks, stage_memory
+from megatron_merak.planner.memory import overflowing_ranks, rank_memory, stage_memory
 from megatron_merak.planner.predict import stage_costs, step_time, timeline
 
 
@@ -116,6 +116,14 @@ def test_the_step_time_adds_up():
     assert step_time(halves, pipeline) == pytest.approx(pipeline.makespan + behind + optimizer)
     fast = replace(halves, cluster=replace(halves.cluster, inside=Link("fast", 0.0, 16.0)))
     assert step_time(fast, pipeline) == pytest.approx(pipeline.makespan + 1 + optimizer)
+    # Sharded: half of the optimizer's work, and what was updated travels back while the first forward would run.
+    zero = replace(owned, distributed_optimizer=True, overlap_param_gather=False)
+    scattered, gathered = reduce_scatter(2, 16, link), all_gather(2, 16, link)
+    assert step_time(zero, pipeline) == pytest.approx(pipeline.makespan + scattered + gathered + optimizer / 2)
+    early = replace(zero, overlap_param_gather=True)
+    assert step_time(early, pipeline) == pytest.approx(step_time(zero, pipeline)), "one unit has all parameters"
+    memory, shared = (rank_memory(each)[0] for each in (owned, zero))
+    assert (memory.optimizer, shared.optimizer) == (64, 32) and memory.total - shared.total == 32
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,10 @@ def _train(rank, world_size, name, grid, ways, options):
     mine = batches[trainer.mesh.dp_rank :: grid.dp]
     spoil(trainer.buffer)
     loss = trainer.gradients(mine)
-    grads = parts_of(trainer, trainer.buffer.main_grad)
+    gatherer = trainer.parameters.gatherer
+    grads = parts_of(trainer, gatherer.full(trainer.buffer.own(trainer.buffer.main_grad)))
     curve = [trainer.step(mine, RATE, DECAY).loss for _ in range(STEPS)]
+    gatherer.finish()
     return loss, grads, curve, parts_of(trainer)
 
 
@@ -92,7 +94,7 @@ def eager(name):
     return sum(loss.item() for loss in losses) / len(batches), grads, curve
 
 
-FULL = {"recompute_granularity": "full"}
+FULL, ZERO = {"recompute_granularity": "full"}, {"use_distributed_optimizer": True}
 CASES = [
     ("llama", Grid(), {}),
     ("llama", Grid(tp=2, pp=2), FULL),
@@ -101,7 +103,11 @@ CASES = [
     ("mixtral", Grid(tp=2, pp=2), {"pipeline_schedule": "zb-h1", "tp_comm_overlap": "none"}),
     pytest.param("recurrent_gemma", Grid(tp=2, pp=2), FULL | {"pipeline_schedule": "shifted"}, marks=pytest.mark.slow),
     ("bert", Grid(pp=3), {"pipeline_schedule": "auto"}),
-    ("gpt2", Grid(tp=2, pp=1, dp=2), {"tp_comm_overlap": "pair"}),
+    ("gpt2", Grid(tp=2, pp=1, dp=2), {"tp_comm_overlap": "pair", "use_distributed_optimizer": True}),
+    pytest.param("t5", Grid(pp=2, dp=2), ZERO | {"ddp_bucket_size": 3000}, marks=pytest.mark.slow),
+    pytest.param("mixtral", Grid(tp=2, dp=2), ZERO | {"pipeline_schedule": "zb-h1"}, marks=pytest.mark.slow),
+    pytest.param("gpt2", Grid(pp=2, dp=2), ZERO | {"ddp_bucket_size": 3000}, marks=pytest.mark.slow),
+    pytest.param("llama", Grid(tp=2, pp=2, dp=2), ZERO, marks=pytest.mark.slow),
     (
         "gpt2",
         Grid(pp=2),

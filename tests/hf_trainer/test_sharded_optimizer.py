@@ -1,0 +1,77 @@
+"""MerakTrainer whose replicas share the optimizer's state: nothing but memory shows it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from megatron_merak.errors import ConfigError
+from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+from tests.ranks import run_ranks
+
+RUN = {
+    **{"use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1},
+    **{"save_steps": 2, "disable_tqdm": True, "report_to": "none", "replica_check_interval": 1},
+}
+
+
+class Reads(TrainerCallback):
+    """What a callback sees of a weight after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, model=None, **more):
+        try:
+            self.seen.append(model.state_dict()["model.embed_tokens.weight"].double().sum().item())
+        except ConfigError as error:
+            self.seen.append(error.what)
+
+
+def trained(directory, sharded, bf16, resume=None):
+    reads = Reads()
+    model, data = tiny_llama(3), samples(16, ragged=False)
+    arguments = MerakArguments(directory, bf16=bf16, use_distributed_optimizer=sharded, **RUN)
+    trainer = MerakTrainer(model, arguments, collate, data, data[:4], callbacks=[reads])
+    trainer.train(resume_from_checkpoint=resume)
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model(f"{directory}/last")
+    state = sum(flat.nbytes for flat in trainer.engine.optimizer.state().values())
+    gathered = (
+        trainer.gather_model().state_dict() if trainer.args.process_index == 0 else trainer.gather_model() and None
+    )
+    logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    return logs, evaluated, reads.seen, state, gathered and gathered["lm_head.weight"].dtype
+
+
+def run(rank, world_size, directory, bf16):
+    torch.set_num_threads(1)
+    plain = trained(f"{directory}/plain", False, bf16)
+    shared = trained(f"{directory}/shared", True, bf16)
+    moved = trained(f"{directory}/moved", True, bf16, f"{directory}/plain/checkpoint-2")
+    back = trained(f"{directory}/back", False, bf16, f"{directory}/shared/checkpoint-2")
+    return plain, shared, moved, back
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_logs_weights_and_checkpoints_are_those_of_replicas_that_have_all(tmp_path, bf16):
+    """Checkpoints of one kind of run are resumed by the other; weights that a rank does not have are refused."""
+    for plain, shared, *resumed in run_ranks(run, 2, str(tmp_path), bf16, timeout=200):
+        assert len(plain[0]) == 4
+        for other in (shared, *resumed):
+            assert [loss for loss, _ in other[0]] == [loss for loss, _ in plain[0]]
+            assert [norm for _, norm in other[0]] == pytest.approx([norm for _, norm in plain[0]], rel=1e-6)
+            assert other[1] == plain[1]
+        assert shared[3] < 0.6 * plain[3] and resumed[1][3] == plain[3]
+        assert shared[2] == (["LlamaForCausalLM.state_dict"] * 4 if bf16 else plain[2])
+        assert plain[4] == shared[4] == (torch.float32 if plain[4] else None)
+    for place in ("last", "checkpoint-4"):
+        wanted = load_file(tmp_path / "plain" / place / "model.safetensors")
+        for name in ("shared", "moved", "back"):
+            found = load_file(Path(tmp_path) / name / place / "model.safetensors")
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[key], value) for key, value in wanted.items()), (name, place)
