@@ -50,7 +50,10 @@ def changed(text: str) -> str:
 
 
 def run_script(row: Row, options: dict, warmup: int, timeout: float) -> None:
-    """Run the script as a user starts it and add what it measured. Raises RuntimeError when it fails."""
+    """Run the script as a user starts it and add what it measured. Raises RuntimeError when it fails.
+
+    options: those of the script; "more" are further training arguments.
+    """
     tp, pp, dp = LAYOUTS[row.layout]
     ranks, text = tp * pp * dp, SCRIPT.read_text(encoding="utf-8")
     degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
@@ -59,7 +62,7 @@ def run_script(row: Row, options: dict, warmup: int, timeout: float) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="two_lines_") as directory:
         script = Path(directory) / "script.py"
-        script.write_text(changed(text) if row.contestant == OURS else text, encoding="utf-8")
+        script.write_text(changed(text) if row.contestant.startswith(OURS) else text, encoding="utf-8")
         given = {**options, "bf16": row.precision == "bf16", "degrees": degrees, "replicas": dp, "directory": directory}
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
         command = [sys.executable, *(launcher if ranks > 1 else []), str(script), json.dumps(given)]
@@ -72,6 +75,7 @@ def run_script(row: Row, options: dict, warmup: int, timeout: float) -> None:
     found = json.loads(said[0].removeprefix(MEASURED))
     row.rates.append(options["sequence"] * options["micro_batches"] / median(found["seconds"][warmup:]))
     row.losses.append(found["losses"])
+    row.peaks.append(found["peak_mib"])
 
 
 def run_peer(row: Row, options: dict, warmup: int, timeout: float) -> None:
@@ -82,13 +86,17 @@ def run_peer(row: Row, options: dict, warmup: int, timeout: float) -> None:
     )  # fmt: skip
     split = shape.layers // 2 if row.layout == PIPELINE else None
     peer = "megatron-core" if row.contestant == MEGATRON else PEER_OF[row.layout]
-    case = Case(peer, row.layout, row.precision, False, split)
+    timed_peer(row, Case(peer, row.layout, row.precision, False, split), shape, warmup, options["steps"], timeout)
+
+
+def timed_peer(row: Row, case: Case, shape: ModelShape, warmup: int, steps: int, timeout: float) -> None:
+    """Run a peer of benchmarks/step.py for as many steps as the script, and add what it measured."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    steps = options["steps"] - warmup - 1
-    results = run_case(case, shape, Settings(warmup + 1, steps, 1234, timeout, cores, False))
+    results = run_case(case, shape, Settings(warmup + 1, steps - warmup - 1, 1234, timeout, cores, False))
     slowest = [max(walls) for walls in zip(*(rank["wall_s"] for rank in results), strict=True)]
     row.rates.append(shape.tokens / median(slowest))
     row.losses.append(results[-1]["losses"])
+    row.peaks.append(max(rank["peak_bytes"] for rank in results) >> 20)
 
 
 def contestants(precision: str, layout: str) -> list[Row]:

@@ -24,7 +24,8 @@ class PageError(Exception):
 
 @dataclass
 class Row:
-    """One contestant in one layout: tokens per second and the losses of each repeat.
+    """One contestant in one layout: tokens per second, the losses, and the largest resident set of a rank (MiB), of
+    each repeat.
 
     script: it ran the script of the benchmark; else torch's or Megatron's own step, from other weights.
     """
@@ -34,6 +35,7 @@ class Row:
     contestant: str
     rates: list[float] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
     script: bool = True
 
     @property

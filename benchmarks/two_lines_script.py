@@ -6,6 +6,7 @@
 """
 
 import json
+import resource
 import sys
 import time
 
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_see
 from transformers import Trainer, TrainingArguments  # 1  # isort: skip
 
 options = {"steps": 5, "sequence": 256, "micro_batches": 8, "replicas": 1, "bf16": False, "directory": "two_lines"}
-options |= {"vocabulary": 32000, "hidden": 512, "layers": 8, "mlp": 1376, "degrees": {}}
+options |= {"vocabulary": 32000, "hidden": 512, "layers": 8, "mlp": 1376, "degrees": {}, "more": {}}
 options |= json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
 
 
@@ -42,7 +43,9 @@ class Stopwatch(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             seconds = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
-            print("\nmeasured " + json.dumps({"seconds": seconds, "losses": self.losses}), flush=True)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+            found = {"seconds": seconds, "losses": self.losses, "peak_mib": peak}
+            print("\nmeasured " + json.dumps(found), flush=True)
 
 
 set_seed(1)
@@ -64,6 +67,7 @@ settings = {
     "disable_tqdm": True,
     "bf16": options["bf16"],
     "use_cpu": not torch.cuda.is_available(),
+    **options["more"],
 }
 arguments = TrainingArguments(**settings)  # 2
 Trainer(LlamaForCausalLM(config), arguments, train_dataset=Tokens(), callbacks=[Stopwatch]).train()

@@ -18,6 +18,8 @@ PEERS = {
     "huggingface": "peer_one",
     "huggingface-compiled": "peer_one",
     "huggingface-ddp": "peer_ddp",
+    "torch-fsdp2": "peer_sharded",
+    "torch-zero-1": "peer_sharded",
     "torch-pipelining": "peer_pipelining",
     "torch-tensor-parallel": "peer_tensor",
     "megatron-core": "peer_megatron",
