@@ -67,6 +67,12 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         --fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis""".split(),
             _BF16,
         ),
+        **dict.fromkeys(
+            """
+        --data-parallel-sharding-strategy --use-megatron-fsdp --use-torch-fsdp2 --num-distributed-optimizer-instances
+        --overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer""".split(),
+            "Use --use-distributed-optimizer",
+        ),
         "--use-cpu-initialization": "Leave it out: the initial weights do not depend on device or layout",
         "--train-samples": "Use --train-iters",
         "--lr-decay-samples": "Use --lr-decay-iters",

@@ -33,8 +33,8 @@ from megatron_merak.config import RunConfig
 from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.pipeline_parallel.pictures.files import check_suffix, write
 from megatron_merak.plan import Plan
-from megatron_merak.planner.memory import overflowing_ranks
 from megatron_merak.planner.picture import view
+from megatron_merak.planner.remedies import misfits
 from megatron_merak.planner.tables import difference, memory_table, tensor_table
 from megatron_merak.training.outputs import check_file
 from megatron_merak.training.plan_file import stored
@@ -56,11 +56,7 @@ def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
 def shown(found: Plan, notes: Sequence[str] = ()) -> str:
     parts = [str(found), "\n".join(notes), memory_table(found)]
     parts += [tensor_table(found)] if found.reasons else []
-    device = found.cluster.device
-    full = f"{device.memory / 2**30:.0f} GiB of {device.name}"
-    parts += [
-        "\n".join(f"pipeline rank {rank} does not fit into the {full}" for rank in overflowing_ranks(found, device))
-    ]
+    parts += ["\n".join(misfits(found, found.cluster.device))]
     return "\n\n".join(part for part in parts if part)
 
 

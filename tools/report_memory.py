@@ -28,8 +28,9 @@ from collections.abc import Sequence
 
 from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.plan import Plan, prediction
-from megatron_merak.planner.memory import StageMemory, overflowing_ranks, rank_memory
+from megatron_merak.planner.memory import StageMemory, rank_memory
 from megatron_merak.planner.memory_picture import draw_memory
+from megatron_merak.planner.remedies import misfits
 from megatron_merak.planner.tables import align, memory_table
 from megatron_merak.training.outputs import check_file
 from megatron_merak.training.plan_file import stored
@@ -56,12 +57,7 @@ def looked_at(plan: Plan, limit: float) -> str:
         "",
         f"largest: pipeline rank {rank} with {peaks[rank] / GIB:.2f} GiB" + (f" of {limit / GIB:.2f}" if limit else ""),
     ]
-    device = plan.cluster.device
-    for overflowing in overflowing_ranks(plan, device):
-        lines.append(
-            f"pipeline rank {overflowing} does not fit into the {device.memory / GIB:.0f} GiB of {device.name}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *misfits(plan, plan.cluster.device)])
 
 
 def classic() -> str:

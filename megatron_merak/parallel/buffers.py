@@ -122,6 +122,8 @@ class ParameterBuffer:
             self.buckets = _cut_into_buckets(self.slots, self.size, bucket_elements or max(self.size, 1))
         self.owned = _owned(self.buckets, self.size, shards, shard)
         self.owned_size = sum(stop - start for start, stop, _ in self.owned)
+        places = zip(reversed(self.buckets), self.owned, strict=True) if self.sharded else ()
+        self._shard_of = {bucket: (start, stop) for bucket, (start, stop, _) in places if bucket.sharded}
         self.ranges = _merge_ranges(self.slots, self.size)
         self.dtype = dtype
         self.device = torch.device(device)
@@ -142,11 +144,11 @@ class ParameterBuffer:
 
     def shard_of(self, bucket: Bucket) -> tuple[int, int]:
         """Elements [start, stop) of a sharded bucket that this rank owns."""
-        return next((start, stop) for start, stop, _ in self.owned if bucket.start <= start < bucket.stop)
+        return self._shard_of[bucket]
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """What this rank owns of `flat` ([size]), one shard behind the other: [owned_size], `flat` if it owns all."""
-        return torch.cat([flat[start:stop] for start, stop, _ in self.owned]) if self.sharded else flat
+        return torch.cat([flat[:0], *(flat[start:stop] for start, stop, _ in self.owned)]) if self.sharded else flat
 
     def spread(self, state: torch.Tensor) -> torch.Tensor:
         """`state` ([owned_size]) at its places in a flat tensor [size]: itself if this rank owns everything, else

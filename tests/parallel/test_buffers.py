@@ -66,8 +66,10 @@ def test_adjacent_groups_of_one_kind_merge_into_one_range():
 
 
 def test_a_rank_without_parameters():
-    buffer = ParameterBuffer([[], []], torch.float32, "cpu", 10)
-    assert (buffer.size, buffer.slots, buffer.buckets, buffer.ranges) == (0, {}, (), ())
+    for shards in (1, 2):
+        buffer = ParameterBuffer([[], []], torch.bfloat16, "cpu", 10, shards)
+        assert (buffer.size, buffer.slots, buffer.buckets, buffer.ranges) == (0, {}, (), ())
+        assert buffer.master.numel() == buffer.spread(buffer.master).numel() == 0
     buffer.main_grad.zero_()
 
 
