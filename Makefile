@@ -14,7 +14,7 @@ ARGS ?=
 
 # Test files run side by side; what one of them launches once, all of its tests use.
 WORKERS ?= auto
-SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile
+SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What a target uses of pyproject.toml: `dependencies`, single libraries, extras; tools/environment.py reads it.
 UNDRAWN = torch numpy transformers tokenizers huggingface_hub safetensors

@@ -18,3 +18,12 @@ def fp32_products():
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_float32_matmul_precision("highest")
+
+
+LONG = ("parity", "training", "hf_trainer", "rehearsal", "zoo")
+
+
+def pytest_collection_modifyitems(items):
+    """Folders with long files come first: else one worker runs the last of them while the others are idle."""
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.parent.name, len(LONG)))

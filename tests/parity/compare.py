@@ -46,8 +46,10 @@ def flat(tensors: Tensors) -> torch.Tensor:
 
 
 def distance(ours: Run, theirs: Run) -> Distance:
-    losses = zip([ours.first_loss, *ours.curve], [theirs.first_loss, *theirs.curve], strict=True)
-    norms = zip(ours.norms, theirs.norms, strict=True)
+    """Over the steps that ``ours`` has, at most those of ``theirs``."""
+    steps = len(ours.curve)
+    losses = zip([ours.first_loss, *ours.curve], [theirs.first_loss, *theirs.curve[:steps]], strict=True)
+    norms = zip(ours.norms, theirs.norms[:steps], strict=True)
     return Distance(
         max(abs(a - b) for a, b in losses),
         max(abs(a / b - 1) for a, b in norms),
