@@ -11,6 +11,7 @@ import sys
 from megatron_merak.arguments import parse
 from megatron_merak.config import HFConfig
 from megatron_merak.errors import MerakError
+from megatron_merak.megatron_flags import without_effect
 from megatron_merak.parallel.launch import abandon, launch, leave, position
 from megatron_merak.training.plan_file import check_plan_ranks, decided
 from megatron_merak.training.pretrain_hf import pretrain_hf
@@ -31,7 +32,7 @@ def main() -> None:
             parallel.emulate,
             train.fp32_matmul_precision,
         )
-        pretrain_hf(config, world)
+        pretrain_hf(config, world, without_effect(sys.argv[1:])[1])
     except MerakError as error:
         sys.stderr.write(f"rank {rank}: {error}\n")
         abandon(1)

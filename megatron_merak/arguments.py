@@ -16,71 +16,11 @@ from typing import Any, TypeVar
 
 from .config import Config, HFConfig, RunConfig, flag_name, nearest, value_type
 from .errors import ConfigError, MerakError
+from .megatron_flags import NOT_YET, without_effect
 
 Run = TypeVar("Run", bound=RunConfig)
 
 SCRIPTS: Mapping[type[RunConfig], str] = MappingProxyType({Config: "pretrain_gpt.py", HFConfig: "pretrain_hf.py"})
-
-_ALWAYS_SO = "Leave it out: this is always so here"
-_BY_COST = "Leave it out: the embedding, the layers and the output head are cut into stages by cost"
-_WHOLE_LAYERS = "Leave it out: layers are recomputed whole"
-_FUSION = "Leave it out: fused and plain operations compute the same formula here"
-_BF16 = "Leave it out, or use --bf16, which needs no loss scale"
-
-# Megatron-LM's flags that are refused by name, and what to do instead.
-NOT_YET: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            """
-        --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
-        --num-experts --moe-router-topk --no-overlap-p2p-communication
-        --transformer-impl --attention-backend --decrease-batch-size-if-needed
-        --rampup-batch-size --step-batch-size-schedule --exit-signal-handler --no-check-for-nan-in-loss-and-grad
-        --reset-position-ids --reset-attention-mask --ckpt-format
-        --use-checkpoint-args --async-save --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable
-        --verify-integrity --timing-log-level --timing-log-option --wandb-project --profile --profile-step-start
-        --profile-step-end""".split(),
-            "Leave it out",
-        ),
-        **dict.fromkeys(
-            """
-        --overlap-grad-reduce --overlap-param-gather --accumulate-allreduce-grads-in-fp32
-        --attention-softmax-in-fp32""".split(),
-            _ALWAYS_SO,
-        ),
-        **dict.fromkeys(
-            """
-        --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
-        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(),
-            _BY_COST,
-        ),
-        "--recompute-modules": _WHOLE_LAYERS,
-        "--num-layers-per-virtual-pipeline-stage": "Use --num-virtual-stages-per-pipeline-rank",
-        **dict.fromkeys(
-            """
-        --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
-        --no-gradient-accumulation-fusion --cross-entropy-loss-fusion""".split(),
-            _FUSION,
-        ),
-        **dict.fromkeys(
-            """
-        --fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis""".split(),
-            _BF16,
-        ),
-        **dict.fromkeys(
-            """
-        --data-parallel-sharding-strategy --use-megatron-fsdp --use-torch-fsdp2 --num-distributed-optimizer-instances
-        --overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer""".split(),
-            "Use --use-distributed-optimizer",
-        ),
-        "--use-cpu-initialization": "Leave it out: the initial weights do not depend on device or layout",
-        "--train-samples": "Use --train-iters",
-        "--lr-decay-samples": "Use --lr-decay-iters",
-        "--dataloader-type": "Leave it out: samples are always read in Megatron-LM's 'single' order",
-        "--vocab-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
-        "--merge-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,12 +181,13 @@ def read(
 ) -> tuple[Run, argparse.Namespace]:
     """The configuration in ``argv``, and the values of the flags that a tool added to ``parser``.
 
+    Flags of Megatron-LM that change nothing may be among them (see ``without_effect``, which says which they are).
     ``config`` is the class that ``parser`` was built for. ``defaults``: by field, instead of the field's own. Raises
     ConfigError; its notes tell of further unknown flags.
     """
     switches = [flag.name for flag in flags(config) if flag.kind is bool]
     try:
-        namespace, rest = parser.parse_known_args(argv)
+        namespace, rest = parser.parse_known_args(without_effect(argv)[0])
     except argparse.ArgumentError as error:
         if error.argument_name in switches:
             raise ConfigError(error.argument_name, "with a value", "is a switch", "Give it alone") from None

@@ -18,6 +18,7 @@ LEVELS = {
     "config": 1,
     "cluster": 1,
     "pipeline_parallel": 1,
+    "megatron_flags": 1,
     "arguments": 2,
     "plan": 2,
     "planner": 3,

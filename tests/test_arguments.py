@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_merak.arguments import (
-    NOT_YET,
     build_parser,
     deviation_report,
     deviations,
@@ -29,6 +28,7 @@ from megatron_merak.config import (
     TrainConfig,
 )
 from megatron_merak.errors import ConfigError
+from megatron_merak.megatron_flags import NOT_YET, TAKEN, without_effect
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1".split()
@@ -204,11 +204,42 @@ def test_refused_command_lines(tokens, message):
 
 
 def test_each_megatron_flag_that_is_not_here_is_refused_by_name():
-    assert {"--num-experts", "--overlap-param-gather", "--context-parallel-size"} <= NOT_YET.keys()
+    assert {"--num-experts", "--rampup-batch-size", "--context-parallel-size"} <= NOT_YET.keys()
     for name in NOT_YET:
-        error = refusal(name, "1")
+        error = refusal(name, "2")
         assert str(error).startswith(f"flag {name}: is a Megatron-LM flag that megatron_merak does not have yet. ")
         assert error.remedy and not hasattr(error, "__notes__")
+
+
+@scripts
+def test_megatron_flags_that_change_nothing_are_taken_with_a_notice(kind):
+    assert not {flag.name for flag in flags(kind)} & TAKEN.keys()
+    tokens = [
+        "--lr",
+        "1e-3",
+        "--overlap-grad-reduce",
+        "--context-parallel-size",
+        "1",
+        "--transformer-impl=local",
+        "--bf16",
+    ]
+    rest, notices = without_effect([*tokens, "--overlap-grad-reduce"])
+    assert rest == ["--lr", "1e-3", "--bf16"]
+    assert notices == (
+        "--overlap-grad-reduce changes nothing: gradients are reduced during the backward unless "
+        "--no-overlap-grad-reduce.",
+        "--context-parallel-size 1 changes nothing: sequences are not divided over ranks.",
+        "--transformer-impl local changes nothing: there is one implementation.",
+    )
+    for others in (
+        ["--context-parallel-size", "2"],
+        ["--context-parallel-size"],
+        ["--overlap-grad-reduce=1"],
+        ["--bf16"],
+    ):
+        assert without_effect(others) == (others, ())
+    for name, taken in TAKEN.items():
+        assert config_of(name, *taken.values[:1]) == BASE_CONFIG, name
 
 
 @scripts
@@ -233,7 +264,8 @@ def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys
         parse([*BASE, "--context-parallel-size", "--seq-len", "9", "--async-save"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
-        "flag --context-parallel-size: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
+        "flag --context-parallel-size: is a Megatron-LM flag that megatron_merak does not have yet. Leave it "
+        "out, or use 1: sequences are not divided over ranks.",
         "flag --seq-len: is not known. The nearest is --seq-length.",
         "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
     ]

@@ -5,8 +5,9 @@ import inspect
 import sys
 from pathlib import Path
 
-from megatron_merak.arguments import NOT_YET, SCRIPTS, Flag, flags, sections, shown
+from megatron_merak.arguments import SCRIPTS, Flag, flags, sections, shown
 from megatron_merak.config import RunConfig
+from megatron_merak.megatron_flags import NOT_YET, TAKEN
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 
@@ -87,6 +88,17 @@ def render() -> str:
         if flag.differs
     ]
     lines += _own_parts() + _common_parts()
+    lines += [
+        "",
+        "## Megatron-LM's flags that are taken and change nothing",
+        "",
+        _row("flag", "why"),
+        _row("---", "---"),
+    ]
+    for name, taken in sorted(TAKEN.items()):
+        lines.append(
+            _row(f"`{' '.join([name, *([' or '.join(taken.values)] if taken.values else [])])}`", f"{taken.why}.")
+        )
     lines += ["", "## Megatron-LM's flags that are refused by name", "", _row("flag", "instead"), _row("---", "---")]
     lines += [_row(f"`{name}`", f"{remedy}.") for name, remedy in sorted(NOT_YET.items())]
     return "\n".join(lines) + "\n"

@@ -37,6 +37,9 @@ def table(plan: Any, width: int = 120) -> str:
     if grid.tp > 1:
         divided = ", sequence parallelism" if plan.sequence_parallel else ""
         lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{divided}")
+    if plan.distributed_optimizer:
+        shared = f"shared by {grid.dp} replicas" if grid.dp > 1 else "not shared, as there is one replica"
+        lines.append(f"optimizer state: {shared}")
     lines.append("")
     for row in [header, *rows]:
         aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]

@@ -23,8 +23,11 @@ from .report import Report
 from .trainer import Trainer
 
 
-def pretrain(config: Config, world: World) -> None:
-    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that can be known."""
+def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> None:
+    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that can be known.
+
+    notices: further lines for the first rank to print at the start.
+    """
     config.validate(world.size)
     tokenizer = build_tokenizer(config)
     config = dataclasses.replace(
@@ -42,7 +45,7 @@ def pretrain(config: Config, world: World) -> None:
             plan = followed(plan, config)
     mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
     if world.rank == 0:
-        print(opening(config, plan, world), flush=True)
+        print(opening(config, plan, world, notices), flush=True)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)

@@ -37,8 +37,11 @@ from .state import RunState
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
-def pretrain_hf(config: HFConfig, world: World) -> None:
-    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that can be known."""
+def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -> None:
+    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that can be known.
+
+    notices: further lines for the first rank to print at the start.
+    """
     config.validate(world.size)
     model = build_model(config.model)
     config, tokenizer = with_tokenizer(config, model)
@@ -54,7 +57,7 @@ def pretrain_hf(config: HFConfig, world: World) -> None:
         cluster = cluster_of(world, config.parallel.device_profile)
     trainer = TokenTrainer(model, config, mesh, cluster)
     if world.rank == 0:
-        print(opening(config, trainer.plan, world, trainer.notes()), flush=True)
+        print(opening(config, trainer.plan, world, (*notices, *trainer.notes())), flush=True)
     report = None
     with together(mesh.control, "cpu"):
         if world.is_last:

@@ -1,0 +1,112 @@
+"""Flags of Megatron-LM that are no settings here: taken where they ask for what happens anyway, else refused."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A flag that changes nothing. values: those that do not, none for a switch. why: a sentence for the user."""
+
+    why: str
+    values: tuple[str, ...] = ()
+
+
+_ONE = ("1",)
+_FUSED = Taken("fused and plain operations compute the same formula here")
+_ALWAYS = Taken("this is always so here")
+
+TAKEN: Mapping[str, Taken] = MappingProxyType(
+    {
+        "--overlap-grad-reduce": Taken("gradients are reduced during the backward unless --no-overlap-grad-reduce"),
+        "--overlap-param-gather": Taken("parameters are gathered during the forward unless --no-overlap-param-gather"),
+        "--accumulate-allreduce-grads-in-fp32": _ALWAYS,
+        "--attention-softmax-in-fp32": _ALWAYS,
+        "--use-mcore-models": Taken("there is one GPT model"),
+        "--use-flash-attn": Taken("attention is torch's fused kernel where there is one"),
+        "--use-cpu-initialization": Taken("the initial weights do not depend on device or layout"),
+        "--no-masked-softmax-fusion": _FUSED,
+        "--no-bias-gelu-fusion": _FUSED,
+        "--no-bias-swiglu-fusion": _FUSED,
+        "--no-bias-dropout-fusion": _FUSED,
+        "--no-gradient-accumulation-fusion": _FUSED,
+        "--cross-entropy-loss-fusion": _FUSED,
+        "--context-parallel-size": Taken("sequences are not divided over ranks", _ONE),
+        "--expert-model-parallel-size": Taken("there are no experts", _ONE),
+        "--expert-tensor-parallel-size": Taken("there are no experts", _ONE),
+        "--transformer-impl": Taken("there is one implementation", ("local", "transformer_engine")),
+        "--attention-backend": Taken("torch chooses the kernel of attention", ("auto",)),
+        "--dataloader-type": Taken("samples are always read in that order", ("single",)),
+        "--timing-log-level": Taken("no more is timed", ("0",)),
+    }
+)
+
+_BY_COST = "Leave it out: the embedding, the layers and the output head are cut into stages by cost"
+_BF16 = "Leave it out, or use --bf16, which needs no loss scale"
+
+# What is refused by name, and what to do instead. Of flags that are taken: with another value.
+NOT_YET: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            """
+        --num-experts --moe-router-topk --no-overlap-p2p-communication --decrease-batch-size-if-needed
+        --rampup-batch-size --step-batch-size-schedule --exit-signal-handler --no-check-for-nan-in-loss-and-grad
+        --reset-position-ids --reset-attention-mask --ckpt-format --use-checkpoint-args --async-save
+        --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable --verify-integrity --timing-log-option
+        --wandb-project --profile --profile-step-start --profile-step-end""".split(),
+            "Leave it out",
+        ),
+        **dict.fromkeys(
+            """
+        --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(),
+            _BY_COST,
+        ),
+        "--recompute-modules": "Leave it out: layers are recomputed whole",
+        "--num-layers-per-virtual-pipeline-stage": "Use --num-virtual-stages-per-pipeline-rank",
+        **dict.fromkeys(
+            """
+        --fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis""".split(),
+            _BF16,
+        ),
+        **dict.fromkeys(
+            """
+        --data-parallel-sharding-strategy --use-megatron-fsdp --use-torch-fsdp2 --num-distributed-optimizer-instances
+        --overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer""".split(),
+            "Use --use-distributed-optimizer",
+        ),
+        "--train-samples": "Use --train-iters",
+        "--lr-decay-samples": "Use --lr-decay-iters",
+        "--vocab-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
+        "--merge-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
+        **{
+            name: f"Leave it out, or use {' or '.join(taken.values)}: {taken.why}"
+            for name, taken in TAKEN.items()
+            if taken.values
+        },
+    }
+)
+
+
+def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """A command line without the flags that change nothing, and a sentence on each of these."""
+    rest: list[str] = []
+    notices: dict[str, None] = {}
+    left = list(tokens)
+    while left:
+        token = left.pop(0)
+        name, equals, value = token.partition("=")
+        taken = TAKEN.get(name)
+        if taken is None or bool(equals) > bool(taken.values):
+            rest.append(token)
+            continue
+        if taken.values:
+            value = value if equals else left[0] if left else ""
+            if value not in taken.values:
+                rest.append(token)
+                continue
+            name = f"{name} {value}"
+            del left[: 0 if equals else 1]
+        notices[f"{name} changes nothing: {taken.why}."] = None
+    return rest, tuple(notices)
