@@ -29,7 +29,7 @@ class World:
 
     ``cluster`` is the one that is emulated, None for real ones; ``clock`` is then the modelled time on it.
     ``collectives``: backend of the groups that share layers or hold the same parameters, None for the job's own.
-    ``setup``: what this process was set to.
+    ``setup``: what this process was set to. ``ranks_here``: how many ranks this host has, 0 where nobody said.
     """
 
     rank: int
@@ -39,6 +39,7 @@ class World:
     clock: Clock = field(default_factory=WallClock, compare=False)
     collectives: str | None = None
     setup: Setup = field(default_factory=Setup, compare=False)
+    ranks_here: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         groups = self.collectives or ("emulated" if self.cluster else dist.get_backend() if self.size > 1 else "")
@@ -137,7 +138,9 @@ def launch(
         if job != "nccl":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
     setup = set_up(device, fp32_matmul, environment)
-    return World(rank, size, device, cluster, clock, own_collectives(backend, device, size), setup)
+    return World(
+        rank, size, device, cluster, clock, own_collectives(backend, device, size), setup, environment.ranks_here
+    )
 
 
 def adopt(backend: str = "auto", fp32_matmul: str = "auto") -> World:

@@ -58,6 +58,16 @@ def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:
                 raise DataError("data set", f"({part})", reason, "Give all hosts the same files")
 
 
+def far_apart(plan: Plan, ranks_here: int) -> str:
+    """What it costs that tensor-parallel groups reach over hosts of ``ranks_here`` ranks (0: unknown); empty if none
+    does."""
+    tp = plan.grid.tp
+    if ranks_here == 0 or ranks_here % tp == 0:
+        return ""
+    reach = f"Tensor-parallel groups of {tp} ranks reach over hosts of {ranks_here}: collectives of every layer go "
+    return reach + f"through the network. A --tensor-model-parallel-size that divides {ranks_here} keeps them inside."
+
+
 def opening(config: RunConfig, plan: Plan, world: World, notes: Sequence[str] = ()) -> str:
     """What the first rank prints; ``notes`` are further lines."""
     parts = [
@@ -68,6 +78,7 @@ def opening(config: RunConfig, plan: Plan, world: World, notes: Sequence[str] = 
         deviation_report(config),
         stand_in(world),
         "\n".join((*config.ignored(), *notes)),
+        far_apart(plan, world.ranks_here),
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
