@@ -17,6 +17,6 @@ CONFIG = Config(
 
 @pytest.mark.parametrize(("ranks_here", "told"), [(4, True), (12, True), (8, False), (16, False), (0, False)])
 def test_tensor_parallel_groups_that_reach_over_hosts_are_told(ranks_here, told):
-    world = World(0, 32, torch.device("cpu"), ranks_here=ranks_here)
+    world = World(0, 32, torch.device("cpu"), collectives="merak_shm", ranks_here=ranks_here)
     found = opening(CONFIG, plan(CONFIG, 32), world)
     assert (f"Tensor-parallel groups of 8 ranks reach over hosts of {ranks_here}:" in found) == told
