@@ -66,6 +66,7 @@ class RankParameters:
         for grad in self._grads.values():
             grad.start()
         self.reducer.start()
+        self.gatherer.hold_gradient(False)
         self._users = dict(self._shared)
 
     def ready(self, name: str) -> None:
@@ -87,3 +88,4 @@ class RankParameters:
                 dist.all_reduce(self.buffer.grad(name), group=self.mesh.tp)
         for name, group in self._ties:
             dist.all_reduce(self.buffer.grad(name), group=group)
+        self.gatherer.hold_gradient(True)

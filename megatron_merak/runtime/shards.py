@@ -14,6 +14,8 @@ class ShardGatherer:
     """All-gathers of a sharded `ParameterBuffer`; where the buffer is not sharded nothing is sent, and nothing waits.
 
     Per step: `launch()` after the optimizer; then `wait(names)` before parameters are read, or `finish()` for all.
+    `full()` needs the gradient's memory. Between `hold_gradient()` and the optimizer's step it keeps what this rank
+    owns of the gradient aside, and `restore_gradient()` puts that back.
 
     buffer: whose shards they are. group: the data-parallel ranks that share it, in the order of their shards.
     overlap: `launch` returns while parameters travel, and the next forward waits for each bucket; else it waits.
@@ -24,6 +26,7 @@ class ShardGatherer:
         self._buckets = [bucket for bucket in reversed(buffer.buckets) if bucket.sharded]  # the forward's order
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
         self._works: dict[int, dist.Work] = {}
+        self._holds, self._aside = False, None
 
     @property
     def pending(self) -> bool:
@@ -33,6 +36,7 @@ class ShardGatherer:
     def launch(self) -> None:
         """Start to gather the updated parameters. Collective over ``group``, in which all ranks have the same order."""
         self.finish()
+        self._holds, self._aside = False, None
         self._works = dict(enumerate(self._gather(self.buffer.data)))
         if not self.overlap:
             self.finish()
@@ -54,10 +58,23 @@ class ShardGatherer:
 
         Where the buffer is sharded this is its ``main_grad``, overwritten. Collective over ``group`` then.
         """
+        if self._holds and self._aside is None and self.buffer.sharded:
+            self._aside = self.buffer.own(self.buffer.main_grad)
         flat = self.buffer.spread(state)
         for work in self._gather(flat):
             work.wait()
         return flat
+
+    def hold_gradient(self, holds: bool) -> None:
+        """Whether ``main_grad`` has a gradient that an optimizer's step will read."""
+        self._holds, self._aside = holds, None
+
+    @torch.no_grad()
+    def restore_gradient(self) -> None:
+        """Let ``main_grad`` have what this rank owns of the gradient, if `full` overwrote it."""
+        if self._aside is not None:
+            self.buffer.spread(self._aside)
+            self._aside = None
 
     @torch.no_grad()
     def take(self, state: Tensor, flat: Tensor) -> None:

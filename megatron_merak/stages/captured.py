@@ -210,6 +210,7 @@ class CapturedTrainer:
         """
         if self.user_model is not None:
             self.user_model.stale()
+        self.parameters.gatherer.restore_gradient()
         losses, counts, (square,) = read(told, zeros, self.optimizer.square_norm())
         loss = self.replicas.loss(losses) if losses else None
         result = self.optimizer.apply(math.sqrt(square), rate, decay, others)
