@@ -150,7 +150,9 @@ def _counted(buffer: ParameterBuffer) -> tuple[slice, ...]:
         elif slot.counted:
             spans.append([slot.start, slot.stop])
         adjoins = slot.counted
-    own = [(bucket.start, bucket.stop) for bucket in buffer.buckets if not bucket.sharded and buffer.shard == 0]
-    own += [buffer.shard_of(bucket) for bucket in buffer.buckets if bucket.sharded]
+    own = [(0, buffer.size)]  # in one piece, so that the sum does not depend on buckets
+    if buffer.sharded:
+        own = [buffer.shard_of(bucket) for bucket in buffer.buckets if bucket.sharded]
+        own += [(bucket.start, bucket.stop) for bucket in buffer.buckets if not bucket.sharded and buffer.shard == 0]
     cuts = ((max(start, low), min(stop, high)) for start, stop in spans for low, high in sorted(own))
     return tuple(slice(start, stop) for start, stop in cuts if start < stop)
