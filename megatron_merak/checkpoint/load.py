@@ -102,22 +102,22 @@ def _tell(passed: Sequence[str], loaded: int, say: Callable[[str], object] | Non
 def _load(
     source: Path,
     manifest: Manifest,
-    given: Mapping[str, Kind],
+    kinds: Mapping[str, Kind],
     group: dist.ProcessGroup | None,
     device: torch.device | str,
     verify: bool,
 ) -> None:
-    shards = {name: kind.shards for name, kind in given.items()}
+    shards = {name: kind.shards for name, kind in kinds.items()}
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     with together(group, device):
         _check_known(source, manifest, shards)
-    kinds = _check_all_wanted(source, manifest, shards, group, device)
+    wanted = _check_all_wanted(source, manifest, shards, group, device)
     if verify:
-        files = manifest.files_of(kinds)
+        files = manifest.files_of(wanted)
         with together(group, device):
             for file in sorted(files)[rank::world]:
                 verify_tensors(source / file, manifest.files[file], files[file], manifest.save_id)
-    for name, kind in given.items():
+    for name, kind in kinds.items():
         kind.bring()
         with together(group, device):
             _copy(source, manifest, {name: kind.shards})

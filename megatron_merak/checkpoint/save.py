@@ -53,15 +53,16 @@ def save(
             fresh.mkdir()
     save_id = broadcast_json(secrets.token_hex(16), group, device)
     try:
-        written: dict = {"files": {}, "tensors": {}}
+        files, tensors = {}, {}
         told = {"format": "pt", "save_id": save_id, "iteration": str(iteration)}
         for name, kind in kinds.items():
             kind.bring()
             with together(group, device), disk_errors(fresh, SAVE_REMEDY):
-                _write(fresh, rank, name, mine[name], told, written)
+                written, tensors[name] = _write(fresh, rank, name, mine[name], told)
+                files |= written
         with together(group, device), disk_errors(fresh, SAVE_REMEDY):
             sync_directory(fresh)
-        reports = gather_json(written, group, device)
+        reports = gather_json({"files": files, "tensors": tensors}, group, device)
         with together(group, device), disk_errors(fresh, SAVE_REMEDY):
             if rank == 0:
                 _complete(fresh, iteration, save_id, reports, meta)
@@ -105,22 +106,18 @@ def _prepare(root: Path, iteration: int, needed: int) -> None:
         raise CheckpointError("checkpoint directory", root, reason, "Free some space or save elsewhere with --save")
 
 
-def _write(
-    fresh: Path, rank: int, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str], report: dict
-) -> None:
-    """Write this rank's file of one kind. ``report``, which is JSON, becomes {"files": {name: ...}, "tensors": {kind:
-    {name: ...}}}."""
+def _write(fresh: Path, rank: int, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str]) -> tuple[dict, dict]:
+    """Write this rank's file of one kind. Returns what is to be said of files and of tensors, by name, in JSON."""
     assert _KIND.fullmatch(kind), kind
     fresh.mkdir(parents=True, exist_ok=True)
-    entries = report["tensors"].setdefault(kind, {})
     if not parts:
-        return
+        return {}, {}
     tensors = {part.name: part.tensor for part in parts}
     assert len(tensors) == len(parts), f"{kind}: this rank owns two parts of one tensor"
     file = f"{kind}-rank-{rank:05d}.safetensors"
-    report["files"][file], digests = write_tensors(fresh / file, tensors, {**metadata, "kind": kind})
-    for part in parts:
-        entries[part.name] = {
+    written, digests = write_tensors(fresh / file, tensors, {**metadata, "kind": kind})
+    entries = {
+        part.name: {
             "shape": part.shape,
             "dtype": str(part.tensor.dtype).removeprefix("torch."),
             "dim": part.dim,
@@ -128,6 +125,9 @@ def _write(
             "intervals": () if part.dim is None else part.intervals,
             "sha256": digests[part.name],
         }
+        for part in parts
+    }
+    return {file: written}, entries
 
 
 def _complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], meta: dict) -> None:

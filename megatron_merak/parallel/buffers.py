@@ -94,7 +94,7 @@ class ParameterBuffer:
     data        [size] dtype     zeros until they are filled through `parameter(name)`
     master      [owned_size]     fp32, what the optimizer updates and rounds into `data`: `data` itself where that is
                                  fp32, else a copy, taken when it is first asked for
-    main_grad   [size] fp32      the sum of this step's gradients; between steps, scratch memory for `gather`
+    main_grad   [size] fp32      the sum of this step's gradients; between steps, where `spread` puts state
     slots       parameter name -> Slot, in order of offset
     buckets     contiguous, disjoint, they cover everything; buckets[0] holds the last parameters
     ranges      contiguous, disjoint, they cover everything, in order of offset; neighbours differ in `decay`

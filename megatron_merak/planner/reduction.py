@@ -1,7 +1,7 @@
 """How long what replicas send one another outlasts the computing that it runs behind: the reduction of gradients the
 last backward, the all-gather of sharded parameters the next forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megatron_merak.cluster import Link, all_gather, all_reduce, reduce_scatter
 from megatron_merak.plan import DTYPE_BYTES, Plan, Unit
@@ -19,17 +19,11 @@ def exposed_reduction(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) 
     reduced = _reduction(plan)
     again = {unit for stage in plan.stages for unit in stage.recompute}
     seconds = {unit: costs[unit].backward + (costs[unit].forward if unit in again else 0.0) for unit in mine}
-    now = -sum(seconds.values()) if plan.overlap_grad_reduce else 0.0
-    free, filled = now, 0.0
-    for unit, values in reversed(_own_values(plan.units, mine)):
-        pieces = max(1, values // plan.bucket_size)
-        for _ in range(pieces):
-            now += seconds[unit] / pieces if plan.overlap_grad_reduce else 0.0
-            filled += values / pieces
-            if filled >= plan.bucket_size:
-                free, filled = max(free, now) + reduced(filled), 0.0
-    if filled:
-        free = max(free, 0.0) + reduced(filled)
+    now = free = -sum(seconds.values()) if plan.overlap_grad_reduce else 0.0
+    for unit, share, bucket in _filling(plan, mine):
+        now += seconds[unit] * share if plan.overlap_grad_reduce else 0.0
+        if bucket:
+            free = max(free, now) + reduced(bucket)
     return max(0.0, free)
 
 
@@ -44,27 +38,25 @@ def exposed_gather(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) -> 
         return 0.0
     link, arrived, computed = _link(plan), 0.0, 0.0
     forward = {unit: costs[unit].forward if plan.overlap_param_gather else 0.0 for unit in mine}
-    for unit, buckets in reversed(_buckets(plan, mine)):
-        arrived += sum(all_gather(shards, DTYPE_BYTES[plan.dtype] * values / shards, link) for values in buckets)
-        computed = max(computed, arrived) + forward[unit]
+    for unit, share, bucket in reversed([*_filling(plan, mine)]):
+        if bucket:
+            arrived += all_gather(shards, DTYPE_BYTES[plan.dtype] * bucket / shards, link)
+        computed = max(computed, arrived) + forward[unit] * share
     return computed - sum(forward.values())
 
 
-def _buckets(plan: Plan, mine: list[int]) -> list[tuple[int, list[float]]]:
-    """(unit, values of each bucket that ends in it, counted from the last unit), descending."""
-    found: list[tuple[int, list[float]]] = []
-    filled = 0.0
+def _filling(plan: Plan, mine: list[int]) -> Iterator[tuple[int, float, float]]:
+    """How buckets fill from the last value of a rank to the first: (unit, share of its values that come next, values of
+    the bucket that is full then, or 0)."""
+    filled, unit = 0.0, mine[0]
     for unit, values in reversed(_own_values(plan.units, mine)):
-        pieces, full = max(1, values // plan.bucket_size), []
+        pieces = max(1, values // plan.bucket_size)
         for _ in range(pieces):
             filled += values / pieces
-            if filled >= plan.bucket_size:
-                full.append(filled)
-                filled = 0.0
-        found.append((unit, full))
+            full, filled = (filled, 0.0) if filled >= plan.bucket_size else (0.0, filled)
+            yield unit, 1 / pieces, full
     if filled:
-        found[-1][1].append(filled)
-    return found
+        yield unit, 0.0, filled
 
 
 def _reduction(plan: Plan) -> Callable[[float], float]:

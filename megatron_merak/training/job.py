@@ -62,7 +62,7 @@ def far_apart(plan: Plan, ranks_here: int) -> str:
     """What it costs that tensor-parallel groups reach over hosts of ``ranks_here`` ranks (0: unknown); empty if none
     does."""
     tp = plan.grid.tp
-    if ranks_here == 0 or ranks_here % tp == 0:
+    if ranks_here == 0 or ranks_here % tp == 0 or plan.grid.size <= ranks_here:
         return ""
     reach = f"Tensor-parallel groups of {tp} ranks reach over hosts of {ranks_here}: collectives of every layer go "
     return reach + f"through the network. A --tensor-model-parallel-size that divides {ranks_here} keeps them inside."
@@ -78,7 +78,7 @@ def opening(config: RunConfig, plan: Plan, world: World, notes: Sequence[str] = 
         deviation_report(config),
         stand_in(world),
         "\n".join((*config.ignored(), *notes)),
-        far_apart(plan, world.ranks_here),
+        far_apart(plan, world.cluster.ranks_per_node if world.cluster else world.ranks_here),
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

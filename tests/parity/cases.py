@@ -156,9 +156,17 @@ def divided() -> list[Case]:
     return combinations_of(sequence_parallel=(True,), **where, **ways)
 
 
+def shared() -> list[Case]:
+    """Every model on every layout of two replicas that share the optimizer's state, and every schedule beside it."""
+    plain = {"recompute": ("none",), "overlap": ("weight-gradient",), "sequence_parallel": (False,)}
+    every = combinations_of(schedule=("gpipe", "1f1b"), sharded=(True,), loss=("masked",), **plain)
+    where = {"tp": (1,), "pp": (2,), "dp": (2,), "dtype": ("bf16",), "loss": ("per-token",), "family": ("gpt2",)}
+    return [*every, *combinations_of(sharded=(True,), **where, **plain)]
+
+
 def sweep() -> list[Case]:
     """The full comparison, layout by layout."""
-    cases = dict.fromkeys([*layouts(), *accelerated(), *divided()])
+    cases = dict.fromkeys([*layouts(), *accelerated(), *divided(), *shared()])
     return sorted(cases, key=lambda case: (case.world, *case.layout))
 
 

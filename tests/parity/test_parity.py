@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import pytest
 
-from .cases import Case, accelerated, divided, layouts, pairs, pairwise, some_cases, sweep
+from .cases import AXES, Case, accelerated, divided, layouts, pairs, pairwise, shared, some_cases, sweep
 from .compare import TOLERANCE, Distance, distance
 from .reference import reference
 from .rig import Outcome, Run, launch, put_together
@@ -59,6 +59,8 @@ def test_the_selection_meets_every_pair_of_axis_values():
     assert len({case.layout for case in layouts()}) == 14 and len(layouts()) == 14 * 3 * 2 * 2 * 2
     met = {(case.schedule, case.recompute, case.overlap) for case in accelerated()}
     assert len(met) == 8 * 4 * 4, "schedule x recomputation x overlap"
+    schedules = {*AXES["schedule"]} - {"shifted"}  # which three micro-batches have none of
+    assert len({case.layout for case in shared()}) == 6 and {case.schedule for case in shared()} >= schedules
     assert len(divided()) == 3 * 4 * 2 * 2 * 2 and any(c.sequence_parallel and c.tp == 4 for c in SELECTION)
 
 
