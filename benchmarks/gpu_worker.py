@@ -58,10 +58,10 @@ def watched(stopwatch: Stopwatch) -> Iterator[None]:
 
     reported = Report.step
 
-    def step(self, iteration, consumed_samples, seconds, report):
-        stopwatch.loss(report.loss)
+    def step(self, *told):
+        stopwatch.loss(told[-1].loss)
         stopwatch.step()
-        reported(self, iteration, consumed_samples, seconds, report)
+        reported(self, *told)
 
     with mock.patch.object(Report, "step", step):
         yield

@@ -50,8 +50,8 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
             """
-        --num-experts --moe-router-topk --no-overlap-p2p-communication --decrease-batch-size-if-needed
-        --rampup-batch-size --step-batch-size-schedule --exit-signal-handler --no-check-for-nan-in-loss-and-grad
+        --num-experts --moe-router-topk --no-overlap-p2p-communication --exit-signal-handler
+        --no-check-for-nan-in-loss-and-grad
         --reset-position-ids --reset-attention-mask --ckpt-format --use-checkpoint-args --async-save
         --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable --verify-integrity --timing-log-option
         --wandb-project --profile --profile-step-start --profile-step-end""".split(),
@@ -76,8 +76,6 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         --overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer""".split(),
             "Use --use-distributed-optimizer",
         ),
-        "--train-samples": "Use --train-iters",
-        "--lr-decay-samples": "Use --lr-decay-iters",
         "--vocab-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
         "--merge-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
         **{

@@ -289,7 +289,11 @@ REFUSED = [
         2,
         "--global-batch-size 2: is not a multiple of --micro-batch-size 2 x data-parallel size 2 = 4. Use 4.",
     ),
-    ({"train": {"train_iters": None}}, 1, "--train-iters (missing): is needed to train. Give it, or --skip-train."),
+    (
+        {"train": {"train_iters": None}},
+        1,
+        "--train-iters (missing): is needed to train. Give it, --train-samples or --skip-train.",
+    ),
     (
         {"optimizer": {"lr": None}},
         1,

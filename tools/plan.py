@@ -31,6 +31,7 @@ from pathlib import Path
 
 from megatron_merak.config import RunConfig
 from megatron_merak.errors import ConfigError, MerakError
+from megatron_merak.megatron_flags import without_effect
 from megatron_merak.pipeline_parallel.pictures.files import check_suffix, write
 from megatron_merak.plan import Plan
 from megatron_merak.planner.picture import view
@@ -71,7 +72,7 @@ def show(arguments: Sequence[str]) -> None:
     if picture is not None:
         check_suffix("--timeline", picture)
     found, notes = planned(config, own)
-    print(shown(found, notes))
+    print(shown(found, (*without_effect(arguments)[1], *notes)))
     for path in copies.values():
         if path is not None:
             Path(path).write_text(found.to_json(), encoding="utf-8")

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_merak.errors import ConfigError, MerakError
+from megatron_merak.megatron_flags import without_effect
 from megatron_merak.plan import Plan, prediction
 from megatron_merak.planner.memory import StageMemory, rank_memory
 from megatron_merak.planner.memory_picture import draw_memory
@@ -96,6 +97,7 @@ def show(arguments: Sequence[str]) -> None:
     else:
         config, values = configured(flags, arguments)
         found, notes = planned(config, values)
+        notes = (*without_effect(arguments)[1], *notes)
         limit = (config.parallel.device_memory_gb or 0) * GIB
     limit = limit or found.cluster.device.memory
     print("\n\n".join(part for part in (looked_at(found, limit), "\n".join(notes)) if part))

@@ -1,6 +1,8 @@
 """Every setting of a run: sections of typed fields, each field a command-line flag."""
 
+from .batches import Batches, check_sizes
 from .hf import HFModelConfig
+from .optimizer import OptimizerConfig
 from .run import Config, HFConfig, RunConfig
 from .sections import (
     CheckpointConfig,
@@ -8,13 +10,13 @@ from .sections import (
     HFCheckpointConfig,
     LoggingConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
 from .settings import flag_name, nearest, value_type
 
 __all__ = [
+    "Batches",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -27,6 +29,7 @@ __all__ = [
     "ParallelConfig",
     "RunConfig",
     "TrainConfig",
+    "check_sizes",
     "flag_name",
     "nearest",
     "value_type",

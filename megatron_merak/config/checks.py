@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from ..errors import ConfigError
-from .sections import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from .optimizer import OptimizerConfig
+from .sections import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from .settings import flag_name
 
 
@@ -159,7 +160,7 @@ def check_recompute(parallel: ParallelConfig) -> None:
         raise ConfigError("--recompute-num-layers", layers, reason, "Choose one of them, or leave it out")
 
 
-def check_ranks(parallel: ParallelConfig, train: TrainConfig, world_size: int) -> None:
+def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world_size < 1 or world_size % (tp * pp):
         raise ConfigError(
@@ -167,16 +168,6 @@ def check_ranks(parallel: ParallelConfig, train: TrainConfig, world_size: int) -
             world_size,
             f"is not a multiple of --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp}",
             f"Start {multiples(world_size, tp * pp)} ranks, or change the degrees",
-        )
-    replicas, given = world_size // (tp * pp), train.global_batch_size
-    step = train.micro_batch_size * replicas
-    if given is not None and given % step:
-        raise ConfigError(
-            "--global-batch-size",
-            given,
-            f"is not a multiple of --micro-batch-size "
-            f"{train.micro_batch_size} x data-parallel size {replicas} = {step}",
-            f"Use {multiples(given, step)}",
         )
 
 
@@ -201,52 +192,50 @@ def check_emulation(parallel: ParallelConfig) -> None:
 def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
     if train.skip_train:
         return
-    if train.train_iters is None:
-        raise ConfigError("--train-iters", "(missing)", "is needed to train", "Give it, or --skip-train")
+    if train.train_iters is None and train.train_samples is None:
+        remedy = "Give it, --train-samples or --skip-train"
+        raise ConfigError("--train-iters", "(missing)", "is needed to train", remedy)
     if optimizer.lr is None:
         raise ConfigError("--lr", "(missing)", "is needed to train", "Give the peak learning rate, or --skip-train")
     for name in ("min_lr", "lr_warmup_init"):
         if (value := getattr(optimizer, name)) is not None and value > optimizer.lr:
             raise ConfigError(flag_name(name), value, f"exceeds --lr {optimizer.lr}", f"Use at most {optimizer.lr}")
-    _check_decay(optimizer, optimizer.lr_decay_iters or train.train_iters)
+    unit, other = ("iters", "samples") if train.train_samples is None else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if value := getattr(optimizer, f"{name}_{other}"):
+            reason = f"is not in the unit of --train-{unit}"
+            raise ConfigError(flag_name(f"{name}_{other}"), value, reason, f"Give {flag_name(f'{name}_{unit}')}")
+    _check_decay(optimizer, optimizer.decay or train.train_samples or train.train_iters, unit)
     _check_weight_decay(optimizer)
 
 
-def _check_decay(optimizer: OptimizerConfig, decay_iters: int) -> None:
-    warmup, anneal = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
+def _check_decay(optimizer: OptimizerConfig, decay: int, unit: str) -> None:
+    """``decay``: where it ends, in ``unit``."""
+    warmup, anneal, word = optimizer.warmup, optimizer.anneal, "iterations" if unit == "iters" else unit
     if warmup and optimizer.lr_warmup_fraction is not None:
         raise ConfigError(
             "--lr-warmup-fraction",
             optimizer.lr_warmup_fraction,
-            "contradicts --lr-warmup-iters",
+            f"contradicts --lr-warmup-{unit}",
             "Give only one of them",
         )
-    if warmup >= decay_iters:
+    if warmup >= decay:
         raise ConfigError(
-            "--lr-warmup-iters",
+            f"--lr-warmup-{unit}",
             warmup,
-            f"leaves nothing of the {decay_iters} decay iterations",
-            f"Use at most {decay_iters - 1}, or raise --lr-decay-iters",
+            f"leaves nothing of the {decay} decay {word}",
+            f"Use at most {decay - 1}, or raise --lr-decay-{unit}",
         )
+    flag = f"--lr-wsd-decay-{unit}"
     if optimizer.lr_decay_style != "WSD":
         if anneal is not None:
-            raise ConfigError(
-                "--lr-wsd-decay-iters",
-                anneal,
-                "has no effect without --lr-decay-style WSD",
-                "Add --lr-decay-style WSD, or leave it out",
-            )
+            remedy = "Add --lr-decay-style WSD, or leave it out"
+            raise ConfigError(flag, anneal, "has no effect without --lr-decay-style WSD", remedy)
     elif anneal is None:
-        raise ConfigError(
-            "--lr-wsd-decay-iters",
-            "(missing)",
-            "is needed with --lr-decay-style WSD",
-            "Give the length of the final decay",
-        )
-    elif anneal > decay_iters:
-        raise ConfigError(
-            "--lr-wsd-decay-iters", anneal, f"exceeds the {decay_iters} decay iterations", f"Use at most {decay_iters}"
-        )
+        remedy = "Give the length of the final decay"
+        raise ConfigError(flag, "(missing)", "is needed with --lr-decay-style WSD", remedy)
+    elif anneal > decay:
+        raise ConfigError(flag, anneal, f"exceeds the {decay} decay {word}", f"Use at most {decay}")
 
 
 def _check_weight_decay(optimizer: OptimizerConfig) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Self
 
 from ..errors import ConfigError
+from .batches import Batches, batches_of, check_length, check_sizes
 from .checks import (
     check_checkpoint,
     check_data,
@@ -20,13 +21,13 @@ from .checks import (
     check_tokenizer_model,
 )
 from .hf import HFModelConfig
+from .optimizer import OptimizerConfig
 from .sections import (
     CheckpointConfig,
     DataConfig,
     HFCheckpointConfig,
     LoggingConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
@@ -50,13 +51,28 @@ class RunConfig:
         parallel = self.parallel
         return world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
 
+    def batches(self, world_size: int) -> Batches:
+        """Samples of every optimizer step. Raises ConfigError."""
+        return batches_of(self.train, self.model.seq_length, self.data_parallel_size(world_size))
+
     def global_batch_size(self, world_size: int) -> int:
-        """Samples per optimizer step."""
-        given = self.train.global_batch_size
-        return self.train.micro_batch_size * self.data_parallel_size(world_size) if given is None else given
+        """Samples per optimizer step, of the largest where they grow."""
+        return self.batches(world_size).largest
+
+    def iterations(self, world_size: int) -> int:
+        """Optimizer steps of the whole run; 0 where it does not train."""
+        train = self.train
+        if train.train_samples is None:
+            return train.train_iters or 0
+        return self.batches(world_size).steps(train.train_samples)
+
+    def phases(self, world_size: int) -> list[tuple[int, int]]:
+        """(samples per step, steps) of a run of --train-samples, in order."""
+        samples = self.train.train_samples
+        return [] if samples is None else [*self.batches(world_size).phases(samples)]
 
     def num_microbatches(self, world_size: int) -> int:
-        """Forward passes per replica and step."""
+        """Forward passes per replica and step, of the largest where they grow."""
         samples = self.train.micro_batch_size * self.data_parallel_size(world_size)
         return self.global_batch_size(world_size) // samples
 
@@ -65,7 +81,11 @@ class RunConfig:
         names the nearest values that work. ``training=False``, for planning, asks for neither data, tokenizer nor
         learning rate. Raises ConfigError."""
         self.check_model()
-        check_ranks(self.parallel, self.train, world_size)
+        check_ranks(self.parallel, world_size)
+        batches, replicas = self.batches(world_size), self.data_parallel_size(world_size)
+        past = 0 if self.checkpoint.load is None else batches.sizes[-1][0]  # a run that resumes checks what is to come
+        check_sizes(self.train, batches, replicas, past)
+        check_length(self.train, batches)
         check_recompute(self.parallel)
         check_schedule(self.parallel)
         check_emulation(self.parallel)

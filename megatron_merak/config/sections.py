@@ -185,6 +185,15 @@ class TrainConfig(Section):
     """Samples per optimizer step over all replicas (unset: micro-batch size x data-parallel size)."""
     train_iters: int | None = setting(None, least=1)
     """Optimizer steps of the whole run."""
+    train_samples: int | None = setting(None, least=1)
+    """Samples of the whole run, instead of --train-iters; learning rate and weight decay then follow samples too."""
+    rampup_batch_size: tuple[str, ...] = setting(())
+    """Grow the batch: 'START INCREMENT SAMPLES' goes from START to --global-batch-size in steps of INCREMENT, over so
+    many samples of --train-samples."""
+    step_batch_size_schedule: str | None = setting(None)
+    """Batch sizes by tokens seen, like '0:768 250B:1536 500B:3072' (K, M, B, T), instead of --global-batch-size."""
+    decrease_batch_size_if_needed: bool = setting(False)
+    """Round batch sizes down to whole micro-batches of all replicas instead of refusing them."""
     exit_interval: int | None = setting(None, least=1)
     """Stop after an iteration divisible by this."""
     eval_interval: int | None = setting(None, least=1)
@@ -212,55 +221,6 @@ class TrainConfig(Section):
     def dtype(self) -> str:
         """Name of the compute dtype: ``bfloat16`` or ``float32``."""
         return "bfloat16" if self.bf16 else "float32"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate and weight-decay schedules."""
-
-    optimizer: str = setting("adam", choices=("adam",), not_yet=("sgd", "muon", "lion"))
-    """The optimizer; adam is AdamW."""
-    lr: float | None = setting(None, above=0)
-    """Peak learning rate."""
-    min_lr: float | None = setting(None, least=0, megatron=0.0)
-    """Learning rate at the end of the decay (unset: a tenth of --lr)."""
-    lr_decay_style: str = setting(
-        "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), megatron="linear"
-    )
-    """Shape of the learning rate after warm-up."""
-    lr_decay_iters: int | None = setting(None, least=1)
-    """Iteration at which the decay ends (unset: --train-iters)."""
-    lr_warmup_iters: int = setting(0, least=0)
-    """Iterations of linear warm-up."""
-    lr_warmup_fraction: float | None = setting(None, least=0, below=1)
-    """Warm-up as a fraction of the decay iterations; instead of --lr-warmup-iters."""
-    lr_warmup_init: float = setting(0.0, least=0)
-    """Learning rate at which warm-up starts."""
-    lr_wsd_decay_style: str = setting("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
-    """Shape of the final decay with --lr-decay-style WSD."""
-    lr_wsd_decay_iters: int | None = setting(None, least=1)
-    """Iterations of the final decay with --lr-decay-style WSD."""
-    weight_decay: float = setting(0.1, least=0, megatron=0.01)
-    """Weight decay; biases and norms have none."""
-    start_weight_decay: float | None = setting(None, least=0)
-    """Weight decay at the start, when it grows."""
-    end_weight_decay: float | None = setting(None, least=0)
-    """Weight decay at the end, when it grows."""
-    weight_decay_incr_style: str = setting("constant", choices=("constant", "linear", "cosine"))
-    """How weight decay moves from --start-weight-decay to --end-weight-decay."""
-    clip_grad: float = setting(1.0, least=0)
-    """Largest norm of the whole gradient; 0 does not clip."""
-    adam_beta1: float = setting(0.9, least=0, below=1)
-    """Decay of Adam's first moment."""
-    adam_beta2: float = setting(0.95, least=0, below=1, megatron=0.999)
-    """Decay of Adam's second moment."""
-    adam_eps: float = setting(1e-8, above=0)
-    """Added to the root of Adam's second moment."""
-
-    @property
-    def final_lr(self) -> float:
-        """``min_lr``, or a tenth of ``lr`` when it is unset; needs one of them."""
-        return self.min_lr if self.min_lr is not None else 0.1 * self.lr
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

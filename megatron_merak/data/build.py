@@ -56,10 +56,11 @@ def samples_wanted(config: Config, world_size: int) -> tuple[int, int, int]:
     train = config.train
     batch = config.global_batch_size(world_size)
     evaluations = 1
-    if train.eval_interval is not None and train.train_iters is not None:
-        evaluations += train.train_iters // train.eval_interval
+    iterations = config.iterations(world_size)
+    if train.eval_interval is not None:
+        evaluations += iterations // train.eval_interval
     per_evaluation = train.eval_iters * batch
-    return (train.train_iters or 0) * batch, evaluations * per_evaluation, per_evaluation
+    return train.train_samples or iterations * batch, evaluations * per_evaluation, per_evaluation
 
 
 def build_datasets(config: Config, tokenizer: Tokenizer, world_size: int) -> Datasets:

@@ -1,7 +1,7 @@
 """Which samples form the micro-batches of a step, and fetching them ahead of need."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -30,13 +30,13 @@ def microbatch_samples(
 
 
 class BatchLoader:
-    """Iterator over steps: each item is a list of `num_microbatches` dicts of stacked tensors [micro_batch_size, ...].
+    """Iterator over steps: each item is a list of micro-batches, dicts of stacked tensors [micro_batch_size, ...].
 
-    `consumed_samples` counts the samples of all data-parallel ranks that were handed out; a loader made with the value
-    of another one continues exactly where that one stood, also with another dp_size, micro-batch or global batch.
-    The last, partial global batch is dropped: then iteration stops. With `workers` > 0 that many threads prepare as
-    many steps ahead; an error in one of them is raised by the `next` of its step. `close` ends the threads.
-    `pinned`: tensors lie in memory that a GPU copies from without the host waiting.
+    `size(consumed_samples)`: samples of a step, over all data-parallel ranks. `consumed_samples` counts those that were
+    handed out; a loader made with the value of another one continues exactly where that one stood, also with another
+    dp_size, micro-batch or global batch. A last, partial global batch is dropped: then iteration stops. With `workers`
+    > 0 that many threads prepare as many steps ahead; an error in one of them is raised by the `next` of its step.
+    `close` ends the threads. `pinned`: tensors lie in memory that a GPU copies from without the host waiting.
     """
 
     def __init__(
@@ -45,45 +45,50 @@ class BatchLoader:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        num_microbatches: int,
+        size: Callable[[int], int],
         consumed_samples: int = 0,
         workers: int = 0,
         pinned: bool = False,
     ):
-        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and num_microbatches > 0
+        assert 0 <= dp_rank < dp_size and micro_batch_size > 0
         assert consumed_samples >= 0 and workers >= 0
         self.dataset = dataset
         self.consumed_samples = consumed_samples
-        self.global_batch_size = micro_batch_size * dp_size * num_microbatches
-        self._shape = (micro_batch_size, dp_rank, dp_size, num_microbatches)
+        self._shape, self._size = (micro_batch_size, dp_rank, dp_size), size
         self._workers, self._pinned = workers, pinned
         self._pool = ThreadPoolExecutor(workers, "batch-loader") if workers else None
-        self._ahead: deque[Future] = deque()
-
-    def __len__(self) -> int:
-        """Steps left."""
-        return max(0, len(self.dataset) - self.consumed_samples) // self.global_batch_size
+        self._ahead: deque[tuple[int, Future]] = deque()  # (samples consumed after the step, the step)
 
     def __iter__(self) -> "BatchLoader":
         return self
 
     def __next__(self) -> list[dict[str, torch.Tensor]]:
-        if len(self) == 0:
+        end = self._end(self.consumed_samples)
+        if end > len(self.dataset):
             raise StopIteration
         if self._pool is None:
             step = self._load(self.consumed_samples)
         else:
-            # One more than the workers: the step that is waited for, and those that run behind it.
-            for i in range(len(self._ahead), min(self._workers + 1, len(self))):
-                start = self.consumed_samples + i * self.global_batch_size
-                self._ahead.append(self._pool.submit(self._load, start))
-            step = self._ahead[0].result()
+            self._fetch_ahead()
+            step = self._ahead[0][1].result()
             self._ahead.popleft()
-        self.consumed_samples += self.global_batch_size
+        self.consumed_samples = end
         return step
 
+    def _end(self, consumed_samples: int) -> int:
+        return consumed_samples + self._size(consumed_samples)
+
+    def _fetch_ahead(self) -> None:
+        """One step more than the workers: the one that is waited for, and those that run behind it."""
+        start = self._ahead[-1][0] if self._ahead else self.consumed_samples
+        while len(self._ahead) <= self._workers and (end := self._end(start)) <= len(self.dataset):
+            self._ahead.append((end, self._pool.submit(self._load, start)))
+            start = end
+
     def _load(self, consumed_samples: int) -> list[dict[str, torch.Tensor]]:
-        pieces = microbatch_samples(consumed_samples, *self._shape)
+        micro_batch_size, _, dp_size = self._shape
+        micro_batches = self._size(consumed_samples) // (micro_batch_size * dp_size)
+        pieces = microbatch_samples(consumed_samples, *self._shape, micro_batches)
         batches = [stack([self.dataset[index] for index in piece]) for piece in pieces]
         return (
             [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]

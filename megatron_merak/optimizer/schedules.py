@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the number of optimizer steps done, by Megatron-LM's formulas.
+"""Learning rate and weight decay as functions of the optimizer steps or samples done, by Megatron-LM's formulas.
 
 lr  |      ______                  warm-up, then a style: constant, linear, cosine, inverse-square-root or WSD
     |     /      \\___              (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)
@@ -21,45 +21,46 @@ DECAY_SHAPES: Mapping[str, Callable[[float], float]] = {
 }
 
 
-def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> float:
-    """The learning rate of the step that follows `iteration` done steps; the first step of a run has iteration 0.
+def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
+    """The learning rate of the step that follows ``done`` of ``total`` optimizer steps; the first has done 0.
 
-    All `lr_*_iters` are optimizer steps; `lr_warmup_fraction` is a fraction of `lr_decay_iters`.
+    Both count samples in a run of --train-samples, as all lengths in ``config`` then do; `lr_warmup_fraction` is a
+    fraction of the decay.
     """
     peak, floor = config.lr, config.final_lr
-    decay_iters = train_iters if config.lr_decay_iters is None else config.lr_decay_iters
-    warmup = warmup_iterations(config, decay_iters)
+    decay = total if config.decay is None else config.decay
+    warmup = warmup_length(config, decay)
     style = config.lr_decay_style
-    if warmup > 0 and iteration <= warmup:
-        return config.lr_warmup_init + (peak - config.lr_warmup_init) * iteration / warmup
+    if warmup > 0 and done <= warmup:
+        return config.lr_warmup_init + (peak - config.lr_warmup_init) * done / warmup
     if style == "constant":
         return peak
-    if iteration > decay_iters:
+    if done > decay:
         return floor
     if style == "inverse-square-root":
-        return max(floor, peak * sqrt(max(warmup, 1)) / sqrt(max(iteration, 1)))
+        return max(floor, peak * sqrt(max(warmup, 1)) / sqrt(max(done, 1)))
     if style == "WSD":
-        return floor + (peak - floor) * _stable_then_decay(config, iteration, decay_iters)
-    return floor + (peak - floor) * DECAY_SHAPES[style]((iteration - warmup) / (decay_iters - warmup))
+        return floor + (peak - floor) * _stable_then_decay(config, done, decay)
+    return floor + (peak - floor) * DECAY_SHAPES[style]((done - warmup) / (decay - warmup))
 
 
-def warmup_iterations(config: OptimizerConfig, decay_iters: int) -> float:
-    """Length of the warm-up in steps; not rounded when it is given as a fraction."""
-    return config.lr_warmup_iters if config.lr_warmup_fraction is None else config.lr_warmup_fraction * decay_iters
+def warmup_length(config: OptimizerConfig, decay: int) -> float:
+    """Length of the warm-up, in the unit of ``decay``; not rounded when it is given as a fraction."""
+    return config.warmup if config.lr_warmup_fraction is None else config.lr_warmup_fraction * decay
 
 
-def _stable_then_decay(config: OptimizerConfig, iteration: int, decay_iters: int) -> float:
-    assert config.lr_wsd_decay_iters, "WSD needs lr_wsd_decay_iters"
-    over = iteration - (decay_iters - config.lr_wsd_decay_iters)
-    return 1.0 if over <= 0 else DECAY_SHAPES[config.lr_wsd_decay_style](over / config.lr_wsd_decay_iters)
+def _stable_then_decay(config: OptimizerConfig, done: int, decay: int) -> float:
+    assert config.anneal, "WSD needs the length of its decay"
+    over = done - (decay - config.anneal)
+    return 1.0 if over <= 0 else DECAY_SHAPES[config.lr_wsd_decay_style](over / config.anneal)
 
 
-def weight_decay(config: OptimizerConfig, iteration: int, train_iters: int) -> float:
-    """The weight decay of the step that follows `iteration` done steps: from start to end over `train_iters` steps."""
+def weight_decay(config: OptimizerConfig, done: int, total: int) -> float:
+    """The weight decay of the step that follows ``done``: from start to end over ``total`` steps, or samples."""
     if config.weight_decay_incr_style == "constant":
         return config.weight_decay
     start, end = config.start_weight_decay, config.end_weight_decay
     assert start is not None and end is not None, "a growing weight decay needs its start and its end"
-    if iteration > train_iters:
+    if done > total:
         return end
-    return start + (end - start) * (1.0 - DECAY_SHAPES[config.weight_decay_incr_style](iteration / train_iters))
+    return start + (end - start) * (1.0 - DECAY_SHAPES[config.weight_decay_incr_style](done / total))

@@ -4,7 +4,7 @@ from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.plan.frozen import Plan
 from megatron_merak.plan.parts import AXES, DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
 from megatron_merak.plan.sharding import TensorSharding
-from megatron_merak.plan.table import prediction
+from megatron_merak.plan.table import prediction, time_text
 
 __all__ = [
     "AXES",
@@ -17,4 +17,5 @@ __all__ = [
     "bytes_text",
     "held_parameters",
     "prediction",
+    "time_text",
 ]

@@ -58,5 +58,9 @@ def prediction(plan: Any) -> str:
     """What a ``Plan`` predicts for a step; empty where it predicts nothing."""
     if not plan.predicted_time:
         return ""
-    time = f"{plan.predicted_time:.3f} s" if plan.predicted_time >= 1 else f"{plan.predicted_time * 1e3:.3g} ms"
-    return f"predicted on {plan.cluster}: {time} per step, bubble {plan.predicted_bubble:.1%}"
+    return f"predicted on {plan.cluster}: {time_text(plan.predicted_time)} per step, bubble {plan.predicted_bubble:.1%}"
+
+
+def time_text(seconds: float) -> str:
+    """A time as tables show it."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

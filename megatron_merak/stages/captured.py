@@ -21,8 +21,8 @@ from ..optimizer.adamw import AdamW, StepResult
 from ..parallel.agree import gather_json, together
 from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
-from ..pipeline_parallel.passes import add_communication, forward_only, resize
 from ..runtime.executor import Executor
+from ..runtime.executors import Executors
 from ..runtime.halves import halve
 from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
@@ -83,8 +83,7 @@ class CapturedTrainer:
         self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
         self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model, mesh.dp)
         self.replicas = Replicas(mesh, self.optimizer, self.parameters.gatherer, replica_check_interval)
-        self._executors: dict[tuple, Executor] = {}
-        self.executor(self.plan.num_microbatches, True)
+        self.executors = Executors(self.stages, self.plan.schedule, mesh, self.accepts_num_items)
         with together(mesh.control, "cpu"):
             for programs in self.programs.values():
                 programs(example, True)
@@ -154,13 +153,7 @@ class CapturedTrainer:
 
     def executor(self, micro_batches: int, training: bool = True) -> Executor:
         """What runs steps of so many micro-batches."""
-        key = (micro_batches, training)
-        if key not in self._executors:
-            schedule = self.plan.schedule if training else forward_only(self.plan.schedule)
-            schedule = add_communication(resize(schedule, micro_batches))
-            pipes = next(iter(self._executors.values())).pipes if self._executors else None
-            self._executors[key] = Executor(self.stages, schedule, self.mesh, self.accepts_num_items, pipes)
-        return self._executors[key]
+        return self.executors.of(micro_batches, training)
 
     def gradients(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> float:
         """One step's loss, known to every rank, and, in ``buffer.main_grad``, its gradient."""

@@ -21,10 +21,11 @@ _TOLD = frozenset("hidden_dropout attention_dropout attn_implementation".split()
 _OF_A_RUN = frozenset(
     "seq_length max_position_embeddings rotary_base rotary_percent use_rope_scaling rope_scaling_factor".split()
 )
-_TRAIN_TOLD = "train_iters micro_batch_size bf16 fp32_matmul_precision calculate_per_token_loss".split()
-_SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction lr_warmup_init
-    lr_wsd_decay_style lr_wsd_decay_iters weight_decay start_weight_decay end_weight_decay
-    weight_decay_incr_style""".split()
+_TRAIN_TOLD = """train_iters train_samples rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed
+    micro_batch_size bf16 fp32_matmul_precision calculate_per_token_loss""".split()
+_SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
+    lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay
+    start_weight_decay end_weight_decay weight_decay_incr_style""".split()
 
 # Settings that follow from others where they are unset: they are compared last, by what they come to.
 _DERIVED = "ffn_hidden_size kv_channels group_query_attention num_query_groups max_position_embeddings".split()
@@ -75,15 +76,20 @@ def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, d
     return lines
 
 
-def schedule_of(saved: SavedRun, optimizer: OptimizerConfig) -> OptimizerConfig:
-    """``optimizer`` with the checkpoint's schedule. Raises CheckpointError where it has none that is sound."""
+def schedule_of(saved: SavedRun, config: RunConfig) -> OptimizerConfig:
+    """The optimizer of ``config`` with the checkpoint's schedule. Raises CheckpointError where it has none that is
+    sound, or one of samples for a run of iterations or the other way round."""
     theirs = {name: saved.config["optimizer"][name] for name in _SCHEDULE if name in saved.config["optimizer"]}
-    if theirs.get("lr_decay_iters") is None:
-        theirs["lr_decay_iters"] = saved.config["train"].get("train_iters")
+    unit, other = ("samples", "iters") if config.train.train_samples else ("iters", "samples")
+    remedy = "Leave out --use-checkpoint-opt-param-scheduler"
+    if saved.config["train"].get(f"train_{other}") is not None:
+        reason = f"the checkpoint's schedule follows --train-{other}, this run has --train-{unit}"
+        raise CheckpointError("--use-checkpoint-opt-param-scheduler", "on", reason, remedy)
+    if theirs.get(f"lr_decay_{unit}") is None:
+        theirs[f"lr_decay_{unit}"] = saved.config["train"].get(f"train_{unit}")
     try:
-        return dataclasses.replace(optimizer, **theirs)
+        return dataclasses.replace(config.optimizer, **theirs)
     except ConfigError as error:
-        remedy = "Leave out --use-checkpoint-opt-param-scheduler"
         raise CheckpointError(
             "--use-checkpoint-opt-param-scheduler", "on", f"in the checkpoint, {error}", remedy
         ) from error
@@ -160,7 +166,7 @@ def _check_seed_and_data(config: RunConfig, saved: SavedRun, data: Mapping) -> l
         elif text:
             lines.append(f"Other {part} data than the checkpoint's run: {text}.")
         elif part == "train" and now is not None and now["order"] != then.get("order"):
-            reason = "--train-iters now reads the data another number of times"
+            reason = "the run's length now reads the data another number of times"
             lines.append(f"Samples come in another order than in the checkpoint's run ({reason}): some may come again.")
     return lines
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..arguments import deviation_report
 from ..checkpoint import store
 from ..checkpoint.lock import DirectoryLock
-from ..config import RunConfig, flag_name
+from ..config import RunConfig, check_sizes, flag_name
 from ..data.build import Datasets
 from ..data.identity import difference, identity
 from ..data.loader import BatchLoader
@@ -18,8 +18,11 @@ from ..errors import CheckpointError, ConfigError, DataError
 from ..parallel.agree import gather_json
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh
+from ..pipeline_parallel.ops import Schedule
+from ..pipeline_parallel.passes import resize
 from ..pipeline_parallel.pictures.files import write
 from ..plan import Plan
+from ..planner.growth import growth_table
 from ..stages.devices import peak_device, stand_in
 from .pictures import draw_curve, step_view
 from .report import Report, Throughput
@@ -80,15 +83,17 @@ def opening(config: RunConfig, plan: Plan, world: World, notes: Sequence[str] = 
         "\n".join((*config.ignored(), *notes)),
         far_apart(plan, world.cluster.ranks_per_node if world.cluster else world.ranks_here),
         str(plan),
+        growth_table(plan, config.phases(world.size)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def throughput(config: RunConfig, plan: Plan, world: World, flops: int) -> Throughput:
-    """The work of a step; ``flops`` of its forward and backward, over all ranks."""
-    samples, device = plan.global_batch_size, peak_device(world)
+    """The work of a sample; ``flops``: of the plan's whole step, forward and backward, over all ranks."""
+    device = peak_device(world)
     peak = None if device is None else device.flops(config.train.dtype)
-    return Throughput(samples, samples * plan.sequence_length, flops, world.size, peak, world.clock.label)
+    per_sample = flops / plan.global_batch_size
+    return Throughput(plan.sequence_length, per_sample, world.size, peak, world.clock.label)
 
 
 class Job:
@@ -147,9 +152,9 @@ class Job:
         if self.report is not None:
             self.report.print(text)
 
-    def _loader(self, dataset, consumed_samples: int) -> BatchLoader:
-        plan = self.plan
-        shape = (plan.micro_batch_size, self.mesh.dp_rank, plan.grid.dp, plan.num_microbatches)
+    def _loader(self, dataset, size: Callable[[int], int], consumed_samples: int) -> BatchLoader:
+        """``size``: samples of the step that follows so many."""
+        shape = (self.plan.micro_batch_size, self.mesh.dp_rank, self.plan.grid.dp, size)
         pinned = self.mesh.device.type == "cuda"
         return BatchLoader(dataset, *shape, consumed_samples, self.config.data.num_workers, pinned)
 
@@ -159,20 +164,24 @@ class Job:
             raise DataError(
                 "--split", self.config.data.split, "it leaves nothing to train on", "Give the first part a weight"
             )
-        loader = self._loader(self.datasets.train, trainer.consumed_samples)
+        check_sizes(train, trainer.batch_sizes, self.plan.grid.dp, trainer.consumed_samples)
+        loader = self._loader(self.datasets.train, trainer.batch_sizes.size, trainer.consumed_samples)
         saved = trainer.iteration
         try:
-            while trainer.iteration < train.train_iters:
-                if len(loader) == 0:
+            while trainer.iteration < trainer.iterations:
+                batches = next(loader, None)
+                if batches is None:
+                    asked = ("--train-iters", train.train_iters)
+                    asked = asked if train.train_samples is None else ("--train-samples", train.train_samples)
                     reason = f"the training data ends at {loader.consumed_samples} samples"
-                    raise DataError("--train-iters", train.train_iters, reason, "Lower it, or give more data")
-                self._step(next(loader))
+                    raise DataError(*asked, reason, "Lower it, or give more data")
+                self._step(batches)
                 if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
                     saved = self._save()
                 if (
                     train.eval_interval
                     and trainer.iteration % train.eval_interval == 0
-                    and trainer.iteration < train.train_iters
+                    and trainer.iteration < trainer.iterations
                 ):
                     self._evaluate("valid", self.datasets.valid)
                 if train.exit_interval and trainer.iteration % train.exit_interval == 0:
@@ -183,21 +192,22 @@ class Job:
             self._save()
 
     def _step(self, batches: list[dict[str, torch.Tensor]]) -> None:
-        trainer, executor = self.trainer, self.trainer.executor
-        drawn = self.config.logging.timeline is not None and trainer.iteration + 1 == self.config.train.train_iters
+        trainer, executor = self.trainer, self.trainer.executor(len(batches))
+        drawn = self.config.logging.timeline is not None and trainer.iteration + 1 == trainer.iterations
         executor.trace = [] if drawn else None
-        began = self.mesh.clock.now()
+        consumed, began = trainer.consumed_samples, self.mesh.clock.now()
         with self.mesh.clock.kernels():
             result = trainer.step(batches)
         seconds = self.mesh.clock.now() - began
         if self.report is not None:
-            self.report.step(trainer.iteration, trainer.consumed_samples, seconds, result)
+            samples = trainer.consumed_samples - consumed
+            self.report.step(trainer.iteration, trainer.consumed_samples, samples, seconds, result)
         self.skips.count(result.skipped)
         if drawn:
-            self._draw_timeline(executor.trace)
+            self._draw_timeline(resize(self.plan.schedule, len(batches)), executor.trace)
 
-    def _draw_timeline(self, trace: list) -> None:
-        view, path = step_view(self.plan.schedule, trace, self.mesh), self.config.logging.timeline
+    def _draw_timeline(self, schedule: Schedule, trace: list) -> None:
+        view, path = step_view(schedule, trace, self.mesh), self.config.logging.timeline
         if self.report is not None:
             write([view], path)
             self.report.print(f"pipeline timeline: {path}")
@@ -216,7 +226,7 @@ class Job:
         iterations, trainer = self.config.train.eval_iters, self.trainer
         if dataset is None or iterations == 0:
             return
-        loader = self._loader(dataset, 0)
+        loader = self._loader(dataset, lambda consumed: self.plan.global_batch_size, 0)
         losses = [trainer.evaluate(batches) for _, batches in zip(range(iterations), loader, strict=False)]
         loader.close()
         if self.report is not None and losses:

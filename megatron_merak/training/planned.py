@@ -10,6 +10,7 @@ from ..config import Config, HFConfig, RunConfig
 from ..errors import ConfigError
 from ..plan import Plan
 from ..planner import plan
+from ..planner.growth import growth_table
 
 
 def kind_of(arguments: Sequence[str]) -> type[RunConfig]:
@@ -42,14 +43,21 @@ def planned(config: RunConfig, own: argparse.Namespace) -> tuple[Plan, tuple[str
     if config.parallel.plan is not None:
         raise ConfigError("--plan", config.parallel.plan, "it is made already", "Use: plan.py show FILE")
     if isinstance(config, Config):
-        return plan(config, ranks, cluster), ()
+        found = plan(config, ranks, cluster)
+        return found, _growth(found, config, ranks)
     from .hf_model import blueprint_of, build_model, traced_of  # here, since it takes seconds
 
     gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
     config.validate(ranks, training=False)
     traced, _ = traced_of(build_model(config.model), config)
     found = blueprint_of(traced, config, ranks, cluster).plan
-    return found, (f"Captured {traced.captured.how}.", *traced.captured.notes)
+    notes = (f"Captured {traced.captured.how}.", *traced.captured.notes)
+    return found, notes + _growth(found, config, ranks)
+
+
+def _growth(found: Plan, config: RunConfig, ranks: int) -> tuple[str, ...]:
+    table = growth_table(found, config.phases(ranks))
+    return (f"\n{table}",) if table else ()
 
 
 def world_size(text: str | None) -> int:

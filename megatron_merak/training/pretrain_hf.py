@@ -19,11 +19,11 @@ from ..data.build import build_datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
 from ..graph.ir.nodes import flops
-from ..optimizer.schedules import learning_rate, weight_decay
 from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..planner.make import grid_of
+from ..runtime.executor import Executor
 from ..stages.captured import CapturedTrainer
 from ..stages.devices import cluster_of
 from ..stages.step_report import StepReport
@@ -62,7 +62,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     with together(mesh.control, "cpu"):
         if world.is_last:
             work = throughput(config, trainer.plan, world, trainer.flops())
-            report = Report(config.logging, work, config.train.train_iters or 0)
+            report = Report(config.logging, work, config.iterations(world.size))
     HFJob(trainer, datasets, report).run()
 
 
@@ -111,25 +111,24 @@ class TokenTrainer(RunState):
         super().__init__(config, self.captured.plan, mesh)
         self.buffer, self.optimizer = self.captured.buffer, self.captured.optimizer
         self.gatherer = self.captured.parameters.gatherer
-        self.executor = self.captured.executor(self.plan.num_microbatches)
 
     def notes(self) -> tuple[str, ...]:
         """What the capture brought to light."""
         return self.captured.notes
 
+    def executor(self, micro_batches: int) -> Executor:
+        return self.captured.executor(micro_batches)
+
     def flops(self) -> int:
-        """Of one step's forward and backward, over all ranks; work that ranks repeat counts once."""
+        """Of a step's forward and backward as the plan has it, over all ranks; work that ranks repeat counts once."""
         forward = sum(map(flops, self.captured.blueprint.traced.captured.module.graph.nodes))
         return 3 * forward * self.plan.num_microbatches * self.plan.grid.dp
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
-        config, iterations = self.config.optimizer, self.config.train.train_iters
-        rate = learning_rate(config, self.iteration, iterations)
+        rate, decay = self.rates()
         told = self.captured.backward(self._made(batches))
-        decay = weight_decay(config, self.iteration, iterations)
         result = self.captured.update(rate, decay, None, told, self.local_zeros())
-        self.iteration = self.captured.iteration
-        self.consumed_samples += self.plan.global_batch_size
+        self.count(batches)
         return StepReport(result.loss, result.grad_norm, rate, result.skipped, self.all_zeros(result.zeros))
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float:

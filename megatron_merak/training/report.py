@@ -13,25 +13,24 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Throughput:
-    """Per step: samples, tokens and model FLOPs of the global batch. peak: FLOP/s of one rank, None if unknown.
-    clock: where times come from, empty for this machine's.
+    """tokens, flops: of one sample, the model's FLOPs in forward and backward. peak: FLOP/s of one rank, None if
+    unknown. clock: where times come from, empty for this machine's.
     """
 
-    samples: int
     tokens: int
-    flops: int
+    flops: float
     ranks: int
     peak: float | None
     clock: str = ""
 
-    def per_rank(self, seconds: float) -> float:
+    def per_rank(self, samples_per_second: float) -> float:
         """Model FLOP/s of one rank."""
-        return self.flops / (seconds * self.ranks)
+        return self.flops * samples_per_second / self.ranks
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Means over the iterations since the last line."""
+    """Means over the iterations since the last line; batch: samples of the last iteration."""
 
     iteration: int
     train_iters: int
@@ -41,6 +40,8 @@ class Interval:
     loss: float
     grad_norm: float
     skipped: int
+    batch: int
+    samples_per_second: float
     zeros: int | None = None
 
 
@@ -50,7 +51,7 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     With modelled times every field that is made from one says so, and the time left is not known.
     """
     modelled = f" ({work.clock})" if work.clock else ""
-    rate = work.per_rank(interval.seconds)
+    rate = work.per_rank(interval.samples_per_second)
     fields = [
         f"iteration {interval.iteration:8d}/{interval.train_iters:8d}",
         f"consumed samples: {interval.consumed_samples:12d}",
@@ -58,7 +59,7 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     ]
     if detailed:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}{modelled}")
-    fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {work.samples:5d}"]
+    fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {interval.batch:5d}"]
     if not math.isnan(interval.loss):
         fields.append(f"lm loss: {interval.loss:.6E}")
     fields += ["loss scale: 1.0", f"grad norm: {interval.grad_norm:.3f}"]
@@ -66,7 +67,7 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
         fields.append(f"num zeros: {interval.zeros}")
     fields.append(f"number of skipped iterations: {interval.skipped:3d}")
     fields.append(f"number of nan iterations: {interval.skipped:3d}")
-    fields.append(f"tokens/s: {work.tokens / interval.seconds:.0f}{modelled}")
+    fields.append(f"tokens/s: {work.tokens * interval.samples_per_second:.0f}{modelled}")
     known = work.peak is not None
     share = f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}"
     fields.append(share + modelled)
@@ -109,12 +110,13 @@ class Report:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, iteration)
 
-    def step(self, iteration: int, consumed_samples: int, seconds: float, report) -> None:
-        """One training step (``report``: a StepReport with a loss); prints a line at each log interval."""
+    def step(self, iteration: int, consumed_samples: int, samples: int, seconds: float, report) -> None:
+        """One training step of so many samples (``report``: a StepReport with a loss); prints a line at each log
+        interval."""
         values = {k: v for k, v in asdict(report).items() if v is not None and k != "zeros"}
         time = {"modelled_seconds" if self.work.clock else "seconds": seconds}
         self.note("train", iteration, consumed_samples=consumed_samples, **time, **values)
-        self._pending.append({"seconds": seconds, **values})
+        self._pending.append({"samples": samples, "seconds": seconds, **values})
         if report.skipped:
             self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped")
         if iteration % self.config.log_interval == 0 or iteration == self.train_iters:
@@ -131,15 +133,18 @@ class Report:
     def _interval(self, iteration: int, consumed_samples: int, zeros: int | None) -> Interval:
         pending = self._pending
         good = [row["loss"] for row in pending if not row["skipped"]]
+        seconds = sum(row["seconds"] for row in pending)
         return Interval(
             iteration,
             self.train_iters,
             consumed_samples,
-            sum(row["seconds"] for row in pending) / len(pending),
+            seconds / len(pending),
             pending[-1]["learning_rate"],
             sum(good) / len(good) if good else math.nan,
             pending[-1]["grad_norm"],
             sum(row["skipped"] for row in pending),
+            pending[-1]["samples"],
+            sum(row["samples"] for row in pending) / seconds,
             zeros,
         )
 

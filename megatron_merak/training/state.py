@@ -12,6 +12,7 @@ from torch import Tensor
 from ..checkpoint import store
 from ..config import RunConfig
 from ..optimizer.adamw import AdamW
+from ..optimizer.schedules import learning_rate, weight_decay
 from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import Plan
@@ -27,19 +28,36 @@ class RunState:
     """``iteration``: optimizer steps done. ``consumed_samples``: training samples used, over all replicas. ``data``:
     what those samples come from, see ``data.identity``; set it before loading and saving.
 
-    Subclasses set ``buffer``, ``gatherer``, ``optimizer`` and ``executor`` (of training steps), and say how flat
+    ``batch_sizes``: samples of every step. ``iterations``: optimizer steps of the whole run.
+
+    Subclasses set ``buffer``, ``gatherer`` and ``optimizer``, and say what runs steps (``executor``) and how flat
     tensors read as HuggingFace tensors (``parts``).
     """
 
     buffer: ParameterBuffer
     gatherer: ShardGatherer
     optimizer: AdamW
-    executor: Executor
 
     def __init__(self, config: RunConfig, plan: Plan, mesh: Mesh):
         self.config, self.plan, self.mesh = config, plan, mesh
         self.iteration = self.consumed_samples = 0
         self.data: dict[str, Any] = {}
+        self.batch_sizes, self.iterations = config.batches(mesh.grid.size), config.iterations(mesh.grid.size)
+
+    def executor(self, micro_batches: int) -> Executor:
+        """What runs training steps of so many micro-batches."""
+        raise NotImplementedError
+
+    def rates(self) -> tuple[float, float]:
+        """Learning rate and weight decay of the next step; they follow iterations, or --train-samples where given."""
+        optimizer, samples = self.config.optimizer, self.config.train.train_samples
+        done, total = (self.iteration, self.iterations) if samples is None else (self.consumed_samples, samples)
+        return learning_rate(optimizer, done, total), weight_decay(optimizer, done, total)
+
+    def count(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """A step is done."""
+        self.iteration += 1
+        self.consumed_samples += len(batches) * self.plan.micro_batch_size * self.plan.grid.dp
 
     def parts(self, flat: Tensor | None) -> Iterable[store.Shard]:
         """``flat`` ([buffer.size]: gradients, optimizer state) as shards of HuggingFace tensors, without padding; None:
@@ -124,5 +142,7 @@ class RunState:
         if optimizer:
             self.optimizer.steps = saved.optimizer_steps
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
+        if (samples := self.config.train.train_samples) is not None:
+            self.iterations = self.iteration + self.batch_sizes.steps(samples, self.consumed_samples)
         if options.use_checkpoint_opt_param_scheduler:
-            self.config = replace(self.config, optimizer=schedule_of(saved, self.config.optimizer))
+            self.config = replace(self.config, optimizer=schedule_of(saved, self.config))

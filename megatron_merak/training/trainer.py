@@ -10,13 +10,12 @@ from torch import Tensor
 from ..checkpoint.store import Shard
 from ..config import Config
 from ..optimizer.adamw import AdamW
-from ..optimizer.schedules import learning_rate, weight_decay
 from ..parallel.agree import together
 from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
-from ..pipeline_parallel.passes import add_communication, forward_only
 from ..plan import Plan
 from ..runtime.executor import Executor, StepLoss
+from ..runtime.executors import Executors
 from ..stages.kernels import check_kernels
 from ..stages.native import build_model
 from ..stages.replicas import Replicas
@@ -35,13 +34,14 @@ class Trainer(RunState):
         check_same_plan(plan, mesh.control)
         self.model = build_model(config, plan, mesh)
         stages, per_token = self.model.stages, config.train.calculate_per_token_loss
-        self.executor = Executor(stages, add_communication(plan.schedule), mesh, per_token)
-        forwards = add_communication(forward_only(plan.schedule))
-        self.evaluator = Executor(stages, forwards, mesh, per_token, self.executor.pipes)
+        self.executors = Executors(stages, plan.schedule, mesh, per_token)
         self.buffer, self.gatherer = self.model.buffer, self.model.gatherer
         self.optimizer = AdamW(self.buffer, config.optimizer, mesh.model, mesh.dp)
         interval = config.train.check_weight_hash_across_dp_replicas_interval
         self.replicas = Replicas(mesh, self.optimizer, self.gatherer, interval)
+
+    def executor(self, micro_batches: int) -> Executor:
+        return self.executors.of(micro_batches)
 
     def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
@@ -52,7 +52,7 @@ class Trainer(RunState):
         """``gradients`` without waiting for the device: what the loss is made of, for `step` to read."""
         held = self.model.held
         held.start_step()
-        loss = self.executor.run(batches, self.iteration)
+        loss = self.executor(len(batches)).run(batches, self.iteration)
         held.finish_step()
         if self.config.train.calculate_per_token_loss:
             tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
@@ -62,20 +62,17 @@ class Trainer(RunState):
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         sums = self.backward(batches)
-        config = self.config.optimizer
-        rate = learning_rate(config, self.iteration, self.config.train.train_iters)
-        decay = weight_decay(config, self.iteration, self.config.train.train_iters)
+        rate, decay = self.rates()
         losses, zeros, (square,) = read(sums, self.local_zeros(), self.optimizer.square_norm())
         loss = self._mean(losses, len(batches)) if losses else None
         result = self.optimizer.apply(math.sqrt(square), rate, decay)
         self.gatherer.launch()
-        self.iteration += 1
-        self.consumed_samples += self.plan.global_batch_size
+        self.count(batches)
         self.replicas.note(result.grad_norm, self.iteration)
         return StepReport(loss, result.grad_norm, rate, result.skipped, self.all_zeros(*zeros))
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
-        sums = self._sums(self.evaluator.run(batches, self.iteration, training=False))
+        sums = self._sums(self.executors.of(len(batches), False).run(batches, self.iteration, training=False))
         return None if sums is None else self._mean(sums.tolist(), len(batches))
 
     def _over_replicas(self, value: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_merak.config import OptimizerConfig
-from megatron_merak.optimizer.schedules import learning_rate, warmup_iterations, weight_decay
+from megatron_merak.optimizer.schedules import learning_rate, warmup_length, weight_decay
 
 BASE = OptimizerConfig(lr=1.0, min_lr=0.2, lr_warmup_iters=10, lr_decay_iters=110, lr_decay_style="linear")
 
@@ -55,9 +55,23 @@ def test_defaults_come_from_train_iters_and_the_peak():
     assert rates(config, 0, 50, 100, train_iters=100) == pytest.approx([1.0, 0.55, 0.1], rel=1e-15)
 
 
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD"])
+def test_samples_count_like_iterations(style):
+    iters = replace(BASE, lr_decay_style=style, lr_wsd_decay_iters=40 if style == "WSD" else None)
+    samples = replace(
+        OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_style=style),
+        **{"lr_warmup_samples": 80, "lr_decay_samples": 880},
+        lr_wsd_decay_samples=320 if style == "WSD" else None,
+    )
+    for done in (0, 3, 10, 11, 60, 80, 109, 110, 150):
+        assert learning_rate(samples, 8 * done, 8000) == pytest.approx(learning_rate(iters, done, 1000), rel=1e-15)
+    growing = replace(BASE, weight_decay_incr_style="linear", start_weight_decay=0.1, end_weight_decay=0.5)
+    assert weight_decay(growing, 80, 8000) == pytest.approx(weight_decay(growing, 10, 1000), rel=1e-15)
+
+
 def test_warmup_fraction_is_of_the_decay():
     config = replace(BASE, lr_warmup_iters=0, lr_warmup_fraction=0.05)
-    assert warmup_iterations(config, 110) == 5.5
+    assert warmup_length(config, 110) == 5.5
     assert rates(config, 2, 5) == pytest.approx([2 / 5.5, 5 / 5.5], rel=1e-15)
     assert learning_rate(config, 6, 1000) == pytest.approx(0.2 + 0.8 * (1 - 0.5 / 104.5), rel=1e-15)
 

@@ -97,10 +97,10 @@ def traced_step(trainer: Trainer, batches) -> list[list[tuple[str, float, float]
     """One step's gradients; each rank's (op, start, end) of its compute, from a start that all share. All micro-batches
     take the same time, as the simulator has it: the first adds to what the last step left."""
     dist.barrier()
-    trainer.executor.trace = []
+    trainer.executor(len(batches)).trace = []
     with trainer.mesh.clock.kernels(), mock.patch.object(Gradient, "start"):
         trainer.gradients(batches)
-    return gather_json(trainer.executor.trace, trainer.mesh.control, "cpu")
+    return gather_json(trainer.executor(len(batches)).trace, trainer.mesh.control, "cpu")
 
 
 def costs_of(plan: Plan, traces: list, mesh: Mesh) -> StageCosts:

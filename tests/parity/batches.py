@@ -6,6 +6,7 @@ from .cases import GLOBAL_BATCH, MICRO_BATCH, Case
 from .families import FAMILIES, SEQUENCE
 
 KEPT = (16, 3, 9, 1, 0, 0, 7, 16, 12, 2, 5, 14)  # unmasked tokens of each sample; the third micro-batch has none
+SAMPLES = (GLOBAL_BATCH, 4, 8)  # of a step, in turns: batches may grow, and shrink
 Batch = dict[str, torch.Tensor]
 
 
@@ -18,7 +19,8 @@ def global_batch(case: Case, step: int) -> list[Batch]:
     positions = torch.arange(SEQUENCE).expand(GLOBAL_BATCH, SEQUENCE)
     whole = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask, "position_ids": positions}
     cut = {name: value.split(MICRO_BATCH) for name, value in whole.items()}
-    return [{name: parts[k].contiguous() for name, parts in cut.items()} for k in range(GLOBAL_BATCH // MICRO_BATCH)]
+    count = SAMPLES[step % len(SAMPLES)] // MICRO_BATCH
+    return [{name: parts[k].contiguous() for name, parts in cut.items()} for k in range(count)]
 
 
 def replica_batch(case: Case, step: int, dp_rank: int) -> list[Batch]:

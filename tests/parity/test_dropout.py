@@ -117,7 +117,7 @@ def _drawn(rank: int, world_size: int, case: Case) -> dict[tuple, torch.Tensor]:
     (stage,) = new_trainer(case, mesh).model.stages.values()
     drawn = {}
     for step in range(2):
-        for microbatch, batch in enumerate(replica_batch(case, step, mesh.dp_rank)[:2]):
+        for microbatch, batch in enumerate(replica_batch(case, 0, mesh.dp_rank)[:2]):
             (part,) = stage.begin(microbatch, batch, step, training=True)
             common = part.state.common
             for segment in (s for s in stage.program(microbatch).segments if s.random):

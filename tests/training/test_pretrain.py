@@ -59,12 +59,13 @@ def test_one_process_and_four_tell_the_same_story(tmp_path):
 
 def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
     unbroken, first, second = (tmp_path / f"{name}.jsonl" for name in ("unbroken", "first", "second"))
-    layout = "--train-iters 6 --pipeline-model-parallel-size 2 --hidden-dropout 0.1"
+    layout = "--train-samples 30 --rampup-batch-size 2 2 10 --lr-warmup-samples 5"  # steps of 2, 2, 4, 6, 8, 8
+    layout += " --pipeline-model-parallel-size 2 --hidden-dropout 0.1"
     pretrain(f"{layout} --metrics {unbroken}", ranks=2)
-    pretrain(f"{layout} --metrics {first} --save {tmp_path}/c --exit-interval 3", ranks=2)
+    told = pretrain(f"{layout} --metrics {first} --save {tmp_path}/c --exit-interval 3", ranks=2).stdout
     pretrain(f"{layout} --metrics {second} --save {tmp_path}/c --load {tmp_path}/c", ranks=2)
     assert losses(first) | losses(second) == losses(unbroken)
-    assert sorted(losses(second)) == [4, 5, 6]
+    assert sorted(losses(second)) == [4, 5, 6] and "6 steps in all" in told
 
 
 def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):

@@ -25,7 +25,7 @@ from megatron_merak.training.pretrain_hf import TokenTrainer, with_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = """--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --log-interval 1
-    --eval-iters 1 --train-iters 4"""
+    --eval-iters 1 --train-samples 24 --rampup-batch-size 4 4 8"""  # steps of 4, 4, 8, 8 samples
 NATIVE = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
     --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0

@@ -8,13 +8,13 @@ import pytest
 
 from megatron_merak.config import CheckpointConfig, Config, LoggingConfig, ModelConfig, TrainConfig
 from megatron_merak.errors import ConfigError
+from megatron_merak.stages.step_report import StepReport
 from megatron_merak.training.outputs import check_outputs
 from megatron_merak.training.pictures import draw_curve
 from megatron_merak.training.report import Interval, Report, Throughput, console_line
-from megatron_merak.training.trainer import StepReport
 
-WORK = Throughput(samples=8, tokens=1024, flops=4 * 10**12, ranks=2, peak=10**13)
-INTERVAL = Interval(20, 100, 160, 0.5, 1e-3, 4.25, 1.0625, skipped=1, zeros=7)
+WORK = Throughput(tokens=128, flops=5 * 10**11, ranks=2, peak=10**13)
+INTERVAL = Interval(20, 100, 160, 0.5, 1e-3, 4.25, 1.0625, skipped=1, batch=8, samples_per_second=16.0, zeros=7)
 MODEL = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678)
 
@@ -31,13 +31,13 @@ def test_the_line_has_megatrons_fields_in_megatrons_order():
 
 
 def test_without_a_known_peak_it_tells_the_rate():
-    work = Throughput(8, 1024, 4 * 10**9, 2, None)
+    work = Throughput(128, 5 * 10**8, 2, None)
     assert "GFLOP/s per rank: 4.0 |" in console_line(INTERVAL, work, False, NOW)
     assert "MFU" not in console_line(INTERVAL, work, False, NOW)
 
 
 def test_modelled_times_say_so_wherever_they_are_shown(tmp_path):
-    work = Throughput(8, 1024, 4 * 10**12, 2, 10**13, "modelled on laptop")
+    work = Throughput(128, 5 * 10**11, 2, 10**13, "modelled on laptop")
     line = console_line(INTERVAL, work, True, NOW)
     assert "elapsed time per iteration (ms): 500.000 (modelled on laptop) |" in line
     assert "throughput per GPU (TFLOP/s/GPU): 4.0 (modelled on laptop) |" in line
@@ -45,7 +45,7 @@ def test_modelled_times_say_so_wherever_they_are_shown(tmp_path):
     assert "ETA" not in line, "how long it takes here is another matter"
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
     report = Report(LoggingConfig(log_interval=1, metrics=str(path)), work, 4, out)
-    report.step(1, 8, 0.5, StepReport(3.0, 1.0, 1e-3, False))
+    report.step(1, 8, 8, 0.5, StepReport(3.0, 1.0, 1e-3, False))
     report.close()
     row = json.loads(path.read_text())
     assert row["modelled_seconds"] == 0.5 and "seconds" not in row
@@ -55,7 +55,7 @@ def test_losses_are_means_over_good_steps_and_records_keep_all(tmp_path):
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
     report = Report(LoggingConfig(log_interval=2, metrics=str(path)), WORK, 4, out)
     for iteration, loss, skipped in ((1, 3.0, False), (2, 1000.0, True), (3, 2.0, False), (4, 4.0, False)):
-        report.step(iteration, 8 * iteration, 0.5, StepReport(loss, 1.0, 1e-3, skipped))
+        report.step(iteration, 8 * iteration, 8, 0.5, StepReport(loss, 1.0, 1e-3, skipped))
     report.note("valid", 4, loss=2.5)
     report.close()
     lines = [line for line in out.getvalue().splitlines() if "consumed samples" in line]
@@ -72,7 +72,7 @@ def test_losses_are_means_over_good_steps_and_records_keep_all(tmp_path):
 def test_a_skipped_step_is_told_when_it_happens():
     out = io.StringIO()
     report = Report(LoggingConfig(log_interval=10), WORK, 10, out)
-    report.step(3, 24, 0.5, StepReport(2.0, float("nan"), 1e-3, True))
+    report.step(3, 24, 8, 0.5, StepReport(2.0, float("nan"), 1e-3, True))
     assert out.getvalue() == " iteration 3: the gradient norm is nan, the step was skipped\n"
 
 
@@ -96,3 +96,12 @@ def test_a_directory_is_no_file_and_checkpoints_are_checked_on_every_rank(tmp_pa
             check_outputs(Config(model=MODEL, train=train, checkpoint=CheckpointConfig(save=str(save))), reports=False)
     check_outputs(Config(model=MODEL, train=train, checkpoint=CheckpointConfig(save=str(tmp_path / "new"))), False)
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_steps_of_different_sizes_count_by_their_samples():
+    out = io.StringIO()
+    report = Report(LoggingConfig(log_interval=2), WORK, 2, out)
+    for iteration, samples, seconds in ((1, 2, 0.5), (2, 10, 1.5)):
+        report.step(iteration, 2 + 10 * (iteration - 1), samples, seconds, StepReport(1.0, 1.0, 1e-3, False))
+    (line,) = out.getvalue().splitlines()
+    assert "global batch size:    10 |" in line and "tokens/s: 768 |" in line and "iteration (ms): 1000.0 |" in line

@@ -1,0 +1,170 @@
+"""How many samples each optimizer step takes, and how many steps a number of samples makes."""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..errors import ConfigError
+from .sections import TrainConfig
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+RAMP, STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Samples per optimizer step, as a function of the samples that a run has consumed.
+
+    sizes: (samples consumed from which on it holds, samples per step), ascending, the first from 0.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+
+    @property
+    def largest(self) -> int:
+        """Samples of the largest step."""
+        return max(size for _, size in self.sizes)
+
+    def size(self, consumed: int) -> int:
+        """Samples of the step that follows ``consumed`` samples."""
+        return self.sizes[bisect_right([first for first, _ in self.sizes], consumed) - 1][1]
+
+    def steps(self, samples: int, consumed: int = 0) -> int:
+        """Steps from ``consumed`` samples to ``samples``; the last, partial one is dropped."""
+        return sum(steps for _, steps in self.phases(samples, consumed))
+
+    def phases(self, samples: int, consumed: int = 0) -> Iterator[tuple[int, int]]:
+        """(samples per step, steps) from ``consumed`` samples to ``samples``, in order."""
+        for (first, size), (after, _) in pairwise([*self.sizes, (samples, 0)]):
+            if first <= consumed < after:
+                steps = min(-(-(after - consumed) // size), (samples - consumed) // size)
+                consumed += steps * size
+                yield size, steps
+
+
+def batches_of(train: TrainConfig, sequence_length: int, replicas: int) -> Batches:
+    """The batch sizes that flags ask for, on so many replicas. Raises ConfigError.
+
+    sequence_length: tokens of a sample, in which --step-batch-size-schedule counts.
+    """
+    unit = train.micro_batch_size * replicas
+    if train.rampup_batch_size:
+        batches = _ramp(train)
+    elif train.step_batch_size_schedule is not None:
+        batches = _steps(train, sequence_length)
+    else:
+        batches = Batches(((0, train.global_batch_size or unit),))
+    if not train.decrease_batch_size_if_needed:
+        return batches
+    if train.step_batch_size_schedule is not None:
+        remedy = "Leave out --decrease-batch-size-if-needed"
+        raise ConfigError(STEPS, train.step_batch_size_schedule, "says every size", remedy)
+    return Batches(tuple((first, size // unit * unit) for first, size in batches.sizes))
+
+
+def check_sizes(train: TrainConfig, batches: Batches, replicas: int, consumed: int = 0) -> None:
+    """Raise ConfigError where a step after ``consumed`` samples is not made of whole micro-batches of all replicas."""
+    unit = train.micro_batch_size * replicas
+    made = f"--micro-batch-size {train.micro_batch_size} x data-parallel size {replicas} = {unit}"
+    later = [after for after, _ in batches.sizes[1:]] + [consumed + 1]
+    for (_, size), after in zip(batches.sizes, later, strict=True):
+        if after > consumed and (size % unit or size == 0):
+            flag, value = _given(train, size)
+            subject = "is" if flag == "--global-batch-size" else f"has a batch size of {size}, which is"
+            if size == 0:
+                raise ConfigError(flag, value, f"is smaller than {made}", f"Use at least {unit}, or fewer replicas")
+            near = " or ".join(str(near) for near in (size // unit * unit, (size // unit + 1) * unit) if near)
+            remedy = f"Use {near}" if flag == "--global-batch-size" else f"Use multiples of {unit}, such as {near}"
+            raise ConfigError(flag, value, f"{subject} not a multiple of {made}", remedy)
+
+
+def check_length(train: TrainConfig, batches: Batches) -> None:
+    """Raise ConfigError where a run is given in iterations and in samples, or sizes change in one of iterations."""
+    for flag in (RAMP, STEPS):
+        value = _value(train, flag)
+        if value is not None and train.train_samples is None:
+            reason = "counts samples, and the run is not given in samples"
+            raise ConfigError(flag, value, reason, "Give --train-samples instead of --train-iters")
+    if train.train_samples is None:
+        return
+    if train.train_iters is not None:
+        reason = f"contradicts --train-iters {train.train_iters}"
+        raise ConfigError("--train-samples", train.train_samples, reason, "Give only one of them")
+    if batches.steps(train.train_samples) == 0:
+        reason = f"is less than the first step's {batches.size(0)}"
+        raise ConfigError("--train-samples", train.train_samples, reason, "Raise it")
+
+
+def _given(train: TrainConfig, size: int) -> tuple[str, object]:
+    """The flag that asks for a batch size, and its value."""
+    for flag in (RAMP, STEPS):
+        if (value := _value(train, flag)) is not None and size != train.global_batch_size:
+            return flag, value
+    return "--global-batch-size", train.global_batch_size
+
+
+def _value(train: TrainConfig, flag: str) -> str | None:
+    return " ".join(train.rampup_batch_size) or None if flag == RAMP else train.step_batch_size_schedule
+
+
+def _ramp(train: TrainConfig) -> Batches:
+    """Megatron-LM's ramp: from the first size to --global-batch-size in equal increments, each for as many samples."""
+    value, last = _value(train, RAMP), train.global_batch_size
+    if train.step_batch_size_schedule is not None:
+        raise ConfigError(RAMP, value, f"contradicts {STEPS}", "Give only one of them")
+    like = "Write it like '16 16 1000000': the first batch size, the increment, the samples of the ramp"
+    numbers = [int(text) for text in train.rampup_batch_size if text.isascii() and text.isdigit()]
+    if len(numbers) != 3 or len(train.rampup_batch_size) != 3 or 0 in numbers:
+        raise ConfigError(RAMP, value, "is not three positive whole numbers", like)
+    first, increment, samples = numbers
+    if last is None:
+        raise ConfigError("--global-batch-size", "(missing)", f"is needed with {RAMP}, as its last size", "Give it")
+    if first > last or (last - first) % increment:
+        reason = f"does not reach --global-batch-size {last}: the increment does not divide {last - first}"
+        reason = f"starts above --global-batch-size {last}" if first > last else reason
+        raise ConfigError(RAMP, value, reason, "Change the first size, the increment or --global-batch-size")
+    count = (last - first) // increment
+    starts = [_start(step, samples, count) for step in range(count + 1)]
+    sizes = dict(zip(starts, range(first, last + 1, increment), strict=True))  # of equal starts the last holds
+    return Batches(tuple(sizes.items()))
+
+
+def _start(step: int, samples: int, count: int) -> int:
+    """The first number of consumed samples at which the ramp stands at ``step``: Megatron-LM divides in floating point,
+    which now and then is one sample late."""
+    start = -(-step * samples // count) if step else 0
+    return start if step == 0 or int(start / (samples / count)) >= step else start + 1
+
+
+def _steps(train: TrainConfig, sequence_length: int) -> Batches:
+    """Sizes from thresholds in tokens, like '0:768 250B:1536'."""
+    text = train.step_batch_size_schedule
+    like = "Write it like '0:768 250B:1536 500B:3072': tokens from which on, and samples per step"
+    sizes: dict[int, int] = {}
+    for entry in text.replace(",", " ").split():
+        tokens, colon, size = entry.partition(":")
+        threshold, samples = _number(tokens), _number(size)
+        if not colon or threshold is None or not samples:
+            raise ConfigError(STEPS, text, f"has an entry {entry!r}", like)
+        if sizes and threshold // sequence_length <= max(sizes):
+            raise ConfigError(STEPS, text, f"{entry!r} does not begin after the entry before it", like)
+        sizes[threshold // sequence_length] = samples
+    if 0 not in sizes:
+        raise ConfigError(STEPS, text, "does not say the size from 0 tokens on", like)
+    batches = Batches(tuple(sizes.items()))
+    if train.global_batch_size not in (None, batches.largest):
+        reason = f"contradicts {STEPS}, whose largest size is {batches.largest}"
+        raise ConfigError("--global-batch-size", train.global_batch_size, reason, "Leave it out")
+    return batches
+
+
+def _number(text: str) -> int | None:
+    """'250B' and the like; None for anything else."""
+    factor = _SUFFIXES.get(text[-1:].upper(), 1)
+    digits = text[:-1] if factor > 1 else text
+    try:
+        value = float(digits)
+    except ValueError:
+        return None
+    return int(value * factor) if 0 <= value < 2**53 else None

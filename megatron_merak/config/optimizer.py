@@ -1,0 +1,75 @@
+"""The settings of the optimizer, and of how its rates change over a run."""
+
+import dataclasses
+
+from .settings import Section, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate and weight-decay schedules."""
+
+    optimizer: str = setting("adam", choices=("adam",), not_yet=("sgd", "muon", "lion"))
+    """The optimizer; adam is AdamW."""
+    lr: float | None = setting(None, above=0)
+    """Peak learning rate."""
+    min_lr: float | None = setting(None, least=0, megatron=0.0)
+    """Learning rate at the end of the decay (unset: a tenth of --lr)."""
+    lr_decay_style: str = setting(
+        "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), megatron="linear"
+    )
+    """Shape of the learning rate after warm-up."""
+    lr_decay_iters: int | None = setting(None, least=1)
+    """Iteration at which the decay ends (unset: --train-iters)."""
+    lr_decay_samples: int | None = setting(None, least=1)
+    """Samples at which the decay ends, in runs of --train-samples (unset: these)."""
+    lr_warmup_iters: int = setting(0, least=0)
+    """Iterations of linear warm-up."""
+    lr_warmup_samples: int = setting(0, least=0)
+    """Samples of linear warm-up, in runs of --train-samples."""
+    lr_warmup_fraction: float | None = setting(None, least=0, below=1)
+    """Warm-up as a fraction of the decay; instead of --lr-warmup-iters or --lr-warmup-samples."""
+    lr_warmup_init: float = setting(0.0, least=0)
+    """Learning rate at which warm-up starts."""
+    lr_wsd_decay_style: str = setting("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    """Shape of the final decay with --lr-decay-style WSD."""
+    lr_wsd_decay_iters: int | None = setting(None, least=1)
+    """Iterations of the final decay with --lr-decay-style WSD."""
+    lr_wsd_decay_samples: int | None = setting(None, least=1)
+    """Samples of the final decay with --lr-decay-style WSD, in runs of --train-samples."""
+    weight_decay: float = setting(0.1, least=0, megatron=0.01)
+    """Weight decay; biases and norms have none."""
+    start_weight_decay: float | None = setting(None, least=0)
+    """Weight decay at the start, when it grows."""
+    end_weight_decay: float | None = setting(None, least=0)
+    """Weight decay at the end, when it grows."""
+    weight_decay_incr_style: str = setting("constant", choices=("constant", "linear", "cosine"))
+    """How weight decay moves from --start-weight-decay to --end-weight-decay."""
+    clip_grad: float = setting(1.0, least=0)
+    """Largest norm of the whole gradient; 0 does not clip."""
+    adam_beta1: float = setting(0.9, least=0, below=1)
+    """Decay of Adam's first moment."""
+    adam_beta2: float = setting(0.95, least=0, below=1, megatron=0.999)
+    """Decay of Adam's second moment."""
+    adam_eps: float = setting(1e-8, above=0)
+    """Added to the root of Adam's second moment."""
+
+    @property
+    def final_lr(self) -> float:
+        """``min_lr``, or a tenth of ``lr`` when it is unset; needs one of them."""
+        return self.min_lr if self.min_lr is not None else 0.1 * self.lr
+
+    @property
+    def decay(self) -> int | None:
+        """Where the decay ends, in iterations or in samples, as the run is given; None: with the run."""
+        return self.lr_decay_iters or self.lr_decay_samples
+
+    @property
+    def warmup(self) -> int:
+        """The length of the warm-up in the same unit, where it is not given as a fraction."""
+        return self.lr_warmup_iters or self.lr_warmup_samples
+
+    @property
+    def anneal(self) -> int | None:
+        """The length of WSD's final decay in the same unit."""
+        return self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
