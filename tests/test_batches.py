@@ -1,5 +1,12 @@
 """Batch sizes that grow with the samples consumed: Megatron-LM's formulas, and what is refused."""
 
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +17,8 @@ from megatron_merak.pipeline_parallel.builders import BUILDERS
 from megatron_merak.planner import plan
 from megatron_merak.planner.growth import growth_table
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "batches.md").read_text(encoding="utf-8")
 SHAPE = ModelConfig(num_layers=6, hidden_size=16, num_attention_heads=2, seq_length=10, vocab_size=50)
 
 
@@ -198,3 +207,30 @@ def test_every_schedule_grows(schedule):
     times = [float(row[3]) for row in rows]
     assert times == sorted(times) and times[0] < times[-1] and lines[-1] == "12 steps in all"
     assert growth_table(plan(config, 2), [(8, 5)]) == ""
+
+
+def test_the_page_shows_what_a_plan_says_of_its_batches(capsys):
+    command, _, rest = PAGE.partition("$ python tools/plan.py ")[2].partition("\n...\n")
+    importlib.import_module("tools.plan").main(command.replace("\\\n", " ").split())
+    assert rest.partition("```")[0].strip() in capsys.readouterr().out
+
+
+def test_the_page_shows_how_a_size_that_does_not_fit_is_refused():
+    words = re.search(r"pretrain_gpt.py \.\.\. --micro-batch-size 2 .*--rampup-batch-size (.*)\nrank 0: (.*)\n", PAGE)
+    with pytest.raises(ConfigError) as error:
+        run(global_batch_size=8, rampup_batch_size=tuple(words[1].split()))
+    assert str(error.value) == words[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_learns_faster_while_batches_are_small(tmp_path):
+    command = [sys.executable, "examples/growing_batch.py", "--directory", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    line = r"{} batch: +(\d+) steps, a loss of 6.0 after (\d+) samples, "
+    (steps, large), (more, small) = (
+        map(int, re.search(line.format(name), told).groups()) for name in ("constant", "growing")
+    )
+    assert steps == 64 and more == 106 and small < large
+    assert (tmp_path / "growing_batch.png").read_bytes().startswith(b"\x89PNG")
