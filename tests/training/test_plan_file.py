@@ -109,8 +109,6 @@ def test_a_captured_model_runs_the_edited_plan_through_both_doors(tmp_path, shap
     told = pretrain("pretrain_hf.py", f"--model {shape} --plan {path} --metrics {edited}", ranks=2).stdout
     assert losses(edited) == pytest.approx(losses(alone), abs=2e-6)
     assert "model.embed_tokens.weight is whole" in told
-    other = pretrain("pretrain_hf.py", f"--model {shape} --plan {path}", ranks=1, check=False)
-    assert other.returncode != 0 and "plan: grid 2: tp 2 x dp 1 x pp 1 are 2 ranks, and the job has 1" in other.stderr
 
 
 def _trained(rank, world_size, plan, directory):

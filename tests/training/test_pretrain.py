@@ -58,7 +58,7 @@ def test_one_process_and_four_tell_the_same_story(tmp_path):
 
 
 def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
-    unbroken, first, second = (tmp_path / f"{name}.jsonl" for name in ("unbroken", "first", "second"))
+    unbroken, first, second, alone = (tmp_path / f"{name}.jsonl" for name in ("unbroken", "first", "second", "alone"))
     layout = "--train-samples 30 --rampup-batch-size 2 2 10 --lr-warmup-samples 5"  # steps of 2, 2, 4, 6, 8, 8
     layout += " --pipeline-model-parallel-size 2 --hidden-dropout 0.1"
     pretrain(f"{layout} --metrics {unbroken}", ranks=2)
@@ -66,6 +66,10 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
     pretrain(f"{layout} --metrics {second} --save {tmp_path}/c --load {tmp_path}/c", ranks=2)
     assert losses(first) | losses(second) == losses(unbroken)
     assert sorted(losses(second)) == [4, 5, 6] and "6 steps in all" in told
+    layout = layout.replace("--pipeline-model-parallel-size 2", "")
+    told = pretrain(f"{layout} --metrics {alone} --load {tmp_path}/c --ckpt-step 3").stdout
+    assert "loaded the checkpoint of iteration 3" in told
+    assert losses(alone) == pytest.approx(losses(second), abs=1e-5)
 
 
 def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
@@ -74,28 +78,21 @@ def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
     layout = "--train-iters 3 --tensor-model-parallel-size 2 --timeline {0}/{1}.html --metrics {0}/{1}.jsonl"
     pretrain(layout.format(tmp_path, "real"), ranks=2)
     told = {}
-    for name, cluster in (("3090", "rtx3090"), ("file", tmp_path / "mine.json"), ("laptop", "laptop")):
+    for name, cluster in (("3090", "rtx3090"), ("file", tmp_path / "mine.json")):
         flags = f"{layout.format(tmp_path, name)} --distributed-backend emu --emulate {cluster}"
         told[name] = pretrain(flags, ranks=2).stdout
         assert losses(tmp_path / f"{name}.jsonl") == losses(tmp_path / "real.jsonl")
     assert "Times of training steps are modelled on rtx3090" in told["3090"]
     predicted = {n: re.search(r"predicted on (.*): (.*) per step", text) for n, text in told.items()}
     assert predicted["3090"][1] == "RTX 3090 (rtx3090)" and predicted["file"][1] == "Card 1 (own)"
-    assert predicted["file"][2] == predicted["3090"][2] != predicted["laptop"][2]
-    assert "(ms): " in told["laptop"] and "(modelled on laptop)" in told["laptop"]
+    assert predicted["file"][2] == predicted["3090"][2]
+    assert "(ms): " in told["3090"] and "(modelled on rtx3090)" in told["3090"]
     rows = {n: [json.loads(row) for row in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in told}
     times = {n: [row["modelled_seconds"] for row in rows[n] if row["kind"] == "train"] for n in told}
     assert len(times["3090"]) == 3 and times["3090"] == times["file"], "equal runs have equal times"
-    assert min(times["laptop"]) > 10 * max(times["3090"]) > 0
+    assert 0 < max(times["3090"]) < 1e-3, "no time of this machine"
     (view,) = views_of((tmp_path / "3090.html").read_text(encoding="utf-8"))
     assert view.clock == "modelled" and 0 < view.timeline.makespan <= times["3090"][-1]
-
-
-def test_another_layout_resumes(tmp_path):
-    pretrain(f"--train-iters 2 --save {tmp_path}/c --metrics {tmp_path}/m", ranks=2)
-    told = pretrain(f"--train-iters 4 --save {tmp_path}/c --load {tmp_path}/c --metrics {tmp_path}/m").stdout
-    assert "loaded the checkpoint of iteration 2" in told
-    assert sorted(losses(tmp_path / "m")) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
