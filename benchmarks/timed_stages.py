@@ -95,7 +95,7 @@ class Pipeline:
 
     def __init__(self, cell: Cell, schedule: Schedule, mesh: Mesh):
         mine = [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == mesh.pp_rank]
-        entries = [[BufferEntry(str(stage), (WIDTH,), True)] for stage in mine]
+        entries = [[BufferEntry(str(stage), (WIDTH,), 0)] for stage in mine]
         self.buffer = ParameterBuffer(entries, torch.float32, mesh.device)
         scales = {}
         for stage in mine:

@@ -15,6 +15,10 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     min_lr: float | None = setting(None, least=0, megatron=0.0)
     """Learning rate at the end of the decay (unset: a tenth of --lr)."""
+    decoupled_lr: float | None = setting(None, above=0)
+    """Peak learning rate of the word embedding and the output layer (unset: --lr)."""
+    decoupled_min_lr: float | None = setting(None, least=0)
+    """Learning rate of these at the end of the decay (unset: --min-lr, or a tenth of --decoupled-lr)."""
     lr_decay_style: str = setting(
         "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), megatron="linear"
     )

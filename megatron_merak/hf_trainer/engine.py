@@ -10,7 +10,7 @@ from ..parallel.mesh import Mesh
 from ..stages.blueprint import draw, follow
 from ..stages.captured import CapturedTrainer
 from ..stages.devices import cluster_of
-from ..stages.holdings import Decay
+from ..stages.parameter_groups import GroupOf
 from ..stages.precision import compute_dtype
 from ..stages.traced import Batch, OwnLoss, Traced
 from .arguments import PARALLEL_FIELDS, MerakArguments
@@ -45,7 +45,7 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
 
 
 def build_engine(
-    model: nn.Module, example: Batch, args: MerakArguments, mesh: Mesh, decay: Decay, loss: OwnLoss | None = None
+    model: nn.Module, example: Batch, args: MerakArguments, mesh: Mesh, group_of: GroupOf, loss: OwnLoss | None = None
 ) -> CapturedTrainer:
     """Capture the model, follow the plan of the arguments or make one, and fill this rank's part. Collective."""
     asked = wishes(args)
@@ -58,6 +58,6 @@ def build_engine(
         mesh,
         optimizer=asked["optimizer"],
         seed=args.seed,
-        decay=decay,
+        group_of=group_of,
         replica_check_interval=args.replica_check_interval,
     )

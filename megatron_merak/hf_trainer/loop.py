@@ -192,7 +192,7 @@ class TrainingLoop:
             self._tell("on_substep_end")
         self._tell("on_pre_optimizer_step")
         self.rates = self.rate.groups.rates()
-        result = self.engine.update(*self.rates[:2], self.rates[2:], told)
+        result = self.engine.update([self.rates[:2], self.rates[2:]], told)
         self._count_loss(result.loss)
         self._tell("on_optimizer_step")
         self.grad_norm, self.used_rate = result.grad_norm, self.rate.logged

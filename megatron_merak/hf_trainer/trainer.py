@@ -213,7 +213,11 @@ class MerakTrainer(TrainerFace):
         own = has_own_loss(self, MerakTrainer)
         self.own_loss = LossOfTrainer(self, is_overridden(self, MerakTrainer)) if own else None
         loss = None if self.own_loss is None else self.own_loss.own_loss()
-        engine = build_engine(self.model, example, self.args, self.mesh, lambda name, shape: name in decayed, loss)
+
+        def group_of(name: str, shape: tuple[int, ...]) -> int:
+            return int(name not in decayed)
+
+        engine = build_engine(self.model, example, self.args, self.mesh, group_of, loss)
         self._say(f"megatron_merak on {self.args.world}")
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
         for note in engine.notes:

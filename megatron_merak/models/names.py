@@ -133,6 +133,12 @@ class LlamaNames(Names):
         return layouts
 
 
+def outer_names(config: ModelConfig) -> set[str]:
+    """The weights of the word embedding and of the output layer."""
+    names = names_for(config, 1)
+    return {layout.pieces[0].sharding.name for layout in (names.embedding(), names.head())}
+
+
 def names_for(config: ModelConfig, tp: int) -> GPT2Names | LlamaNames:
     return (GPT2Names if is_gpt2_style(config) else LlamaNames)(config, tp)
 

@@ -1,6 +1,7 @@
 """AdamW with gradient clipping over the flat tensors of a ParameterBuffer."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from megatron_merak import ops
 from megatron_merak.config import OptimizerConfig
 from megatron_merak.parallel.buffers import ParameterBuffer
+
+Rates = Sequence[tuple[float, float]]  # learning rate and weight decay of each group of parameters
 
 
 @dataclass(frozen=True)
@@ -68,24 +71,20 @@ class AdamW:
         self.buffer.refresh_master()
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, others: tuple[float, float] | None = None) -> StepResult:
+    def step(self, rates: Rates) -> StepResult:
         """Update the parameters with the clipped `main_grad`, which stays. Collective over `group`; one host sync.
 
-        others: learning rate and weight decay of the parameters without `decay`; None: `lr` and 0.
         What this rank owns of `main_grad` must be final: summed over the data-parallel ranks.
         """
-        return self.apply(self.grad_norm(), lr, weight_decay, others)
+        return self.apply(self.grad_norm(), rates)
 
     @torch.no_grad()
-    def apply(
-        self, norm: float, lr: float, weight_decay: float, others: tuple[float, float] | None = None
-    ) -> StepResult:
+    def apply(self, norm: float, rates: Rates) -> StepResult:
         """`step` of a gradient whose norm the host knows: the root of `square_norm`. No sync."""
         if not math.isfinite(norm):
             return StepResult(norm, skipped=True)
         coefficient = self.config.clip_grad / (norm + 1e-6)
         clips = self.config.clip_grad > 0 and coefficient < 1
-        rates = {True: (lr, weight_decay), False: (lr, 0.0) if others is None else others}
         self._update(rates, coefficient if clips else 1.0)
         return StepResult(norm, skipped=False)
 
@@ -104,12 +103,12 @@ class AdamW:
                 dist.all_reduce(total, group=group)
         return total
 
-    def _update(self, rates: dict[bool, tuple[float, float]], scale: float) -> None:
+    def _update(self, rates: Rates, scale: float) -> None:
         self.steps += 1
         config, data, grad = self.config, self.buffer.data, self.buffer.main_grad
         rounds = self.master is not data
-        for start, stop, at, decay in self._ranges:
-            lr, weight_decay = rates[decay]
+        for start, stop, at, group in self._ranges:
+            lr, weight_decay = rates[group]
             own, flat = slice(at, at + stop - start), slice(start, stop)
             ops.adamw_(
                 self.master[own] if rounds else data[flat],
@@ -126,14 +125,14 @@ class AdamW:
             )
 
 
-def _owned_ranges(buffer: ParameterBuffer) -> tuple[tuple[int, int, int, bool], ...]:
-    """(start, stop, place in the rank's own state, decay) of what this rank updates, cut where decay changes."""
+def _owned_ranges(buffer: ParameterBuffer) -> tuple[tuple[int, int, int, int], ...]:
+    """(start, stop, place in the rank's own state, group) of what this rank updates, cut where groups do."""
     found = []
     for start, stop, offset in buffer.owned:
-        for low, high, decay in buffer.ranges:
+        for low, high, group in buffer.ranges:
             first, last = max(start, low), min(stop, high)
             if first < last:
-                found.append((first, last, offset + first - start, decay))
+                found.append((first, last, offset + first - start, group))
     return tuple(found)
 
 

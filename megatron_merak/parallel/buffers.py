@@ -1,9 +1,10 @@
 """The parameters of one rank as two flat tensors: values in the model's dtype, gradients in fp32, at the same offsets.
 
-Layout of three groups (one per unit, in forward order), `d` decayed and `n` not decayed, `.` padding:
+Layout of three units, in forward order, `d` parameters of one group (with weight decay, say) and `n` of another, `.`
+padding:
 
     | d d . d . n . n n . | d . d d . n . | d d . n n . |
-      group 0               group 1         group 2
+      unit 0                unit 1          unit 2
                           <- bucket 1    <- bucket 0       (filled from the end: backward finishes the last unit first)
 
 Where data-parallel ranks share the optimizer's work (ZeRO stage 1), every bucket is cut into equal shards, one for each
@@ -28,7 +29,7 @@ ALIGNMENT = 64  # elements: 256 bytes in fp32, 128 in bf16, so that every view s
 class BufferEntry:
     """One parameter that a buffer shall hold.
 
-    decay: weight decay applies to it.
+    group: parameters of one group have the same learning rate and weight decay.
     counted: this rank counts its gradient in the global norm; False where another rank holds the same parameter.
     fp32: it is used in fp32, whatever the dtype of the buffer.
     tied: ranks of other stages hold it as well, so that its shards must be cut in the same way in all their buffers.
@@ -36,7 +37,7 @@ class BufferEntry:
 
     name: str
     shape: tuple[int, ...]
-    decay: bool
+    group: int
     counted: bool = True
     fp32: bool = False
     tied: bool = False
@@ -49,7 +50,7 @@ class Slot:
     start: int
     stop: int
     shape: tuple[int, ...]
-    decay: bool
+    group: int
     counted: bool
     fp32: bool
 
@@ -75,18 +76,18 @@ class Owned(NamedTuple):
     offset: int
 
 
-class DecayRange(NamedTuple):
-    """Elements [start, stop), padding included, that all take weight decay or all do not."""
+class GroupRange(NamedTuple):
+    """Elements [start, stop), padding included, of one group of parameters."""
 
     start: int
     stop: int
-    decay: bool
+    group: int
 
 
 class ParameterBuffer:
     """Flat storage for all parameters of one rank.
 
-    entries: groups in forward order, for example one per unit. Inside a group the decayed entries come first.
+    entries: unit by unit in forward order. Inside a unit the entries of the first group come first.
     dtype: of `data`; `main_grad` is always fp32.
     bucket_elements: a bucket closes once it holds this many elements; no parameter is split. None: one bucket.
     shards, shard: how many data-parallel ranks share the optimizer's work, and which of them this one is.
@@ -97,7 +98,7 @@ class ParameterBuffer:
     main_grad   [size] fp32      the sum of this step's gradients; between steps, where `spread` puts state
     slots       parameter name -> Slot, in order of offset
     buckets     contiguous, disjoint, they cover everything; buckets[0] holds the last parameters
-    ranges      contiguous, disjoint, they cover everything, in order of offset; neighbours differ in `decay`
+    ranges      contiguous, disjoint, they cover everything, in order of offset; neighbours differ in `group`
     owned       what this rank updates, in order of offset; everything unless `sharded`
     """
 
@@ -194,11 +195,11 @@ def _align(offset: int) -> int:
 def _lay_out(groups: Sequence[Sequence[BufferEntry]], offset: int = 0) -> tuple[dict[str, Slot], int]:
     slots: dict[str, Slot] = {}
     for group in groups:
-        for entry in sorted(group, key=lambda entry: not entry.decay):
+        for entry in sorted(group, key=lambda entry: entry.group):
             assert entry.name not in slots, f"parameter {entry.name} is listed twice"
             elements = prod(entry.shape)
             slots[entry.name] = Slot(
-                offset, offset + elements, tuple(entry.shape), entry.decay, entry.counted, entry.fp32
+                offset, offset + elements, tuple(entry.shape), entry.group, entry.counted, entry.fp32
             )
             offset = _align(offset + elements)
     return slots, offset
@@ -213,7 +214,7 @@ def _lay_out_shards(
     bucket that is not sharded. A tied entry has a bucket of its own, so that ranks with other neighbours cut it alike.
     """
     apart = [entry for group in groups for entry in group if entry.fp32]
-    order = [e for group in groups for e in sorted(group, key=lambda entry: not entry.decay) if not e.fp32]
+    order = [e for group in groups for e in sorted(group, key=lambda entry: entry.group) if not e.fp32]
     runs: list[list[BufferEntry]] = [[]]  # of each bucket, from the end
     held = 0
     for entry in reversed(order):
@@ -259,11 +260,11 @@ def _cut_into_buckets(slots: dict[str, Slot], size: int, bucket_elements: int) -
     return tuple(buckets)
 
 
-def _merge_ranges(slots: dict[str, Slot], size: int) -> tuple[DecayRange, ...]:
-    ranges: list[DecayRange] = []
+def _merge_ranges(slots: dict[str, Slot], size: int) -> tuple[GroupRange, ...]:
+    ranges: list[GroupRange] = []
     for slot in slots.values():
-        if ranges and ranges[-1].decay != slot.decay:
+        if ranges and ranges[-1].group != slot.group:
             ranges[-1] = ranges[-1]._replace(stop=slot.start)
-        if not ranges or ranges[-1].decay != slot.decay:
-            ranges.append(DecayRange(slot.start, size, slot.decay))
+        if not ranges or ranges[-1].group != slot.group:
+            ranges.append(GroupRange(slot.start, size, slot.group))
     return tuple(ranges)

@@ -17,7 +17,7 @@ from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, PlanError
 from ..graph.capture.outputs import SAME
-from ..optimizer.adamw import AdamW, StepResult
+from ..optimizer.adamw import AdamW, Rates, StepResult
 from ..parallel.agree import gather_json, together
 from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
@@ -29,10 +29,11 @@ from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
 from .blueprint import Blueprint, Programs
 from .guard import unguarded
-from .holdings import Decay, Holdings, decay_matrices
+from .holdings import Holdings
 from .kernels import check_kernels
 from .native import shared_here, tie_groups
 from .optimizer_state import optimizer_kinds
+from .parameter_groups import GroupOf, matrices_and_others
 from .proofs import difference
 from .replicas import Replicas
 from .running import RunningStatistics
@@ -47,8 +48,9 @@ class CapturedTrainer:
     """A model of any kind, its optimizer and the executors of its plan.
 
     blueprint: the model as it was traced, and its plan, which decides everything but what follows. optimizer: betas,
-    epsilon and clipping; rates come with each step. seed: of initial weights and dropout. decay: which parameters take
-    weight decay. replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
+    epsilon and clipping; rates come with each step. seed: of initial weights and dropout. group_of: the group of each
+    parameter, of which each step says learning rate and weight decay. replica_check_interval: optimizer steps between
+    two comparisons of the replicas' weights, 0 for none.
     ``iteration``: optimizer steps done. Building is collective over all ranks.
     """
 
@@ -59,7 +61,7 @@ class CapturedTrainer:
         *,
         optimizer: OptimizerConfig | None = None,
         seed: int = 1234,
-        decay: Decay = decay_matrices,
+        group_of: GroupOf = matrices_and_others,
         replica_check_interval: int = 100,
     ):
         with together(mesh.control, "cpu"):
@@ -74,7 +76,7 @@ class CapturedTrainer:
         asked = self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
         self.halves: bool | None = None if asked and len(halve(example)) > 1 else False
         self.running = RunningStatistics(self.blueprint, mesh)
-        self.holdings = Holdings(self.blueprint, mesh, decay)
+        self.holdings = Holdings(self.blueprint, mesh, group_of)
         self.holdings.fill(seed)
         self.buffer, self.shards = self.holdings.buffer, self.holdings.shards
         self.parameters = self._rank_parameters()
@@ -186,18 +188,11 @@ class CapturedTrainer:
 
     def step(self, batches: Sequence[Batch], rate: float, decay: float) -> StepReport:
         """Train on this replica's micro-batches, of any shapes; every rank of the replica passes the same ones."""
-        result = self.update(rate, decay, None, self.backward(batches))
+        result = self.update([(rate, decay), (rate, 0.0)], self.backward(batches))
         return StepReport(result.loss, result.grad_norm, rate, result.skipped)
 
-    def update(
-        self,
-        rate: float,
-        decay: float,
-        others: tuple[float, float] | None = None,
-        told: Tensor | None = None,
-        zeros: Tensor | None = None,
-    ) -> StepResult:
-        """The second half of a step: change the parameters by the gradient. others: as of ``AdamW.step``.
+    def update(self, rates: Rates, told: Tensor | None = None, zeros: Tensor | None = None) -> StepResult:
+        """The second half of a step: change the parameters by the gradient.
 
         told: what ``backward`` returned, and zeros, 0-d: read with the norm, in the step's only host sync.
         """
@@ -206,7 +201,7 @@ class CapturedTrainer:
         self.parameters.gatherer.restore_gradient()
         losses, counts, (square,) = read(told, zeros, self.optimizer.square_norm())
         loss = self.replicas.loss(losses) if losses else None
-        result = self.optimizer.apply(math.sqrt(square), rate, decay, others)
+        result = self.optimizer.apply(math.sqrt(square), rates)
         self.parameters.gatherer.launch()
         if self.user_model is not None and self.user_model.shared:
             self.parameters.gatherer.finish()  # whoever holds the model may read it

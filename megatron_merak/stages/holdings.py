@@ -1,6 +1,6 @@
 """What one rank holds of a captured model: its parts of the parameters that its stages use, filled."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,14 +17,8 @@ from .blueprint import Blueprint
 from .deliver import deliver
 from .init_captured import Initialiser
 from .native import shard_of
+from .parameter_groups import GroupOf
 from .precision import DTYPES
-
-Decay = Callable[[str, tuple[int, ...]], bool]
-
-
-def decay_matrices(name: str, shape: tuple[int, ...]) -> bool:
-    """Megatron-LM's rule: vectors (norms, biases) have no weight decay."""
-    return len(shape) > 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ class Holdings:
     parameters: what segments read, by name. stages_of: the stages that use each parameter of the model.
     """
 
-    def __init__(self, blueprint: Blueprint, mesh: Mesh, decay: Decay):
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, group_of: GroupOf):
         self.blueprint, self.mesh, self.captured = blueprint, mesh, blueprint.traced.captured
         self.model = blueprint.traced.model
         self.stages = blueprint.plan.stages_of(mesh.pp_rank)
@@ -72,7 +66,7 @@ class Holdings:
         units = [unit for stage in self.stages for unit in blueprint.plan.stages[stage].units]
         used = [blueprint.chain.parameters[unit] for unit in units]
         owner = {name: min(k for k, names in enumerate(used) if name in names) for names in used for name in names}
-        self.buffer = self._make_buffer([[n for n in names if owner[n] == k] for k, names in enumerate(used)], decay)
+        self.buffer = self._make_buffer([[n for n in names if owner[n] == k] for k, names in enumerate(used)], group_of)
         self.held = {name: self._hold(name) for name in owner}
         trainable = self.captured.trainable
         self.parameters = {name: nn.Parameter(held.storage, name in trainable) for name, held in self.held.items()}
@@ -96,15 +90,15 @@ class Holdings:
         """Parameters of which every tensor-parallel rank holds all."""
         return frozenset(name for name in self.parameters if self.held[name].sharding.dim is None)
 
-    def _make_buffer(self, units: list[list[str]], decay: Decay) -> ParameterBuffer:
+    def _make_buffer(self, units: list[list[str]], group_of: GroupOf) -> ParameterBuffer:
         blueprint, tp = self.blueprint, self.mesh.grid.tp
         tensors, captured = blueprint.sharding.tensors, self.captured
 
         def entry(name: str) -> BufferEntry:
             tensor = tensors[name]
-            decayed, fp32 = decay(name, tensor.shape), captured.dtypes[name] == torch.float32
+            group, fp32 = group_of(name, tensor.shape), captured.dtypes[name] == torch.float32
             ranks = {*map(blueprint.plan.schedule.rank_of, self.stages_of[name])}
-            return BufferEntry(name, stored_shape(tensor, tp), decayed, self._counted(name), fp32, len(ranks) > 1)
+            return BufferEntry(name, stored_shape(tensor, tp), group, self._counted(name), fp32, len(ranks) > 1)
 
         entries = [[entry(name) for name in names if name in captured.trainable] for names in units]
         kinds = {captured.dtypes[name] for name in captured.trainable}

@@ -13,7 +13,7 @@ from ..config import Config
 from ..errors import PlanError
 from ..models.gpt import Prelude, Unit, build_unit
 from ..models.layers import Placement
-from ..models.names import tensor_table
+from ..models.names import outer_names, tensor_table
 from ..parallel.buffers import BufferEntry, ParameterBuffer
 from ..parallel.mesh import Mesh, new_groups
 from ..plan import Plan, TensorSharding
@@ -25,6 +25,7 @@ from ..runtime.stage import Stage
 from ..segment import Common, Crossing, fuse
 from ..tensor_parallel.layout import ParameterLayout
 from .init_native import initialise_all, workers_for
+from .parameter_groups import GroupOf, groups_of_run
 from .precision import DTYPES
 
 Key = tuple[str, ...]
@@ -149,7 +150,8 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     units = [unit for stage in mine.values() for unit in stage]
     stages_of = find_ties(chain, plan)
     groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
-    entries, layouts, names = _entries(units, stages_of, groups, mine, mesh)
+    group_of = groups_of_run(config.optimizer, outer_names(config.model))
+    entries, layouts, names = _entries(units, stages_of, groups, mine, mesh, group_of)
     buffer = ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
     parts = [
         part
@@ -225,6 +227,7 @@ def _entries(
     tied: Collection[Key],
     mine: Collection[int],
     mesh: Mesh,
+    group_of: GroupOf,
 ):
     """Storage entries per unit, name -> layout, and (unit, local name) -> name; tied parameters share one name."""
     entries, layouts, names, seen = [], {}, {}, {}
@@ -239,7 +242,8 @@ def _entries(
             layouts[name] = layout
             first = stages_of[key][0] in mine
             counted = first and (layout.sharded or mesh.tp_rank == 0)
-            shape, decay = tuple(parameter.shape), parameter.dim() > 1
-            group.append(BufferEntry(name, shape, decay, counted, tied=key in tied))
+            shape = tuple(parameter.shape)
+            kind = group_of(layout.pieces[0].sharding.name, shape)
+            group.append(BufferEntry(name, shape, kind, counted, tied=key in tied))
         entries.append(group)
     return entries, layouts, names

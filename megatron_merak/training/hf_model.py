@@ -150,3 +150,10 @@ def shifts_labels(captured: Captured) -> bool:
     read = [value for node, value in known.items() if any(user not in known for user in node.users)]
     numbers = [value for value in read if isinstance(value, Tensor) and value.dtype == torch.long]
     return not any((value == 1).any() for value in numbers)
+
+
+def outer_names(model: nn.Module) -> set[str]:
+    """The parameters of the model's word embedding and output layer."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    outer = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in outer and parameter.dim() > 1}

@@ -26,9 +26,10 @@ from ..planner.make import grid_of
 from ..runtime.executor import Executor
 from ..stages.captured import CapturedTrainer
 from ..stages.devices import cluster_of
+from ..stages.parameter_groups import groups_of_run
 from ..stages.step_report import StepReport
 from .hf_batches import token_count
-from .hf_model import blueprint_of, build_model, known_tokens, traced_of
+from .hf_model import blueprint_of, build_model, known_tokens, outer_names, traced_of
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .report import Report
@@ -106,7 +107,12 @@ class TokenTrainer(RunState):
             blueprint = blueprint_of(traced, config, mesh.grid.size, cluster)
         interval = config.train.check_weight_hash_across_dp_replicas_interval
         self.captured = CapturedTrainer(
-            blueprint, mesh, optimizer=config.optimizer, seed=config.train.seed, replica_check_interval=interval
+            blueprint,
+            mesh,
+            optimizer=config.optimizer,
+            seed=config.train.seed,
+            group_of=groups_of_run(config.optimizer, outer_names(model)),
+            replica_check_interval=interval,
         )
         super().__init__(config, self.captured.plan, mesh)
         self.buffer, self.optimizer = self.captured.buffer, self.captured.optimizer
@@ -125,11 +131,11 @@ class TokenTrainer(RunState):
         return 3 * forward * self.plan.num_microbatches * self.plan.grid.dp
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
-        rate, decay = self.rates()
+        rates = self.rates()
         told = self.captured.backward(self._made(batches))
-        result = self.captured.update(rate, decay, None, told, self.local_zeros())
+        result = self.captured.update(rates, told, self.local_zeros())
         self.count(batches)
-        return StepReport(result.loss, result.grad_norm, rate, result.skipped, self.all_zeros(result.zeros))
+        return StepReport(result.loss, result.grad_norm, rates[0][0], result.skipped, self.all_zeros(result.zeros))
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float:
         """Mean token loss of one global batch without dropout, on every rank."""

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..config import RunConfig
-from ..optimizer.adamw import AdamW
-from ..optimizer.schedules import learning_rate, weight_decay
+from ..optimizer.adamw import AdamW, Rates
 from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import Plan
 from ..runtime.executor import Executor
 from ..runtime.shards import ShardGatherer
 from ..stages.optimizer_state import optimizer_kinds
+from ..stages.parameter_groups import rates_of_run
 from ..stages.saved_run import SavedRun
 from ..stages.step_report import StepReport
 from .changes import check, schedule_of
@@ -48,11 +48,12 @@ class RunState:
         """What runs training steps of so many micro-batches."""
         raise NotImplementedError
 
-    def rates(self) -> tuple[float, float]:
-        """Learning rate and weight decay of the next step; they follow iterations, or --train-samples where given."""
-        optimizer, samples = self.config.optimizer, self.config.train.train_samples
+    def rates(self) -> Rates:
+        """Learning rate and weight decay of each group in the next step; they follow iterations, or --train-samples
+        where given."""
+        samples = self.config.train.train_samples
         done, total = (self.iteration, self.iterations) if samples is None else (self.consumed_samples, samples)
-        return learning_rate(optimizer, done, total), weight_decay(optimizer, done, total)
+        return rates_of_run(self.config.optimizer, done, total)
 
     def count(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
         """A step is done."""

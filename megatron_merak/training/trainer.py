@@ -62,14 +62,14 @@ class Trainer(RunState):
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         sums = self.backward(batches)
-        rate, decay = self.rates()
+        rates = self.rates()
         losses, zeros, (square,) = read(sums, self.local_zeros(), self.optimizer.square_norm())
         loss = self._mean(losses, len(batches)) if losses else None
-        result = self.optimizer.apply(math.sqrt(square), rate, decay)
+        result = self.optimizer.apply(math.sqrt(square), rates)
         self.gatherer.launch()
         self.count(batches)
         self.replicas.note(result.grad_norm, self.iteration)
-        return StepReport(loss, result.grad_norm, rate, result.skipped, self.all_zeros(*zeros))
+        return StepReport(loss, result.grad_norm, rates[0][0], result.skipped, self.all_zeros(*zeros))
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         sums = self._sums(self.executors.of(len(batches), False).run(batches, self.iteration, training=False))

@@ -54,11 +54,11 @@ class EagerEngine:
                 dist.all_reduce(tensor, group=self.mesh.dp)
         return total
 
-    def update(self, rate, decay, others, told):
+    def update(self, rates, told):
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.max_grad_norm or float("inf"))
-        for group, rates in zip(self.optimizer.param_groups, ((rate, decay), others), strict=True):
-            group["lr"], group["weight_decay"] = rates
+        for group, own in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"], group["weight_decay"] = own
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.iteration += 1

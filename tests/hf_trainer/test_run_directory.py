@@ -215,9 +215,9 @@ class Failing(EagerEngine):
         loss = super().backward(batches)
         return loss * math.nan if self.iteration in self.bad else loss
 
-    def update(self, rate, decay, others, told):
+    def update(self, rates, told):
         if self.iteration not in self.bad:
-            return super().update(rate, decay, others, told)
+            return super().update(rates, told)
         self.optimizer.zero_grad()
         self.iteration += 1
         if self.weights:

@@ -11,6 +11,7 @@ from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer
 from tests.ranks import run_ranks
 
 LR = 1e-2
+RATES = [(LR, 0.1), (LR, 0.0)]  # with weight decay, and without
 CONFIG = OptimizerConfig(lr=LR, weight_decay=0.1, clip_grad=0.0, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
 SHAPES = {  # sizes on purpose no multiple of a vector register
     "a.weight": ((17, 31), True),
@@ -23,7 +24,7 @@ SHAPES = {  # sizes on purpose no multiple of a vector register
 
 def make_buffer(dtype=torch.float32, uncounted=()):
     groups = [
-        [BufferEntry(n, shape, decay, n not in uncounted) for n, (shape, decay) in SHAPES.items() if n[0] == unit]
+        [BufferEntry(n, shape, 1 - decay, n not in uncounted) for n, (shape, decay) in SHAPES.items() if n[0] == unit]
         for unit in "ab"
     ]
     buffer = ParameterBuffer(groups, dtype, "cpu")
@@ -80,7 +81,7 @@ def test_equals_torch_bitwise():
             group["lr"] = rate
         theirs.step()
         theirs_padded.step()
-        assert not ours.step(rate, 0.1).skipped
+        assert not ours.step([(rate, 0.1), (rate, 0.0)]).skipped
         flats = ours.state() | {"parameter": buffer.data}
         for name in SHAPES:
             for kind, flat in flats.items():
@@ -102,12 +103,12 @@ def test_bf16_updates_an_fp32_master():
     exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
     decay = torch.zeros_like(master)
     for slot in buffer.slots.values():
-        decay[slot.start : slot.stop] = 0.1 if slot.decay else 0.0
+        decay[slot.start : slot.stop] = 0.0 if slot.group else 0.1
     optimizer = AdamW(buffer, CONFIG)
     for step in range(1, 6):
         fill(buffer, gradients(step))
         grad = buffer.main_grad.clone()
-        optimizer.step(1e-3, 0.1)
+        optimizer.step([(1e-3, 0.1), (1e-3, 0.0)])
         master = master * (1 - 1e-3 * decay)
         exp_avg = 0.9 * exp_avg + 0.1 * grad
         exp_avg_sq = 0.95 * exp_avg_sq + 0.05 * grad * grad
@@ -124,7 +125,7 @@ def test_steps_below_bf16_resolution_add_up():
     optimizer = AdamW(buffer, CONFIG)
     for _ in range(40):
         buffer.main_grad.fill_(1.0)
-        optimizer.step(2e-4, 0.0)  # 1 - 2e-4 rounds to 1 in bf16
+        optimizer.step([(2e-4, 0.0)] * 2)  # 1 - 2e-4 rounds to 1 in bf16
     torch.testing.assert_close(optimizer.master, torch.full_like(optimizer.master, 1 - 40 * 2e-4), rtol=1e-5, atol=0)
     assert torch.equal(buffer.data, torch.full_like(buffer.data, 0.9921875))
 
@@ -140,7 +141,7 @@ def test_clipping_equals_torch(scale):
             parameters[name].grad = grad
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0).item()
         theirs.step()
-        result = ours.step(LR, 0.1)
+        result = ours.step(RATES)
         assert result.grad_norm == pytest.approx(norm, rel=1e-6)
         for name in SHAPES:
             assert torch.equal(buffer.grad(name), gradients(step, scale)[name])  # it counts clipped, and stays
@@ -148,7 +149,7 @@ def test_clipping_equals_torch(scale):
 
 
 def test_norm_of_many_values_is_exact():
-    entry = BufferEntry("w", (3_000_001,), True)
+    entry = BufferEntry("w", (3_000_001,), 0)
     buffer = ParameterBuffer([[entry]], torch.float32, "cpu")
     buffer.grad("w").fill_(0.1)
     exact = math.sqrt(3_000_001) * float(torch.tensor(0.1))
@@ -169,11 +170,11 @@ def test_a_gradient_that_is_not_finite_skips_the_step(bad):
     buffer = make_buffer(torch.bfloat16)
     optimizer = AdamW(buffer, replace(CONFIG, clip_grad=1.0))
     fill(buffer, gradients(0))
-    optimizer.step(LR, 0.1)
+    optimizer.step(RATES)
     before = {kind: flat.clone() for kind, flat in optimizer.state().items()} | {"data": buffer.data.clone()}
     fill(buffer, gradients(1))
     buffer.grad("b.norm")[1] = bad
-    result = optimizer.step(LR, 0.1)
+    result = optimizer.step(RATES)
     assert result.skipped and not math.isfinite(result.grad_norm)
     assert optimizer.steps == 1
     for kind, flat in (optimizer.state() | {"data": buffer.data}).items():
@@ -186,7 +187,7 @@ def test_a_restored_optimizer_continues_bitwise(dtype):
     straight = AdamW(buffer, CONFIG)
     for step in range(2):
         fill(buffer, gradients(step))
-        straight.step(LR, 0.1)
+        straight.step(RATES)
     copy = make_buffer(dtype)
     copy.data.copy_(buffer.data)
     restored = AdamW(copy, CONFIG)
@@ -195,7 +196,7 @@ def test_a_restored_optimizer_continues_bitwise(dtype):
     restored.steps = straight.steps
     for optimizer in (straight, restored):
         fill(optimizer.buffer, gradients(7))
-        optimizer.step(LR, 0.1)
+        optimizer.step(RATES)
     assert torch.equal(copy.data, buffer.data)
     for kind in straight.state():
         assert torch.equal(restored.state()[kind], straight.state()[kind])
@@ -214,22 +215,22 @@ def test_refresh_master_takes_loaded_parameters():
 
 def test_a_rank_without_parameters_steps():
     optimizer = AdamW(ParameterBuffer([[]], torch.float32, "cpu"), CONFIG)
-    assert optimizer.step(LR, 0.1).grad_norm == 0.0
+    assert optimizer.step(RATES).grad_norm == 0.0
 
 
 def sharded_norm(rank, world_size):
     """Every rank holds a quarter of `w` and a copy of `norm`, which rank 0 alone counts; then rank 2 meets an inf."""
-    entries = [BufferEntry("w", (100,), True), BufferEntry("norm", (7,), False, counted=rank == 0)]
+    entries = [BufferEntry("w", (100,), 0), BufferEntry("norm", (7,), 1, counted=rank == 0)]
     buffer = ParameterBuffer([entries], torch.float32, "cpu")
     buffer.data.fill_(1.0)
     optimizer = AdamW(buffer, replace(CONFIG, clip_grad=1.0), dist.group.WORLD)
     buffer.grad("w").fill_(rank + 1)
     buffer.grad("norm").fill_(10)
-    first = optimizer.step(LR, 0.1)
+    first = optimizer.step(RATES)
     moments = [buffer.view(optimizer.exp_avg, name)[0].item() for name in ("w", "norm")]
     before = buffer.data.clone()
     buffer.grad("w").fill_(math.inf if rank == 2 else 1.0)
-    second = optimizer.step(LR, 0.1)
+    second = optimizer.step(RATES)
     return first, moments, second, torch.equal(buffer.data, before), optimizer.steps
 
 
@@ -242,7 +243,7 @@ def test_norm_over_ranks_counts_each_parameter_once_and_skips_alike():
 
 
 def test_the_layout_of_the_buffer_does_not_change_a_bit():
-    entries = [BufferEntry(f"w{i}", (1077 * i + 3,), i % 2 == 0) for i in range(1, 8)]
+    entries = [BufferEntry(f"w{i}", (1077 * i + 3,), i % 2) for i in range(1, 8)]
     finals = []
     for groups in ([entries], [[entry] for entry in reversed(entries)]):
         buffer = ParameterBuffer(groups, torch.float32, "cpu")
@@ -251,7 +252,7 @@ def test_the_layout_of_the_buffer_does_not_change_a_bit():
             for number, entry in enumerate(entries):
                 generator = torch.Generator().manual_seed(100 * step + number)
                 buffer.grad(entry.name).copy_(torch.randn(entry.shape, generator=generator))
-            optimizer.step(LR, 0.1)
+            optimizer.step(RATES)
         finals.append({entry.name: buffer.parameter(entry.name) for entry in entries})
     for name, final in finals[0].items():
         assert torch.equal(final, finals[1][name]) and final.any(), name

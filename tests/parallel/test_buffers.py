@@ -4,9 +4,9 @@ import torch
 from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer
 
 GROUPS = [
-    [BufferEntry("a.weight", (10, 13), True), BufferEntry("a.bias", (13,), False)],
-    [BufferEntry("b.norm", (5,), False), BufferEntry("b.weight", (64,), True), BufferEntry("b.gate", (3, 3), True)],
-    [BufferEntry("c.scale", (), False, counted=False)],
+    [BufferEntry("a.weight", (10, 13), 0), BufferEntry("a.bias", (13,), 1)],
+    [BufferEntry("b.norm", (5,), 1), BufferEntry("b.weight", (64,), 0), BufferEntry("b.gate", (3, 3), 0)],
+    [BufferEntry("c.scale", (), 1, counted=False)],
 ]
 
 
@@ -22,7 +22,7 @@ def test_layout_by_hand():
         "c.scale": (448, 449),
     }
     assert buffer.size == 512
-    assert [tuple(r) for r in buffer.ranges] == [(0, 192, True), (192, 256, False), (256, 384, True), (384, 512, False)]
+    assert [tuple(r) for r in buffer.ranges] == [(0, 192, 0), (192, 256, 1), (256, 384, 0), (384, 512, 1)]
     assert not buffer.slots["c.scale"].counted and buffer.slots["b.gate"].counted
 
 
@@ -61,8 +61,8 @@ def test_buckets_tile_the_buffer_from_the_end(bucket_elements):
 
 
 def test_adjacent_groups_of_one_kind_merge_into_one_range():
-    groups = [[BufferEntry(f"layer.{i}.weight", (8, 8), True)] for i in range(3)]
-    assert [tuple(r) for r in ParameterBuffer(groups, torch.float32, "cpu").ranges] == [(0, 192, True)]
+    groups = [[BufferEntry(f"layer.{i}.weight", (8, 8), 0)] for i in range(3)]
+    assert [tuple(r) for r in ParameterBuffer(groups, torch.float32, "cpu").ranges] == [(0, 192, 0)]
 
 
 def test_a_rank_without_parameters():
@@ -74,19 +74,19 @@ def test_a_rank_without_parameters():
 
 
 def test_a_name_used_twice_is_caught():
-    entry = BufferEntry("w", (2,), True)
+    entry = BufferEntry("w", (2,), 0)
     with pytest.raises(AssertionError, match="w is listed twice"):
         ParameterBuffer([[entry], [entry]], torch.float32, "cpu")
 
 
 MIXED = [
-    [BufferEntry("embed", (10, 13), True, tied=True), BufferEntry("a.weight", (40, 13), True)],
+    [BufferEntry("embed", (10, 13), 0, tied=True), BufferEntry("a.weight", (40, 13), 0)],
     [
-        BufferEntry("b.router", (9,), True, fp32=True),
-        BufferEntry("b.norm", (5,), False),
-        BufferEntry("b.w", (64,), True),
+        BufferEntry("b.router", (9,), 0, fp32=True),
+        BufferEntry("b.norm", (5,), 1),
+        BufferEntry("b.w", (64,), 0),
     ],
-    [BufferEntry("c.scale", (), False, counted=False), BufferEntry("c.weight", (300,), True)],
+    [BufferEntry("c.scale", (), 1, counted=False), BufferEntry("c.weight", (300,), 0)],
 ]
 
 

@@ -187,7 +187,7 @@ def both(rank, world_size, store, case):
         trainer = trainer_of(case, mesh)
         with mesh.clock.kernels():
             loss = trainer.gradients(replica_batch(case, 0, mesh.dp_rank))
-            norm = trainer.optimizer.step(1e-3, 0.1).grad_norm
+            norm = trainer.optimizer.step([(1e-3, 0.1), (1e-3, 0.0)]).grad_norm
         flats = (trainer.model.buffer.main_grad, trainer.model.buffer.data)
         found.append((loss, norm, [shard.tensor for flat in flats for shard in parts(trainer, flat)]))
     real, modelled = found

@@ -84,7 +84,7 @@ def _train(rank, stages, schedule, recompute, count):
     mesh = build_mesh(Grid(pp=stages), rank, CPU)
     size = 4 // stages
     mine = range(rank * size, (rank + 1) * size)
-    buffer = ParameterBuffer([[BufferEntry(str(u), (WIDTH, WIDTH), True)] for u in mine], torch.float32, CPU)
+    buffer = ParameterBuffer([[BufferEntry(str(u), (WIDTH, WIDTH), 0)] for u in mine], torch.float32, CPU)
     held, w = {}, [None] * 4
     for u in mine:
         buffer.parameter(str(u)).copy_(weights()[u])

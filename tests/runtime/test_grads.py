@@ -13,8 +13,7 @@ NAMES = tuple(f"layer.{i}.{kind}" for i in range(4) for kind in ("weight", "bias
 
 def make_buffer(bucket_elements=256):
     groups = [
-        [BufferEntry(f"layer.{i}.weight", (9, 11), True), BufferEntry(f"layer.{i}.bias", (11,), False)]
-        for i in range(4)
+        [BufferEntry(f"layer.{i}.weight", (9, 11), 0), BufferEntry(f"layer.{i}.bias", (11,), 1)] for i in range(4)
     ]
     return ParameterBuffer(groups, torch.float32, "cpu", bucket_elements)
 

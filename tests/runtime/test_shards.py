@@ -16,13 +16,12 @@ CONFIG = OptimizerConfig(lr=1e-2, clip_grad=1.0)
 
 def entries():
     weights = [
-        [BufferEntry(f"layer.{i}.weight", (90, 110), True), BufferEntry(f"layer.{i}.bias", (110,), False)]
-        for i in range(4)
+        [BufferEntry(f"layer.{i}.weight", (90, 110), 0), BufferEntry(f"layer.{i}.bias", (110,), 1)] for i in range(4)
     ]
     return [
-        [BufferEntry("head", (7, 11), True, counted=False, tied=True)],
+        [BufferEntry("head", (7, 11), 0, counted=False, tied=True)],
         *weights,
-        [BufferEntry("gate", (5,), True, fp32=True)],
+        [BufferEntry("gate", (5,), 0, fp32=True)],
     ]
 
 
@@ -46,7 +45,7 @@ def steps(rank, world_size, dtype, sharded, overlap):
             grad.copy_((torch.arange(grad.numel()).view(grad.shape) * (step + 1) + number + rank) % 7)
             reducer.ready(name)
         reducer.finish()
-        norms.append(optimizer.step(1e-2, 0.1).grad_norm)
+        norms.append(optimizer.step([(1e-2, 0.1), (1e-2, 0.0)]).grad_norm)
         gatherer.launch()
         assert gatherer.pending == (sharded and overlap)
     gatherer.finish()

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 
 
 def _buffer(*names: str) -> ParameterBuffer:
-    return ParameterBuffer([[BufferEntry(name, (3,), True)] for name in names], torch.float32, "cpu")
+    return ParameterBuffer([[BufferEntry(name, (3,), 0)] for name in names], torch.float32, "cpu")
 
 
 def test_the_count_begins_anew_with_each_step_that_is_made():
