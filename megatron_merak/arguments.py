@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from .config import Config, HFConfig, RunConfig, flag_name, nearest, value_type
 from .errors import ConfigError, MerakError
 from .megatron_flags import NOT_YET, without_effect
+from .other_flags import MEANT
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -165,6 +166,8 @@ def unknown_flags(tokens: Sequence[str], known: Sequence[str], config: type[RunC
         elif token in elsewhere:
             remedy = "Leave it out: --model knows the model's shape" if config is HFConfig else "Leave it out"
             errors.append(ConfigError("flag", token, f"is a flag of {elsewhere[token]} only", remedy))
+        elif token in MEANT:
+            errors.append(ConfigError("flag", token, "is not known", MEANT[token]))
         else:
             close = nearest("--" + token.lstrip("-").replace("_", "-"), known)
             remedy = f"The nearest is {close}" if close else "See --help for all flags"

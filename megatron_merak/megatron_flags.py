@@ -54,7 +54,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         --no-check-for-nan-in-loss-and-grad
         --reset-position-ids --reset-attention-mask --ckpt-format --use-checkpoint-args --async-save
         --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable --verify-integrity --timing-log-option
-        --wandb-project --profile --profile-step-start --profile-step-end""".split(),
+        --profile --profile-step-start --profile-step-end""".split(),
             "Leave it out",
         ),
         **dict.fromkeys(
@@ -63,6 +63,9 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(),
             _BY_COST,
         ),
+        "--use-tp-pp-dp-mapping": "Leave it out: ranks are ordered tensor, data, pipeline parallel",
+        "--window-size": "Train a model that has sliding windows with pretrain_hf.py",
+        "--wandb-project": "Use --tensorboard-dir, or --metrics for a line per iteration",
         "--recompute-modules": "Leave it out: layers are recomputed whole",
         "--num-layers-per-virtual-pipeline-stage": "Use --num-virtual-stages-per-pipeline-rank",
         **dict.fromkeys(

@@ -19,6 +19,7 @@ LEVELS = {
     "cluster": 1,
     "pipeline_parallel": 1,
     "megatron_flags": 1,
+    "other_flags": 1,
     "arguments": 2,
     "plan": 2,
     "planner": 3,

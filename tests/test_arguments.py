@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_merak.arguments import (
+    SCRIPTS,
     build_parser,
     deviation_report,
     deviations,
@@ -29,6 +30,7 @@ from megatron_merak.config import (
 )
 from megatron_merak.errors import ConfigError
 from megatron_merak.megatron_flags import NOT_YET, TAKEN, without_effect
+from megatron_merak.other_flags import MEANT
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1".split()
@@ -204,6 +206,16 @@ def test_refused_command_lines(tokens, message):
     assert str(refusal(*tokens)) == message
 
 
+def test_names_of_other_programs_lead_to_flags_that_exist():
+    known = {flag.name for script in SCRIPTS for flag in flags(script)}
+    for name, remedy in MEANT.items():
+        assert {word.strip(",:") for word in remedy.split() if word.startswith("--")} <= known, remedy
+        assert name not in known and name not in NOT_YET
+    error = refusal("--tp", "2")
+    assert str(error) == "flag --tp: is not known. Use --tensor-model-parallel-size."
+    assert str(refusal("--zzz", "2")) == "flag --zzz: is not known. See --help for all flags."
+
+
 def test_each_megatron_flag_that_is_not_here_is_refused_by_name():
     assert {"--num-experts", "--context-parallel-size"} <= NOT_YET.keys()
     for name in NOT_YET:
@@ -267,7 +279,7 @@ def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys
     assert capsys.readouterr().err.splitlines() == [
         "flag --context-parallel-size: is a Megatron-LM flag that megatron_merak does not have yet. Leave it "
         "out, or use 1: sequences are not divided over ranks.",
-        "flag --seq-len: is not known. The nearest is --seq-length.",
+        "flag --seq-len: is not known. Use --seq-length.",
         "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
     ]
 

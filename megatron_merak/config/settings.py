@@ -38,7 +38,7 @@ def value_type(cls: type, name: str) -> type:
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The one of ``names`` that ``name`` was probably meant to be, if any is close."""
-    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)), None)
 
 
 def _range_remedy(metadata: Mapping[str, Any], value: float) -> str | None:

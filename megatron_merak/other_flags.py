@@ -1,0 +1,51 @@
+"""Flags of other programs, and short names, by what they are called here: spelling alone would point elsewhere."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_SHARDED = "Use --use-distributed-optimizer, which shards the optimizer's state (ZeRO stage 1)"
+_AVERAGED = "Leave it out: gradients are averaged by all-reduce, or reduce-scattered"
+_REPLICAS = "Leave it out: ranks that tensor and pipeline parallelism leave are data parallel"
+
+# Flag -> what to do instead.
+MEANT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            "--tp --tp-size --tensor-parallel-size --tensor-parallel --model-parallel-size".split(),
+            "Use --tensor-model-parallel-size",
+        ),
+        **dict.fromkeys(
+            "--pp --pp-size --pipeline-parallel-size --pipeline-parallel".split(), "Use --pipeline-model-parallel-size"
+        ),
+        **dict.fromkeys("--dp --dp-size --data-parallel-size --num-gpus --nproc-per-node".split(), _REPLICAS),
+        "--rank-order": "Leave it out: ranks are ordered tensor, data, pipeline parallel, the first innermost",
+        **dict.fromkeys("--data-parallel-strategy --num-parameter-servers".split(), _AVERAGED),
+        **dict.fromkeys("--zero --zero-stage --fsdp --deepspeed --deepspeed-config".split(), _SHARDED),
+        **dict.fromkeys("--bs --batch-size --per-device-train-batch-size".split(), "Use --micro-batch-size"),
+        "--gradient-accumulation-steps": "Use --global-batch-size: micro-batch size x replicas x accumulation steps",
+        **dict.fromkeys("--max-steps --num-steps --steps --iters".split(), "Use --train-iters"),
+        **dict.fromkeys("--epochs --num-train-epochs".split(), "Use --train-iters or --train-samples"),
+        "--learning-rate": "Use --lr",
+        "--lr-scheduler-type": "Use --lr-decay-style",
+        **dict.fromkeys("--warmup-steps --num-warmup-steps".split(), "Use --lr-warmup-iters"),
+        "--warmup-ratio": "Use --lr-warmup-fraction",
+        "--max-grad-norm": "Use --clip-grad",
+        **dict.fromkeys(
+            "--gradient-checkpointing --checkpoint-activations --activation-checkpointing".split(),
+            "Use --recompute-granularity full",
+        ),
+        "--recompute-activations": "Use --recompute-granularity selective",
+        **dict.fromkeys("--seq-len --max-seq-length --block-size --context-length".split(), "Use --seq-length"),
+        **dict.fromkeys("--n-layers --n-layer --num-hidden-layers".split(), "Use --num-layers"),
+        **dict.fromkeys("--n-heads --n-head --num-heads".split(), "Use --num-attention-heads"),
+        **dict.fromkeys("--num-key-value-heads --num-kv-heads".split(), "Use --num-query-groups"),
+        **dict.fromkeys("--hidden-dim --d-model --n-embd --dim".split(), "Use --hidden-size"),
+        **dict.fromkeys("--output-dir --save-dir --checkpoint-dir".split(), "Use --save"),
+        **dict.fromkeys("--resume --resume-from-checkpoint".split(), "Use --load"),
+        "--save-steps": "Use --save-interval",
+        "--eval-steps": "Use --eval-interval",
+        "--logging-steps": "Use --log-interval",
+        **dict.fromkeys("--model-name-or-path --model-name --model-path".split(), "Use --model of pretrain_hf.py"),
+        **dict.fromkeys("--wandb --report-to".split(), "Use --tensorboard-dir, or --metrics for a line per iteration"),
+    }
+)
