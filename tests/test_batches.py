@@ -78,6 +78,7 @@ def test_steps_are_those_of_a_loop(pieces, samples):
     assert [size for size, steps in batches.phases(samples) for _ in range(steps)] == sizes
     if len(sizes) > 2:
         assert batches.steps(samples, sum(sizes[:2])) == len(sizes) - 2
+    assert batches.steps(samples, samples + 7) == 0 and all(steps > 0 for _, steps in batches.phases(samples))
 
 
 def test_sizes_by_tokens():
@@ -105,6 +106,8 @@ def test_a_run_that_resumes_checks_the_sizes_to_come_only():
     with pytest.raises(ConfigError, match="has a batch size of 2"):
         run(4, **grown)
     run(4, load="somewhere", **grown)
+    run(4, load="somewhere", decrease_batch_size_if_needed=True, **grown)
+    run(skip_train=True, train_samples=None, **grown)
 
 
 RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
@@ -125,10 +128,10 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
         ),
         (
             RAMP | {"rampup_batch_size": ("2", "two", "30")},
-            "--rampup-batch-size 2 two 30: is not three positive whole numbers. "
+            "--rampup-batch-size 2 two 30: is not three positive whole numbers of 15 digits at most. "
             "Write it like '16 16 1000000': the first batch size, the increment, the samples of the ramp.",
         ),
-        (RAMP | {"rampup_batch_size": ("2", "2")}, "--rampup-batch-size 2 2: is not three positive whole numbers."),
+        (RAMP | {"rampup_batch_size": ("2", "2")}, "--rampup-batch-size 2 2: is not three positive whole numbers"),
         (RAMP | {"rampup_batch_size": ("2", "0", "9")}, "--rampup-batch-size 2 0 9: is not three positive"),
         (
             RAMP | {"rampup_batch_size": ("2", "4", "30")},
@@ -154,6 +157,13 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
         ),
         ({"step_batch_size_schedule": "0:4 8"}, "--step-batch-size-schedule 0:4 8: has an entry '8'. "),
         ({"step_batch_size_schedule": "0:4 nan:8"}, "--step-batch-size-schedule 0:4 nan:8: has an entry 'nan:8'. "),
+        ({"step_batch_size_schedule": "0:4.5"}, "--step-batch-size-schedule 0:4.5: has an entry '0:4.5'. "),
+        ({"step_batch_size_schedule": "0:1_0"}, "--step-batch-size-schedule 0:1_0: has an entry '0:1_0'. "),
+        (RAMP | {"rampup_batch_size": ("2", "2", "9" * 5000)}, "--rampup-batch-size 2 2 9"),
+        (
+            RAMP | {"rampup_batch_size": ("2", "2", "30"), "global_batch_size": 3 * 10**8},
+            "--rampup-batch-size 2 2 30: makes 149,999,999 batch sizes. Raise the increment to 3000.",
+        ),
         ({"step_batch_size_schedule": "50:4"}, "--step-batch-size-schedule 50:4: does not say the size from 0 tokens"),
         ({"step_batch_size_schedule": ""}, "--step-batch-size-schedule : does not say the size from 0 tokens"),
         (

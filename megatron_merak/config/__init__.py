@@ -1,6 +1,6 @@
 """Every setting of a run: sections of typed fields, each field a command-line flag."""
 
-from .batches import Batches, check_sizes
+from .batches import RAMP, STEPS, Batches, check_sizes
 from .hf import HFModelConfig
 from .optimizer import OptimizerConfig
 from .run import Config, HFConfig, RunConfig
@@ -16,6 +16,8 @@ from .sections import (
 from .settings import flag_name, nearest, value_type
 
 __all__ = [
+    "RAMP",
+    "STEPS",
     "Batches",
     "CheckpointConfig",
     "Config",

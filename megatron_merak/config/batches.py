@@ -1,15 +1,20 @@
 """How many samples each optimizer step takes, and how many steps a number of samples makes."""
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import pairwise
+from operator import itemgetter
 
 from ..errors import ConfigError
 from .sections import TrainConfig
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 RAMP, STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
+_MOST = 2**53  # samples: beyond it floating point, in which Megatron-LM counts, is not exact
+_MOST_SIZES = 100_000
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Batches:
 
     def size(self, consumed: int) -> int:
         """Samples of the step that follows ``consumed`` samples."""
-        return self.sizes[bisect_right([first for first, _ in self.sizes], consumed) - 1][1]
+        return self.sizes[bisect_right(self.sizes, consumed, key=itemgetter(0)) - 1][1]
 
     def steps(self, samples: int, consumed: int = 0) -> int:
         """Steps from ``consumed`` samples to ``samples``; the last, partial one is dropped."""
@@ -37,10 +42,11 @@ class Batches:
     def phases(self, samples: int, consumed: int = 0) -> Iterator[tuple[int, int]]:
         """(samples per step, steps) from ``consumed`` samples to ``samples``, in order."""
         for (first, size), (after, _) in pairwise([*self.sizes, (samples, 0)]):
-            if first <= consumed < after:
+            if size and first <= consumed < after:
                 steps = min(-(-(after - consumed) // size), (samples - consumed) // size)
-                consumed += steps * size
-                yield size, steps
+                if steps > 0:
+                    consumed += steps * size
+                    yield size, steps
 
 
 def batches_of(train: TrainConfig, sequence_length: int, replicas: int) -> Batches:
@@ -81,6 +87,8 @@ def check_sizes(train: TrainConfig, batches: Batches, replicas: int, consumed: i
 
 def check_length(train: TrainConfig, batches: Batches) -> None:
     """Raise ConfigError where a run is given in iterations and in samples, or sizes change in one of iterations."""
+    if train.skip_train:
+        return
     for flag in (RAMP, STEPS):
         value = _value(train, flag)
         if value is not None and train.train_samples is None:
@@ -91,7 +99,7 @@ def check_length(train: TrainConfig, batches: Batches) -> None:
     if train.train_iters is not None:
         reason = f"contradicts --train-iters {train.train_iters}"
         raise ConfigError("--train-samples", train.train_samples, reason, "Give only one of them")
-    if batches.steps(train.train_samples) == 0:
+    if batches.size(0) and batches.steps(train.train_samples) == 0:
         reason = f"is less than the first step's {batches.size(0)}"
         raise ConfigError("--train-samples", train.train_samples, reason, "Raise it")
 
@@ -114,9 +122,9 @@ def _ramp(train: TrainConfig) -> Batches:
     if train.step_batch_size_schedule is not None:
         raise ConfigError(RAMP, value, f"contradicts {STEPS}", "Give only one of them")
     like = "Write it like '16 16 1000000': the first batch size, the increment, the samples of the ramp"
-    numbers = [int(text) for text in train.rampup_batch_size if text.isascii() and text.isdigit()]
-    if len(numbers) != 3 or len(train.rampup_batch_size) != 3 or 0 in numbers:
-        raise ConfigError(RAMP, value, "is not three positive whole numbers", like)
+    numbers = [_number(text) for text in train.rampup_batch_size if re.fullmatch("[0-9]+", text)]
+    if len(numbers) != 3 or len(train.rampup_batch_size) != 3 or not all(numbers):
+        raise ConfigError(RAMP, f"{value:.80}", "is not three positive whole numbers of 15 digits at most", like)
     first, increment, samples = numbers
     if last is None:
         raise ConfigError("--global-batch-size", "(missing)", f"is needed with {RAMP}, as its last size", "Give it")
@@ -125,6 +133,8 @@ def _ramp(train: TrainConfig) -> Batches:
         reason = f"starts above --global-batch-size {last}" if first > last else reason
         raise ConfigError(RAMP, value, reason, "Change the first size, the increment or --global-batch-size")
     count = (last - first) // increment
+    if count > _MOST_SIZES:
+        raise ConfigError(RAMP, value, f"makes {count:,} batch sizes", f"Raise the increment to {last // _MOST_SIZES}")
     starts = [_start(step, samples, count) for step in range(count + 1)]
     sizes = dict(zip(starts, range(first, last + 1, increment), strict=True))  # of equal starts the last holds
     return Batches(tuple(sizes.items()))
@@ -160,11 +170,10 @@ def _steps(train: TrainConfig, sequence_length: int) -> Batches:
 
 
 def _number(text: str) -> int | None:
-    """'250B' and the like; None for anything else."""
+    """'250B', '0.3K' and the like, as Megatron-LM counts them; None for anything else, and for fractions."""
     factor = _SUFFIXES.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
-    try:
-        value = float(digits)
-    except ValueError:
+    if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,15})?", digits) or (Decimal(digits) * factor) % 1:
         return None
-    return int(value * factor) if 0 <= value < 2**53 else None
+    number = int(float(digits) * factor)
+    return number if number < _MOST else None

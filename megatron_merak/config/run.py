@@ -83,8 +83,8 @@ class RunConfig:
         self.check_model()
         check_ranks(self.parallel, world_size)
         batches, replicas = self.batches(world_size), self.data_parallel_size(world_size)
-        past = 0 if self.checkpoint.load is None else batches.sizes[-1][0]  # a run that resumes checks what is to come
-        check_sizes(self.train, batches, replicas, past)
+        resumes = self.checkpoint.load is not None and not self.checkpoint.finetune  # checks what is to come, later
+        check_sizes(self.train, batches, replicas, batches.sizes[-1][0] if resumes else 0)
         check_length(self.train, batches)
         check_recompute(self.parallel)
         check_schedule(self.parallel)

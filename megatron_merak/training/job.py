@@ -25,7 +25,7 @@ from ..plan import Plan
 from ..planner.growth import growth_table
 from ..stages.devices import peak_device, stand_in
 from .pictures import draw_curve, step_view
-from .report import Report, Throughput
+from .report import Progress, Report, Throughput
 from .same_files import check_same_files
 from .skips import SkippedSteps
 from .state import RunState
@@ -83,7 +83,6 @@ def opening(config: RunConfig, plan: Plan, world: World, notes: Sequence[str] = 
         "\n".join((*config.ignored(), *notes)),
         far_apart(plan, world.cluster.ranks_per_node if world.cluster else world.ranks_here),
         str(plan),
-        growth_table(plan, config.phases(world.size)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -165,6 +164,9 @@ class Job:
                 "--split", self.config.data.split, "it leaves nothing to train on", "Give the first part a weight"
             )
         check_sizes(train, trainer.batch_sizes, self.plan.grid.dp, trainer.consumed_samples)
+        phases = [] if train.train_samples is None else trainer.phases_left()
+        if table := growth_table(self.plan, phases):
+            self.say(f"{table}\n")
         loader = self._loader(self.datasets.train, trainer.batch_sizes.size, trainer.consumed_samples)
         saved = trainer.iteration
         try:
@@ -201,7 +203,8 @@ class Job:
         seconds = self.mesh.clock.now() - began
         if self.report is not None:
             samples = trainer.consumed_samples - consumed
-            self.report.step(trainer.iteration, trainer.consumed_samples, samples, seconds, result)
+            progress = Progress(trainer.iteration, trainer.iterations, trainer.consumed_samples, samples)
+            self.report.step(progress, seconds, result)
         self.skips.count(result.skipped)
         if drawn:
             self._draw_timeline(resize(self.plan.schedule, len(batches)), executor.trace)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arguments import flags
 from ..cluster import Cluster
-from ..config import RunConfig, flag_name
+from ..config import RAMP, STEPS, RunConfig, flag_name
 from ..errors import ConfigError, PlanError, ScheduleError
 from ..pipeline_parallel.check import check
 from ..pipeline_parallel.schedule_files import executable
@@ -76,6 +76,8 @@ def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
     for name in MAKES:
         if flag_name(name) in given and name in known:
             raise ConfigError(flag_name(name), "(given)", f"the plan {path} decides that", "Leave it out")
+    if given & {RAMP, STEPS}:  # they say the sizes, of which the plan has the largest
+        known -= {"global_batch_size"}
     return {name: value(plan) for name, value in DECIDES.items() if name in known}
 
 
@@ -99,7 +101,8 @@ def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None
     check_ranks(plan, world_size)
     check_dtype(plan)
     settings = {flag.field: getattr(getattr(config, flag.section), flag.field) for flag in flags(type(config))}
-    compare(plan, settings, flag_name)
+    settings["global_batch_size"], steps = config.global_batch_size(world_size), config.train.step_batch_size_schedule
+    compare(plan, settings, lambda name: STEPS if steps and name == "global_batch_size" else flag_name(name))
     check_memory(plan, cluster)
     return plan
 

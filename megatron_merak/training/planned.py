@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..arguments import build_parser, read
 from ..cluster import CLUSTERS, DEVICES, find_cluster, profiled
-from ..config import Config, HFConfig, RunConfig
+from ..config import Config, HFConfig, RunConfig, check_sizes
 from ..errors import ConfigError
 from ..plan import Plan
 from ..planner import plan
@@ -56,6 +56,7 @@ def planned(config: RunConfig, own: argparse.Namespace) -> tuple[Plan, tuple[str
 
 
 def _growth(found: Plan, config: RunConfig, ranks: int) -> tuple[str, ...]:
+    check_sizes(config.train, config.batches(ranks), found.grid.dp)
     table = growth_table(found, config.phases(ranks))
     return (f"\n{table}",) if table else ()
 

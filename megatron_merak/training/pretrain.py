@@ -53,7 +53,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     with together(mesh.control, "cpu"):
         if world.is_last:
             work = throughput(config, plan, world, model_flops(config.model, plan.global_batch_size))
-            report = Report(config.logging, work, config.iterations(world.size))
+            report = Report(config.logging, work)
     Job(Trainer(config, plan, mesh), datasets, report).run()
 
 

@@ -63,7 +63,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     with together(mesh.control, "cpu"):
         if world.is_last:
             work = throughput(config, trainer.plan, world, trainer.flops())
-            report = Report(config.logging, work, config.iterations(world.size))
+            report = Report(config.logging, work)
     HFJob(trainer, datasets, report).run()
 
 

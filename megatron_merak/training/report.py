@@ -29,18 +29,25 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """Means over the iterations since the last line; batch: samples of the last iteration."""
+class Progress:
+    """Where a run stands after a step: its ``iteration`` of ``iterations``, the samples consumed, those of the step."""
 
     iteration: int
-    train_iters: int
+    iterations: int
     consumed_samples: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Means over the iterations since the last line."""
+
+    progress: Progress
     seconds: float
     learning_rate: float
     loss: float
     grad_norm: float
     skipped: int
-    batch: int
     samples_per_second: float
     zeros: int | None = None
 
@@ -51,15 +58,15 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     With modelled times every field that is made from one says so, and the time left is not known.
     """
     modelled = f" ({work.clock})" if work.clock else ""
-    rate = work.per_rank(interval.samples_per_second)
+    rate, progress = work.per_rank(interval.samples_per_second), interval.progress
     fields = [
-        f"iteration {interval.iteration:8d}/{interval.train_iters:8d}",
-        f"consumed samples: {interval.consumed_samples:12d}",
+        f"iteration {progress.iteration:8d}/{progress.iterations:8d}",
+        f"consumed samples: {progress.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {1000 * interval.seconds:.{3 if modelled else 1}f}{modelled}",
     ]
     if detailed:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}{modelled}")
-    fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {interval.batch:5d}"]
+    fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {progress.samples:5d}"]
     if not math.isnan(interval.loss):
         fields.append(f"lm loss: {interval.loss:.6E}")
     fields += ["loss scale: 1.0", f"grad norm: {interval.grad_norm:.3f}"]
@@ -72,7 +79,7 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     share = f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}"
     fields.append(share + modelled)
     if not modelled:
-        left = timedelta(seconds=round((interval.train_iters - interval.iteration) * interval.seconds))
+        left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))
         fields.append(f"ETA: {left}")
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
 
@@ -83,8 +90,8 @@ class Report:
     Raises ConfigError where TensorBoard is not installed; that files can be written was checked before.
     """
 
-    def __init__(self, config: LoggingConfig, work: Throughput, train_iters: int, out: TextIO | None = None):
-        self.config, self.work, self.train_iters, self.out = config, work, train_iters, out or sys.stdout
+    def __init__(self, config: LoggingConfig, work: Throughput, out: TextIO | None = None):
+        self.config, self.work, self.out = config, work, out or sys.stdout
         self.records: list[dict] = []
         self._pending: list[dict] = []
         self._metrics = None if config.metrics is None else open(config.metrics, "a", buffering=1)
@@ -110,19 +117,19 @@ class Report:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, iteration)
 
-    def step(self, iteration: int, consumed_samples: int, samples: int, seconds: float, report) -> None:
-        """One training step of so many samples (``report``: a StepReport with a loss); prints a line at each log
-        interval."""
+    def step(self, progress: Progress, seconds: float, report) -> None:
+        """One training step (``report``: a StepReport with a loss); prints a line at each log interval."""
+        iteration = progress.iteration
         values = {k: v for k, v in asdict(report).items() if v is not None and k != "zeros"}
         time = {"modelled_seconds" if self.work.clock else "seconds": seconds}
-        self.note("train", iteration, consumed_samples=consumed_samples, **time, **values)
-        self._pending.append({"samples": samples, "seconds": seconds, **values})
+        self.note("train", iteration, consumed_samples=progress.consumed_samples, **time, **values)
+        self._pending.append({"samples": progress.samples, "seconds": seconds, **values})
         if report.skipped:
             self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped")
-        if iteration % self.config.log_interval == 0 or iteration == self.train_iters:
+        if iteration % self.config.log_interval == 0 or iteration == progress.iterations:
             self.print(
                 console_line(
-                    self._interval(iteration, consumed_samples, report.zeros),
+                    self._interval(progress, report.zeros),
                     self.work,
                     self.config.log_throughput,
                     datetime.now(),
@@ -130,20 +137,17 @@ class Report:
             )
             self._pending.clear()
 
-    def _interval(self, iteration: int, consumed_samples: int, zeros: int | None) -> Interval:
+    def _interval(self, progress: Progress, zeros: int | None) -> Interval:
         pending = self._pending
         good = [row["loss"] for row in pending if not row["skipped"]]
         seconds = sum(row["seconds"] for row in pending)
         return Interval(
-            iteration,
-            self.train_iters,
-            consumed_samples,
+            progress,
             seconds / len(pending),
             pending[-1]["learning_rate"],
             sum(good) / len(good) if good else math.nan,
             pending[-1]["grad_norm"],
             sum(row["skipped"] for row in pending),
-            pending[-1]["samples"],
             sum(row["samples"] for row in pending) / seconds,
             zeros,
         )

@@ -55,6 +55,10 @@ class RunState:
         done, total = (self.iteration, self.iterations) if samples is None else (self.consumed_samples, samples)
         return rates_of_run(self.config.optimizer, done, total)
 
+    def phases_left(self) -> list[tuple[int, int]]:
+        """(samples per step, steps) of what is left of a run of --train-samples."""
+        return [*self.batch_sizes.phases(self.config.train.train_samples, self.consumed_samples)]
+
     def count(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
         """A step is done."""
         self.iteration += 1
@@ -143,7 +147,7 @@ class RunState:
         if optimizer:
             self.optimizer.steps = saved.optimizer_steps
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
-        if (samples := self.config.train.train_samples) is not None:
-            self.iterations = self.iteration + self.batch_sizes.steps(samples, self.consumed_samples)
+        if self.config.train.train_samples is not None:
+            self.iterations = self.iteration + sum(steps for _, steps in self.phases_left())
         if options.use_checkpoint_opt_param_scheduler:
             self.config = replace(self.config, optimizer=schedule_of(saved, self.config))

@@ -11,10 +11,10 @@ from megatron_merak.errors import ConfigError
 from megatron_merak.stages.step_report import StepReport
 from megatron_merak.training.outputs import check_outputs
 from megatron_merak.training.pictures import draw_curve
-from megatron_merak.training.report import Interval, Report, Throughput, console_line
+from megatron_merak.training.report import Interval, Progress, Report, Throughput, console_line
 
 WORK = Throughput(tokens=128, flops=5 * 10**11, ranks=2, peak=10**13)
-INTERVAL = Interval(20, 100, 160, 0.5, 1e-3, 4.25, 1.0625, skipped=1, batch=8, samples_per_second=16.0, zeros=7)
+INTERVAL = Interval(Progress(20, 100, 160, 8), 0.5, 1e-3, 4.25, 1.0625, skipped=1, samples_per_second=16.0, zeros=7)
 MODEL = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678)
 
@@ -44,8 +44,8 @@ def test_modelled_times_say_so_wherever_they_are_shown(tmp_path):
     assert "tokens/s: 2048 (modelled on laptop) | MFU: 40.0 % (modelled on laptop) |" in line
     assert "ETA" not in line, "how long it takes here is another matter"
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
-    report = Report(LoggingConfig(log_interval=1, metrics=str(path)), work, 4, out)
-    report.step(1, 8, 8, 0.5, StepReport(3.0, 1.0, 1e-3, False))
+    report = Report(LoggingConfig(log_interval=1, metrics=str(path)), work, out)
+    report.step(Progress(1, 4, 8, 8), 0.5, StepReport(3.0, 1.0, 1e-3, False))
     report.close()
     row = json.loads(path.read_text())
     assert row["modelled_seconds"] == 0.5 and "seconds" not in row
@@ -53,9 +53,9 @@ def test_modelled_times_say_so_wherever_they_are_shown(tmp_path):
 
 def test_losses_are_means_over_good_steps_and_records_keep_all(tmp_path):
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
-    report = Report(LoggingConfig(log_interval=2, metrics=str(path)), WORK, 4, out)
+    report = Report(LoggingConfig(log_interval=2, metrics=str(path)), WORK, out)
     for iteration, loss, skipped in ((1, 3.0, False), (2, 1000.0, True), (3, 2.0, False), (4, 4.0, False)):
-        report.step(iteration, 8 * iteration, 8, 0.5, StepReport(loss, 1.0, 1e-3, skipped))
+        report.step(Progress(iteration, 4, 8 * iteration, 8), 0.5, StepReport(loss, 1.0, 1e-3, skipped))
     report.note("valid", 4, loss=2.5)
     report.close()
     lines = [line for line in out.getvalue().splitlines() if "consumed samples" in line]
@@ -71,8 +71,8 @@ def test_losses_are_means_over_good_steps_and_records_keep_all(tmp_path):
 
 def test_a_skipped_step_is_told_when_it_happens():
     out = io.StringIO()
-    report = Report(LoggingConfig(log_interval=10), WORK, 10, out)
-    report.step(3, 24, 8, 0.5, StepReport(2.0, float("nan"), 1e-3, True))
+    report = Report(LoggingConfig(log_interval=10), WORK, out)
+    report.step(Progress(3, 10, 24, 8), 0.5, StepReport(2.0, float("nan"), 1e-3, True))
     assert out.getvalue() == " iteration 3: the gradient norm is nan, the step was skipped\n"
 
 
@@ -100,8 +100,10 @@ def test_a_directory_is_no_file_and_checkpoints_are_checked_on_every_rank(tmp_pa
 
 def test_steps_of_different_sizes_count_by_their_samples():
     out = io.StringIO()
-    report = Report(LoggingConfig(log_interval=2), WORK, 2, out)
+    report = Report(LoggingConfig(log_interval=2), WORK, out)
     for iteration, samples, seconds in ((1, 2, 0.5), (2, 10, 1.5)):
-        report.step(iteration, 2 + 10 * (iteration - 1), samples, seconds, StepReport(1.0, 1.0, 1e-3, False))
+        report.step(
+            Progress(iteration, 2, 2 + 10 * (iteration - 1), samples), seconds, StepReport(1.0, 1.0, 1e-3, False)
+        )
     (line,) = out.getvalue().splitlines()
     assert "global batch size:    10 |" in line and "tokens/s: 768 |" in line and "iteration (ms): 1000.0 |" in line
