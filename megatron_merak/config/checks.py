@@ -203,9 +203,10 @@ def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
     if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
         reason = "has no effect without --decoupled-lr"
         raise ConfigError("--decoupled-min-lr", optimizer.decoupled_min_lr, reason, "Give both, or leave it out")
-    for name in ("decoupled_min_lr", "min_lr", "lr_warmup_init"):
+    floor = "min_lr" if optimizer.decoupled_min_lr is None else "decoupled_min_lr"
+    for name in (floor, "lr_warmup_init"):
         value, peak = getattr(optimizer, name), optimizer.decoupled_lr
-        if None not in (value, peak) and value > peak and not (name == "min_lr" and optimizer.decoupled_min_lr):
+        if None not in (value, peak) and value > peak:
             raise ConfigError(flag_name(name), value, f"exceeds --decoupled-lr {peak}", f"Use at most {peak}")
     unit, other = ("iters", "samples") if train.train_samples is None else ("samples", "iters")
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):

@@ -44,6 +44,7 @@ def test_groups_and_their_rates():
 def test_rates_that_contradict_each_other_are_refused(given, message):
     with pytest.raises(ConfigError) as error:
         make(optimizer={"lr": 1e-3} | given).validate(1)
+    make(optimizer={"lr": 1e-3, "decoupled_lr": 1e-4, "min_lr": 2e-4, "decoupled_min_lr": 0.0}).validate(1)
     assert str(error.value).startswith(message)
 
 
