@@ -23,7 +23,7 @@ from megatron_merak.checkpoint.files import (
     verify_tensors,
 )
 from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, parse_manifest, stored_shape
-from megatron_merak.checkpoint.shard import Kind, Shard, Slices, overlaps
+from megatron_merak.checkpoint.shard import Kind, Shard, Slices, in_turns, overlaps
 from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
@@ -117,11 +117,13 @@ def _load(
         with together(group, device):
             for file in sorted(files)[rank::world]:
                 verify_tensors(source / file, manifest.files[file], files[file], manifest.save_id)
-    for name, kind in kinds.items():
-        kind.bring()
+    casts = 0
+    for name, _, turn in in_turns(kinds, group, device):
         with together(group, device):
-            _copy(source, manifest, {name: kind.shards})
-            kind.keep()
+            casts += _copy(source, manifest, {name: turn.shards})
+            turn.keep()
+    if casts:
+        logging.getLogger(__name__).warning("%s: %d tensors changed dtype while they were loaded", source, casts)
 
 
 def _candidates(root: Path, iteration: int | None, faults: list[DamagedError]) -> Iterator[tuple[str, str]]:
@@ -191,7 +193,8 @@ def _check_all_wanted(
     return sorted(wanted)
 
 
-def _copy(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> None:
+def _copy(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> int:
+    """Fill the tensors of ``shards``. Returns how many changed their dtype."""
     copies: dict[str, list[_Copy]] = {}
     casts = 0
     for kind, parts in shards.items():
@@ -204,8 +207,7 @@ def _copy(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]
                     copies.setdefault(saved.file, []).append((part.name, entry, saved, take, view))
     for name in sorted(copies):
         _copy_from(source / name, manifest.files[name]["bytes"], manifest.save_id, copies[name])
-    if casts:
-        logging.getLogger(__name__).warning("%s: %d tensors changed dtype while they were loaded", source, casts)
+    return casts
 
 
 def _copy_from(path: Path, size: int, save_id: str, copies: list[_Copy]) -> None:

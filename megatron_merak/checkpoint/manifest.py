@@ -16,7 +16,7 @@ from megatron_merak.errors import CheckpointError, DamagedError
 NAME = "manifest.json"
 FORMAT = "megatron_merak checkpoint"
 VERSION = 1
-FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-rank-\d{5,}\.safetensors")
+FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-rank-\d{5,}(-\d{4,})?\.safetensors")
 
 _LARGEST = 2**62
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_merak.checkpoint import directory as directories
 from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, is_finite, sync_directory, write_tensors
 from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, check_entry, parse_manifest
-from megatron_merak.checkpoint.shard import Kind, Shard
+from megatron_merak.checkpoint.shard import Kind, Shard, in_turns
 from megatron_merak.errors import CheckpointError, NumericsError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
@@ -45,21 +45,23 @@ def save(
     fresh = directories.directory_of(root, iteration).with_suffix(".new")
     check_finite(shards, group, device)
     kinds = {name: Kind.of(given) for name, given in shards.items()}
-    mine = {name: [part for part in kind.shards if _is_written(part)] for name, kind in kinds.items()}
-    needed = sum(gather_json(sum(part.tensor.nbytes for parts in mine.values() for part in parts), group, device))
+    mine = [part for kind in kinds.values() for part in kind.shards if _is_written(part)]
+    needed = sum(gather_json(sum(part.tensor.nbytes for part in mine), group, device))
     with together(group, device), disk_errors(root, SAVE_REMEDY):
         if rank == 0:
             _prepare(root, iteration, needed)
             fresh.mkdir()
     save_id = broadcast_json(secrets.token_hex(16), group, device)
     try:
-        files, tensors = {}, {}
+        files, tensors = {}, {name: {} for name in kinds}
         told = {"format": "pt", "save_id": save_id, "iteration": str(iteration)}
-        for name, kind in kinds.items():
-            kind.bring()
+        for name, number, turn in in_turns(kinds, group, device):
             with together(group, device), disk_errors(fresh, SAVE_REMEDY):
-                written, tensors[name] = _write(fresh, rank, name, mine[name], told)
+                file = f"{name}-rank-{rank:05d}" + (f"-{number:04d}" if len(kinds[name].turns) > 1 else "")
+                written, entries = _write(fresh, f"{file}.safetensors", name, turn.shards, told)
+                assert not entries.keys() & tensors[name].keys(), f"{name}: this rank owns two parts of one tensor"
                 files |= written
+                tensors[name] |= entries
         with together(group, device), disk_errors(fresh, SAVE_REMEDY):
             sync_directory(fresh)
         reports = gather_json({"files": files, "tensors": tensors}, group, device)
@@ -80,10 +82,9 @@ def check_finite(
     """Raise `NumericsError` on every rank for a trained parameter or its optimizer state that is NaN or infinite."""
     kinds = {name: Kind.of(given) for name, given in shards.items()}
     trained = {part.name for part in kinds["exp_avg"].shards} if "exp_avg" in kinds else None
-    for name, kind in kinds.items():
-        kind.bring()
+    for name, _, turn in in_turns(kinds, group, device):
         with together(group, device):
-            for part in kind.shards:
+            for part in turn.shards:
                 if (trained is None or part.name in trained) and not is_finite(part.tensor):
                     remedy = "Resume from an earlier checkpoint with a lower learning rate; nothing was written"
                     reason = "it holds numbers that are not finite, and such a checkpoint would be of no use"
@@ -106,16 +107,16 @@ def _prepare(root: Path, iteration: int, needed: int) -> None:
         raise CheckpointError("checkpoint directory", root, reason, "Free some space or save elsewhere with --save")
 
 
-def _write(fresh: Path, rank: int, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str]) -> tuple[dict, dict]:
-    """Write this rank's file of one kind. Returns what is to be said of files and of tensors, by name, in JSON."""
+def _write(fresh: Path, file: str, kind: str, parts: Sequence[Shard], told: Mapping[str, str]) -> tuple[dict, dict]:
+    """Write a file of what this rank owns of one kind. Returns, in JSON, what is to be said of files and of tensors."""
     assert _KIND.fullmatch(kind), kind
     fresh.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in parts if _is_written(part)]
     if not parts:
         return {}, {}
     tensors = {part.name: part.tensor for part in parts}
     assert len(tensors) == len(parts), f"{kind}: this rank owns two parts of one tensor"
-    file = f"{kind}-rank-{rank:05d}.safetensors"
-    written, digests = write_tensors(fresh / file, tensors, {**metadata, "kind": kind})
+    written, digests = write_tensors(fresh / file, tensors, {**told, "kind": kind})
     entries = {
         part.name: {
             "shape": part.shape,

@@ -1,9 +1,12 @@
 """What one rank holds of a full tensor, and the arithmetic by which one layout's parts overlap another's."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+
+from ..parallel.agree import gather_json
 
 Intervals = tuple[tuple[int, int], ...]
 Slices = tuple[slice, ...]
@@ -35,21 +38,46 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """This rank's parts of one kind of state ("model", "exp_avg"), which may be gathered from where they are kept.
+class Turn:
+    """Parts whose tensors are there at the same time.
 
-    shards: the parts; their tensors may be memory that several kinds use in turn. bring: called before the tensors of
-    ``shards`` are read or overwritten, on every rank, and may be collective. keep: called after they were overwritten.
+    bring: called before the tensors of ``shards`` are read or overwritten, and may be collective; those of other turns
+    are gone then. keep: called after they were overwritten.
     """
 
-    shards: Sequence[Shard]
+    shards: Sequence[Shard] = ()
     bring: Callable[[], object] = lambda: None
     keep: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """This rank's parts of one kind of state ("model", "exp_avg"), which may be gathered from where they are kept, in
+    memory that many use in turn."""
+
+    turns: Sequence[Turn]
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [shard for turn in self.turns for shard in turn.shards]
 
     @classmethod
     def of(cls, given: "Kind | Sequence[Shard]") -> "Kind":
         """Parts whose tensors are always there are a kind, too."""
-        return given if isinstance(given, cls) else cls(given)
+        return given if isinstance(given, cls) else cls([Turn(given)])
+
+
+def in_turns(
+    kinds: Mapping[str, Kind], group: dist.ProcessGroup | None, device: torch.device | str
+) -> Iterator[tuple[str, int, Turn]]:
+    """(kind, number, turn) of all turns of all kinds, each brought; on ranks that have fewer, empty ones. Collective
+    over ``group``, whose ranks have the same kinds."""
+    counts = gather_json([len(kind.turns) for kind in kinds.values()], group, device)
+    for (name, kind), most in zip(kinds.items(), map(max, zip(*counts, strict=True)), strict=True):
+        for number in range(most):
+            turn = kind.turns[number] if number < len(kind.turns) else Turn()
+            turn.bring()
+            yield name, number, turn
 
 
 def local_shape(shape: Sequence[int], dim: int | None, intervals: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -17,11 +17,11 @@ from megatron_merak.checkpoint.directory import complete_ones, iteration_of, rem
 from megatron_merak.checkpoint.files import disk_errors
 from megatron_merak.checkpoint.load import load
 from megatron_merak.checkpoint.save import SAVE_REMEDY, save
-from megatron_merak.checkpoint.shard import Kind, Shard
+from megatron_merak.checkpoint.shard import Kind, Shard, Turn
 from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.parallel.agree import broadcast_json, together
 
-__all__ = ["Kind", "Shard", "latest", "load", "prune", "save"]
+__all__ = ["Kind", "Shard", "Turn", "latest", "load", "prune", "save"]
 
 
 def latest(root: Path | str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> int | None:

@@ -113,8 +113,8 @@ class NeutralPadding:
                 engine.admit(batches, names)
         except MerakError as error:
             return f"{error.what} {error.value}: {error.reason}", {}
-        found = engine.evaluate(batches, names) if batches else None
-        reason, axes = ("", {}) if found is None else self._axes_of(engine, plain, padded, *found)
+        found = engine.evaluate(batches, names)
+        reason, axes = ("", {}) if not found else self._axes_of(engine, plain, padded, *found)
         return next((text for text in gather_json(reason, control, "cpu") if text), ""), axes
 
     def _axes_of(self, engine, plain: Batch, padded: Batch, short: Mapping, long: Mapping) -> tuple[str, Axes]:

@@ -134,7 +134,7 @@ class Evaluation:
         wanted = wanted or ("loss",)
         plain = [self._counted(batch, has_loss) for batch in batches]
         padded = self._padded(plain, wanted)
-        outputs = self.engine.evaluate(padded, wanted) if batches else None
+        outputs = self.engine.evaluate(padded, wanted)
         if outputs is None:
             return []
         loading, results = self.batches.loading, []

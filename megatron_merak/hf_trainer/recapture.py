@@ -50,7 +50,7 @@ class Moments:
                     rounds = other.to(self.buffer.dtype) == own.to(self.buffer.dtype)
                     other = torch.where(rounds, other, own)
                 own.copy_(other)
-            gatherer.take(state[key], into)
+            engine.buffer.take(state[key], into)
         engine.optimizer.steps = self.optimizer.steps
 
 

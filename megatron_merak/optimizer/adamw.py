@@ -64,7 +64,7 @@ class AdamW:
     def state(self) -> dict[str, torch.Tensor]:
         """The live fp32 tensors [buffer.owned_size] to save, and to load into."""
         state = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return state if self.master is self.buffer.data else state | {"master": self.master}
+        return state | {"master": self.master} if self.buffer.rounds else state
 
     def refresh_master(self) -> None:
         """Take the parameters as they are in the buffer: after they were loaded without a master copy."""
@@ -105,7 +105,7 @@ class AdamW:
 
     def _update(self, rates: Rates, scale: float) -> None:
         self.steps += 1
-        config, rounds = self.config, self.master is not self.buffer.data
+        config, rounds = self.config, self.buffer.rounds
         for own, grad, data, group in self._ranges:
             lr, weight_decay = rates[group]
             ops.adamw_(

@@ -12,17 +12,36 @@ of them. What only the optimizer reads then exists for a rank's own shards alone
 
     main_grad, data   | bucket 1: shard 0 | shard 1 | bucket 0: shard 0 | shard 1 |
     state of rank 1                       | bucket 1          | bucket 0          |
+
+Where they share gradients too (stage 2), or gradients and values (stage 3), a bucket is a unit. `main_grad`, or it and
+`data`, are `Pieces`, one for each bucket, with memory while the unit is at work; what a rank keeps of them is laid out
+as its state.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from math import prod
 from typing import NamedTuple
 
 import torch
 
+from .pieces import Pieces
+
 ALIGNMENT = 64  # elements: 256 bytes in fp32, 128 in bf16, so that every view starts on a cache line
+
+
+class Sharding(IntEnum):
+    """What data-parallel ranks have shards of; each value includes those before it."""
+
+    NOTHING = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+
+Flat = torch.Tensor | Pieces
 
 
 @dataclass(frozen=True)
@@ -90,18 +109,19 @@ class ParameterBuffer:
     entries: unit by unit in forward order. Inside a unit the entries of the first group come first.
     dtype: of `data`; `main_grad` is always fp32.
     bucket_elements: a bucket closes once it holds this many elements; no parameter is split. None: one bucket.
-    shards, shard: how many data-parallel ranks share the optimizer's work, and which of them this one is.
+    sharding: of what data-parallel ranks have shards. shards, shard: how many ranks, and which of them this one is.
 
-    data        [size] dtype     zeros until they are filled through `parameter(name)`
-    master      [owned_size]     fp32, what the optimizer updates and rounds into `data`: `data` itself where that is
-                                 fp32, else a copy, taken when it is first asked for
+    data        [size] dtype     zeros until they are filled through `parameter(name)`; see `filling`
+    master      [owned_size]     fp32, what the optimizer updates and rounds into `own_data`: the same memory where
+                                 that is fp32, else a copy, taken when it is first asked for
     main_grad   [size] fp32      the sum of this step's gradients; between steps, where `spread` puts state
+    rounds                       whether `master` is a copy
     slots       parameter name -> Slot, in order of offset
     buckets     contiguous, disjoint, they cover everything; buckets[0] holds the last parameters
     ranges      contiguous, disjoint, they cover everything, in order of offset; neighbours differ in `group`
     owned       what this rank updates, in order of offset; everything unless `sharded`
-    own_grads   of each of `owned`, the gradient [stop - start]: views of `main_grad`
-    own_data    of each of `owned`, the values: views of `data`
+    own_grads   of each of `owned`, the gradient [stop - start]: views of `main_grad`, unless that is in pieces
+    own_data    of each of `owned`, the values: views of `data`, unless that is in pieces
     """
 
     def __init__(
@@ -112,56 +132,134 @@ class ParameterBuffer:
         bucket_elements: int | None = None,
         shards: int = 1,
         shard: int = 0,
+        sharding: Sharding = Sharding.OPTIMIZER,
     ):
         assert bucket_elements is None or bucket_elements > 0, bucket_elements
         assert 0 <= shard < shards, (shard, shards)
-        self.sharded, self.shard = shards > 1, shard
+        self.sharding, self.shard = sharding if shards > 1 else Sharding.NOTHING, shard
+        self.sharded, self.rounds = self.sharding > Sharding.NOTHING, dtype != torch.float32
         if dtype == torch.float32:  # then `data` is the master copy, and no entry lies apart
             entries = [[replace(entry, fp32=False) for entry in group] for group in entries]
         if self.sharded:
-            self.slots, self.size, self.buckets = _lay_out_shards(entries, bucket_elements, shards * ALIGNMENT)
+            by_unit = self.sharding >= Sharding.GRADIENTS
+            runs = _runs_of_units(entries) if by_unit else _runs_of_size(entries, bucket_elements or math.inf)
+            self.slots, self.size, self.buckets = _lay_out_shards(runs, shards * ALIGNMENT)
         else:
             self.slots, self.size = _lay_out(entries)
             self.buckets = _cut_into_buckets(self.slots, self.size, bucket_elements or max(self.size, 1))
         self.owned = _owned(self.buckets, self.size, shards, shard)
         self.owned_size = sum(stop - start for start, stop, _ in self.owned)
-        places = zip(reversed(self.buckets), self.owned, strict=True) if self.sharded else ()
+        places = [*zip(reversed(self.buckets), self.owned, strict=True)] if self.sharded else ()
+        self._piece_of = {bucket: number for number, (bucket, _) in enumerate(places)}
         self._shard_of = {bucket: (start, stop) for bucket, (start, stop, _) in places if bucket.sharded}
         self.ranges = _merge_ranges(self.slots, self.size)
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.data = torch.zeros(self.size, dtype=dtype, device=device)
-        self._master: torch.Tensor | None = None
-        self.main_grad = torch.zeros(self.size, dtype=torch.float32, device=device)
-        self.own_data = tuple(self.data[start:stop] for start, stop, _ in self.owned)
-        self.own_grads = tuple(self.main_grad[start:stop] for start, stop, _ in self.owned)
+        self.dtype, self.device = dtype, torch.device(device)
+        self.data, self._values, self.own_data = self._flat(dtype, self.sharding >= Sharding.PARAMETERS)
+        self.main_grad, _, self.own_grads = self._flat(torch.float32, self.sharding >= Sharding.GRADIENTS)
+        self._master = None if self.rounds else self._values
 
-    def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+    def _flat(self, dtype: torch.dtype, apart: bool) -> tuple[Flat, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """A flat tensor, or its pieces and the memory of what this rank keeps of it; and views of what it owns."""
+        if not apart:
+            flat = torch.zeros(self.size, dtype=dtype, device=self.device)
+            return flat, flat, tuple(flat[start:stop] for start, stop, _ in self.owned)
+        bounds = [(bucket.start, bucket.stop) for bucket in reversed(self.buckets)]
+        named = {name: (slot.start, slot.stop, slot.shape) for name, slot in self.slots.items()}
+        pieces = Pieces(bounds, named, dtype, self.device)
+        own = torch.zeros(self.owned_size, dtype=dtype, device=self.device)
+        return pieces, own, tuple(own[offset : offset + stop - start] for start, stop, offset in self.owned)
+
+    def piece_of(self, bucket: Bucket) -> int:
+        """The number of its piece, and of its place in `owned`, where buckets are sharded."""
+        return self._piece_of[bucket]
+
+    def view(self, flat: Flat, name: str) -> torch.Tensor:
         """The part of `flat` ([size], any dtype) that belongs to parameter `name`, in its shape."""
+        if isinstance(flat, Pieces):
+            return flat.named[name]
         slot = self.slots[name]
         return flat[slot.start : slot.stop].view(slot.shape)
 
     @property
     def master(self) -> torch.Tensor:
         if self._master is None:
-            self._master = self.data if self.dtype == torch.float32 else self.own(self.data).to(torch.float32)
+            self._master = self._joined(self.own_data).to(torch.float32)
         return self._master
+
+    def turns(self, flat: Flat) -> list[tuple[Bucket, ...]]:
+        """The buckets of `flat` that have memory at a time: all of them, or of pieces one by one."""
+        buckets = self.buckets[::-1]
+        return [(bucket,) for bucket in buckets] if isinstance(flat, Pieces) else [buckets]
+
+    def allocate(self, flat: Flat, buckets: Sequence[Bucket]) -> None:
+        """Give `flat` memory for ``buckets``, and take it from all others, if it is in pieces."""
+        if isinstance(flat, Pieces):
+            wanted = {self._piece_of[bucket] for bucket in buckets}
+            for number in range(len(flat)):
+                if number not in wanted:
+                    flat.release(number)
+            for number in wanted:
+                flat.allocate(number)
+
+    def filling(self) -> Iterator[tuple[Bucket, ...]]:
+        """All buckets, those together that have memory at a time: while they are yielded, `data` and `main_grad` may be
+        written, and hold zeros before."""
+        flats = (self.data, self.main_grad)
+        for buckets in self.turns(self.main_grad):
+            for flat in flats:
+                self.allocate(flat, buckets)
+                for bucket in buckets if isinstance(flat, Pieces) else ():
+                    flat[bucket.start : bucket.stop].zero_()
+            yield buckets
+            self.seal(buckets)
+        for flat in flats:
+            self.allocate(flat, ())
+
+    def seal(self, buckets: Sequence[Bucket]) -> None:
+        """After ``buckets`` of `data` were written: keep what this rank owns of them, where that is all it keeps."""
+        if isinstance(self.data, Pieces):
+            for bucket in buckets:
+                number = self._piece_of[bucket]
+                start, stop, _ = self.owned[number]
+                self.own_data[number].copy_(self.data[start:stop])
 
     def shard_of(self, bucket: Bucket) -> tuple[int, int]:
         """Elements [start, stop) of a sharded bucket that this rank owns."""
         return self._shard_of[bucket]
 
-    def own(self, flat: torch.Tensor) -> torch.Tensor:
+    def own(self, flat: Flat) -> torch.Tensor:
         """What this rank owns of `flat` ([size]), one shard behind the other: [owned_size], `flat` if it owns all."""
-        return torch.cat([flat[:0], *(flat[start:stop] for start, stop, _ in self.owned)]) if self.sharded else flat
+        if not self.sharded:
+            return flat
+        return self._joined([flat[start:stop] for start, stop, _ in self.owned])
 
-    def spread(self, state: torch.Tensor) -> torch.Tensor:
+    def own_gradient(self) -> torch.Tensor:
+        """`own_grads` one behind the other: [owned_size]."""
+        return self._joined(self.own_grads)
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return (
+            parts[0] if len(parts) == 1 else torch.cat([torch.zeros(0, dtype=self.dtype, device=self.device), *parts])
+        )
+
+    def take(self, state: torch.Tensor, flat: Flat, buckets: Sequence[Bucket] | None = None) -> None:
+        """The inverse of `spread`: what this rank owns of ``flat``, where that is another tensor, into ``state``."""
+        if not self.sharded and state is not flat:
+            state.copy_(flat)
+        for bucket in (self.buckets if buckets is None else buckets) if self.sharded else ():
+            start, stop, offset = self.owned[self._piece_of[bucket]]
+            state[offset : offset + stop - start].copy_(flat[start:stop])
+
+    def spread(self, state: torch.Tensor, buckets: Sequence[Bucket] | None = None) -> Flat:
         """`state` ([owned_size]) at its places in a flat tensor [size]: itself if this rank owns everything, else
-        `main_grad`, whose other elements stay."""
+        `main_grad`, whose other elements stay. Of ``buckets``, all by default, which have memory then."""
         if not self.sharded:
             return state
-        for start, stop, offset in self.owned:
-            self.main_grad[start:stop] = state[offset : offset + stop - start]
+        buckets = self.buckets if buckets is None else buckets
+        self.allocate(self.main_grad, buckets)
+        for bucket in buckets:
+            start, stop, offset = self.owned[self._piece_of[bucket]]
+            self.main_grad[start:stop].copy_(state[offset : offset + stop - start])
         return self.main_grad
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -180,13 +278,12 @@ class ParameterBuffer:
 
     def _rounded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What this rank owns of every parameter in `data`, and what of `master` is rounded into it."""
-        if self.master is self.data:
-            return
-        for slot in self.slots.values():
-            for start, stop, offset in self.owned if not slot.fp32 else ():
+        for slot in self.slots.values() if self.rounds else ():
+            for (start, stop, offset), data in zip(self.owned, self.own_data, strict=True) if not slot.fp32 else ():
                 first, last = max(start, slot.start), min(stop, slot.stop)
                 if first < last:
-                    yield self.data[first:last], self.master[offset + first - start : offset + last - start]
+                    own = slice(offset + first - start, offset + last - start)
+                    yield data[first - start : last - start], self.master[own]
 
     def grad(self, name: str) -> torch.Tensor:
         return self.view(self.main_grad, name)
@@ -218,31 +315,41 @@ def _lay_out(groups: Sequence[Sequence[BufferEntry]], offset: int = 0) -> tuple[
     return slots, offset
 
 
-def _lay_out_shards(
-    groups: Sequence[Sequence[BufferEntry]], bucket_elements: int | None, alignment: int
-) -> tuple[dict[str, Slot], int, tuple[Bucket, ...]]:
-    """As `_lay_out` and `_cut_into_buckets`, with every bucket of a length that `alignment` divides.
+def _runs_of_size(groups: Sequence[Sequence[BufferEntry]], bucket_elements: float) -> list[list[BufferEntry]]:
+    """The entries of each bucket, in forward order, each of at least so many elements.
 
     Entries used in fp32 lie in the master copy itself, which each rank therefore has all of: they come first, in a
     bucket that is not sharded. A tied entry has a bucket of its own, so that ranks with other neighbours cut it alike.
     """
-    apart = [entry for group in groups for entry in group if entry.fp32]
     order = [e for group in groups for e in sorted(group, key=lambda entry: entry.group) if not e.fp32]
     runs: list[list[BufferEntry]] = [[]]  # of each bucket, from the end
     held = 0
     for entry in reversed(order):
-        full = held >= (bucket_elements or math.inf)
-        if runs[-1] and (full or entry.tied or runs[-1][-1].tied):
+        if runs[-1] and (held >= bucket_elements or entry.tied or runs[-1][-1].tied):
             runs.append([])
             held = 0
         runs[-1].append(entry)
         held += _align(prod(entry.shape))
-    runs.append(apart[::-1])
+    apart = [entry for group in groups for entry in group if entry.fp32]
+    return [run for run in (apart, *(run[::-1] for run in reversed(runs))) if run]
+
+
+def _runs_of_units(groups: Sequence[Sequence[BufferEntry]]) -> list[list[BufferEntry]]:
+    """As `_runs_of_size`, with a bucket for each unit."""
+    plain = [[entry for entry in group if not entry.fp32] for group in groups]
+    apart = [entry for group in groups for entry in group if entry.fp32]
+    return [run for run in (apart, *(run for group in plain for run in _runs_of_size([group], math.inf))) if run]
+
+
+def _lay_out_shards(
+    runs: Sequence[Sequence[BufferEntry]], alignment: int
+) -> tuple[dict[str, Slot], int, tuple[Bucket, ...]]:
+    """As `_lay_out` and `_cut_into_buckets`, of given buckets, each of a length that `alignment` divides."""
     slots: dict[str, Slot] = {}
     buckets: list[Bucket] = []
     offset = 0
-    for run in reversed([run for run in runs if run]):
-        placed, size = _lay_out([run[::-1]], offset)
+    for run in runs:
+        placed, size = _lay_out([run], offset)
         stop = offset + -(-(size - offset) // alignment) * alignment
         buckets.append(Bucket(offset, stop, tuple(reversed(placed)), not run[0].fp32))
         slots |= placed

@@ -19,6 +19,7 @@ from ..pipeline_parallel.ops import Kind
 from ..segment import Collective, Common, In, Segment
 from .collectives import Done, launch, own_gradient
 from .regather import Regather
+from .units import Tour
 from .weights import Product, WeightGradients
 
 Step = tuple[Kind, Segment]  # F, R (forward again) or B of one segment
@@ -210,13 +211,17 @@ class Engine:
         state.wait(name)
         return state.values.pop(name)
 
-    def finish_weights(self, state: State, done: Report | None = None) -> None:
+    def finish_weights(self, state: State, done: Report | None = None, tour: Tour | None = None) -> None:
         """Work off the weight gradients that a backward with ``hold`` left, in its order."""
         for segment, products in state.queue:
+            if tour is not None:
+                tour.reach(segment.unit)
             self.weights.drain(products)
             if done is not None:
                 done(segment)
         state.queue.clear()
+        if tour is not None:
+            tour.end()
 
     def _forward(self, state: State, segment: Segment, tape: bool, again: bool) -> None:
         self._arrive(segment)
@@ -270,7 +275,7 @@ class Engine:
                 regather.start(self._launch)
             # Parameters whose gradient the sink takes are asked for too: autograd runs only what leads to a request.
             found = torch.autograd.grad(roots, wanted + self._edges[segment], grads, allow_unused=True)
-            self.weights.queue = None
+            self.weights.queue = products if hold else None
             del roots, exits
             inputs = [i for i, edge in zip(segment.ins, entries, strict=True) if edge is not None]
             held = [tensor for product in products for tensor in product.tensors]
@@ -278,6 +283,7 @@ class Engine:
             for parameter, grad in zip(self._trained[segment], found[len(wanted) :], strict=True):
                 if grad is not None:
                     self.weights.add(parameter, grad)
+            self.weights.queue = None
         if hold:
             state.queue.append((segment, products))
         else:
@@ -309,7 +315,7 @@ class Engine:
 class Pass:
     """A forward, recomputation or backward of one micro-batch, or of a half, through a stage.
 
-    hold: weight gradients wait for a W. done: called after each segment's backward.
+    hold: weight gradients wait for a W. done: called after each segment's backward. tour: brings what is sharded.
     """
 
     engine: Engine
@@ -317,12 +323,17 @@ class Pass:
     runs: tuple[Run, ...]
     hold: bool = False
     done: Report | None = None
+    tour: Tour | None = None
 
     def perform(self, run: Run) -> None:
         for step in run:
+            if self.tour is not None:
+                self.tour.reach(step[1].unit)
             self.engine.perform(self.state, step, self.hold)
             if self.done is not None and step[0] is Kind.B:
                 self.done(step[1])
+        if self.tour is not None and run is self.runs[-1]:
+            self.tour.end()
 
 
 def execute(passes: Sequence[Pass]) -> None:

@@ -70,6 +70,8 @@ class Executor:
     ) -> StepLoss | None:
         """Run every op in order; ``batches`` has one entry per micro-batch, on every rank.
 
+        A forward-only schedule may have more micro-batches: what they read is brought, as other replicas expect, and
+        nothing is computed.
         ``training`` turns dropout on and adds gradients to ``main_grad``. What the model hands out beside its loss is
         in ``results`` afterwards, one dict per micro-batch, on the last stage. ``weights``: factors of the
         micro-batches' losses, 1 by default.
@@ -82,6 +84,9 @@ class Executor:
         self._stopwatch = None if self.trace is None else self._new_stopwatch()
         self._marks: list[tuple[str, Any, Any]] = []
         for entry in self.program:
+            if ops_of(entry)[0].microbatch >= len(batches):
+                self._idle(entry)
+                continue
             self._run(entry)
             for op in ops_of(entry):
                 if self.ends[op.stage, op.microbatch] == op:
@@ -114,6 +119,12 @@ class Executor:
         if computes:
             ended = self._stopwatch.mark()
             self._marks += [(str(op), began, ended) for op in ops]
+
+    def _idle(self, entry: Entry) -> None:
+        for op in ops_of(entry):
+            tour = self.stages[op.stage].tour(op.kind) if op.kind.is_compute else None
+            if tour is not None:
+                tour.end()
 
     def _await(self, ops: Sequence[Op]) -> None:
         """Wait for what the ops receive, so that a trace shows when they could run."""

@@ -5,11 +5,14 @@ from collections.abc import Collection, Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from ..parallel.buffers import ParameterBuffer
+from ..errors import PlanError
+from ..parallel.buffers import ParameterBuffer, Sharding
 from ..parallel.mesh import Mesh
+from ..pipeline_parallel.ops import Kind
 from ..segment import Segment
 from .grads import GradientReducer
 from .shards import ShardGatherer
+from .units import Tour, UnitShards, visits_of
 from .weights import Gradient, WeightGradients
 
 
@@ -23,7 +26,8 @@ class RankParameters:
     those that other ranks of the pipeline hold as well, with the group of the ranks that do. overlap: reduce gradients
     over replicas while the backward runs. gathers_early: gather updated shards while the next forward runs. partial:
     those whose gradients are in parts over tensor-parallel ranks in any case, beside the replicated ones that sharded
-    segments read. shared: how many stages of this rank use a parameter, where that is more than one.
+    segments read. shared: how many stages of this rank use a parameter, where that is more than one. reads: the
+    trainable parameters that each unit reads.
     """
 
     def __init__(
@@ -37,17 +41,29 @@ class RankParameters:
         gathers_early: bool = True,
         partial: Collection[str] = (),
         shared: Mapping[str, int] | None = None,
+        reads: Mapping[int, Collection[str]] | None = None,
     ):
         self.buffer, self.names, self.mesh = buffer, names, mesh
         self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
-        self.weights = WeightGradients({parameter: self._grads[name] for parameter, name in names.items()})
+        by_unit = buffer.sharding >= Sharding.GRADIENTS
+        self.weights = WeightGradients({parameter: self._grads[name] for parameter, name in names.items()}, by_unit)
+        self.units = UnitShards(buffer, mesh.dp, self._grads, reads or {}, overlap) if by_unit else None
         self.reducer = GradientReducer(buffer, mesh.dp, overlap)
         self.gatherer = ShardGatherer(buffer, mesh.dp, gathers_early)
         self._replicated, self._ties, self._shared = replicated, ties, dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)
 
     def used_by(self, segments: Sequence[Segment]) -> dict[Segment, list[str]]:
-        """Admit the segments of a program. Returns the parameters that each one's backward uses last."""
+        """Admit the segments of a program. Returns the parameters that each one's backward uses last.
+
+        Raises PlanError where parameters are sharded and a segment reads one that is not there when its unit runs.
+        """
+        for segment in segments if self.units is not None else ():
+            for name in (self.names[parameter] for parameter in segment.parameters if parameter in self.names):
+                if not self.units.serves(segment.unit, name):
+                    reason = f"unit {segment.unit} uses it for this batch, and did not for the first one"
+                    remedy = "Start with a batch like this one, or use --data-parallel-sharding-strategy optim"
+                    raise PlanError("parameter", name, reason, remedy)
         first_use = {p: s for s in reversed(segments) for p in s.parameters if p in self.names}
         last: dict[Segment, list[str]] = {}
         for parameter, segment in first_use.items():
@@ -62,11 +78,20 @@ class RankParameters:
         if self.gatherer.pending:
             self.gatherer.wait(self.names[parameter] for parameter in segment.parameters if parameter in self.names)
 
+    def tour(
+        self, kind: Kind, units: Sequence[int], again: Collection[Sequence[int]] = (), hold: bool = False
+    ) -> Tour | None:
+        """What brings the parameters, and reduces the gradients, of a pass over a stage's units; see `visits_of`."""
+        return None if self.units is None else Tour(self.units, visits_of(kind, units, again, hold))
+
     def start_step(self) -> None:
+        self.gatherer.hold_gradient(False)
+        if self.units is not None:
+            self.units.start()
+            return
         for grad in self._grads.values():
             grad.start()
         self.reducer.start()
-        self.gatherer.hold_gradient(False)
         self._users = dict(self._shared)
 
     def ready(self, name: str) -> None:
@@ -80,9 +105,12 @@ class RankParameters:
         """Make the gradients final: sum them over replicas, and where a parameter's gradient is in parts, over its
         holders.
         """
-        for grad in self._grads.values():
-            grad.settle()
-        self.reducer.finish()
+        if self.units is not None:
+            self.units.finish()
+        else:
+            for grad in self._grads.values():
+                grad.settle()
+            self.reducer.finish()
         partial = [(name, self.mesh.tp) for name in self.buffer.slots if name in self._partial]
         for name, group in (*partial, *self._ties):
             for own in self.buffer.own_grad(name):

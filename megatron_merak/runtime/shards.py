@@ -1,12 +1,13 @@
 """What data-parallel ranks gather of one another, where each of them updates its own shards of the parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.buffers import ParameterBuffer
+from ..parallel.buffers import Bucket, Flat, ParameterBuffer, Sharding
+from ..parallel.pieces import Pieces
 from ..tensor_parallel.sequence import gather_single
 
 
@@ -14,6 +15,8 @@ class ShardGatherer:
     """All-gathers of a sharded `ParameterBuffer`; where the buffer is not sharded nothing is sent, and nothing waits.
 
     Per step: `launch()` after the optimizer; then `wait(names)` before parameters are read, or `finish()` for all.
+    Where parameters are sharded, each pass gathers its own, and `launch` only releases what is out of date; between
+    passes `bring()` gathers some of them, and the buffer's `seal` takes over what was written then.
     `full()` needs the gradient's memory. Between `hold_gradient()` and the optimizer's step it keeps what this rank
     owns of the gradient aside, and `restore_gradient()` puts that back.
 
@@ -37,6 +40,9 @@ class ShardGatherer:
         """Start to gather the updated parameters. Collective over ``group``, in which all ranks have the same order."""
         self.finish()
         self._holds, self._aside = False, None
+        if isinstance(self.buffer.data, Pieces):
+            self.buffer.data.release_all()
+            return
         self._works = dict(enumerate(self._gather(self.buffer.data)))
         if not self.overlap:
             self.finish()
@@ -53,15 +59,34 @@ class ShardGatherer:
             self._works.pop(number).wait()
 
     @torch.no_grad()
-    def full(self, state: Tensor) -> Tensor:
-        """A rank's optimizer state ([buffer.owned_size]) as that of all ranks: [buffer.size].
+    def bring(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Return when ``buffer.data`` has the parameters of ``buckets``, all by default, until the next pass.
+
+        Where parameters are sharded it loses all others. Collective over ``group``.
+        """
+        self.finish()
+        buffer, data = self.buffer, self.buffer.data
+        if isinstance(data, Pieces):
+            buckets = buffer.buckets if buckets is None else buckets
+            buffer.allocate(data, buckets)
+            for bucket in buckets:
+                number = buffer.piece_of(bucket)
+                start, stop, _ = buffer.owned[number]
+                data[start:stop].copy_(buffer.own_data[number])
+            for work in self._gather(data, buckets):
+                work.wait()
+
+    @torch.no_grad()
+    def full(self, state: Tensor, buckets: Sequence[Bucket] | None = None) -> Flat:
+        """A rank's optimizer state ([buffer.owned_size]) as that of all ranks: [buffer.size]; of ``buckets`` only,
+        where given.
 
         Where the buffer is sharded this is its ``main_grad``, overwritten. Collective over ``group`` then.
         """
-        if self._holds and self._aside is None and self.buffer.sharded:
-            self._aside = self.buffer.own(self.buffer.main_grad)
-        flat = self.buffer.spread(state)
-        for work in self._gather(flat):
+        if self._holds and self._aside is None and self.buffer.sharding == Sharding.OPTIMIZER:
+            self._aside = self.buffer.own_gradient().clone()
+        flat = self.buffer.spread(state, buckets)
+        for work in self._gather(flat, buckets):
             work.wait()
         return flat
 
@@ -76,16 +101,13 @@ class ShardGatherer:
             self.buffer.spread(self._aside)
             self._aside = None
 
-    @torch.no_grad()
-    def take(self, state: Tensor, flat: Tensor) -> None:
-        """The inverse of `full`, without communication: this rank's shards of ``flat`` into ``state``."""
-        if state is not flat:
-            state.copy_(self.buffer.own(flat))
-
-    def _gather(self, flat: Tensor) -> list[dist.Work]:
-        works, flat = [], flat.data  # with a version of its own: parameters of other buckets are in use already
+    def _gather(self, flat: Flat, buckets: Sequence[Bucket] | None = None) -> list[dist.Work]:
+        works = []
         for bucket in self._buckets:
+            if buckets is not None and bucket not in buckets:
+                continue
             start, stop = self.buffer.shard_of(bucket)
-            whole = flat[bucket.start : bucket.stop]
-            works.append(gather_single(whole, flat[start:stop], group=self.group, async_op=True))
+            whole = flat[bucket.start : bucket.stop].data  # has a version of its own: other buckets are in use already
+            own = whole[start - bucket.start : stop - bucket.start]
+            works.append(gather_single(whole, own, group=self.group, async_op=True))
         return works

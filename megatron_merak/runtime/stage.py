@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..parallel.mesh import Mesh
+from ..pipeline_parallel.ops import Kind
 from ..segment import Common, Segment
 from ..tensor_parallel import default_generator, derive_seed
 from .engine import Engine, Pass, State
 from .parameters import RankParameters
 from .program import LOSS, Program
+from .units import Tour
 
 Batch = Mapping[str, Tensor]
 Split = Callable[[Batch], Sequence[Batch]]
@@ -54,7 +56,7 @@ class Stage:
     program_for: (batch, training) -> the program for a micro-batch of that shape; asked again, it returns the same
     object. recompute: runs of units that keep no tape. mode: called with ``training`` before a schedule runs.
     split: a micro-batch of training -> the parts that take turns in the segments. overlap: collectives run behind
-    other work.
+    other work. units: of the model's chain, in forward order.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Stage:
         mode: Callable[[bool], object] | None = None,
         split: Split | None = None,
         overlap: bool = True,
+        units: Sequence[int] = (),
     ):
         self.index, self.program_for, self.held, self.recompute = index, program_for, held, recompute
+        self.units = units
         self.mesh, self.seed, self.mode, self.split, self.overlap = mesh, seed, mode, split, overlap
         self.generator = default_generator(mesh.device)
         self.parts: dict[int, list[Part]] = {}
@@ -115,14 +119,20 @@ class Stage:
             return torch.ones((), device=self.mesh.device)
         return sum(part.program.count(part.state.common) for part in self.parts[microbatch])
 
+    def tour(self, kind: Kind, again: Collection[Sequence[int]] = (), hold: bool = False) -> Tour | None:
+        """What a pass visits; ``again``: runs of units that it recomputes, ``hold``: as in `backward`."""
+        return self.held.tour(kind, self.units, again, hold)
+
     def forward(self, microbatch: int) -> list[Pass]:
-        return [Pass(p.runner.engine, p.state, p.runner.engine.forward_runs) for p in self.parts[microbatch]]
+        tour = self.tour(Kind.F)
+        return [Pass(p.runner.engine, p.state, p.runner.engine.forward_runs, tour=tour) for p in self.parts[microbatch]]
 
     def again(self, microbatch: int) -> list[Pass]:
         """The recomputation that a backward would do otherwise."""
         for part in self.parts[microbatch]:
             part.state.recomputed = True
-        return [Pass(p.runner.engine, p.state, p.runner.engine.recompute_runs) for p in self.parts[microbatch]]
+        tour, parts = self.tour(Kind.R, self.recompute), self.parts[microbatch]
+        return [Pass(p.runner.engine, p.state, p.runner.engine.recompute_runs, tour=tour) for p in parts]
 
     def backward(self, microbatch: int, loss_scale: Tensor | None, hold: bool, last: bool) -> list[Pass]:
         """``loss_scale``: gradient of the step's loss with respect to this micro-batch's, on the last stage only.
@@ -130,19 +140,29 @@ class Stage:
         ``hold``: weight gradients wait for `finish_weights`. ``last``: no micro-batch follows in this step, so
         gradients become final as the segments finish.
         """
-        parts, report = self.parts[microbatch], self._reports(microbatch) if last and not hold else None
+        parts, by_unit = self.parts[microbatch], self.held.units is not None
+        report = self._reports(microbatch) if last and not hold and not by_unit else None
+        again = () if any(part.state.recomputed for part in parts) else self.recompute
+        tour = self.tour(Kind.B, again, hold)
         for part in parts if loss_scale is not None else ():
             part.state.add_grad(LOSS, loss_scale)
         return [
-            Pass(p.runner.engine, p.state, p.runner.engine.backward_runs(p.state), hold, report and report(p.runner))
+            Pass(
+                p.runner.engine,
+                p.state,
+                p.runner.engine.backward_runs(p.state),
+                hold,
+                report and report(p.runner),
+                tour,
+            )
             for p in parts
         ]
 
     def finish_weights(self, microbatch: int, last: bool) -> None:
         """The weight gradients that a backward left; ``last`` as in `backward`."""
-        report = self._reports(microbatch) if last else None
+        report = self._reports(microbatch) if last and self.held.units is None else None
         for part in self.parts[microbatch]:
-            part.runner.engine.finish_weights(part.state, report and report(part.runner))
+            part.runner.engine.finish_weights(part.state, report and report(part.runner), self.tour(Kind.W))
 
     def _reports(self, microbatch: int) -> Callable[[_Runner], Callable[[Segment], None]]:
         """What tells that gradients are final, when every part of the micro-batch is through with a segment."""

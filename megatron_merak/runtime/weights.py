@@ -63,8 +63,8 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """What is to be added to ``grad``: grad_output.T @ input, or, with ``index``, rows of grad_output at those of
-    ``index``."""
+    """What is to be added to ``grad``: grad_output.T @ input; with ``index``, rows of grad_output at those of
+    ``index``; with neither, grad_output as it is."""
 
     grad: Gradient
     grad_output: Tensor
@@ -80,6 +80,8 @@ class Product:
     def accumulate(self) -> None:
         if self.index is not None:
             self.grad.add_rows(self.index, self.grad_output)
+        elif self.input is None:
+            self.grad.add(self.grad_output)
         else:
             self.grad.add_product(self.grad_output, self.input)
 
@@ -89,11 +91,12 @@ class WeightGradients:
 
     grads: of each parameter; what is handed in for any other one (frozen) is dropped. While ``queue`` is a list,
     products are appended to it, for ``drain``, but for those that must be done now. ``getters``: of the inputs of the
-    segment that runs, those that a backward gets otherwise than by keeping them.
+    segment that runs, those that a backward gets otherwise than by keeping them. queues_all: what autograd returned is
+    appended as well.
     """
 
-    def __init__(self, grads: Mapping[Tensor, Gradient]):
-        self.grads = dict(grads)
+    def __init__(self, grads: Mapping[Tensor, Gradient], queues_all: bool = False):
+        self.grads, self._queues_all = dict(grads), queues_all
         self.queue: list[Product] | None = None
         self.getters: Mapping[Tensor, Callable[[], Tensor]] = {}
 
@@ -118,7 +121,10 @@ class WeightGradients:
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         """A gradient that autograd returned (norms, biases), in the parameter's shape."""
-        self.grads[parameter].add(grad)
+        if self.queue is not None and self._queues_all:
+            self.queue.append(Product(self.grads[parameter], grad))
+        else:
+            self.grads[parameter].add(grad)
 
     def drain(self, products: Sequence[Product]) -> None:
         """Do what was queued."""

@@ -19,6 +19,7 @@ from ..errors import CheckpointError, PlanError
 from ..graph.capture.outputs import SAME
 from ..optimizer.adamw import AdamW, Rates, StepResult
 from ..parallel.agree import gather_json, together
+from ..parallel.buffers import Sharding
 from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
 from ..runtime.executor import Executor
@@ -32,7 +33,7 @@ from .guard import unguarded
 from .holdings import Holdings
 from .kernels import check_kernels
 from .native import shared_here, tie_groups
-from .optimizer_state import optimizer_kinds
+from .optimizer_state import optimizer_kinds, weights_kind
 from .parameter_groups import GroupOf, matrices_and_others
 from .proofs import difference
 from .replicas import Replicas
@@ -94,7 +95,7 @@ class CapturedTrainer:
 
     def share_weights(self) -> UserModel:
         """From now on the model that was given has the trained weights, or says that it does not."""
-        follow, shares = self.holdings.follow_edits, self.holdings.shares_exact
+        follow, shares = self.holdings.follow_edits, self.holdings.shares_weights
         self.user_model = UserModel(self.model, self.exported, self.mesh, follow, shares)
         return self.user_model
 
@@ -130,11 +131,13 @@ class CapturedTrainer:
             plan.overlap_param_gather,
             self.blueprint.partial,
             {name: shared[name,] for name in trained if (name,) in shared},
+            {unit: [name for name in holdings.reads(unit) if name in self.buffer.slots] for unit in holdings.units},
         )
 
     def _stage(self, index: int, programs: Programs) -> Stage:
         runs, behind = self.plan.stages[index].runs, self.plan.overlap != "none"
-        return Stage(index, programs, self.parameters, runs, self.mesh, self.seed, split=self._parts, overlap=behind)
+        given = (index, programs, self.parameters, runs, self.mesh, self.seed)
+        return Stage(*given, split=self._parts, overlap=behind, units=self.plan.stages[index].units)
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """A prepared micro-batch as it runs: in halves where the plan says so and their losses add up."""
@@ -213,11 +216,15 @@ class CapturedTrainer:
         """Forward without dropout: per micro-batch the outputs, by their names, on ranks of the last stage, else None.
 
         outputs: names, and "*" for all but the loss and those that "!name" names; tensors of a tuple or dictionary are
-        called after their place, such as "hidden_states.0".
+        called after their place, such as "hidden_states.0". Replicas that share parameters call it together, some of
+        them maybe with fewer batches or none.
         """
         for programs in self.programs.values():
             programs.wanted = tuple(outputs)
-        executor = self.executor(len(batches), False)
+        count = self._most(len(batches))
+        if not count:
+            return None
+        executor = self.executor(count, False)
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         if executor.run(prepared, self.iteration, training=False) is None:
             return None
@@ -230,6 +237,14 @@ class CapturedTrainer:
             called = {each: result[value] for value, names in named if value in result for each in names.split(SAME)}
             found.append({"loss": loss[0]} | called)
         return found
+
+    def _most(self, batches: int) -> int:
+        """How many batches the replica with most of them has, where replicas need each other's parameters."""
+        if self.buffer.sharding < Sharding.PARAMETERS:
+            return batches
+        most = torch.tensor(batches, device=self.mesh.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.dp)
+        return int(most)
 
     def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:
         """Capture what an evaluation of ``batches`` needs, where it is new. Raises TraceError."""
@@ -262,18 +277,20 @@ class CapturedTrainer:
     def exported(self) -> list[store.Shard]:
         """All that is trained, in the dtypes of the model that was given; of sharded fp32 weights a copy in the
         gradient's memory. Collective over all ranks."""
-        self.parameters.gatherer.finish()
+        self.parameters.gatherer.bring()
         if self.holdings.shares_exact:
             self.parameters.gatherer.full(self.buffer.master)
         return [*self.holdings.exported(), *self.running.shards()]
 
     def _state(self) -> dict[str, store.Kind]:
-        self.parameters.gatherer.finish()
-        weights = [*self.shards(), *self.running.shards()]
-        if has_adapters(self.model):  # its base is not trained, and whoever resumes has it
-            weights = [shard for shard in self.shards() if shard.name in self.buffer.slots]
-        kinds = optimizer_kinds(self.optimizer, self.parameters.gatherer, self.shards)
-        return {"model": store.Kind(weights)} | kinds
+        gatherer = self.parameters.gatherer
+        others = () if has_adapters(self.model) else self.others()  # a base is not trained, and whoever resumes has it
+        kinds = {"model": weights_kind(gatherer, self.shards, others)}
+        return kinds | optimizer_kinds(self.optimizer, gatherer, self.shards)
+
+    def others(self) -> list[store.Shard]:
+        """What a training state has beside the parameters that are trained."""
+        return [*self.holdings.others(), *self.running.shards()]
 
     def check_finite(self) -> None:
         """Raise NumericsError on every rank when a trained weight or its optimizer state is not finite."""

@@ -1,6 +1,6 @@
 """What one rank holds of a captured model: its parts of the parameters that its stages use, filled."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.hf import ModuleSource, Source, fill, source_of
 from ..checkpoint.store import Shard
-from ..parallel.agree import broadcast_json, together
-from ..parallel.buffers import BufferEntry, ParameterBuffer
+from ..parallel.agree import broadcast_json, gather_json, together
+from ..parallel.buffers import BufferEntry, Flat, ParameterBuffer, Sharding
 from ..parallel.mesh import Mesh
 from ..plan import TensorSharding
 from .adapters import has_adapters, name_before
@@ -55,7 +55,8 @@ class Holdings:
     """Of one rank, all its stages together: trainable parameters as views of ``buffer``, frozen ones beside it.
 
     Parameters that the loss does not use stay with the first stage, so that nothing is lost on the way to disk.
-    parameters: what segments read, by name. stages_of: the stages that use each parameter of the model.
+    parameters: what segments read, by name. stages_of: the stages that use each parameter of the model. units: of all
+    these stages, in order.
     """
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh, group_of: GroupOf):
@@ -63,8 +64,8 @@ class Holdings:
         self.model = blueprint.traced.model
         self.stages = blueprint.plan.stages_of(mesh.pp_rank)
         self.stages_of = blueprint.stages_of()
-        units = [unit for stage in self.stages for unit in blueprint.plan.stages[stage].units]
-        used = [blueprint.chain.parameters[unit] for unit in units]
+        self.units = [unit for stage in self.stages for unit in blueprint.plan.stages[stage].units]
+        used = [self.reads(unit) for unit in self.units]
         owner = {name: min(k for k, names in enumerate(used) if name in names) for names in used for name in names}
         self.buffer = self._make_buffer([[n for n in names if owner[n] == k] for k, names in enumerate(used)], group_of)
         self.held = {name: self._hold(name) for name in owner}
@@ -73,10 +74,19 @@ class Holdings:
         if 0 in self.stages:
             self.held |= {name: self._spare(name, parameter) for name, parameter in self._unused()}
 
+    def reads(self, unit: int) -> Collection[str]:
+        """The parameters that a unit uses."""
+        return self.blueprint.chain.parameters[unit]
+
     @property
     def names(self) -> dict[nn.Parameter, str]:
         """The trainable parameters."""
         return {parameter: name for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether each replica has a part only of what is exported."""
+        return self.shares_exact or self.buffer.sharding >= Sharding.PARAMETERS
 
     @property
     def shares_exact(self) -> bool:
@@ -136,13 +146,18 @@ class Holdings:
         storage = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.mesh.device)
         return Held(TensorSharding(name, tuple(parameter.shape)), storage, self.mesh.tp_rank == 0, storage)
 
-    def shards(self, flat: Tensor | None = None) -> Iterator[Shard]:
-        """``flat`` ([buffer.size]: gradients, optimizer state) as shards of HuggingFace tensors; None: all weights."""
+    def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
+        """``flat`` ([buffer.size]: values, gradients, optimizer state) as shards of HuggingFace tensors, of some
+        parameters or all. Of values, what the model computes with."""
+        for name in self.buffer.slots if names is None else names:
+            held = self.held[name]
+            yield held.shard(self.mesh, held.storage if flat is self.buffer.data else self.buffer.view(flat, name))
+
+    def others(self) -> Iterator[Shard]:
+        """The weights that are not trained."""
         for name, held in self.held.items():
-            if flat is None:
-                yield held.shard(self.mesh, held.storage if name in self.buffer.slots else held.exact)
-            elif name in self.buffer.slots:
-                yield held.shard(self.mesh, self.buffer.view(flat, name))
+            if name not in self.buffer.slots:
+                yield held.shard(self.mesh, held.exact)
 
     def exported(self) -> Iterator[Shard]:
         """All weights in the dtypes of the user's model."""
@@ -177,28 +192,44 @@ class Holdings:
 
         Collective over all ranks: what fails on one raises its MerakError on every rank.
         """
-        model = self.model
-        directory = source_of(model)
-        stored = {} if directory is None else self._stored(directory)
-        in_memory = {*broadcast_json(ModuleSource(model).names(), self.mesh.control, "cpu")} - stored.keys()
-        shards = list(self.exported())
-        deliver([shard for shard in shards if shard.name in in_memory], ModuleSource(model), self.mesh)
-        with together(self.mesh.control, "cpu"):
-            if directory is not None:
-                fill([replace(shard, name=stored[shard.name]) for shard in shards if shard.name in stored], directory)
-            drawn = [shard for shard in shards if shard.name not in in_memory and shard.name not in stored]
-            initialiser = Initialiser(model) if drawn else None
-            for shard in drawn:
-                full = initialiser.draw(shard.name, seed)
-                if shard.dim is not None:
-                    full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
-                shard.tensor.copy_(full)
-        buffer = self.buffer
+        buffer, turns = self.buffer, self.buffer.filling()
+        give = self._giver(seed)
+        give([*self.others()])
+        self.settle()
         masters = buffer.main_grad if buffer.sharded else buffer.master
-        for name, held in self.held.items():
-            if name in buffer.slots and held.exact is held.storage:
-                buffer.view(masters, name).copy_(held.storage)
-            else:
-                held.storage.copy_(held.exact)
-        if buffer.sharded and buffer.master is not buffer.data:
-            buffer.master.copy_(buffer.own(masters))
+        for _ in range(max(gather_json(len(buffer.turns(buffer.main_grad)), self.mesh.control, "cpu"))):
+            buckets = next(turns, ())
+            names = [name for bucket in buckets for name in bucket.names]
+            give([self.held[name].shard(self.mesh, self.held[name].exact) for name in names])
+            for name in names:
+                held = self.held[name]
+                if held.exact is held.storage:
+                    buffer.view(masters, name).copy_(held.storage)
+                else:
+                    held.storage.copy_(held.exact)
+            if buffer.sharded and buffer.rounds:
+                buffer.take(buffer.master, masters, buckets)
+        next(turns, None)  # the last buckets are kept
+
+    def _giver(self, seed: int) -> Callable[[Sequence[Shard]], None]:
+        """What fills shards, on all ranks together."""
+        model, control, directory = self.model, self.mesh.control, source_of(self.model)
+        stored = {} if directory is None else self._stored(directory)
+        in_memory = {*broadcast_json(ModuleSource(model).names(), control, "cpu")} - stored.keys()
+        initialiser: list[Initialiser] = []
+
+        def give(shards: Sequence[Shard]) -> None:
+            deliver([shard for shard in shards if shard.name in in_memory], ModuleSource(model), self.mesh)
+            with together(control, "cpu"):
+                if directory is not None:
+                    found = [shard for shard in shards if shard.name in stored]
+                    fill([replace(shard, name=stored[shard.name]) for shard in found], directory)
+                for shard in shards:
+                    if shard.name not in in_memory and shard.name not in stored:
+                        initialiser[:] = initialiser or [Initialiser(model)]
+                        full = initialiser[0].draw(shard.name, seed)
+                        if shard.dim is not None:
+                            full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
+                        shard.tensor.copy_(full)
+
+        return give

@@ -14,7 +14,7 @@ from ..errors import PlanError
 from ..models.gpt import Prelude, Unit, build_unit
 from ..models.layers import Placement
 from ..models.names import outer_names, tensor_table
-from ..parallel.buffers import BufferEntry, ParameterBuffer
+from ..parallel.buffers import BufferEntry, Flat, ParameterBuffer, Sharding
 from ..parallel.mesh import Mesh, new_groups
 from ..plan import Plan, TensorSharding
 from ..runtime.halves import halve
@@ -29,6 +29,13 @@ from .parameter_groups import GroupOf, groups_of_run
 from .precision import DTYPES
 
 Key = tuple[str, ...]
+
+_SHARDINGS = {
+    "no_shard": Sharding.NOTHING,
+    "optim": Sharding.OPTIMIZER,
+    "optim_grads": Sharding.GRADIENTS,
+    "optim_grads_params": Sharding.PARAMETERS,
+}
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,17 @@ class Model:
     def gatherer(self) -> ShardGatherer:
         return self.held.gatherer
 
-    def shards(self, flat: torch.Tensor) -> Iterator[Shard]:
-        """``flat`` (values, gradients or optimizer state, [buffer.size]) as shards of HuggingFace tensors.
+    def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
+        """``flat`` (values, gradients or optimizer state, [buffer.size]) as shards of HuggingFace tensors, of some
+        parameters or all.
 
         Of all ranks exactly one owns each part: the first replica, the first stage that holds it, tensor rank 0 if
         replicated.
         """
         mesh, tp = self.mesh, self.mesh.grid.tp
         for name, layout in self.layouts.items():
+            if names is not None and name not in names:
+                continue
             owner = mesh.dp_rank == 0 and self.buffer.slots[name].counted
             for piece, view in layout.views(self.buffer.view(flat, name), mesh.tp_rank, tp):
                 tensor = piece.sharding
@@ -123,9 +133,9 @@ def shared_here(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
     return {key: count for key, count in counts.items() if count > 1}
 
 
-def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int]:
-    """Over how many ranks a parameter's optimizer state is sharded, and which of them this one is."""
-    return (mesh.grid.dp, mesh.dp_rank) if plan.distributed_optimizer else (1, 0)
+def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, Sharding]:
+    """Over how many data-parallel ranks a stage is sharded, which of them this one is, and what of it is."""
+    return mesh.grid.dp, mesh.dp_rank, _SHARDINGS[plan.sharding]
 
 
 def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
@@ -153,12 +163,14 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
     group_of = groups_of_run(config.optimizer, outer_names(config.model))
     entries, layouts, names = _entries(units, stages_of, groups, mine, mesh, group_of)
     buffer = ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
-    parts = [
-        part
-        for name, layout in layouts.items()
-        for part in layout.views(buffer.parameter(name), mesh.tp_rank, mesh.grid.tp)
-    ]
-    initialise_all(parts, config.train.seed, mesh.tp_rank, mesh.grid.tp, workers_for(mesh.device))
+    for buckets in buffer.filling():
+        parts = [
+            part
+            for bucket in buckets
+            for name in bucket.names
+            for part in layouts[name].views(buffer.parameter(name), mesh.tp_rank, mesh.grid.tp)
+        ]
+        initialise_all(parts, config.train.seed, mesh.tp_rank, mesh.grid.tp, workers_for(mesh.device))
     parameters = {name: nn.Parameter(buffer.parameter(name)) for name in layouts}
     for unit in units:
         for local in unit.layouts:
@@ -173,6 +185,7 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
         plan.overlap_grad_reduce,
         plan.overlap_param_gather,
         shared={name: shared[key] for name, key in keys.items() if key in shared},
+        reads={unit.index: [names[unit.index, local] for local in unit.layouts] for unit in units},
     )
     prelude = Prelude(model, mesh.device)
     split = halve if plan.overlap == "sub-pipeline" else None
@@ -184,7 +197,8 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
                 module.sink = held.weights
         programs = _Programs(part, len(chain), prelude, mesh, plan, dtype)
         again, behind = plan.stages[index].runs, plan.overlap != "none"
-        stages[index] = Stage(index, programs, held, again, mesh, config.train.seed, modules.train, split, behind)
+        given = (index, programs, held, again, mesh, config.train.seed, modules.train, split, behind)
+        stages[index] = Stage(*given, units=plan.stages[index].units)
     return Model(stages, held, layouts, mesh)
 
 

@@ -1,25 +1,44 @@
-"""The optimizer's state as shards of HuggingFace tensors, whether ranks have all of theirs or share it."""
+"""What a rank trains as shards of HuggingFace tensors, to be saved and loaded.
 
-from collections.abc import Callable, Iterable
+A checkpoint does not show whether data-parallel ranks share state, or what they share of it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
-from torch import Tensor
-
-from ..checkpoint.store import Kind, Shard
+from ..checkpoint.store import Kind, Shard, Turn
 from ..optimizer.adamw import AdamW
+from ..parallel.buffers import Bucket, Flat
 from ..runtime.shards import ShardGatherer
 
-Parts = Callable[[Tensor], Iterable[Shard]]
+# The shards that a flat tensor [buffer.size] holds of the parameters of these names.
+Parts = Callable[[Flat, Collection[str]], Iterable[Shard]]
+Step = Callable[[Sequence[Bucket]], object]
+
+
+def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> Kind:
+    """The parameters that are trained, and others, which are always there."""
+    buffer = gatherer.buffer
+    turns = _turns(gatherer, buffer.data, parts, gatherer.bring, buffer.seal)
+    return Kind([Turn(others), *turns] if others else turns)
 
 
 def optimizer_kinds(optimizer: AdamW, gatherer: ShardGatherer, parts: Parts) -> dict[str, Kind]:
-    """What is saved of ``optimizer`` beside the weights, by kind.
-
-    parts: a flat tensor [buffer.size] -> the shards that it holds. Where data-parallel ranks share the state, one kind
-    at a time is gathered into the gradient's memory, so that a checkpoint does not show how it was shared.
-    """
+    """What is saved of ``optimizer`` beside the weights, by kind. Where data-parallel ranks share the state, it is
+    gathered into the gradient's memory, one kind, or one unit of a kind, at a time."""
     buffer, kinds = optimizer.buffer, {}
     for name, state in optimizer.state().items():
         flat = buffer.main_grad if buffer.sharded else state
-        kinds[name] = Kind(list(parts(flat)), partial(gatherer.full, state), partial(gatherer.take, state, flat))
+        bring, keep = partial(gatherer.full, state), partial(buffer.take, state, flat)
+        kinds[name] = Kind(_turns(gatherer, flat, parts, bring, keep))
     return kinds
+
+
+def _turns(gatherer: ShardGatherer, flat: Flat, parts: Parts, bring: Step, keep: Step) -> list[Turn]:
+    buffer, found = gatherer.buffer, []
+    for buckets in buffer.turns(flat):
+        buffer.allocate(flat, buckets)  # views can be made of what has memory
+        names = {name for bucket in buckets for name in bucket.names}
+        found.append(Turn(list(parts(flat, names)), partial(bring, buckets=buckets), partial(keep, buckets=buckets)))
+    buffer.allocate(flat, ())
+    return found

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import PlanError
 from ..optimizer.adamw import AdamW
 from ..parallel.agree import gather_json
+from ..parallel.buffers import Sharding
 from ..parallel.mesh import Mesh
 from ..runtime.shards import ShardGatherer
 
@@ -96,8 +97,8 @@ class Replicas:
         """Of the bits of the parameters, and of their masters where each replica has all."""
         self.gatherer.finish()
         buffer, digest = self.optimizer.buffer, hashlib.sha256()
-        masters = self.optimizer.master is not buffer.data and not buffer.sharded  # of shards there are no two
-        for flat in (buffer.data, self.optimizer.master)[: 1 + masters]:
+        flats = [buffer.data, self.optimizer.master][: 1 + (buffer.rounds and not buffer.sharded)]
+        for flat in flats if buffer.sharding < Sharding.PARAMETERS else ():  # of shards there are no two
             sums = [chunk.sum() for chunk in flat.view(torch.int64).split(_CHUNK)]  # of whole words; they wrap around
             digest.update(torch.stack(sums).cpu().numpy().tobytes() if sums else b"")
         return digest.hexdigest()

@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import DataError
 from ..graph.ir.nodes import flops
 from ..parallel.agree import together
+from ..parallel.buffers import Flat
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..planner.make import grid_of
@@ -162,8 +163,11 @@ class TokenTrainer(RunState):
             dist.all_reduce(count, group=self.mesh.dp)
         return [self.batches(batch, count.clamp(min=1).cpu()) for batch in batches]
 
-    def parts(self, flat: Tensor | None) -> Iterable[Shard]:
-        return self.captured.shards(flat)
+    def others(self) -> Sequence[Shard]:
+        return self.captured.others()
+
+    def parts(self, flat: Flat, names: Collection[str]) -> Iterable[Shard]:
+        return self.captured.shards(flat, names)
 
     def described(self) -> dict[str, Any] | None:
         config = getattr(self.captured.model, "config", None)

@@ -1,6 +1,6 @@
 """What a run consists of at any moment, whatever its model: saved, and resumed under any layout."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from torch import Tensor
 from ..checkpoint import store
 from ..config import RunConfig
 from ..optimizer.adamw import AdamW, Rates
-from ..parallel.buffers import ParameterBuffer
+from ..parallel.buffers import Flat, ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import Plan
 from ..runtime.executor import Executor
 from ..runtime.shards import ShardGatherer
-from ..stages.optimizer_state import optimizer_kinds
+from ..stages.optimizer_state import optimizer_kinds, weights_kind
 from ..stages.parameter_groups import rates_of_run
 from ..stages.saved_run import SavedRun
 from ..stages.step_report import StepReport
@@ -64,16 +64,19 @@ class RunState:
         self.iteration += 1
         self.consumed_samples += len(batches) * self.plan.micro_batch_size * self.plan.grid.dp
 
-    def parts(self, flat: Tensor | None) -> Iterable[store.Shard]:
-        """``flat`` ([buffer.size]: gradients, optimizer state) as shards of HuggingFace tensors, without padding; None:
-        all weights."""
+    def parts(self, flat: Flat, names: Collection[str]) -> Iterable[store.Shard]:
+        """``flat`` ([buffer.size]: values, gradients, optimizer state) as shards of HuggingFace tensors, of the
+        parameters ``names`` of the buffer."""
         raise NotImplementedError
+
+    def others(self) -> Sequence[store.Shard]:
+        """What is saved beside the parameters that are trained."""
+        return ()
 
     def kinds(self, optimizer: bool) -> dict[str, store.Kind]:
         """The weights, and with ``optimizer`` its state."""
-        self.gatherer.finish()
-        weights = {"model": store.Kind(list(self.parts(None)))}
-        return weights | (optimizer_kinds(self.optimizer, self.gatherer, self.parts) if optimizer else {})
+        kinds = {"model": weights_kind(self.gatherer, self.parts, self.others())}
+        return kinds | (optimizer_kinds(self.optimizer, self.gatherer, self.parts) if optimizer else {})
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         """Train on one global batch: ``batches`` holds this replica's micro-batches, on every rank of the replica."""
@@ -88,11 +91,13 @@ class RunState:
         None where nobody asked."""
         if not self.config.logging.log_num_zeros_in_grad:
             return None
-        self.gatherer.full(self.buffer.own(self.buffer.main_grad))
-        owned = [part.tensor for part in self.parts(self.buffer.main_grad) if part.owner]
-        return sum(
-            ((tensor == 0).sum() for tensor in owned), torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        )
+        gradient, zeros = self.buffer.own_gradient(), torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        for buckets in self.buffer.turns(self.buffer.main_grad):
+            flat = self.gatherer.full(gradient, buckets)
+            for part in self.parts(flat, {name for bucket in buckets for name in bucket.names}):
+                if part.owner:
+                    zeros += (part.tensor == 0).sum()
+        return zeros
 
     def all_zeros(self, local: float | None = None) -> int | None:
         """The sum of `local_zeros`, which was read, over all ranks. Collective, unless None."""

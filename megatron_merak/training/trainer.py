@@ -1,7 +1,7 @@
 """One training run of the native model on this rank: steps and evaluation."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from ..checkpoint.store import Shard
 from ..config import Config
 from ..optimizer.adamw import AdamW
 from ..parallel.agree import together
+from ..parallel.buffers import Flat
 from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
 from ..plan import Plan
@@ -99,5 +100,5 @@ class Trainer(RunState):
             return total / max(tokens, 1.0)
         return mean / (microbatches * self.mesh.grid.dp)
 
-    def parts(self, flat: Tensor | None) -> Iterable[Shard]:
-        return self.model.shards(self.buffer.data if flat is None else flat)
+    def parts(self, flat: Flat, names: Collection[str]) -> Iterable[Shard]:
+        return self.model.shards(flat, names)

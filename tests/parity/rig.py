@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_merak.checkpoint.store import Shard
-from megatron_merak.parallel.buffers import ParameterBuffer
+from megatron_merak.parallel.buffers import Flat, ParameterBuffer
 from megatron_merak.parallel.mesh import Mesh, build_mesh
+from megatron_merak.parallel.pieces import Pieces
 from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.tensor_parallel import derive_seed
@@ -48,11 +49,13 @@ class Run:
 
 def disturb(trainer: Trainer) -> None:
     """Add noise, a function of the tensor's name, to all initial weights: zero biases and unit norms hide errors."""
+    trainer.gatherer.bring()
     for shard in trainer.model.shards(trainer.model.buffer.data):
         generator = torch.Generator().manual_seed(derive_seed("noise", shard.name))
         scale = 0.2 if len(shard.shape) == 1 else 0.1
         noise = torch.randn(shard.shape, generator=generator).mul_(scale)
         shard.tensor.add_(part_of(noise, shard).to(shard.tensor))
+    trainer.buffer.seal(trainer.buffer.buckets)
     trainer.optimizer.refresh_master()
 
 
@@ -72,16 +75,19 @@ def new_trainer(case: Case, mesh: Mesh) -> Trainer:
 
 def spoil(buffer: ParameterBuffer) -> None:
     """Make every gradient NaN: a step must not read what an earlier one left."""
+    if isinstance(buffer.main_grad, Pieces):
+        buffer.main_grad.allocate_all()
     for name in buffer.slots:
-        buffer.grad(name).fill_(torch.nan)
+        for gradient in (buffer.grad(name), *buffer.own_grad(name)):
+            gradient.fill_(torch.nan)
 
 
-def parts(trainer: Trainer, flat: torch.Tensor) -> list[Shard]:
+def parts(trainer: Trainer, flat: Flat) -> list[Shard]:
     return [replace(shard, tensor=shard.tensor.to("cpu", copy=True)) for shard in trainer.model.shards(flat)]
 
 
-def _stray(trainer: Trainer, flat: torch.Tensor) -> int:
-    rest = flat.clone()
+def _stray(trainer: Trainer, flat: Flat) -> int:
+    rest = torch.cat([flat[bucket.start : bucket.stop] for bucket in reversed(trainer.buffer.buckets)])
     for shard in trainer.model.shards(rest):
         shard.tensor.zero_()
     return int(rest.count_nonzero())
@@ -94,12 +100,12 @@ def train(case: Case, mesh: Mesh) -> Outcome:
     evaluated = trainer.evaluate(replica_batch(case, 0, mesh.dp_rank))
     spoil(buffer)
     first_loss = trainer.gradients(replica_batch(case, 0, mesh.dp_rank))
-    trainer.gatherer.full(buffer.own(buffer.main_grad))  # where replicas have shards
+    trainer.gatherer.full(buffer.own_gradient())  # where replicas have shards
     gradients, stray = parts(trainer, buffer.main_grad), _stray(trainer, buffer.main_grad)
     reports = [trainer.step(replica_batch(case, step, mesh.dp_rank)) for step in range(case.steps)]
     assert not any(report.skipped for report in reports)
     losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
-    trainer.gatherer.finish()
+    trainer.gatherer.bring()
     stray += _stray(trainer, buffer.data)
     return Outcome(evaluated, first_loss, gradients, losses, norms, parts(trainer, buffer.data), stray)
 

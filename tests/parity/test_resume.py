@@ -43,7 +43,7 @@ def go_on(trainer: Trainer, case: Case, until: int) -> list[float | None]:
 
 def state(trainer: Trainer) -> list[torch.Tensor]:
     trainer.gatherer.finish()
-    return [trainer.model.buffer.data, *trainer.optimizer.state().values()]
+    return [*trainer.model.buffer.own_data, *trainer.optimizer.state().values()]
 
 
 def _resume(rank: int, world_size: int, case: Case, others: list[dict], root: str) -> tuple:

@@ -55,7 +55,7 @@ def steps(rank, world_size, dtype, sharded, overlap):
         flat = gatherer.full(state)
         found |= {f"{kind} {name}": buffer.view(flat, name).clone() for name in sorted(buffer.slots)}
         state.zero_()
-        gatherer.take(state, flat if sharded else before)
+        buffer.take(state, flat if sharded else before)
         assert torch.equal(state, before)
     return found, norms, buffer.owned_size
 

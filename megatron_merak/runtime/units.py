@@ -1,0 +1,213 @@
+"""Gradients, and parameters, of which data-parallel ranks keep shards: reduced and gathered unit by unit.
+
+A pass visits units in an order that the plan gives, so that all ranks of a data-parallel group launch the same
+collectives in the same order, whatever graphs their micro-batches run. At a visit the parameters of the unit are there,
+and those of the next visit are under way; what neither needs is released. After the backward of a unit its gradient is
+reduce-scattered while the next unit computes, and added to this rank's shard.
+
+As in ZeRO (https://arxiv.org/abs/1910.02054), stages 2 and 3.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..parallel.buffers import Bucket, ParameterBuffer, Sharding
+from ..pipeline_parallel.ops import Kind
+from ..tensor_parallel.sequence import gather_single, reduce_scatter_single
+from .weights import Gradient
+
+
+class Visit(NamedTuple):
+    """A pass works on a unit. computes: with its parameters. reduces: its weight gradients are complete afterwards."""
+
+    unit: int
+    computes: bool
+    reduces: bool
+
+
+def visits_of(kind: Kind, units: Sequence[int], again: Collection[Sequence[int]], hold: bool = False) -> list[Visit]:
+    """What a pass visits, in order.
+
+    kind: F; R, a recomputation that comes before its backward; B; W. units: of the stage, in forward order. again: runs
+    of units that the pass recomputes. hold: a backward leaves weight gradients to W.
+    """
+    run_of = {unit: tuple(run) for run in again for unit in run}
+    blocks = [*dict.fromkeys(run_of.get(unit, (unit,)) for unit in units)]
+    found: list[Visit | None] = []
+    if kind is Kind.F:
+        return [Visit(unit, True, False) for unit in units]
+    for block in reversed(blocks):
+        if block[0] in run_of:
+            found += [Visit(unit, True, False) for unit in block]
+        if kind is not Kind.R:
+            found += [Visit(unit, kind is Kind.B, not hold) for unit in reversed(block)]
+    return [each for each, after in pairwise([*found, None]) if after is None or each.unit != after.unit]
+
+
+class UnitShards:
+    """Of one rank, all its stages together.
+
+    buffer: whose gradients, or gradients and parameters, are sharded over ``group``. grads: of each parameter.
+    reads: unit -> the trainable parameters that it reads. overlap: collectives run behind the computation.
+    """
+
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        group: dist.ProcessGroup,
+        grads: Mapping[str, Gradient],
+        reads: Mapping[int, Collection[str]],
+        overlap: bool = True,
+    ):
+        self.buffer, self.group, self.grads, self.overlap = buffer, group, grads, overlap
+        self._bucket_of = {name: bucket for bucket in buffer.buckets for name in bucket.names}
+        self._buckets = {unit: self._used(names) for unit, names in reads.items()}
+        self._padding = {bucket: [*_padding(buffer, bucket)] for bucket in buffer.buckets}
+        self._gathers: dict[Bucket, dist.Work] = {}
+        self._reduces: dict[Bucket, tuple[dist.Work, Tensor]] = {}
+        self._begun: set[Bucket] = set()  # `own_grads` has something of this step
+
+    def _used(self, names: Collection[str]) -> tuple[Bucket, ...]:
+        used = {self._bucket_of[name] for name in names}
+        return tuple(bucket for bucket in self.buffer.buckets if bucket in used)
+
+    def serves(self, unit: int, name: str) -> bool:
+        """Whether a parameter is there when a unit is visited."""
+        return self._bucket_of[name] in self._buckets.get(unit, ())
+
+    def start(self) -> None:
+        """Begin a step: no gradient is there."""
+        self.buffer.main_grad.release_all()
+        self._reduces.clear()
+        self._begun.clear()
+
+    def need(self, *units: int) -> None:
+        """Return when the parameters of the first unit are there; start to gather those of the others, and release all
+        that is not mentioned."""
+        if self.buffer.sharding < Sharding.PARAMETERS or not units:
+            return
+        wanted = [bucket for unit in units for bucket in self._buckets.get(unit, ()) if bucket.sharded]
+        data = self.buffer.data
+        for bucket in self.buffer.buckets:
+            number = self.buffer.piece_of(bucket)
+            if bucket not in wanted and data.allocated(number):
+                self._arrive(bucket)
+                data.release(number)
+        for bucket in dict.fromkeys(wanted):
+            self._gather(bucket)
+        for bucket in self._buckets.get(units[0], ()):
+            self._arrive(bucket)
+
+    def _gather(self, bucket: Bucket) -> None:
+        data, number = self.buffer.data, self.buffer.piece_of(bucket)
+        if data.allocated(number):
+            return
+        data.allocate(number)
+        own = self.buffer.own_data[number]
+        self._gathers[bucket] = gather_single(data.piece(number).data, own, group=self.group, async_op=True)
+        if not self.overlap:
+            self._arrive(bucket)
+
+    def _arrive(self, bucket: Bucket) -> None:
+        if bucket in self._gathers:
+            self._gathers.pop(bucket).wait()
+
+    def open(self, unit: int) -> None:
+        """Before weight gradients of a unit: they have memory."""
+        grad = self.buffer.main_grad
+        for bucket in self._buckets.get(unit, ()):
+            number = self.buffer.piece_of(bucket)
+            self._settle(bucket)
+            if not grad.allocated(number):
+                grad.allocate(number)
+                for span in self._padding[bucket]:
+                    grad[span].zero_()
+                for name in bucket.names:
+                    self.grads[name].start()
+
+    @torch.no_grad()
+    def reduce(self, unit: int) -> None:
+        """What a pass added to the gradients of a unit is complete."""
+        for bucket in [*self._reduces]:  # gradients of two units have memory: one under way, one that is being filled
+            self._settle(bucket)
+        for bucket in self._buckets.get(unit, ()):
+            for name in bucket.names:
+                self.grads[name].settle()
+            number = self.buffer.piece_of(bucket)
+            whole, own = self.buffer.main_grad.piece(number), self.buffer.own_grads[number]
+            into = torch.empty_like(own) if bucket in self._begun or not bucket.sharded else own
+            if bucket.sharded:
+                work = reduce_scatter_single(into, whole, group=self.group, async_op=True)
+            else:
+                work, into = dist.all_reduce(whole, group=self.group, async_op=True), whole
+            self._reduces[bucket] = (work, into)
+            if not self.overlap:
+                self._settle(bucket)
+
+    @torch.no_grad()
+    def _settle(self, bucket: Bucket) -> None:
+        """Wait until a bucket that is under way is in this rank's shard."""
+        if bucket not in self._reduces:
+            return
+        work, came = self._reduces.pop(bucket)
+        work.wait()
+        number = self.buffer.piece_of(bucket)
+        own = self.buffer.own_grads[number]
+        if bucket in self._begun:
+            own.add_(came)
+        elif came is not own:
+            own.copy_(came)
+        self._begun.add(bucket)
+        self.buffer.main_grad.release(number)
+
+    def finish(self) -> None:
+        """End a step: ``own_grads`` are the sums over all micro-batches and replicas."""
+        for bucket in [*self._reduces]:
+            self._settle(bucket)
+        for bucket in self.buffer.buckets:
+            if bucket not in self._begun:
+                self.buffer.own_grads[self.buffer.piece_of(bucket)].zero_()
+
+
+def _padding(buffer: ParameterBuffer, bucket: Bucket) -> Iterator[slice]:
+    """What of a bucket is in no parameter."""
+    slots = [buffer.slots[name] for name in reversed(bucket.names)]
+    bounds = [bucket.start, *(bound for slot in slots for bound in (slot.start, slot.stop)), bucket.stop]
+    for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
+        if start < stop:
+            yield slice(start, stop)
+
+
+class Tour:
+    """One pass over the units of a stage. `reach(unit)` before each of its steps, `end()` after the last."""
+
+    def __init__(self, shards: UnitShards, visits: Sequence[Visit]):
+        self._shards, self._visits, self._at = shards, visits, -1
+
+    def reach(self, unit: int) -> None:
+        if self._at >= 0 and self._visits[self._at].unit == unit:
+            return
+        self._advance(next(k for k in range(self._at + 1, len(self._visits)) if self._visits[k].unit == unit))
+
+    def end(self) -> None:
+        self._advance(len(self._visits) - 1)
+        self._leave()
+
+    def _advance(self, place: int) -> None:
+        """Units without a step in this micro-batch's graph are visited as well: those of other ranks may have one."""
+        while self._at < place:
+            self._leave()
+            self._at += 1
+            visit = self._visits[self._at]
+            self._shards.need(*(each.unit for each in self._visits[self._at : self._at + 2] if each.computes))
+            if visit.reduces:
+                self._shards.open(visit.unit)
+
+    def _leave(self) -> None:
+        if self._at >= 0 and self._visits[self._at].reduces:
+            self._shards.reduce(self._visits[self._at].unit)
