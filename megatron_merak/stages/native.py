@@ -124,8 +124,12 @@ def shared_here(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
 
 
 def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int]:
-    """Over how many ranks a parameter's optimizer state is sharded, and which of them this one is."""
-    return (mesh.grid.dp, mesh.dp_rank) if plan.distributed_optimizer else (1, 0)
+    """Over how many ranks a parameter's optimizer state is sharded, and which of them this one is. Raises PlanError for
+    a strategy that shards more than that."""
+    if plan.shards_gradients:
+        reason = "gradients and weights are planned as sharded, but are not trained so yet"
+        raise PlanError("--data-parallel-sharding-strategy", plan.sharding, reason, "Use optim")
+    return (plan.optimizer_shards, mesh.dp_rank) if plan.optimizer_shards > 1 else (1, 0)
 
 
 def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
