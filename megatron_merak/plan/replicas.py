@@ -24,6 +24,9 @@ class Shards:
         return cls(*(replicas if part < parts else 1 for part in range(3)))
 
 
+UNSHARDED = Shards()
+
+
 def refused_together(sharding: str, replicas: int, overlap: str, paired: bool = False) -> PlanError | None:
     """The error that tells what the runtime cannot do yet under a strategy; None where it can.
 

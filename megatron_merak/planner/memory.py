@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass
 
 from megatron_merak.cluster import Device
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule, ops_of
-from megatron_merak.plan import DTYPE_BYTES, Plan, Shards, StagePlan, Unit, held_parameters
+from megatron_merak.plan import DTYPE_BYTES, UNSHARDED, Plan, Shards, StagePlan, Unit, held_parameters
 from megatron_merak.planner.saved import Footprint, footprint, moments, of_stage, peak
 
 
@@ -29,7 +29,7 @@ class StageMemory:
 
     @classmethod
     def of(
-        cls, parameters: int, dtype: str, activations: int, working: int, transfers: int, shards: Shards = Shards()
+        cls, parameters: int, dtype: str, activations: int, working: int, transfers: int, shards: Shards = UNSHARDED
     ) -> "StageMemory":
         weights = -(-parameters * DTYPE_BYTES[dtype] // shards.parameters)
         gradients = -(-parameters * 4 // shards.gradients)
@@ -77,7 +77,7 @@ class Ledger:
     shards: over how many ranks each part of a stage's state is sharded.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards = Shards()):
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards = UNSHARDED):
         self.units, self.schedule, self.dtype, self.shards = units, schedule, dtype, shards
         self.stages_of = [
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
