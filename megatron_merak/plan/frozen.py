@@ -32,11 +32,11 @@ class Plan:
     tensors are divided as they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives
     are under way (see ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided
     along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward, ``bucket_size`` elements at
-    a time. ``sharding``: what data-parallel ranks share (see ``--data-parallel-sharding-strategy``); where they all
-    need whole weights, with ``overlap_param_gather`` they gather what they updated during the next forward.
-    ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the activations of feed-forward parts are not kept, whatever
-    else is recomputed. ``graph_sharding``: how the graph of a captured model is cut into units, empty for the native
-    model. Printing a plan gives its table.
+    a time. ``sharding``: what data-parallel ranks share (see ``--data-parallel-sharding-strategy``); whole weights that
+    they update in shards they gather at the end of a step, or with ``overlap_param_gather`` during the next forward.
+    ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the activations of
+    feed-forward parts are not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a captured model
+    is cut into units, empty for the native model. Printing a plan gives its table.
     """
 
     grid: Grid
