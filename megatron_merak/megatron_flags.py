@@ -24,7 +24,7 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
     {
         "--overlap-grad-reduce": Taken("gradients are reduced during the backward unless --no-overlap-grad-reduce"),
         "--overlap-param-gather": Taken("parameters are gathered during the forward unless --no-overlap-param-gather"),
-        "--use-megatron-fsdp": Taken(f"{_STRATEGY} says all of it", beside=_STRATEGY),
+        "--use-megatron-fsdp": Taken("there is one implementation of sharded weights", beside=_STRATEGY),
         "--accumulate-allreduce-grads-in-fp32": _ALWAYS,
         "--attention-softmax-in-fp32": _ALWAYS,
         "--use-mcore-models": Taken("there is one GPT model"),
