@@ -90,7 +90,7 @@ def _strategy(fsdp: Any, config: Mapping[str, Any]) -> str | None:
             raise ConfigError("fsdp", repr(fsdp), f"there is no option {option}", remedy)
     named = [option for option in options if option in STRATEGIES]
     if len(named) > 1 or (options and not named):
-        reason = f"it names {len(named) or 'no'} strategies" if len(named) != 1 else ""
+        reason = f"it names {len(named)} strategies" if named else "it names no strategy"
         raise ConfigError("fsdp", repr(fsdp), reason, f"Use one of {', '.join(STRATEGIES)}")
     after = _after_forward(config)
     if named and after not in (None, named[0]):
@@ -102,9 +102,9 @@ def _strategy(fsdp: Any, config: Mapping[str, Any]) -> str | None:
 def _after_forward(config: Mapping[str, Any]) -> str | None:
     """The strategy that ``reshard_after_forward`` means, which is a truth value, or its name in FSDP1."""
     value = config.get("reshard_after_forward")
-    if value is None or value in STRATEGIES:
+    if value is None or str(value) in STRATEGIES:
         return value
-    if value in OPTIONS:
+    if str(value) in OPTIONS:
         raise ConfigError("fsdp_config: reshard_after_forward", value, *OPTIONS[value])
     return "full_shard" if _truth("reshard_after_forward", config) else "shard_grad_op"
 
