@@ -138,10 +138,10 @@ def plan_chain(
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
     is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``, ``bucket_size`` (None: the
     default), ``sharding``, ``overlap_param_gather``, ``loss_chunk``, ``recompute_activations``, ``graph_sharding``: see
-    ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without
-    it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as it is.
-    Raises PlanError for more stages than units or where ``memory_gb`` does not suffice, ScheduleError for an unknown
-    schedule or one that is not defined for these numbers.
+    ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without it the device's own is respected where some cut
+    does. ``reasons``: of each tensor, why it is divided as it is. Raises PlanError for more stages than units, where
+    ``memory_gb`` does not suffice or where ``sharding`` and ``overlap`` do not go together, ScheduleError for an
+    unknown schedule or one that is not defined for these numbers.
     """
     units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
