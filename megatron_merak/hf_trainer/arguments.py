@@ -200,7 +200,7 @@ class MerakArguments(TrainingArguments):
     )
     data_parallel_sharding_strategy: str | None = field(
         default=None,
-        metadata={"help": f"What data-parallel ranks share: {', '.join(SHARDINGS)} (unset: what fsdp says, else no_shard)."},
+        metadata={"help": f"What data-parallel ranks share: {', '.join(SHARDINGS)} (unset: as fsdp says)."},
     )
     device_memory_gb: float | None = field(
         default=None, metadata={"help": "Memory that a rank may use, in GiB; unset: the device's, where it is known."}

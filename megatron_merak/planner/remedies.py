@@ -43,11 +43,9 @@ def _others(plan: Plan, device: Device) -> Iterator[tuple[str, Plan]]:
 def _sharded(plan: Plan, more: str, device: Device) -> Iterator[tuple[str, Plan]]:
     """A plan under the strategies that shard more than its own, up to the first under which it fits. more: the flags
     that it has besides."""
-    if plan.grid.dp == 1:
-        return
-    for sharding in SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :]:
-        paired = is_paired(plan.schedule)
-        if refused_together(sharding, plan.grid.dp, plan.overlap, paired):
+    stronger = SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :] if plan.grid.dp > 1 else ()
+    for sharding in stronger:
+        if refused_together(sharding, plan.grid.dp, plan.overlap, is_paired(plan.schedule)):
             return
         other = replace(plan, sharding=sharding)
         yield ALONE.get(sharding, f"{FLAG} {sharding}") + more, other
