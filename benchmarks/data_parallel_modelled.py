@@ -1,4 +1,4 @@
-"""Memory, traffic and time of a 7B Llama on replicas that all have the optimizer's state, or share it: modelled.
+"""Memory, traffic and time of Llamas under each strategy of what replicas share: modelled.
 
 python benchmarks/data_parallel_modelled.py                              # print the table
 python benchmarks/data_parallel_modelled.py --into docs/data_parallel.md # write it there
@@ -12,54 +12,69 @@ from two_lines_page import PageError, write
 
 from megatron_merak.cluster import GIB, find_cluster
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_merak.config.sections import SHARDINGS
 from megatron_merak.plan import Plan, held_parameters
 from megatron_merak.planner import plan
 from megatron_merak.planner.memory import rank_memory
 
-LLAMA_7B = ModelConfig(
-    num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, seq_length=4096, vocab_size=32000,
-    swiglu=True, normalization="RMSNorm", position_embedding_type="rope", disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True, hidden_dropout=0, attention_dropout=0,
-)  # fmt: skip
-LAYOUTS = {  # GPUs -> tensor-parallel degree, samples of a step
-    8: [(1, 64), (2, 64)],
-    512: [(1, 1024), (8, 1024)],
+LLAMA = {"vocab_size": 32000, "seq_length": 4096, "swiglu": True, "normalization": "RMSNorm"}
+LLAMA |= {"position_embedding_type": "rope", "disable_bias_linear": True, "hidden_dropout": 0, "attention_dropout": 0}
+LLAMA |= {"untie_embeddings_and_output_weights": True}
+GROUPED = {"group_query_attention": True, "num_query_groups": 8}
+MODELS = {
+    "7B": ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, **LLAMA),
+    "13B": ModelConfig(num_layers=40, hidden_size=5120, ffn_hidden_size=13824, num_attention_heads=40, **LLAMA),
+    "70B": ModelConfig(
+        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, **GROUPED, **LLAMA
+    ),
 }
+LAYOUTS = [
+    ("7B", 8, 1, 64),
+    ("13B", 8, 1, 64),
+    ("70B", 512, 8, 1024),
+]  # GPUs, tensor-parallel degree, samples of a step
 BEGIN, END = "<!-- written by benchmarks/data_parallel_modelled.py -->", "<!-- end of data_parallel_modelled -->"
 
 
-def made(gpus: int, tp: int, samples: int, sharded: bool) -> Plan:
+def made(model: str, gpus: int, tp: int, samples: int, sharding: str) -> Plan:
     """A plan for nodes of eight H100s, which recomputes feed-forward activations."""
     parallel = ParallelConfig(
-        tensor_model_parallel_size=tp, use_distributed_optimizer=sharded, recompute_granularity="selective"
+        tensor_model_parallel_size=tp, data_parallel_sharding_strategy=sharding, recompute_granularity="selective"
     )
     train = TrainConfig(micro_batch_size=1, global_batch_size=samples, bf16=True)
-    return plan(Config(model=LLAMA_7B, parallel=parallel, train=train), gpus, find_cluster("dgx-h100"))
+    return plan(Config(model=MODELS[model], parallel=parallel, train=train), gpus, find_cluster("dgx-h100"))
 
 
 def traffic(of: Plan) -> float:
-    """Bytes that a rank sends to other replicas in a step, by rings."""
-    replicas, parameters = of.grid.dp, held_parameters(of.units)
-    share = (replicas - 1) / replicas
-    return share * parameters * (4 + 2 if of.distributed_optimizer else 2 * 4)
+    """Bytes that a rank without pipeline parallelism sends to other replicas in a step, by rings."""
+    replicas, parameters, count = of.grid.dp, held_parameters(of.units), of.num_microbatches
+    reduced = 4 * parameters * (count if of.shards_gradients else 1)
+    gathered = 2 * parameters
+    if of.sharding == "no_shard":
+        gathered = 4 * parameters  # the second half of an all-reduce
+    elif of.shards_parameters:
+        # Twice per micro-batch, but for the unit that the pass before ended with.
+        first, last = (held_parameters([unit]) for unit in (of.units[0], of.units[-1]))
+        gathered = 2 * (2 * count * parameters - count * last - (count - 1) * first)
+    return (replicas - 1) / replicas * (reduced + gathered)
 
 
 def table() -> str:
     lines = [
-        "| GPUs | TP x DP | optimizer state | of a rank: weights, gradients | optimizer | peak "
-        "| sent per step | step | tokens/s |",
-        "|--:|---|---|--:|--:|--:|--:|--:|--:|",
+        "| model | GPUs | TP x DP | strategy | of a rank: weights | gradients | optimizer | peak | sent per step "
+        "| step | tokens/s |",
+        "|---|--:|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for gpus, layouts in LAYOUTS.items():
-        for (tp, samples), sharded in ((layout, sharded) for layout in layouts for sharded in (False, True)):
-            found = made(gpus, tp, samples, sharded)
+    for model, gpus, tp, samples in LAYOUTS:
+        for sharding in SHARDINGS:
+            found = made(model, gpus, tp, samples, sharding)
             memory = rank_memory(found)[0]
+            held = " | ".join(f"{part / GIB:.1f} GiB" for part in (memory.weights, memory.gradients, memory.optimizer))
             peak = f"{memory.total / GIB:.1f} GiB"
             peak += " (does not fit)" if memory.total > found.cluster.device.memory else ""
-            rate = samples * LLAMA_7B.seq_length / found.predicted_time
+            rate = samples * MODELS[model].seq_length / found.predicted_time
             lines.append(
-                f"| {gpus} | {tp} x {found.grid.dp} | {'shared' if sharded else 'on every replica'} "
-                f"| {(memory.weights + memory.gradients) / GIB:.1f} GiB | {memory.optimizer / GIB:.1f} GiB | {peak} "
+                f"| {model} | {gpus} | {tp} x {found.grid.dp} | `{sharding}` | {held} | {peak} "
                 f"| {traffic(found) / GIB:.1f} GiB | {found.predicted_time:.2f} s | {rate:,.0f} |"
             )
     return "\n".join(lines)

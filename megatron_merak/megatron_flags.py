@@ -7,13 +7,16 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Taken:
-    """A flag that changes nothing. values: those that do not, none for a switch. why: a sentence for the user."""
+    """A flag that changes nothing. values: those that do not, none for a switch. why: a sentence for the user. beside:
+    the flag without which it would ask for something."""
 
     why: str
     values: tuple[str, ...] = ()
+    beside: str = ""
 
 
 _ONE = ("1",)
+_STRATEGY = "--data-parallel-sharding-strategy"
 _FUSED = Taken("fused and plain operations compute the same formula here")
 _ALWAYS = Taken("this is always so here")
 
@@ -21,6 +24,7 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
     {
         "--overlap-grad-reduce": Taken("gradients are reduced during the backward unless --no-overlap-grad-reduce"),
         "--overlap-param-gather": Taken("parameters are gathered during the forward unless --no-overlap-param-gather"),
+        "--use-megatron-fsdp": Taken("there is one implementation of sharded weights", beside=_STRATEGY),
         "--accumulate-allreduce-grads-in-fp32": _ALWAYS,
         "--attention-softmax-in-fp32": _ALWAYS,
         "--use-mcore-models": Taken("there is one GPT model"),
@@ -75,9 +79,13 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(
             """
-        --data-parallel-sharding-strategy --use-megatron-fsdp --use-torch-fsdp2 --num-distributed-optimizer-instances
-        --overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer""".split(),
+        --num-distributed-optimizer-instances --overlap-param-gather-with-optimizer-step
+        --use-precision-aware-optimizer""".split(),
             "Use --use-distributed-optimizer",
+        ),
+        **dict.fromkeys(
+            "--use-megatron-fsdp --use-torch-fsdp2".split(),
+            f"Use {_STRATEGY} optim_grads_params, or optim_grads to keep whole weights",
         ),
         "--vocab-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
         "--merge-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
@@ -94,12 +102,12 @@ def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """A command line without the flags that change nothing, and a sentence on each of these."""
     rest: list[str] = []
     notices: dict[str, None] = {}
-    left = list(tokens)
+    left, given = list(tokens), {token.partition("=")[0] for token in tokens}
     while left:
         token = left.pop(0)
         name, equals, value = token.partition("=")
         taken = TAKEN.get(name)
-        if taken is None or bool(equals) > bool(taken.values):
+        if taken is None or bool(equals) > bool(taken.values) or (taken.beside and taken.beside not in given):
             rest.append(token)
             continue
         if taken.values:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_SHARDED = "Use --use-distributed-optimizer, which shards the optimizer's state (ZeRO stage 1)"
+_SHARDED = "Use --data-parallel-sharding-strategy: optim is ZeRO stage 1, optim_grads 2, optim_grads_params 3 (FSDP)"
 _AVERAGED = "Leave it out: gradients are averaged by all-reduce, or reduce-scattered"
 _REPLICAS = "Leave it out: ranks that tensor and pipeline parallelism leave are data parallel"
 

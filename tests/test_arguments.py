@@ -252,7 +252,14 @@ def test_megatron_flags_that_change_nothing_are_taken_with_a_notice(kind):
     ):
         assert without_effect(others) == (others, ())
     for name, taken in TAKEN.items():
-        assert config_of(name, *taken.values[:1]) == BASE_CONFIG, name
+        if not taken.beside:
+            assert config_of(name, *taken.values[:1]) == BASE_CONFIG, name
+    strategy = ["--data-parallel-sharding-strategy", "optim_grads_params"]
+    assert config_of("--use-megatron-fsdp", *strategy) == config_of(*strategy) != BASE_CONFIG
+    rest, (notice,) = without_effect([strategy[0] + "=optim", "--use-megatron-fsdp"])
+    assert rest == [strategy[0] + "=optim"] and notice.startswith("--use-megatron-fsdp changes nothing: ")
+    assert without_effect(["--use-megatron-fsdp"]) == (["--use-megatron-fsdp"], ())
+    assert "Use --data-parallel-sharding-strategy optim_grads_params" in str(refusal("--use-megatron-fsdp"))
 
 
 @scripts

@@ -21,6 +21,7 @@ from megatron_merak.config import (
     TrainConfig,
 )
 from megatron_merak.config.checks import closest, divisors, multiples
+from megatron_merak.config.sections import SHARDINGS
 from megatron_merak.errors import ConfigError
 
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 32, "vocab_size": 1000}
@@ -153,6 +154,19 @@ def test_overlap_within_one_rank_is_ignored_and_told():
     assert make(parallel={"tp_comm_overlap": "pair"}).ignored() == told
     assert make(parallel={"tp_comm_overlap": "pair", TP: 2}).ignored() == ()
     assert make(parallel={"tp_comm_overlap": "auto"}).ignored() == ()
+
+
+def test_strategies_of_sharding_and_their_older_flag():
+    strategy = "data_parallel_sharding_strategy"
+    zero = {"use_distributed_optimizer": True}
+    assert ParallelConfig().sharding == "no_shard" and ParallelConfig(**zero).sharding == "optim"
+    assert ParallelConfig(**zero, **{strategy: "optim_grads"}).sharding == "optim_grads"
+    told = "--data-parallel-sharding-strategy no_shard: contradicts --use-distributed-optimizer, which shards the "
+    assert refusal({"parallel": {**zero, strategy: "no_shard"}}).startswith(told)
+    told = "--ddp-bucket-size 9 has no effect: sharded gradients are reduced one unit of the model at a time."
+    for name in SHARDINGS:
+        ignored = make(parallel={strategy: name, "ddp_bucket_size": 9}).ignored()
+        assert ignored == ((told,) if "grads" in name else ())
 
 
 def test_planning_needs_neither_data_nor_learning_rate():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_merak.cluster import CLUSTERS
+from megatron_merak.config.sections import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit, held_parameters
@@ -198,6 +199,29 @@ def test_a_plan_written_by_hand_may_name_clusters_devices_and_links():
     assert Plan.from_dict(plain | {"cluster": "dgx-a100"}).cluster is CLUSTERS["dgx-a100"]
     own = {"device": "A100", "ranks_per_node": 8, "inside": "nvlink3", "between": "infiniband-hdr", "name": "dgx-a100"}
     assert Plan.from_dict(plain | {"cluster": own}).cluster == CLUSTERS["dgx-a100"]
+
+
+@pytest.mark.parametrize("was, sharding", [(True, "optim"), (False, "no_shard"), (None, "no_shard")])
+def test_a_plan_stored_when_optimizer_state_alone_was_shared_is_read(was, sharding):
+    plain = small_plan().to_dict()
+    del plain["sharding"]
+    again = Plan.from_json(json.dumps(plain | ({} if was is None else {"distributed_optimizer": was})))
+    assert again == replace(small_plan(), sharding=sharding)
+    with pytest.raises(PlanError, match="distributed_optimizer"):
+        Plan.from_dict(plain | {"distributed_optimizer": was, "sharding": "optim"})
+
+
+def test_what_is_sharded_over_how_many_ranks():
+    plans = [replace(small_plan(), sharding=sharding) for sharding in SHARDINGS]
+    assert [plan.optimizer_shards for plan in plans] == [1, 3, 3, 3]
+    assert [plan.shards_gradients for plan in plans] == [False, False, True, True]
+    assert [plan.shards_parameters for plan in plans] == [False, False, False, True]
+    alone = replace(plans[3], grid=Grid(2, 1, 1, 2))
+    assert (alone.optimizer_shards, alone.shards_gradients, alone.shards_parameters) == (1, False, False)
+    assert "optimizer state, gradients and weights: shared by 3 replicas\n" in str(plans[3])
+    assert "weights: not shared, as there is one replica\n" in str(alone)
+    with pytest.raises(PlanError, match="sharding zero: there is no such one. Use one of no_shard, optim, "):
+        replace(small_plan(), sharding="zero")
 
 
 def _without(key):

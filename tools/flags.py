@@ -96,8 +96,11 @@ def render() -> str:
         _row("---", "---"),
     ]
     for name, taken in sorted(TAKEN.items()):
+        beside = f" beside `{taken.beside}`" if taken.beside else ""
         lines.append(
-            _row(f"`{' '.join([name, *([' or '.join(taken.values)] if taken.values else [])])}`", f"{taken.why}.")
+            _row(
+                f"`{' '.join([name, *([' or '.join(taken.values)] if taken.values else [])])}`{beside}", f"{taken.why}."
+            )
         )
     lines += ["", "## Megatron-LM's flags that are refused by name", "", _row("flag", "instead"), _row("---", "---")]
     lines += [_row(f"`{name}`", f"{remedy}.") for name, remedy in sorted(NOT_YET.items())]

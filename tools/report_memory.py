@@ -8,7 +8,8 @@ HuggingFace directory or config.json, those of pretrain_hf.py. All numbers are m
   optimizer    both moments of AdamW in fp32, and an fp32 copy of 16-bit weights
   activations  what micro-batches in flight keep for their backwards when the rank keeps most, under the plan's
                schedule and recomputation: inputs of recomputed layers, tapes of the others, what waits for a W
-  working      what the largest unit needs only while it runs, such as logits and their gradient
+  working      what the largest unit needs only while it runs, such as logits and their gradient; where replicas share
+               weights or gradients, the whole ones of two units
   transfers    activations and gradients on their way over the borders of stages
 
 examples:

@@ -171,6 +171,15 @@ def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
+def check_sharding(parallel: ParallelConfig) -> None:
+    """Either flag may name what replicas share; both may, where they do not contradict each other."""
+    if parallel.use_distributed_optimizer and parallel.sharding == "no_shard":
+        reason = "contradicts --use-distributed-optimizer, which shards the optimizer's state"
+        raise ConfigError(
+            "--data-parallel-sharding-strategy", "no_shard", reason, "Leave one of them out, or use optim"
+        )
+
+
 def check_emulation(parallel: ParallelConfig) -> None:
     emulated = parallel.distributed_backend == "emu"
     if emulated and parallel.emulate is None:

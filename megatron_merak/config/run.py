@@ -16,6 +16,7 @@ from .checks import (
     check_recompute,
     check_schedule,
     check_sequence_parallel,
+    check_sharding,
     check_sources,
     check_tensor_parallel,
     check_tokenizer_model,
@@ -88,6 +89,7 @@ class RunConfig:
         check_length(self.train, batches)
         check_recompute(self.parallel)
         check_schedule(self.parallel)
+        check_sharding(self.parallel)
         check_emulation(self.parallel)
         check_checkpoint(self.checkpoint)
         if training:
@@ -126,7 +128,11 @@ class RunConfig:
             f"--tp-comm-overlap {asked}": asked not in ("weight-gradient", "auto"),
         }
         why = "has no effect: --tensor-model-parallel-size is 1."
-        return tuple(f"{flag} {why}" for flag, given in flags.items() if alone and given)
+        told = [f"{flag} {why}" for flag, given in flags.items() if alone and given]
+        if parallel.ddp_bucket_size is not None and parallel.sharding in ("optim_grads", "optim_grads_params"):
+            why = "has no effect: sharded gradients are reduced one unit of the model at a time."
+            told.append(f"--ddp-bucket-size {parallel.ddp_bucket_size} {why}")
+        return tuple(told)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

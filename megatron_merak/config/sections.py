@@ -12,6 +12,7 @@ BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "merak_peer", "gloo_cuda
 OF_GPUS = ("nccl", "merak_peer", "gloo_cuda")  # backends that carry tensors of GPUs
 FP32_MATMULS = ("auto", "highest", "high", "medium")
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
+SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # each one shards what those before it do
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,14 +147,20 @@ class ParallelConfig(Section):
     distributed_timeout_minutes: int = setting(10, least=1)
     """Minutes after which a collective that does not finish is an error."""
     no_overlap_grad_reduce: bool = setting(False, megatron=True, ours=True)
-    """Reduce gradients after the backward pass instead of during it."""
+    """Reduce gradients after the backward pass instead of during it (sharded gradients always during it)."""
     ddp_bucket_size: int | None = setting(None, least=1)
-    """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size))."""
+    """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size)); of no effect where
+    gradients are sharded, one unit of the model at a time."""
     use_distributed_optimizer: bool = setting(False)
     """Shard optimizer state over data-parallel ranks (ZeRO stage 1): each one updates its shard of every bucket of
-    parameters, and gathers the others' shards."""
+    parameters, and gathers the others' shards; the same as --data-parallel-sharding-strategy optim."""
+    data_parallel_sharding_strategy: str | None = setting(None, choices=SHARDINGS)
+    """What data-parallel ranks share instead of holding all of it: nothing, optimizer state (ZeRO stage 1), gradients
+    too (stage 2: reduce-scattered in every micro-batch), or weights too (stage 3, FSDP: all-gathered before every
+    forward and backward) (unset: no_shard, or optim with --use-distributed-optimizer)."""
     no_overlap_param_gather: bool = setting(False, ours=True)
-    """Gather updated parameters at the end of the step instead of during the next forward."""
+    """Gather updated parameters at the end of the step instead of during the next forward (weights that stay sharded
+    are gathered unit by unit in any case)."""
     recompute_granularity: str | None = setting(None, choices=("full", "selective"))
     """Recompute in the backward pass instead of keeping: the activations of whole layers (full), or what enters the
     second matrix of feed-forward parts (selective), which costs hardly any time; attention keeps no scores in any case
@@ -168,6 +175,12 @@ class ParallelConfig(Section):
     """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's, where it is known)."""
     device_profile: str | None = setting(None, ours=True)
     """Plan with the rates that benchmarks/calibrate.py measured on this device and wrote into this JSON file."""
+
+    @property
+    def sharding(self) -> str:
+        """The sharding strategy in effect."""
+        alone = "optim" if self.use_distributed_optimizer else "no_shard"
+        return self.data_parallel_sharding_strategy or alone
 
     @property
     def recomputes_activations(self) -> bool:

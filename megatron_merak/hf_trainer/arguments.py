@@ -5,9 +5,8 @@ accelerate is not needed; the job is joined when the arguments are made, as tran
 """
 
 import dataclasses
-import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -16,9 +15,11 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ..config.sections import BACKENDS, FP32_MATMULS, OF_GPUS, OVERLAPS, SCHEDULES
+from ..config.sections import BACKENDS, FP32_MATMULS, OF_GPUS, OVERLAPS, SCHEDULES, SHARDINGS
 from ..errors import ConfigError
 from ..parallel.launch import World, adopt, launch
+from . import fsdp
+from .keywords import checked
 from .plan_arguments import take_from_plan
 
 NEWER = frozenset(("activation_checkpointing", "activation_checkpointing_kwargs"))  # older releases lack these fields
@@ -35,12 +36,10 @@ HONOURED = frozenset(
     dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
     dataloader_multiprocessing_context remove_unused_columns label_names
     train_sampling_strategy length_column_name ddp_backend ddp_timeout do_train do_eval do_predict
-    resume_from_checkpoint local_rank""".split()
+    resume_from_checkpoint local_rank fsdp fsdp_config""".split()
 )
 UNKNOWN = ("this field is not supported", "Leave it as it is")
 COMPILED = "the captured program is compiled by this library"
-NO_FULL_SHARDING = "weights are sharded by tensor and pipeline parallelism, optimizer state over replicas"
-ZERO = "Set use_distributed_optimizer, tensor_model_parallel_size or pipeline_model_parallel_size"
 DEGREES = "Set tensor_model_parallel_size and pipeline_model_parallel_size"
 # field -> (why, what to do); a value other than the field's default is refused.
 REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -82,9 +81,7 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ddp_bucket_cap_mb": ("gradients are reduced by this library", "Leave it unset"),
         "ddp_broadcast_buffers": ("gradients are reduced by this library", "Leave it unset"),
         "ddp_static_graph": ("gradients are reduced by this library", "Leave it unset"),
-        "fsdp": (NO_FULL_SHARDING, ZERO),
-        "fsdp_config": (NO_FULL_SHARDING, ZERO),
-        "deepspeed": (NO_FULL_SHARDING, ZERO),
+        "deepspeed": ("sharding is this library's", "Set data_parallel_sharding_strategy or fsdp"),
         "debug": ("hooks on the model are not captured", "Leave it empty"),
         "skip_memory_metrics": ("memory is not tracked", "Leave it True"),
     }
@@ -98,6 +95,8 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "dataloader_num_workers": "of each rank",
         "ddp_backend": "of all groups of the job; also `shm`, `emu` and others of this library",
         "eval_accumulation_steps": "predictions always go to the CPU at once",
+        "fsdp": "as `data_parallel_sharding_strategy`; `hybrid_shard` and `offload` are refused",
+        "fsdp_config": "units of the plan are what is wrapped; keys that could not be honoured are refused by name",
         "gradient_accumulation_steps": "the micro-batches that fill the pipeline",
         "gradient_checkpointing": "as `activation_checkpointing`",
         "ignore_data_skip": "batches are numbered, so nothing is loaded to be skipped",
@@ -119,7 +118,7 @@ POSITIVE = (
 FILES = ("plan", "schedule_file", "device_profile")  # fields that name a file, which hosts may have copies of
 PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
-    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile", "use_distributed_optimizer"),
+    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile"),
 )
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
@@ -199,6 +198,10 @@ class MerakArguments(TrainingArguments):
         default=False,
         metadata={"help": "Shard optimizer state over data-parallel ranks (ZeRO stage 1); each updates its shards."},
     )
+    data_parallel_sharding_strategy: str | None = field(
+        default=None,
+        metadata={"help": f"What data-parallel ranks share: {', '.join(SHARDINGS)} (unset: as fsdp says)."},
+    )
     device_memory_gb: float | None = field(
         default=None, metadata={"help": "Memory that a rank may use, in GiB; unset: the device's, where it is known."}
     )
@@ -249,6 +252,7 @@ class MerakArguments(TrainingArguments):
 
     def __post_init__(self):
         _refuse_fields(self)
+        self.sharding  # noqa: B018  what is refused is told now
         if self.warmup_ratio is not None:
             if self.warmup_steps or not 0 <= self.warmup_ratio < 1:
                 remedy = "Give a fraction below 1 and leave warmup_steps 0"
@@ -257,11 +261,13 @@ class MerakArguments(TrainingArguments):
         if self.plan is not None:
             take_from_plan(self)
         _check_numbers(self)
+        given, self.fsdp, self.fsdp_config = (self.fsdp, self.fsdp_config), None, None  # accelerate is not needed
         try:
             super().__post_init__()
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError("training arguments", "(together)", reason, "Correct them") from error
+        self.fsdp, self.fsdp_config = given
         self.warmup_ratio = self.accelerator_config = None
         self.buckets  # noqa: B018  a wrong list is told now
         if self.recomputes and self.recompute_activations:
@@ -287,7 +293,13 @@ class MerakArguments(TrainingArguments):
     @property
     def recomputes(self) -> bool:
         """Whether units recompute; older releases of transformers have the second name alone."""
-        return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)
+        asked = getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing
+        return bool(asked) or fsdp.recomputes(self)
+
+    @property
+    def sharding(self) -> str | None:
+        """The strategy that ``data_parallel_sharding_strategy``, ``use_distributed_optimizer`` or ``fsdp`` asks for."""
+        return fsdp.sharding_of(self)
 
     @property
     def recompute_granularity(self) -> str | None:
@@ -373,20 +385,4 @@ def _check_numbers(args: "MerakArguments") -> None:
         raise ConfigError("pad_to_multiple_of", args.pad_to_multiple_of, "it is below 1", "Give 1 or more")
 
 
-def _checked(init: Callable) -> Callable:
-    """``init``, whose unknown keywords raise a ConfigError that names the nearest field."""
-
-    @functools.wraps(init)
-    def checked(self, *values, **named):
-        known = [each.name for each in dataclasses.fields(self) if each.init]
-        for name in named:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                remedy = f"Perhaps {near[0]} is meant" if near else "See transformers.TrainingArguments"
-                raise ConfigError(name, repr(named[name]), "there is no such training argument", remedy)
-        init(self, *values, **named)
-
-    return checked
-
-
-MerakArguments.__init__ = _checked(MerakArguments.__init__)
+MerakArguments.__init__ = checked(MerakArguments.__init__)

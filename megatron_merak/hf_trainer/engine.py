@@ -23,6 +23,7 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         recompute_granularity=args.recompute_granularity,
+        data_parallel_sharding_strategy=args.sharding,
         **{name: getattr(args, name) for name in PARALLEL_FIELDS},
     )
     optimizer = OptimizerConfig(

@@ -10,6 +10,7 @@ from ..errors import ConfigError, PlanError
 from ..plan import Plan
 from ..plan.fit import check_ranks
 from ..training.plan_file import check_memory, stored
+from . import fsdp
 
 # Arguments whose value a plan has.
 DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
@@ -19,7 +20,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "per_device_train_batch_size": lambda plan: plan.micro_batch_size,
         "gradient_accumulation_steps": lambda plan: plan.num_microbatches,
         "tp_comm_overlap": lambda plan: plan.overlap,
-        "use_distributed_optimizer": lambda plan: plan.distributed_optimizer,
+        "data_parallel_sharding_strategy": lambda plan: plan.sharding,
         "graph_sharding": lambda plan: plan.graph_sharding,
     }
 )
@@ -42,8 +43,12 @@ def take_from_plan(args: Any) -> None:
     for name in (name for name in MAKES if name in defaults):
         if getattr(args, name) != defaults[name]:
             raise ConfigError(name, getattr(args, name), f"the plan {args.plan} decides that", "Leave it out")
+    if fsdp.recomputes(args):
+        raise ConfigError(
+            "fsdp_config: activation_checkpointing", True, f"the plan {args.plan} decides that", "Leave it out"
+        )
     for name, value in DECIDES.items():
-        given = getattr(args, name)
+        given = args.sharding if name == "data_parallel_sharding_strategy" else getattr(args, name)
         if given not in (defaults[name], value(plan)):
             reason = f"the plan {args.plan} says {value(plan)}"
             raise ConfigError(name, given, reason, "Leave it out, or change the plan")

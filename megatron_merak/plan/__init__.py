@@ -3,19 +3,23 @@
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.plan.frozen import Plan
 from megatron_merak.plan.parts import AXES, DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
+from megatron_merak.plan.replicas import UNSHARDED, Shards, refused_together
 from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.table import prediction, time_text
 
 __all__ = [
     "AXES",
     "DTYPE_BYTES",
+    "UNSHARDED",
     "Grid",
     "Plan",
+    "Shards",
     "StagePlan",
     "TensorSharding",
     "Unit",
     "bytes_text",
     "held_parameters",
     "prediction",
+    "refused_together",
     "time_text",
 ]

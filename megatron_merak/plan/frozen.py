@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_merak.cluster import CLUSTERS, Cluster
-from megatron_merak.config.sections import OVERLAPS
+from megatron_merak.config.sections import OVERLAPS, SHARDINGS
 from megatron_merak.errors import ConfigError, PlanError
-from megatron_merak.pipeline_parallel.ops import Schedule
+from megatron_merak.pipeline_parallel.ops import Schedule, ops_of
 from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
+from megatron_merak.plan.replicas import Shards, refused_together
 from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.stored import build, record, rows_of
 from megatron_merak.plan.table import table
@@ -31,11 +32,11 @@ class Plan:
     tensors are divided as they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives
     are under way (see ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided
     along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward, ``bucket_size`` elements at
-    a time. ``distributed_optimizer``: optimizer state is sharded over the data-parallel ranks, and with
-    ``overlap_param_gather`` they gather what they updated during the next forward. ``loss_chunk``: tokens whose logits
-    exist at a time, 0 for all. ``recompute_activations``: the activations of feed-forward parts are not kept, whatever
-    else is recomputed. ``graph_sharding``: how the graph of a captured model is cut into units, empty for the native
-    model. Printing a plan gives its table.
+    a time. ``sharding``: what data-parallel ranks share (see ``--data-parallel-sharding-strategy``); whole weights that
+    they update in shards they gather at the end of a step, or with ``overlap_param_gather`` during the next forward.
+    ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the activations of
+    feed-forward parts are not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a captured model
+    is cut into units, empty for the native model. Printing a plan gives its table.
     """
 
     grid: Grid
@@ -55,7 +56,7 @@ class Plan:
     sequence_parallel: bool = False
     overlap_grad_reduce: bool = True
     bucket_size: int = 40_000_000
-    distributed_optimizer: bool = False
+    sharding: str = "no_shard"
     overlap_param_gather: bool = True
     loss_chunk: int = 0
     recompute_activations: bool = False
@@ -82,6 +83,11 @@ class Plan:
         modes = [mode for mode in OVERLAPS if mode != "auto"]
         if self.overlap not in modes:
             raise PlanError("overlap", self.overlap, "there is no such one", f"Use one of {', '.join(modes)}")
+        if self.sharding not in SHARDINGS:
+            raise PlanError("sharding", self.sharding, "there is no such one", f"Use one of {', '.join(SHARDINGS)}")
+        paired = self.shards_gradients and any(len(ops_of(entry)) > 1 for entry in self.schedule.entries())
+        if error := refused_together(self.sharding, self.grid.dp, self.overlap, paired):
+            raise error
         if self.overlap == "sub-pipeline" and self.micro_batch_size == 1:
             reason = "a micro-batch of one sample has no halves"
             raise PlanError("overlap", self.overlap, reason, "Use pair, or a micro_batch_size of 2 or more")
@@ -102,7 +108,21 @@ class Plan:
     @property
     def optimizer_shards(self) -> int:
         """How many ranks share the optimizer's state of a parameter."""
-        return self.grid.dp if self.distributed_optimizer else 1
+        return self.shards.optimizer
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a rank keeps its shard of the gradients alone, and all of a unit's while its backward runs."""
+        return self.shards.gradients > 1
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank keeps its shard of the weights alone, and all of a unit's while it computes with them."""
+        return self.shards.parameters > 1
+
+    @property
+    def shards(self) -> Shards:
+        return Shards.of(self.sharding, self.grid.dp)
 
     def stage_units(self, stage: int) -> tuple[Unit, ...]:
         return self.units[self.stages[stage].first : self.stages[stage].last]
@@ -133,7 +153,7 @@ class Plan:
         In a plan written by hand the cluster, its device and its links may be names of the tables in ``cluster``.
         """
         rows = {"units": Unit, "stages": StagePlan, "shardings": TensorSharding}
-        values = dict(plain) | {"cluster": _cluster(plain)}
+        values = _renamed(plain) | {"cluster": _cluster(plain)}
         for name, kind in rows.items():
             if name in values:
                 values[name] = build(rows_of, {"kind": kind, "rows": values[name]})
@@ -162,6 +182,14 @@ class Plan:
         if not isinstance(plain, dict):
             raise PlanError("plan", "JSON", "it is not an object", "Start from a stored plan")
         return cls.from_dict(plain)
+
+
+def _renamed(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a stored plan by today's names: those stored before could shard optimizer state alone."""
+    values = dict(plain)
+    if "sharding" not in values and isinstance(values.get("distributed_optimizer"), bool):
+        values["sharding"] = "optim" if values.pop("distributed_optimizer") else "no_shard"
+    return values
 
 
 def _cluster(plain: Mapping[str, Any]) -> Cluster:

@@ -4,6 +4,12 @@ from typing import Any
 
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 
+_SHARED = {
+    "optim": "optimizer state",
+    "optim_grads": "optimizer state and gradients",
+    "optim_grads_params": "optimizer state, gradients and weights",
+}
+
 
 def table(plan: Any, width: int = 120) -> str:
     """A ``Plan`` (which imports this file) as text, lines of the schedule cut at ``width``."""
@@ -37,9 +43,9 @@ def table(plan: Any, width: int = 120) -> str:
     if grid.tp > 1:
         divided = ", sequence parallelism" if plan.sequence_parallel else ""
         lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{divided}")
-    if plan.distributed_optimizer:
+    if plan.sharding != "no_shard":
         shared = f"shared by {grid.dp} replicas" if grid.dp > 1 else "not shared, as there is one replica"
-        lines.append(f"optimizer state: {shared}")
+        lines.append(f"{_SHARED[plan.sharding]}: {shared}")
     lines.append("")
     for row in [header, *rows]:
         aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]

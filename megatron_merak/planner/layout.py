@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_merak.cluster import Cluster
 from megatron_merak.errors import PlanError
-from megatron_merak.plan import Plan, StagePlan, bytes_text
+from megatron_merak.plan import Plan, Shards, StagePlan, bytes_text
 from megatron_merak.planner.cost import optimizer_bytes, unit_costs
 from megatron_merak.planner.memory import Ledger
 from megatron_merak.planner.overlap import times
@@ -28,8 +28,8 @@ class Layout:
         self.units, self.schedule = draft["units"], draft["schedule"]
         costs = unit_costs(self.units, cluster, draft["dtype"], draft["grid"])
         exposed = [times([cost], draft["overlap"]) for cost in costs]
-        shards = draft["grid"].dp if draft["distributed_optimizer"] else 1
-        update = cluster.device.compute_time(0, optimizer_bytes(draft["dtype"]), draft["dtype"]) / shards
+        shards = Shards.of(draft["sharding"], draft["grid"].dp)
+        update = cluster.device.compute_time(0, optimizer_bytes(draft["dtype"]), draft["dtype"]) / shards.optimizer
         self.ledger = Ledger(self.units, self.schedule, draft["dtype"], shards)
         seconds = [one.forward for one in exposed]
         self.chooser = Chooser(recompute, self.units, seconds, self.ledger, limit)

@@ -10,7 +10,7 @@ from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.pairs import pair
-from megatron_merak.plan import DTYPE_BYTES, Grid, Plan, TensorSharding, Unit
+from megatron_merak.plan import DTYPE_BYTES, Grid, Plan, TensorSharding, Unit, refused_together
 from megatron_merak.planner.automatic import searched
 from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import Layout
@@ -100,7 +100,7 @@ def choices(parallel: ParallelConfig, microbatches: int) -> dict[str, Any]:
         "recompute_activations": parallel.recomputes_activations,
         "overlap_grad_reduce": not parallel.no_overlap_grad_reduce,
         "bucket_size": parallel.ddp_bucket_size,
-        "distributed_optimizer": parallel.use_distributed_optimizer,
+        "sharding": parallel.sharding,
         "overlap_param_gather": not parallel.no_overlap_param_gather,
         "memory_gb": parallel.device_memory_gb,
     }
@@ -123,7 +123,7 @@ def plan_chain(
     sequence_parallel: bool = False,
     overlap_grad_reduce: bool = True,
     bucket_size: int | None = None,
-    distributed_optimizer: bool = False,
+    sharding: str = "no_shard",
     overlap_param_gather: bool = True,
     loss_chunk: int = 0,
     recompute_activations: bool = False,
@@ -137,11 +137,11 @@ def plan_chain(
     ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
     is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``, ``bucket_size`` (None: the
-    default), ``distributed_optimizer``, ``overlap_param_gather``, ``loss_chunk``,
-    ``recompute_activations``, ``graph_sharding``: see ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without
-    it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as it is.
-    Raises PlanError for more stages than units or where ``memory_gb`` does not suffice, ScheduleError for an unknown
-    schedule or one that is not defined for these numbers.
+    default), ``sharding``, ``overlap_param_gather``, ``loss_chunk``, ``recompute_activations``, ``graph_sharding``: see
+    ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without it the device's own is respected where some cut
+    does. ``reasons``: of each tensor, why it is divided as it is. Raises PlanError for more stages than units, where
+    ``memory_gb`` does not suffice or where ``sharding`` and ``overlap`` do not go together, ScheduleError for an
+    unknown schedule or one that is not defined for these numbers.
     """
     units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
@@ -151,15 +151,14 @@ def plan_chain(
     assert built.microbatches == microbatches
     _check_stages(built, len(units), given)
     found: list[Plan] = []
-    for mode in _modes(overlap, grid, built, micro_batch_size, given):
+    for mode in _modes(overlap, grid, built, micro_batch_size, given, sharding):
         order = pair(built) if mode == "pair" and not given else built
         draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
         draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
         draft |= {"recompute_activations": recompute_activations}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
-        draft |= {"distributed_optimizer": distributed_optimizer}
-        draft |= {"overlap_param_gather": overlap_param_gather}
+        draft |= {"sharding": sharding, "overlap_param_gather": overlap_param_gather}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))
             if schedule == "auto":
@@ -168,10 +167,15 @@ def plan_chain(
     return replace(best, sequence_parallel=sequence_parallel and grid.tp > 1, reasons=by_family(reasons))
 
 
-def _modes(overlap: str, grid: Grid, schedule: Schedule, micro_batch_size: int, given: bool) -> tuple[str, ...]:
+def _modes(
+    overlap: str, grid: Grid, schedule: Schedule, micro_batch_size: int, given: bool, sharding: str
+) -> tuple[str, ...]:
     """The overlaps that are worth a look, the default first: it is taken where nothing is faster, and where there are
     no collectives to overlap. A ``given`` schedule is paired as it is, or not. Raises PlanError for halves of one
-    sample."""
+    sample, and for what the ``sharding`` of replicas does not go with."""
+    asked = overlap if grid.tp > 1 else "weight-gradient"
+    if error := refused_together(sharding, grid.dp, asked, given and is_paired(schedule)):
+        raise error
     if grid.tp == 1:
         return ("weight-gradient",)
     if overlap == "sub-pipeline" and micro_batch_size == 1:
@@ -182,7 +186,8 @@ def _modes(overlap: str, grid: Grid, schedule: Schedule, micro_batch_size: int, 
     paired = given and is_paired(schedule)
     halves = ("sub-pipeline",) if micro_batch_size > 1 and not paired else ()
     pairs = paired if given else schedule.microbatches > 1
-    return ("weight-gradient", "none", *halves, *(("pair",) if pairs else ()))
+    modes = ("weight-gradient", "none", *halves, *(("pair",) if pairs else ()))
+    return tuple(mode for mode in modes if refused_together(sharding, grid.dp, mode) is None)
 
 
 def _build(name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None) -> Schedule:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
 from megatron_merak.cluster import Device
-from megatron_merak.pipeline_parallel.ops import Schedule
-from megatron_merak.plan import DTYPE_BYTES, Plan, StagePlan, Unit, held_parameters
+from megatron_merak.pipeline_parallel.ops import Kind, Schedule, ops_of
+from megatron_merak.plan import DTYPE_BYTES, UNSHARDED, Plan, Shards, StagePlan, Unit, held_parameters
 from megatron_merak.planner.saved import Footprint, footprint, moments, of_stage, peak
 
 
@@ -13,7 +13,8 @@ from megatron_merak.planner.saved import Footprint, footprint, moments, of_stage
 class StageMemory:
     """Bytes: ``weights`` in the compute dtype, fp32 ``gradients``, ``optimizer`` (both moments in fp32, and an fp32
     weight beside a 16-bit one), ``activations`` that the micro-batches in flight keep for their backwards when the rank
-    keeps most, ``working`` while one unit runs, ``transfers`` from and to neighbouring stages."""
+    keeps most, ``working`` while one unit runs, ``transfers`` from and to neighbouring stages. Of what replicas share,
+    a rank's shard counts, and in ``working`` what is whole for a time."""
 
     weights: int
     gradients: int
@@ -28,19 +29,15 @@ class StageMemory:
 
     @classmethod
     def of(
-        cls, parameters: int, dtype: str, activations: int, working: int, transfers: int, shards: int = 1
+        cls, parameters: int, dtype: str, activations: int, working: int, transfers: int, shards: Shards = UNSHARDED
     ) -> "StageMemory":
-        """``shards``: ranks that share the optimizer's state."""
-        optimizer = -(-parameters * (8 if dtype == "float32" else 12) // shards)
-        return cls(parameters * DTYPE_BYTES[dtype], parameters * 4, optimizer, activations, working, transfers)
+        weights = -(-parameters * DTYPE_BYTES[dtype] // shards.parameters)
+        gradients = -(-parameters * 4 // shards.gradients)
+        optimizer = -(-parameters * (8 if dtype == "float32" else 12) // shards.optimizer)
+        return cls(weights, gradients, optimizer, activations, working, transfers)
 
     def __add__(self, other: "StageMemory") -> "StageMemory":
         return StageMemory(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def working_bytes(units: Sequence[Unit], stage: StagePlan) -> int:
-    """What the unit that needs most keeps only while it runs."""
-    return max(units[unit].transient_bytes for unit in stage.units)
 
 
 def transfer_bytes(units: Sequence[Unit], stage: StagePlan) -> int:
@@ -50,25 +47,51 @@ def transfer_bytes(units: Sequence[Unit], stage: StagePlan) -> int:
     return 2 * (before + (units[stage.last - 1].output_bytes if stage.last < len(units) else 0))
 
 
+class WholeUnits:
+    """Whole weights and gradients that exist only while units compute, where replicas share them."""
+
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards):
+        self.weight = DTYPE_BYTES[dtype] if shards.parameters > 1 else 0
+        self.gradient = 4 if shards.gradients > 1 else 0
+        ops = (op for entry in schedule.entries() for op in ops_of(entry)) if self.gradient else ()
+        self.splits = {op.stage for op in ops if op.kind is Kind.W}
+        self.values = [held_parameters([unit]) for unit in units] if self.gradient else []
+
+    def bytes(self, index: int, stage: StagePlan, unit: int) -> int:
+        """The most while a unit of stage ``index`` runs. A forward has its weights and those of the next unit; a
+        backward its weights, those of the unit before, its gradient, and that of the next unit, which is on its way;
+        where W ops make the gradients, these and the weights are not there at once."""
+        if not self.gradient:
+            return 0
+        own = self.values[unit]
+        before = self.values[unit - 1] if unit > stage.first else 0
+        behind = self.values[unit + 1] if unit + 1 < stage.last else 0
+        weights, gradients = self.weight * (own + before), self.gradient * (own + behind)
+        backward = max(weights, gradients) if index in self.splits else weights + gradients
+        return max(self.weight * (own + behind), backward)
+
+
 class Ledger:
     """The memory of the stages of a schedule, for whatever cut and recomputation of a chain of units.
 
-    shards: ranks that share the optimizer's state of a stage.
+    shards: over how many ranks each part of a stage's state is sharded.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: int = 1):
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards = UNSHARDED):
         self.units, self.schedule, self.dtype, self.shards = units, schedule, dtype, shards
         self.stages_of = [
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
             for rank in range(len(schedule.ranks))
         ]
+        self._whole = WholeUnits(units, schedule, dtype, shards)
         self.moments = [moments(schedule, rank) for rank in range(len(schedule.ranks))]
         self._own = [of_stage(self.moments[schedule.rank_of(stage)], stage) for stage in range(schedule.stages)]
 
     def alone(self, index: int, stage: StagePlan) -> StageMemory:
         """Of a stage, if its rank held no other."""
         footprints = {index: footprint(self.units, stage)}
-        return self._memory(stage, peak(self._own[index], footprints)[index], self._parameters([stage])[0], True)
+        activations, parameters = peak(self._own[index], footprints)[index], self._parameters([stage])[0]
+        return self._memory(stage, activations, parameters, self._working(index, stage))
 
     def alike(self, index: int) -> object:
         """Equal for stages that need the same memory for the same units."""
@@ -81,14 +104,18 @@ class Ledger:
         for rank, mine in enumerate(self.stages_of):
             footprints: dict[int, Footprint] = {index: footprint(self.units, stages[index]) for index in mine}
             shares = peak(self.moments[rank], footprints)
-            busiest = max(mine, key=lambda index: working_bytes(self.units, stages[index]))
+            busiest = max(mine, key=lambda index: self._working(index, stages[index]))
             counts = self._parameters([stages[index] for index in mine])
             for index, parameters in zip(mine, counts, strict=True):
-                found[index] = self._memory(stages[index], shares[index], parameters, index == busiest)
+                working = self._working(index, stages[index]) if index == busiest else 0
+                found[index] = self._memory(stages[index], shares[index], parameters, working)
         return [memory for memory in found if memory is not None]
 
-    def _memory(self, stage: StagePlan, activations: int, parameters: int, works: bool) -> StageMemory:
-        working = working_bytes(self.units, stage) if works else 0
+    def _working(self, index: int, stage: StagePlan) -> int:
+        """What the unit that needs most keeps only while it runs."""
+        return max(self.units[unit].transient_bytes + self._whole.bytes(index, stage, unit) for unit in stage.units)
+
+    def _memory(self, stage: StagePlan, activations: int, parameters: int, working: int) -> StageMemory:
         transfers = transfer_bytes(self.units, stage)
         return StageMemory.of(parameters, self.dtype, activations, working, transfers, self.shards)
 
@@ -104,7 +131,7 @@ class Ledger:
 
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Of each stage of the plan, at the peak of its rank."""
-    return tuple(Ledger(plan.units, plan.schedule, plan.dtype, plan.optimizer_shards).together(plan.stages))
+    return tuple(Ledger(plan.units, plan.schedule, plan.dtype, plan.shards).together(plan.stages))
 
 
 def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:

@@ -10,11 +10,13 @@ from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.overlap import Times, times
 from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
+from megatron_merak.planner.waits import Waits, stage_waits, unit_transfers
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Seconds behind the pipeline on the slowest rank: for ``reductions`` of gradients, and for the ``optimizer``."""
+    """Seconds beside the pipeline on the slowest rank: for ``reductions`` of gradients (and gathers of weights), and
+    for the ``optimizer``."""
 
     reductions: float
     optimizer: float
@@ -38,7 +40,8 @@ def priced(plan: Plan) -> Plan:
 def stage_costs(plan: Plan) -> StageCosts:
     """The times of one micro-batch on each stage, and of its transfers between neighbours.
 
-    Collectives of tensor parallelism count as far as ``plan.overlap`` leaves them exposed, in recomputation too.
+    Collectives of tensor parallelism count as far as ``plan.overlap`` leaves them exposed, in recomputation too, and
+    those of replicas that share gradients or weights as far as no computing hides them.
     """
     costs = _unit_costs(plan)
     transfer, latency = [], []
@@ -49,11 +52,12 @@ def stage_costs(plan: Plan) -> StageCosts:
         latency.append(link.latency)
     found = _stage_times(plan, costs)
     again = [times([costs[unit] for unit in stage.recompute], plan.overlap).forward for stage in plan.stages]
+    both = list(zip(found, stage_waits(plan, costs), strict=True))
     return StageCosts(
-        forward=tuple(one.forward for one in found),
-        backward=tuple(one.backward for one in found),
-        weight=tuple(min(one.weight, one.backward) for one in found),
-        recompute=tuple(again),
+        forward=tuple(one.forward + wait.forward for one, wait in both),
+        backward=tuple(one.backward + wait.backward + wait.weight for one, wait in both),
+        weight=tuple(min(one.weight, one.backward) + wait.weight for one, wait in both),
+        recompute=tuple(seconds + wait.recompute for seconds, (_, wait) in zip(again, both, strict=True)),
         transfer=tuple(transfer),
         latency=tuple(latency),
     )
@@ -91,15 +95,26 @@ def ending(plan: Plan) -> Ending:
     """What follows the pipeline on the slowest rank: what is left of the data-parallel reductions of its gradients and
     of the all-gathers of sharded parameters, the sums of tied tensors among the ranks that hold them, the optimizer."""
     units = _unit_costs(plan)
+    waits = stage_waits(plan, units)
     update = plan.cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype) / plan.optimizer_shards
     ties = _tie_times(plan)
     endings = []
     for rank in range(plan.grid.pp):
         mine = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
         parameters = held_parameters([plan.units[unit] for unit in mine])
-        reductions = exposed_reduction(plan, mine, units) + exposed_gather(plan, mine, units) + ties[rank]
+        reductions = _reductions(plan, rank, mine, units, waits) + ties[rank]
         endings.append(Ending(reductions, parameters * update))
     return max(endings, key=lambda one: one.total)
+
+
+def _reductions(plan: Plan, rank: int, mine: list[int], units: tuple[UnitCost, ...], waits: list[Waits]) -> float:
+    """Seconds that a pipeline rank waits for its replicas behind its last backward, and before its first forward."""
+    gathers = 0.0 if plan.shards_parameters else exposed_gather(plan, mine, units)
+    if not plan.shards_gradients:
+        return exposed_reduction(plan, mine, units) + gathers
+    if plan.shards_parameters and plan.schedule.rank_of(0) == rank:
+        gathers = unit_transfers(plan)[0][0]  # nothing computes yet; on other ranks, before their first input is there
+    return max(waits[stage].end for stage in plan.stages_of(rank)) + gathers
 
 
 def _tie_times(plan: Plan) -> list[float]:
@@ -113,5 +128,5 @@ def _tie_times(plan: Plan) -> list[float]:
     for (_, values), ranks in holders.items():
         link = plan.cluster.link([plan.grid.rank(pp=rank) for rank in ranks])
         for rank in ranks if len(ranks) > 1 else ():
-            seconds[rank] += all_reduce(len(ranks), 4 * values, link)
+            seconds[rank] += all_reduce(len(ranks), 4 * values / plan.shards.gradients, link)
     return seconds

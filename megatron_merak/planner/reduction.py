@@ -47,9 +47,12 @@ def exposed_gather(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) -> 
 
 def _filling(plan: Plan, mine: list[int]) -> Iterator[tuple[int, float, float]]:
     """How buckets fill from the last value of a rank to the first: (unit, share of its values that come next, values of
-    the bucket that is full then, or 0)."""
+    the bucket that is full then, or 0). Where gradients are sharded a unit is a bucket."""
     filled, unit = 0.0, mine[0]
     for unit, values in reversed(_own_values(plan.units, mine)):
+        if plan.shards_gradients:
+            yield unit, 1.0, float(values)
+            continue
         pieces = max(1, values // plan.bucket_size)
         for _ in range(pieces):
             filled += values / pieces
@@ -62,7 +65,7 @@ def _filling(plan: Plan, mine: list[int]) -> Iterator[tuple[int, float, float]]:
 def _reduction(plan: Plan) -> Callable[[float], float]:
     """Gradient elements of a bucket -> seconds of its reduction in fp32."""
     link, replicas = _link(plan), plan.grid.dp
-    if plan.distributed_optimizer:
+    if plan.sharding != "no_shard":
         return lambda values: reduce_scatter(replicas, 4 * values / replicas, link)
     return lambda values: all_reduce(replicas, 4 * values, link)
 

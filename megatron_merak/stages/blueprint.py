@@ -8,7 +8,7 @@ from torch import nn
 
 from ..cluster import CLUSTERS, Cluster
 from ..config import ParallelConfig
-from ..config.checks import check_recompute, check_schedule
+from ..config.checks import check_recompute, check_schedule, check_sharding
 from ..errors import PlanError, TraceError
 from ..graph.capture.captured import Captured
 from ..graph.capture.guards import Guards
@@ -58,6 +58,7 @@ def draw(
     parallel = parallel or ParallelConfig()
     check_recompute(parallel)
     check_schedule(parallel)
+    check_sharding(parallel)
     captured = traced.captured
     chain = cut(captured, graph_sharding)
     sharding = shard(captured, grid.tp, TensorRules.parse(rules), vocabulary_multiple=vocabulary_multiple)

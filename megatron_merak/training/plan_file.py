@@ -30,7 +30,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "tp_comm_overlap": lambda plan: plan.overlap,
         "no_overlap_grad_reduce": lambda plan: not plan.overlap_grad_reduce,
         "ddp_bucket_size": lambda plan: plan.bucket_size,
-        "use_distributed_optimizer": lambda plan: plan.distributed_optimizer,
+        "data_parallel_sharding_strategy": lambda plan: plan.sharding,
         "no_overlap_param_gather": lambda plan: not plan.overlap_param_gather,
         "cross_entropy_chunk_size": lambda plan: plan.loss_chunk,
         "graph_sharding": lambda plan: plan.graph_sharding,
@@ -78,6 +78,8 @@ def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(flag_name(name), "(given)", f"the plan {path} decides that", "Leave it out")
     if given & {RAMP, STEPS}:  # they say the sizes, of which the plan has the largest
         known -= {"global_batch_size"}
+    if "--use-distributed-optimizer" in given:  # it says so alone
+        known -= {"data_parallel_sharding_strategy"}
     return {name: value(plan) for name, value in DECIDES.items() if name in known}
 
 
@@ -94,15 +96,19 @@ def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None
 
     cluster: what the job runs on.
     """
-    path = config.parallel.plan
-    if path is None:
+    parallel = config.parallel
+    if parallel.plan is None:
         return None
-    plan = stored(path)
+    plan = stored(parallel.plan)
     check_ranks(plan, world_size)
     check_dtype(plan)
     settings = {flag.field: getattr(getattr(config, flag.section), flag.field) for flag in flags(type(config))}
     settings["global_batch_size"], steps = config.global_batch_size(world_size), config.train.step_batch_size_schedule
-    compare(plan, settings, lambda name: STEPS if steps and name == "global_batch_size" else flag_name(name))
+    settings["data_parallel_sharding_strategy"] = parallel.sharding
+    other_names = {"global_batch_size": STEPS} if steps else {}
+    if parallel.data_parallel_sharding_strategy is None and parallel.use_distributed_optimizer:
+        other_names["data_parallel_sharding_strategy"] = "--use-distributed-optimizer"
+    compare(plan, settings, lambda name: other_names.get(name) or flag_name(name))
     check_memory(plan, cluster)
     return plan
 

@@ -117,7 +117,7 @@ def test_the_step_time_adds_up():
     fast = replace(halves, cluster=replace(halves.cluster, inside=Link("fast", 0.0, 16.0)))
     assert step_time(fast, pipeline) == pytest.approx(pipeline.makespan + 1 + optimizer)
     # Sharded: half of the optimizer's work, and what was updated travels back while the first forward would run.
-    zero = replace(owned, distributed_optimizer=True, overlap_param_gather=False)
+    zero = replace(owned, sharding="optim", overlap_param_gather=False)
     scattered, gathered = reduce_scatter(2, 16, link), all_gather(2, 16, link)
     assert step_time(zero, pipeline) == pytest.approx(pipeline.makespan + scattered + gathered + optimizer / 2)
     early = replace(zero, overlap_param_gather=True)

@@ -73,6 +73,27 @@ def test_flags_that_contradict_a_plan_are_named(tmp_path, capsys, flags, told):
         plan_of(read(build_parser(), line, Config, decided(Config, line))[0], 2, CLUSTERS["cpu"])
 
 
+def test_a_plan_and_either_flag_of_sharding_must_agree(tmp_path, capsys):
+    path, zero, strategy = tmp_path / "plan.json", "--use-distributed-optimizer", "--data-parallel-sharding-strategy"
+    planned(path, 2, f"{NATIVE} {zero}")
+
+    def sharding(flags: str) -> str:
+        line = f"{NATIVE} --plan {path} {flags}".split()
+        config, _ = read(build_parser(), line, Config, decided(Config, line))
+        config.validate(2, training=False)
+        return plan_of(config, 2, CLUSTERS["cpu"]).sharding
+
+    assert {sharding(flags) for flags in ("", zero, f"{strategy} optim", f"{strategy}=optim {zero}")} == {"optim"}
+    with pytest.raises(MerakError, match=f"{strategy} no_shard: the plan says optim"):
+        sharding(f"{strategy} no_shard")
+    edit(path, sharding="optim_grads")
+    assert {sharding(flags) for flags in ("", f"{strategy} optim_grads", f"{strategy} optim_grads {zero}")} == {
+        "optim_grads"
+    }
+    with pytest.raises(MerakError, match=f"^{zero} optim: the plan says optim_grads"):
+        sharding(zero)
+
+
 def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
     path = tmp_path / "plan.json"
     planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
@@ -154,6 +175,11 @@ def test_a_trainer_runs_the_edited_plan(tmp_path, capsys):
         ({"per_device_train_batch_size": 4}, r"per_device_train_batch_size 4: the plan .* says 2"),
         ({"pipeline_model_parallel_size": 2}, r"pipeline_model_parallel_size 2: the plan .* says 1"),
         ({"pipeline_schedule": "gpipe"}, r"pipeline_schedule gpipe: the plan .* decides that"),
+        ({"fsdp": "full_shard"}, r"data_parallel_sharding_strategy optim_grads_params: the plan .* says no_shard"),
+        (
+            {"fsdp": "no_shard", "fsdp_config": {"activation_checkpointing": True}},
+            r"fsdp_config: activation_checkpointing True: the plan .* decides that",
+        ),
         ({"plan": "nowhere.json"}, r"plan nowhere.json: it cannot be read"),
     ],
 )

@@ -1,0 +1,144 @@
+"""``fsdp`` and ``fsdp_config`` of transformers, read as this library's sharding strategy; what cannot be honoured is
+refused by name."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..config.sections import SHARDINGS
+from ..errors import ConfigError
+
+STRATEGIES: Mapping[str, str] = MappingProxyType(
+    {"full_shard": "optim_grads_params", "shard_grad_op": "optim_grads", "no_shard": "no_shard"}
+)
+HYBRID = ("all replicas share, not those of a node", "Use full_shard, and tensor or pipeline parallelism over nodes")
+OFFLOAD = ("nothing is kept in the host's memory", "Leave it out, or raise tensor_model_parallel_size")
+PRECISION = ("bf16 decides what is computed in what", "Leave it out")
+XLA = ("XLA is not used", "Leave it out")
+# Option of ``fsdp`` -> (why it is refused, what to do).
+OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"hybrid_shard": HYBRID, "hybrid_shard_zero2": HYBRID, "offload": OFFLOAD}
+)
+# Keys of ``fsdp_config`` that change neither numbers nor what is sharded: what is wrapped is a unit of the plan here,
+# weights are gathered one unit ahead, and each rank reads its own part of a checkpoint.
+WITHOUT_EFFECT = frozenset(
+    """version auto_wrap_policy min_num_params transformer_layer_cls_to_wrap backward_prefetch forward_prefetch
+    use_orig_params sync_module_states limit_all_gathers cpu_ram_efficient_loading""".split()
+)
+# Key -> (values that ask for nothing, why others are refused, what to do).
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
+    {
+        "cpu_offload": ((None, False, "false"), *OFFLOAD),
+        "offload_params": ((None, False, "false"), *OFFLOAD),
+        "state_dict_type": (
+            (None, "FULL_STATE_DICT"),
+            "a checkpoint is a HuggingFace directory, which every layout reads",
+            "Use FULL_STATE_DICT",
+        ),
+        "mixed_precision": ((None,), *PRECISION),
+        "mixed_precision_policy": ((None,), *PRECISION),
+        "xla": ((None, False, "false"), *XLA),
+        "xla_fsdp_v2": ((None, False, "false"), *XLA),
+        "xla_fsdp_grad_ckpt": ((None, False, "false"), *XLA),
+        "xla_fsdp_settings": ((None, {}), *XLA),
+    }
+)
+TRUTH: Mapping[str, bool] = MappingProxyType({"true": True, "1": True, "false": False, "0": False})
+
+
+def sharding_of(args: Any) -> str | None:
+    """The sharding strategy that arguments ask for, in whichever words; None where they ask for none.
+
+    Raises ConfigError for what is refused, and where they contradict each other.
+    """
+    asked, config = args.data_parallel_sharding_strategy, _config(args.fsdp_config)
+    if asked is not None and asked not in SHARDINGS:
+        remedy = f"Use {' or '.join(SHARDINGS)}"
+        raise ConfigError("data_parallel_sharding_strategy", repr(asked), "there is no such choice", remedy)
+    found = _strategy(args.fsdp, config)
+    if asked is not None and found not in (None, asked):
+        reason = f"fsdp {args.fsdp} means {found}"
+        raise ConfigError("data_parallel_sharding_strategy", asked, reason, "Set only one of them")
+    asked = asked or found
+    if args.use_distributed_optimizer and asked == "no_shard":
+        reason = "no_shard leaves the optimizer's state whole"
+        raise ConfigError("use_distributed_optimizer", True, reason, "Leave it False, or use optim")
+    return asked or ("optim" if args.use_distributed_optimizer else None)
+
+
+def recomputes(args: Any) -> bool:
+    """Whether ``fsdp_config`` asks for recomputation."""
+    return bool(args.fsdp) and bool(_truth("activation_checkpointing", _config(args.fsdp_config)))
+
+
+def _strategy(fsdp: Any, config: Mapping[str, Any]) -> str | None:
+    """What ``fsdp`` and ``reshard_after_forward`` ask for together."""
+    if not fsdp:
+        for key in ("reshard_after_forward", "activation_checkpointing"):
+            if config.get(key) not in (None, False, "false"):
+                raise ConfigError(f"fsdp_config: {key}", config[key], "fsdp is not set", "Set fsdp, or leave it out")
+        return None
+    options = [] if fsdp is True else fsdp.split() if isinstance(fsdp, str) else [*fsdp]
+    options = [getattr(option, "value", option) for option in options]
+    for option in options:
+        if option in OPTIONS:
+            raise ConfigError(f"fsdp: {option}", repr(fsdp), *OPTIONS[option])
+        if option not in (*STRATEGIES, "auto_wrap"):
+            remedy = f"Use {' or '.join(STRATEGIES)}"
+            raise ConfigError("fsdp", repr(fsdp), f"there is no option {option}", remedy)
+    named = [option for option in options if option in STRATEGIES]
+    if len(named) > 1 or (options and not named):
+        reason = f"it names {len(named)} strategies" if named else "it names no strategy"
+        raise ConfigError("fsdp", repr(fsdp), reason, f"Use one of {', '.join(STRATEGIES)}")
+    after = _after_forward(config)
+    if named and after not in (None, named[0]):
+        reason = f"fsdp is {named[0]}"
+        raise ConfigError("fsdp_config: reshard_after_forward", config["reshard_after_forward"], reason, "Leave it out")
+    return STRATEGIES[named[0] if named else after or "full_shard"]
+
+
+def _after_forward(config: Mapping[str, Any]) -> str | None:
+    """The strategy that ``reshard_after_forward`` means, which is a truth value, or its name in FSDP1."""
+    value = config.get("reshard_after_forward")
+    if value is None or str(value) in STRATEGIES:
+        return value
+    if str(value) in OPTIONS:
+        raise ConfigError("fsdp_config: reshard_after_forward", value, *OPTIONS[value])
+    return "full_shard" if _truth("reshard_after_forward", config) else "shard_grad_op"
+
+
+def _truth(key: str, config: Mapping[str, Any]) -> bool:
+    """A truth value of ``fsdp_config``, False where it is unset; files and command lines have it as text."""
+    value = config.get(key)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if str(value).lower() not in TRUTH:
+        raise ConfigError(f"fsdp_config: {key}", repr(value), "it is neither true nor false", "Give one of them")
+    return TRUTH[str(value).lower()]
+
+
+def _config(given: Any) -> dict[str, Any]:
+    """The keys of ``fsdp_config`` (values, JSON or a file of it) that mean something here. Raises ConfigError."""
+    if isinstance(given, str) and given:
+        try:
+            given = json.loads(given if given.startswith("{") else Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = f"it cannot be read ({error})"
+            raise ConfigError("fsdp_config", given, reason, "Give a dict, or name a JSON file") from error
+    if given and not isinstance(given, Mapping):
+        raise ConfigError("fsdp_config", repr(given), "it is no set of keys", "Give a dict, or name a JSON file")
+    found = {}
+    for name, value in (given or {}).items():
+        key = name.removeprefix("fsdp_")
+        if key in ("reshard_after_forward", "activation_checkpointing"):
+            found[key] = value
+        elif key in NEUTRAL:
+            harmless, reason, remedy = NEUTRAL[key]
+            value = value.lower() if str(value).lower() == "false" and isinstance(value, str) else value
+            if value not in harmless:
+                raise ConfigError(f"fsdp_config: {name}", repr(value), reason, remedy)
+        elif key not in WITHOUT_EFFECT:
+            raise ConfigError(f"fsdp_config: {name}", repr(value), "there is no such key here", "Leave it out")
+    return found

@@ -1,0 +1,102 @@
+"""``fsdp`` and ``fsdp_config`` of transformers: read as a sharding strategy, or refused by name."""
+
+import dataclasses
+import json
+
+import pytest
+from transformers.trainer_utils import FSDPOption
+
+from megatron_merak.errors import ConfigError
+from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.engine import wishes
+
+PARAMS, GRADS = "optim_grads_params", "optim_grads"
+
+
+def arguments(**named) -> MerakArguments:
+    return MerakArguments("unused", use_cpu=True, report_to="none", **named)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "sharding"),
+    [
+        (None, None, None),
+        ("", {"min_num_params": 0, "xla": False, "xla_fsdp_grad_ckpt": False}, None),
+        (True, None, PARAMS),
+        (True, {"reshard_after_forward": False}, GRADS),
+        (True, {"fsdp_reshard_after_forward": "shard_grad_op", "version": 1}, GRADS),
+        ("full_shard", {"reshard_after_forward": "true"}, PARAMS),
+        ("full_shard auto_wrap", {"transformer_layer_cls_to_wrap": ["GPT2Block"], "fsdp_version": 2}, PARAMS),
+        ([FSDPOption.SHARD_GRAD_OP, "auto_wrap"], {"fsdp_forward_prefetch": True, "use_orig_params": False}, GRADS),
+        (
+            "no_shard",
+            {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": False, "backward_prefetch": "x"},
+            "no_shard",
+        ),
+        ("shard_grad_op", '{"limit_all_gathers": "true", "cpu_offload": "False"}', GRADS),
+    ],
+)
+def test_what_fsdp_means(fsdp, config, sharding):
+    args = arguments(fsdp=fsdp, fsdp_config=config)
+    assert args.sharding == sharding and not args.recomputes
+    assert wishes(args)["plan"]["parallel"].sharding == (sharding or "no_shard")
+    assert args.fsdp == fsdp, "a script may ask for it"
+    assert dataclasses.replace(args, fsdp="shard_grad_op", fsdp_config=None).sharding == GRADS
+
+
+def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
+    assert arguments(use_distributed_optimizer=True).sharding == "optim"
+    both = arguments(use_distributed_optimizer=True, fsdp="full_shard", data_parallel_sharding_strategy=PARAMS)
+    assert both.sharding == PARAMS
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps({"activation_checkpointing": True, "reshard_after_forward": False}))
+    filed = arguments(fsdp=True, fsdp_config=str(path))
+    assert filed.sharding == GRADS and filed.recompute_granularity == "full"
+    filed.fsdp_config = {"cpu_offload": True}
+    with pytest.raises(ConfigError, match="cpu_offload"):
+        wishes(filed)
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        (
+            {"fsdp": "hybrid_shard"},
+            "fsdp: hybrid_shard 'hybrid_shard': all replicas share, not those of a node. Use full",
+        ),
+        ({"fsdp": "hybrid_shard_zero2 auto_wrap"}, "fsdp: hybrid_shard_zero2 "),
+        ({"fsdp": "full_shard offload"}, "fsdp: offload .*: nothing is kept in the host's memory"),
+        ({"fsdp": "auto_wrap"}, "fsdp 'auto_wrap': it names no strategy. Use one of full_shard"),
+        ({"fsdp": "full_shard no_shard"}, "fsdp 'full_shard no_shard': it names 2 strategies"),
+        ({"fsdp": "sharded"}, "fsdp 'sharded': there is no option sharded"),
+        ({"fsdp_config": {"reshard_after_forward": True}}, "reshard_after_forward True: fsdp is not set"),
+        ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "fsdp_config: cpu_offload True"),
+        ({"fsdp": True, "fsdp_config": {"fsdp_mixed_precision_policy": "bf16"}}, "fsdp_mixed_precision_policy 'bf16'"),
+        ({"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, "Use FULL_STATE_DICT"),
+        ({"fsdp": True, "fsdp_config": {"xla": True}}, "fsdp_config: xla True: XLA is not used"),
+        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": "maybe"}}, "'maybe': it is neither true nor false"),
+        (
+            {"fsdp": True, "fsdp_config": {"reshard_after_forward": "hybrid_shard"}},
+            "reshard_after_forward hybrid_shard",
+        ),
+        ({"fsdp": True, "fsdp_config": {"colour": 1}}, "fsdp_config: colour 1: there is no such key here"),
+        ({"fsdp": True, "fsdp_config": "nowhere.json"}, "fsdp_config nowhere.json: it cannot be read"),
+        ({"fsdp": True, "fsdp_config": ["x"]}, "it is no set of keys"),
+        (
+            {"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}},
+            "fsdp_config: reshard_after_forward True: fsdp is shard_grad_op",
+        ),
+        (
+            {"fsdp": "full_shard", "data_parallel_sharding_strategy": GRADS},
+            "data_parallel_sharding_strategy optim_grads: fsdp full_shard means optim_grads_params",
+        ),
+        ({"fsdp": "no_shard", "use_distributed_optimizer": True}, "use_distributed_optimizer True: no_shard leaves"),
+        (
+            {"data_parallel_sharding_strategy": "zero3"},
+            "data_parallel_sharding_strategy 'zero3': there is no such choice",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(named, told):
+    with pytest.raises(ConfigError, match=told):
+        arguments(**named)

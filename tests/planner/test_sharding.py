@@ -1,0 +1,138 @@
+"""What replicas share: bytes by hand, how long passes wait for gathers and reductions, what is refused and advised."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, all_gather, reduce_scatter
+from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.errors import PlanError
+from megatron_merak.pipeline_parallel.builders import build_schedule
+from megatron_merak.pipeline_parallel.pairs import pair
+from megatron_merak.plan import Grid, Plan, StagePlan, Unit
+from megatron_merak.planner import plan_chain
+from megatron_merak.planner.memory import stage_memory
+from megatron_merak.planner.predict import ending, priced, stage_costs
+from megatron_merak.planner.reduction import exposed_gather
+from megatron_merak.planner.remedies import misfits
+from megatron_merak.planner.waits import Visit, durations, stage_waits
+
+UNITS = (
+    Unit("embedding", "embedding", 4, 0, 0, 64, (("wte", 96),)),
+    Unit("layer.0", "layer", 40, 1000, 256, 64),
+    Unit("layer.1", "layer", 40, 1000, 256, 64),
+    Unit("head", "head", 8, 2000, 128, 4, (("wte", 96),), transient_bytes=512),
+)
+SLOW, FAST = Link("slow", 0.0, 8.0), Link("fast", 0.0, 1e9)
+LAYERS = tuple(Unit(f"layer.{index}", "layer", 8, 100, 0, 16) for index in range(3))
+
+
+def made(sharding: str, units=UNITS, dp=4, pp=1, schedule="1f1b", link=FAST, dtype="bfloat16") -> Plan:
+    """A plan for a device of 100 FLOP/s, and memory that costs nothing."""
+    cut = len(units) // pp
+    stages = tuple(StagePlan(cut * stage, cut * (stage + 1)) for stage in range(pp))
+    device = Device("toy", 100.0, 100.0, 1e12, 0, 1.0)
+    plan = Plan(Grid(dp=dp, pp=pp), units, stages, build_schedule(schedule, pp, 4), 2, 16, dtype, sharding=sharding)
+    return replace(plan, cluster=Cluster(device, 64, link, link))
+
+
+def test_the_bytes_of_each_strategy_by_hand():
+    memory = {sharding: stage_memory(made(sharding))[0] for sharding in SHARDINGS}
+    held = {name: (one.weights, one.gradients, one.optimizer, one.working) for name, one in memory.items()}
+    assert held["no_shard"] == (188 * 2, 188 * 4, 188 * 12, 512)
+    assert held["optim"] == (188 * 2, 188 * 4, 188 * 3, 512)
+    # The head, with the tied table, has its whole gradient; in front of it nothing is on its way.
+    assert held["optim_grads"] == (188 * 2, 188, 188 * 3, 512 + 4 * 104)
+    assert held["optim_grads_params"] == (188 // 2, 188, 188 * 3, 512 + 4 * 104 + 2 * (104 + 40))
+    plain = UNITS[:3] + (replace(UNITS[3], transient_bytes=0),)
+    working = [stage_memory(made(sharding, plain))[0].working for sharding in SHARDINGS[2:]]
+    # The last layer while the head's gradient is on its way; the embedding, whose weights are the last to be gathered.
+    assert working == [4 * (40 + 104), 4 * (100 + 40) + 2 * 100]
+    assert len({stage_memory(made(sharding, dp=1)) for sharding in SHARDINGS}) == 1
+
+
+def test_weight_gradients_apart_from_the_backward_need_no_weights():
+    together, apart = (
+        stage_memory(made("optim_grads_params", LAYERS * 2, pp=2, schedule=name))[0].working
+        for name in ("1f1b", "zb-h1")
+    )
+    assert together == (2 + 4) * 16 and apart == 4 * 16
+
+
+def test_passes_by_hand():
+    forward = [Visit(0, 2.0, 5.0, 0.0), Visit(1, 2.0, 5.0, 0.0)]
+    backward = [Visit(1, 2.0, 10.0, 3.0), Visit(0, 2.0, 10.0, 3.0)]
+    # The first gather is waited for; a unit that was used last is there; what is left to reduce travels behind the end.
+    assert durations([forward, backward, forward, backward]) == ([12.0, 20.0, 10.0, 20.0], 3.0)
+    # A forward behind a forward starts with a unit that is gone, gathered while the last one computed.
+    assert durations([forward, forward]) == ([12.0, 10.0], 0.0)
+    slow = [replace(visit, gather=7.0) for visit in forward]
+    assert durations([slow, slow]) == ([19.0, 14.0], 0.0)
+    # The gradients of two units exist at a time: the third waits until the first is reduced, 40 seconds in.
+    assert durations([[Visit(unit, 0.0, 10.0, 30.0) for unit in range(3)]]) == ([50.0], 50.0)
+
+
+def test_passes_wait_for_slow_links_alone():
+    for sharding in ("optim_grads", "optim_grads_params"):
+        fast, slow = (stage_waits(made(sharding, link=link), _costs(link))[0] for link in (FAST, SLOW))
+        assert 0 <= fast.forward + fast.backward < 1e-6 < slow.backward
+        assert (slow.forward > 1e-6) == (sharding == "optim_grads_params")
+        assert priced(made(sharding, link=SLOW)).predicted_time > priced(made(sharding)).predicted_time
+    times = {sharding: priced(made(sharding, link=SLOW)).predicted_time for sharding in SHARDINGS}
+    assert times["optim"] < times["optim_grads"] < times["optim_grads_params"]
+    assert len({priced(made(sharding, dp=1)).predicted_time for sharding in SHARDINGS}) == 1
+
+
+def _costs(link):
+    from megatron_merak.planner.cost import unit_costs
+
+    plan = made("optim", link=link)
+    return unit_costs(plan.units, plan.cluster, plan.dtype, plan.grid)
+
+
+def test_what_follows_the_pipeline_by_hand():
+    """One unit of 8 parameters in fp32 on two replicas: 16 bytes of each shard take two seconds."""
+    unit, link = (replace(LAYERS[0], flops=10_000),), SLOW
+    seconds = all_gather(2, 16, link)
+    assert seconds == reduce_scatter(2, 16, link) == 2.0
+    whole, shared = (made(name, unit, dp=2, link=link, dtype="float32") for name in SHARDINGS[2:])
+    assert stage_costs(shared) == stage_costs(made("optim", unit, dp=2, link=link, dtype="float32"))
+    assert ending(shared).reductions == pytest.approx(2.0 + 2.0), "the last reduction, and the first gather of a step"
+    assert ending(whole).reductions == pytest.approx(2.0 + exposed_gather(whole, [0], _costs(link)[:1]))
+
+
+def test_a_schedule_that_runs_forwards_in_a_row_gathers_more():
+    plans = [made("optim_grads_params", LAYERS * 2, pp=2, schedule=name, link=SLOW) for name in ("1f1b", "gpipe")]
+    alternating, in_a_row = (stage_costs(plan) for plan in plans)
+    assert alternating.forward[1] + alternating.backward[1] < in_a_row.forward[1] + in_a_row.backward[1]
+
+
+@pytest.mark.parametrize("sharding", ["optim_grads", "optim_grads_params"])
+def test_two_passes_in_turns_are_refused_and_not_chosen(sharding):
+    units = tuple(replace(unit, reduces=(2, 2), reduced_bytes=(10**6, 10**6)) for unit in LAYERS)
+    asked = {"microbatches": 4, "micro_batch_size": 2, "sharding": sharding, "cluster": CLUSTERS["dgx-h100"]}
+    grid = Grid(tp=2, dp=2)
+    for overlap in ("pair", "sub-pipeline"):
+        with pytest.raises(PlanError, match=f"--tp-comm-overlap {overlap}: .*{sharding} .*Use weight-gradient or none"):
+            plan_chain(units, grid, overlap=overlap, **asked)
+        assert plan_chain(units, Grid(tp=2), overlap=overlap, **asked).overlap == overlap, "there is one replica"
+        with pytest.raises(PlanError, match="runs two passes in turns"):
+            replace(made(sharding), overlap=overlap)
+    assert plan_chain(units, grid, overlap="auto", **asked).overlap in ("weight-gradient", "none")
+    with pytest.raises(PlanError, match=r"schedule \(with pairs\): it runs two passes in turns"):
+        plan_chain(units, Grid(dp=2), schedule=pair(build_schedule("1f1b", 1, 4)), **asked)
+
+
+def test_advice_goes_from_strategy_to_strategy_until_one_fits():
+    plan = priced(made("no_shard", tuple(replace(unit, parameters=1000) for unit in LAYERS)))
+    needs = {sharding: stage_memory(replace(plan, sharding=sharding))[0].total for sharding in SHARDINGS}
+    assert sorted(needs.values(), reverse=True) == list(needs.values())
+
+    def advised(memory: int) -> list[str]:
+        told = misfits(plan, replace(plan.cluster.device, memory=memory))
+        return [line.partition("with ")[2].partition(" the largest")[0] for line in told[1:] if "recompute" not in line]
+
+    strategies = [f"--data-parallel-sharding-strategy {sharding}" for sharding in SHARDINGS[2:]]
+    assert advised(needs["optim"]) == ["--use-distributed-optimizer"]
+    assert advised(needs["optim_grads"]) == ["--use-distributed-optimizer", strategies[0]]
+    assert advised(needs["optim_grads_params"] - 1) == ["--use-distributed-optimizer", *strategies]

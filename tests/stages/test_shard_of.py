@@ -1,0 +1,22 @@
+"""How replicas share what the plan says that they share."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_merak.parallel.buffers import ParameterBuffer, Sharding
+from megatron_merak.plan import Grid, Unit
+from megatron_merak.planner import plan_chain
+from megatron_merak.stages.native import shard_of
+
+
+@pytest.mark.parametrize("sharding, kept", zip(("no_shard", "optim", "optim_grads", "optim_grads_params"), Sharding))
+def test_a_strategy_is_what_the_buffer_shards_where_there_are_replicas(sharding, kept):
+    for dp in (1, 2):
+        grid, units = Grid(dp=dp), (Unit("layer", "layer", 8, 100, 0, 16),)
+        plan = plan_chain(units, grid, microbatches=2, micro_batch_size=1, sharding=sharding)
+        place = shard_of(plan, SimpleNamespace(grid=grid, dp_rank=dp - 1))
+        assert place == (dp, dp - 1, kept)
+        buffer = ParameterBuffer([], torch.float32, "cpu", None, *place)
+        assert buffer.sharding == (kept if dp > 1 else Sharding.NOTHING)
