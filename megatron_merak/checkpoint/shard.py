@@ -19,7 +19,8 @@ class Shard:
     ``shape`` is the full shape, without padding. ``dim`` is the divided dimension, None for a tensor that this rank
     holds whole. ``intervals`` are the index ranges [start, stop) along ``dim``, in the order in which ``tensor`` stores
     them. ``tensor`` has ``shape`` but for ``dim``, which is as long as the intervals together; it may be a view with
-    any strides, and loading copies into it. ``owner`` False: another rank writes this part.
+    any strides, and loading copies into it. ``owner`` False: another rank writes this part. ``bring``, where
+    ``tensor`` does not always have its values, lets it have them: collective over the ranks that hold the same part.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Shard:
     intervals: Intervals
     tensor: torch.Tensor
     owner: bool = True
+    bring: Callable[[], object] | None = None
 
     def __post_init__(self):
         if self.dim is not None:

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..errors import CheckpointError, PlanError
 from ..graph.capture.outputs import SAME
 from ..optimizer.adamw import AdamW, Rates, StepResult
 from ..parallel.agree import gather_json, together
-from ..parallel.buffers import Sharding
+from ..parallel.buffers import Bucket, Sharding
 from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
 from ..runtime.executor import Executor
@@ -276,11 +277,25 @@ class CapturedTrainer:
 
     def exported(self) -> list[store.Shard]:
         """All that is trained, in the dtypes of the model that was given; of sharded fp32 weights a copy in the
-        gradient's memory. Collective over all ranks."""
-        self.parameters.gatherer.bring()
-        if self.holdings.shares_exact:
-            self.parameters.gatherer.full(self.buffer.master)
-        return [*self.holdings.exported(), *self.running.shards()]
+        gradient's memory. Where a rank has memory for one unit's at a time, a shard brings its own. Collective."""
+        buffer, gatherer, found = self.buffer, self.parameters.gatherer, [*self.others()]
+        there: list[Sequence[Bucket]] = []
+
+        def bring(buckets: Sequence[Bucket]) -> None:
+            if there != [buckets]:
+                gatherer.bring(buckets)
+                if self.holdings.shares_exact:
+                    gatherer.full(buffer.master, buckets)
+                there[:] = [buckets]
+
+        turns = buffer.turns(buffer.main_grad)
+        for buckets in turns:
+            for flat in (buffer.data, buffer.main_grad):
+                buffer.allocate(flat, buckets)
+            shards = self.holdings.exported([name for bucket in buckets for name in bucket.names])
+            found += [replace(shard, bring=partial(bring, buckets)) for shard in shards]
+        bring(turns[0] if turns else ())
+        return found
 
     def _state(self) -> dict[str, store.Kind]:
         gatherer = self.parameters.gatherer

@@ -159,10 +159,10 @@ class Holdings:
             if name not in self.buffer.slots:
                 yield held.shard(self.mesh, held.exact)
 
-    def exported(self) -> Iterator[Shard]:
-        """All weights in the dtypes of the user's model."""
-        for held in self.held.values():
-            yield held.shard(self.mesh, held.exact)
+    def exported(self, names: Collection[str]) -> Iterator[Shard]:
+        """Weights in the dtypes of the user's model."""
+        for name in names:
+            yield self.held[name].shard(self.mesh, self.held[name].exact)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -200,7 +200,7 @@ class Holdings:
         for _ in range(max(gather_json(len(buffer.turns(buffer.main_grad)), self.mesh.control, "cpu"))):
             buckets = next(turns, ())
             names = [name for bucket in buckets for name in bucket.names]
-            give([self.held[name].shard(self.mesh, self.held[name].exact) for name in names])
+            give([*self.exported(names)])
             for name in names:
                 held = self.held[name]
                 if held.exact is held.storage:

@@ -8,6 +8,7 @@ from itertools import combinations, product
 from random import Random
 
 from megatron_merak.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_merak.config.sections import SHARDINGS
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 
@@ -29,7 +30,7 @@ AXES: dict[str, tuple] = {
     "recompute": ("none", "full", "uniform", "block"),
     "overlap": ("weight-gradient", "none", "sub-pipeline", "pair"),
     "sequence_parallel": (False, True),
-    "sharded": (False, True),
+    "sharding": SHARDINGS,
     "dtype": ("fp32", "bf16"),
     "loss": ("full", "masked", "per-token"),
 }
@@ -51,7 +52,7 @@ class Case:
     loss: 'full' masks no token; 'masked' masks unevenly, mean of micro-batch means; 'per-token' too, mean over tokens.
     hidden_dropout, attention_dropout: probabilities. clip: largest gradient norm, 0 for any. steps: optimizer steps.
     bucket: elements of a gradient bucket (all models hold several times more). early: reduce during the backward.
-    schedule: a name, or the path of a file. sharded: replicas share the optimizer's state.
+    schedule: a name, or the path of a file. sharding: what replicas share.
     """
 
     family: str
@@ -62,7 +63,7 @@ class Case:
     recompute: str = "none"
     overlap: str = "weight-gradient"
     sequence_parallel: bool = False
-    sharded: bool = False
+    sharding: str = "no_shard"
     dtype: str = "fp32"
     loss: str = "masked"
     hidden_dropout: float = 0.0
@@ -83,13 +84,15 @@ class Case:
     def __str__(self) -> str:
         degrees = f"tp{self.tp}-pp{self.pp}-dp{self.dp}"
         ways = f"{self.schedule}-{self.recompute}-{self.overlap}" + ("-sp" if self.sequence_parallel else "")
-        ways += "-zero1" if self.sharded else ""
+        ways += "" if self.sharding == "no_shard" else f"-{self.sharding}"
         return f"{self.family}-{degrees}-{ways}-{self.dtype}-{self.loss}"
 
     @property
     def possible(self) -> bool:
         """Whether there is such a run: enough units and micro-batches for the schedule, and collectives to overlap."""
-        if self.dp == 1 and self.sharded:
+        if self.sharding != "no_shard" and self.dp == 1:
+            return False
+        if self.sharding in SHARDINGS[2:] and self.overlap in ("sub-pipeline", "pair"):
             return False
         if self.tp == 1 and (self.sequence_parallel or self.overlap != "weight-gradient"):
             return False
@@ -108,7 +111,7 @@ class Case:
                 recompute_num_layers=LAYERS_RECOMPUTED.get(self.recompute),
                 tp_comm_overlap=self.overlap,
                 sequence_parallel=self.sequence_parallel,
-                use_distributed_optimizer=self.sharded,
+                data_parallel_sharding_strategy=self.sharding,
                 ddp_bucket_size=self.bucket,
                 no_overlap_grad_reduce=not self.early,
             ),
@@ -140,7 +143,7 @@ def combinations_of(largest_world: int = 8, **given: tuple) -> list[Case]:
 def layouts() -> list[Case]:
     """Every layout of every model, with unevenly masked tokens, as Megatron-LM would run it."""
     plain = {"schedule": ("gpipe", "1f1b"), "recompute": ("none", "full"), "overlap": ("weight-gradient",)}
-    return combinations_of(loss=("masked",), sequence_parallel=(False,), sharded=(False,), **plain)
+    return combinations_of(loss=("masked",), sequence_parallel=(False,), sharding=("no_shard",), **plain)
 
 
 def accelerated() -> list[Case]:
@@ -157,11 +160,11 @@ def divided() -> list[Case]:
 
 
 def shared() -> list[Case]:
-    """Every model on every layout of two replicas that share the optimizer's state, and every schedule beside it."""
+    """Every model on every layout of two replicas that share all, and every schedule with whatever they share."""
     plain = {"recompute": ("none",), "overlap": ("weight-gradient",), "sequence_parallel": (False,)}
-    every = combinations_of(schedule=("gpipe", "1f1b"), sharded=(True,), loss=("masked",), **plain)
+    every = combinations_of(schedule=("gpipe", "1f1b"), sharding=SHARDINGS[3:], loss=("masked",), **plain)
     where = {"tp": (1,), "pp": (2,), "dp": (2,), "dtype": ("bf16",), "loss": ("per-token",), "family": ("gpt2",)}
-    return [*every, *combinations_of(sharded=(True,), **where, **plain)]
+    return [*every, *combinations_of(sharding=SHARDINGS[1:], **where, **plain)]
 
 
 def sweep() -> list[Case]:

@@ -8,7 +8,6 @@ import torch
 from megatron_merak.checkpoint.store import Shard
 from megatron_merak.parallel.buffers import Flat, ParameterBuffer
 from megatron_merak.parallel.mesh import Mesh, build_mesh
-from megatron_merak.parallel.pieces import Pieces
 from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.tensor_parallel import derive_seed
@@ -75,8 +74,7 @@ def new_trainer(case: Case, mesh: Mesh) -> Trainer:
 
 def spoil(buffer: ParameterBuffer) -> None:
     """Make every gradient NaN: a step must not read what an earlier one left."""
-    if isinstance(buffer.main_grad, Pieces):
-        buffer.main_grad.allocate_all()
+    buffer.allocate(buffer.main_grad, buffer.buckets)
     for name in buffer.slots:
         for gradient in (buffer.grad(name), *buffer.own_grad(name)):
             gradient.fill_(torch.nan)

@@ -21,15 +21,15 @@ RUNS = [
     (Case("gpt2", tp=2, pp=2, **DROPOUT), []),
     (
         Case("gpt2", tp=2, pp=2),
-        [{"tp": 4, "pp": 1}, {"tp": 1, "dp": 2, "sharded": True}, {"tp": 1, "pp": 4, "recompute": "full"}],
+        [{"tp": 4, "pp": 1}, {"tp": 1, "dp": 2, "sharding": "optim_grads"}, {"tp": 1, "pp": 4, "recompute": "full"}],
     ),
     (
-        Case("llama", tp=1, pp=2, dp=2, sharded=True, **DROPOUT),
-        [{"sharded": False}, {"pp": 4, "dp": 1, "schedule": "gpipe", "sharded": False}],
+        Case("llama", tp=1, pp=2, dp=2, sharding="optim_grads_params", **DROPOUT),
+        [{"sharding": "optim"}, {"pp": 4, "dp": 1, "schedule": "gpipe", "sharding": "no_shard"}],
     ),
     (
-        Case("qwen", tp=2, dp=2, dtype="bf16", sharded=True),
-        [{"tp": 1, "dp": 2, "pp": 2}, {"tp": 4, "dp": 1, "sharded": False}],
+        Case("qwen", tp=2, dp=2, dtype="bf16", sharding="optim"),
+        [{"tp": 1, "dp": 2, "pp": 2, "sharding": "optim_grads_params"}, {"tp": 4, "dp": 1, "sharding": "no_shard"}],
     ),
 ]
 
@@ -80,7 +80,7 @@ def test_a_resumed_run_is_the_unbroken_run(case, others, tmp_path):
         moved = [one(each) for each in zip(*(elsewhere[layout] for *_, elsewhere in ranks), strict=True)]
         assert max(abs(a - b) for a, b in zip(moved, unbroken, strict=True)) < limit, others[layout]
     if others:
-        _resumes_alone(replace(case, tp=1, pp=1, dp=1, sharded=False), tmp_path, unbroken, limit)
+        _resumes_alone(replace(case, tp=1, pp=1, dp=1, sharding="no_shard"), tmp_path, unbroken, limit)
 
 
 def _resumes_alone(case: Case, root: Path, unbroken: list[float], limit: float) -> None:

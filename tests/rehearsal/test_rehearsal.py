@@ -37,7 +37,7 @@ def waits(rehearsal):
 NATIVE = [
     (Case("llama", dtype="bf16"), 0, 2),
     (Case("gpt2", hidden_dropout=0.1, attention_dropout=0.1, recompute="full", loss="per-token"), 0, 2),
-    (Case("llama", tp=2, dp=2, overlap="pair", sharded=True), 3, 2),
+    (Case("llama", tp=2, dp=2, overlap="pair", sharding="optim"), 3, 2),
     (Case("gpt2", tp=2, sequence_parallel=True, overlap="sub-pipeline", recompute="full"), 1, 2),
     (Case("qwen", tp=2, pp=2, schedule="interleaved", dtype="bf16"), 0, 2),
     (Case("gpt2", pp=2, schedule="zb-v"), 1, 4),

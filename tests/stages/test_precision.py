@@ -111,7 +111,7 @@ def routed(rank, world_size, grid, root):
     trainer.step([batch()], 1e-2, 0.0)
     trainer.save(root)
     resumed.load(root)
-    for one, other in zip(trainer.holdings.exported(), resumed.holdings.exported(), strict=True):
+    for one, other in zip(trainer.exported(), resumed.exported(), strict=True):
         assert torch.equal(one.tensor, other.tensor) and one.tensor.dtype == other.tensor.dtype
     assert trainer.step([batch()], 1e-2, 0.0) == resumed.step([batch()], 1e-2, 0.0)
     trainer.save_hf(f"{root}/saved")

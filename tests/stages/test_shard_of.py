@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_merak.config.sections import SHARDINGS
 from megatron_merak.parallel.buffers import ParameterBuffer, Sharding
 from megatron_merak.plan import Grid, Unit
 from megatron_merak.planner import plan_chain
 from megatron_merak.stages.native import shard_of
 
 
-@pytest.mark.parametrize("sharding, kept", zip(("no_shard", "optim", "optim_grads", "optim_grads_params"), Sharding))
+@pytest.mark.parametrize("sharding, kept", [*zip(SHARDINGS, Sharding, strict=True)])
 def test_a_strategy_is_what_the_buffer_shards_where_there_are_replicas(sharding, kept):
     for dp in (1, 2):
         grid, units = Grid(dp=dp), (Unit("layer", "layer", 8, 100, 0, 16),)

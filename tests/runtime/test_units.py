@@ -1,0 +1,148 @@
+"""Replicas that share gradients, or gradients and parameters: what is there when, and what it adds up to."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_merak.config import OptimizerConfig
+from megatron_merak.optimizer.adamw import AdamW
+from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer, Sharding
+from megatron_merak.parallel.pieces import Pieces
+from megatron_merak.pipeline_parallel.ops import Kind
+from megatron_merak.runtime.shards import ShardGatherer
+from megatron_merak.runtime.units import Tour, UnitShards, visits_of
+from megatron_merak.runtime.weights import Gradient
+from tests.ranks import run_ranks
+
+CONFIG = OptimizerConfig(lr=1e-2, clip_grad=1.0)
+UNITS, MICRO_BATCHES, STEPS = 5, 3, 2
+READS = {0: ["table", "tied"]} | {k: [f"{k}.weight", f"{k}.bias"] for k in range(1, 4)} | {4: ["gate", "tied"]}
+
+
+def told(visits):
+    return [f"{visit.unit}{'c' * visit.computes}{'r' * visit.reduces}" for visit in visits]
+
+
+def test_a_pass_visits_units_in_the_order_in_which_it_computes():
+    units, again = (3, 4, 5, 6), [(4, 5), (6,)]
+    assert told(visits_of(Kind.F, units, again)) == ["3c", "4c", "5c", "6c"]
+    assert told(visits_of(Kind.B, units, ())) == ["6cr", "5cr", "4cr", "3cr"]
+    assert told(visits_of(Kind.B, units, again)) == ["6cr", "4c", "5cr", "4cr", "3cr"]
+    assert told(visits_of(Kind.B, units, (), hold=True)) == ["6c", "5c", "4c", "3c"]
+    assert told(visits_of(Kind.R, units, again)) == ["6c", "4c", "5c"]
+    assert told(visits_of(Kind.W, units, ())) == ["6r", "5r", "4r", "3r"]
+
+
+def test_views_of_a_piece_outlive_its_memory():
+    pieces = Pieces([(0, 6), (6, 10)], {"a": (1, 5, (2, 2)), "b": (6, 9, (3,))}, torch.float32, "cpu")
+    assert not pieces.allocated(0) and not pieces.allocated(1) and pieces.named["a"].shape == (2, 2)
+    for value in (1.0, 2.0):
+        pieces.allocate(0)
+        pieces[0:6].copy_(torch.arange(6.0) * value)
+        assert torch.equal(pieces.named["a"], torch.tensor([[1.0, 2], [3, 4]]) * value)
+        pieces.release(0)
+        assert pieces.piece(0).untyped_storage().nbytes() == 0 and not pieces.allocated(1)
+
+
+def entries():
+    shapes = {"table": (70, 9), "tied": (33, 7), "gate": (5,)}
+    shapes |= {f"{k}.weight": (40, 30) for k in range(1, 4)} | {f"{k}.bias": (30,) for k in range(1, 4)}
+    seen, found = set(), []
+    for unit in range(UNITS):
+        names = [name for name in READS[unit] if name not in seen]
+        seen |= {*names}
+        found.append([BufferEntry(n, shapes[n], int(len(shapes[n]) < 2), fp32=n == "gate") for n in names])
+    return found
+
+
+def whole(shape, seed):
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def gradient(name, shape, step, microbatch, rank):
+    return whole(shape, hash((len(name), ord(name[0]), step, microbatch, rank)) % 2**31)
+
+
+def pass_over(shards, buffer, kind, skipped, work):
+    """One pass, as a stage makes it; a graph may have no step in the unit ``skipped``."""
+    most = [0, 0]
+    tour = Tour(shards, visits_of(kind, range(UNITS), ()))
+    for visit in visits_of(kind, range(UNITS), ()):
+        if visit.unit != skipped:
+            tour.reach(visit.unit)
+            for name in READS[visit.unit]:
+                work(name)
+        for at, flat in enumerate((buffer.data, buffer.main_grad)):
+            if isinstance(flat, Pieces):
+                most[at] = max(most[at], sum(map(flat.allocated, range(len(flat)))))
+    tour.end()
+    return most
+
+
+def trained(rank, world_size, dtype, sharding, overlap):
+    group = dist.group.WORLD
+    buffer = ParameterBuffer(entries(), dtype, "cpu", None, world_size, rank, Sharding(sharding))
+    for buckets in buffer.filling():
+        for name in (name for bucket in buckets for name in bucket.names):
+            buffer.parameter(name).copy_(whole(buffer.slots[name].shape, len(name) + ord(name[0])))
+    buffer.refresh_master()
+    optimizer = AdamW(buffer, CONFIG, None, group)
+    grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
+    shards, gatherer = UnitShards(buffer, group, grads, READS, overlap), ShardGatherer(buffer, group, overlap)
+    most, norms = [0, 0], []
+    for step in range(STEPS):
+        shards.start()
+        for microbatch in range(MICRO_BATCHES):
+            gatherer.finish()
+            read = {}
+            skipped = 2 if rank == 0 and microbatch == 1 else None
+            seen = pass_over(
+                shards, buffer, Kind.F, skipped, lambda n, r=read: r.update({n: buffer.parameter(n).clone()})
+            )
+            assert read.keys() >= buffer.slots.keys() - set(READS[2] if skipped else ())
+
+            def add(name, read=read, at=(step, microbatch, rank)):
+                assert torch.equal(buffer.parameter(name), read[name])
+                grads[name].add(gradient(name, buffer.slots[name].shape, *at))
+
+            seen = [*map(max, seen, pass_over(shards, buffer, Kind.B, skipped, add))]
+            most = [*map(max, most, seen)]
+        shards.finish()
+        norms.append(optimizer.step([(1e-2, 0.1), (1e-2, 0.0)]).grad_norm)
+        gatherer.launch()
+    gatherer.bring()
+    found = {name: buffer.parameter(name).clone() for name in buffer.slots}
+    kept = sum(own.nbytes for own in (*buffer.own_data, *buffer.own_grads))
+    return found, norms, most, kept
+
+
+def expected(world_size, dtype):
+    """The same on one rank that has all, where a skipped unit has no gradient."""
+    buffer = ParameterBuffer(entries(), dtype, "cpu", None)
+    for name, slot in buffer.slots.items():
+        buffer.parameter(name).copy_(whole(slot.shape, len(name) + ord(name[0])))
+    buffer.refresh_master()
+    optimizer, norms = AdamW(buffer, CONFIG), []
+    for step in range(STEPS):
+        for name, slot in buffer.slots.items():
+            buffer.grad(name).zero_()
+            for rank in range(world_size):
+                for microbatch in range(MICRO_BATCHES):
+                    times = sum(name in names for names in READS.values())
+                    if not (rank == 0 and microbatch == 1 and name in READS[2]):
+                        buffer.grad(name).add_(gradient(name, slot.shape, step, microbatch, rank), alpha=times)
+        norms.append(optimizer.step([(1e-2, 0.1), (1e-2, 0.0)]).grad_norm)
+    return {name: buffer.parameter(name).clone() for name in buffer.slots}, norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size, sharding, overlap", [(2, 3, True), (3, 3, False), (3, 2, True)])
+def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, dtype):
+    """Gradients are integers, so that sums are exact; a tied parameter is used twice, a unit is missing in one graph."""
+    weights, norms = expected(world_size, dtype)
+    for found, told_norms, (data, grad), _ in run_ranks(trained, world_size, dtype, sharding, overlap):
+        assert told_norms == pytest.approx(norms, rel=1e-12)
+        for name, value in weights.items():
+            assert torch.equal(found[name], value), name
+        assert 0 < grad <= 4, "a unit has two buckets at most, and two units have gradients"
+        assert 0 < data <= 4 if sharding == 3 else data == 0
