@@ -1,4 +1,4 @@
-"""MerakTrainer whose replicas share the optimizer's state: nothing but memory shows it."""
+"""MerakTrainer whose replicas share optimizer state, gradients and weights: nothing but memory shows it."""
 
 from pathlib import Path
 
@@ -44,10 +44,18 @@ class Saves(TrainerCallback):
             self.save()
 
 
-def trained(directory, sharded, bf16, resume=None):
+WAYS = {
+    "plain": {},
+    "optim": {"use_distributed_optimizer": True},
+    "grads": {"fsdp": "shard_grad_op"},
+    "full": {"data_parallel_sharding_strategy": "optim_grads_params"},
+}
+
+
+def trained(directory, way, bf16, resume=None):
     reads = Reads()
     model, data = tiny_llama(3), samples(16, ragged=False)
-    arguments = MerakArguments(directory, bf16=bf16, use_distributed_optimizer=sharded, **RUN)
+    arguments = MerakArguments(directory, bf16=bf16, **WAYS[way], **RUN)
     trainer = MerakTrainer(model, arguments, collate, data, data[:4], callbacks=[reads])
     saves = Saves(lambda: (trainer.save_model(f"{directory}/within"), trainer.gather_model()))
     trainer.add_callback(saves)
@@ -55,38 +63,42 @@ def trained(directory, sharded, bf16, resume=None):
     assert saves.calls == (2 if resume else 4)
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{directory}/last")
-    state = sum(flat.nbytes for flat in trainer.engine.optimizer.state().values())
+    buffer, states = trainer.engine.buffer, trainer.engine.optimizer.state().values()
+    kept = [sum(flat.nbytes for flat in flats) for flats in (states, buffer.own_grads, buffer.own_data)]
     gathered = (
         trainer.gather_model().state_dict() if trainer.args.process_index == 0 else trainer.gather_model() and None
     )
     logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-    return logs, evaluated, reads.seen, state, gathered and gathered["lm_head.weight"].dtype
+    return logs, evaluated, reads.seen, kept, gathered and gathered["lm_head.weight"].dtype
 
 
 def run(rank, world_size, directory, bf16):
     torch.set_num_threads(1)
-    plain = trained(f"{directory}/plain", False, bf16)
-    shared = trained(f"{directory}/shared", True, bf16)
-    moved = trained(f"{directory}/moved", True, bf16, f"{directory}/plain/checkpoint-2")
-    back = trained(f"{directory}/back", False, bf16, f"{directory}/shared/checkpoint-2")
-    return plain, shared, moved, back
+    found = {way: trained(f"{directory}/{way}", way, bf16) for way in WAYS}
+    found["moved"] = trained(f"{directory}/moved", "full", bf16, f"{directory}/plain/checkpoint-2")
+    found["back"] = trained(f"{directory}/back", "plain", bf16, f"{directory}/full/checkpoint-2")
+    return found
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_logs_weights_and_checkpoints_are_those_of_replicas_that_have_all(tmp_path, bf16):
     """Checkpoints of one kind of run are resumed by the other; weights that a rank does not have are refused."""
-    for plain, shared, *resumed in run_ranks(run, 2, str(tmp_path), bf16, timeout=200):
+    for found in run_ranks(run, 2, str(tmp_path), bf16, timeout=250):
+        plain = found.pop("plain")
         assert len(plain[0]) == 4
-        for other in (shared, *resumed):
-            assert [loss for loss, _ in other[0]] == [loss for loss, _ in plain[0]]
-            assert [norm for _, norm in other[0]] == pytest.approx([norm for _, norm in plain[0]], rel=1e-6)
-            assert other[1] == plain[1]
-        assert shared[3] < 0.6 * plain[3] and resumed[1][3] == plain[3]
-        assert shared[2] == (["LlamaForCausalLM.state_dict"] * 4 if bf16 else plain[2])
-        assert plain[4] == shared[4] == (torch.float32 if plain[4] else None)
+        for logs, evaluated, *_ in found.values():
+            assert [loss for loss, _ in logs] == [loss for loss, _ in plain[0]]
+            assert [norm for _, norm in logs] == pytest.approx([norm for _, norm in plain[0]], rel=1e-6)
+            assert evaluated == plain[1]
+        for way, shared in (("optim", 1), ("grads", 2), ("full", 3)):
+            for part, (kept, every) in enumerate(zip(found[way][3], plain[3], strict=True)):
+                assert kept < 0.6 * every if part < shared or way == "optim" else kept == every, (way, part)
+            refused = bf16 or way == "full"
+            assert found[way][2] == (["LlamaForCausalLM.state_dict"] * 4 if refused else plain[2])
+            assert plain[4] == found[way][4] == (torch.float32 if plain[4] else None)
     for place in ("last", "checkpoint-4", "within"):
         wanted = load_file(tmp_path / "plain" / place / "model.safetensors")
-        for name in ("shared", "moved", "back")[: 1 if place == "within" else None]:
+        for name in ("optim", "grads", "full", "moved", "back")[: 3 if place == "within" else None]:
             found = load_file(Path(tmp_path) / name / place / "model.safetensors")
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[key], value) for key, value in wanted.items()), (name, place)

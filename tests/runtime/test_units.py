@@ -138,7 +138,7 @@ def expected(world_size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size, sharding, overlap", [(2, 3, True), (3, 3, False), (3, 2, True)])
 def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, dtype):
-    """Gradients are integers, so that sums are exact; a tied parameter is used twice, a unit is missing in one graph."""
+    """Gradients are integers, so sums are exact; a tied parameter is used twice, and one graph lacks a unit."""
     weights, norms = expected(world_size, dtype)
     for found, told_norms, (data, grad), _ in run_ranks(trained, world_size, dtype, sharding, overlap):
         assert told_norms == pytest.approx(norms, rel=1e-12)
