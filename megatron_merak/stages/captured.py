@@ -248,6 +248,10 @@ class CapturedTrainer:
         return difference(self, one, others)
 
     @property
+    def scaler(self) -> LossScaler:
+        return self.optimizer.scaler
+
+    @property
     def dtype(self) -> str:
         return self.plan.dtype
 

@@ -14,7 +14,7 @@ _MOST = 2**62
 @dataclass(frozen=True)
 class SavedRun:
     """``iteration``, ``consumed_samples`` and what of them was skipped: as in RunState. ``optimizer_steps``: of Adam's
-       bias correction.
+    bias correction.
 
     ``config``: the settings by section. ``data``: see ``data.identity``; ``model``: see ``RunState.described``;
     ``global_batch_size``: samples per step; ``loss_scale``: see ``LossScaler.state``. These four are None, and nothing
