@@ -66,7 +66,8 @@ class AdamW:
         self.steps = 0
         self.scaler = scaler or LossScaler()
         self.scaled = 1.0
-        self._counted = _counted(buffer)
+        self._counted = _parts(buffer, counted=True)
+        self._copies = _parts(buffer, counted=False)
         self._ranges = _owned_ranges(buffer)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -120,6 +121,8 @@ class AdamW:
         total = torch.zeros((), dtype=torch.float64, device=self.buffer.device)
         for span in self._counted:
             total += ops.sum_of_squares(self.buffer.main_grad[span])
+        for span in self._copies if self.scaler.scales else ():
+            total += 0.0 * ops.sum_of_squares(self.buffer.main_grad[span])  # nan if only this rank's overflowed
         for group in (self.shared, self.group):
             if group is not None:
                 dist.all_reduce(total, group=group)
@@ -158,19 +161,21 @@ def _owned_ranges(buffer: ParameterBuffer) -> tuple[tuple[int, int, int, int], .
     return tuple(found)
 
 
-def _counted(buffer: ParameterBuffer) -> tuple[slice, ...]:
-    """The parts of `main_grad` that this rank counts in the norm, padding between two parameters included.
+def _parts(buffer: ParameterBuffer, counted: bool) -> tuple[slice, ...]:
+    """The parts of `main_grad` that this rank counts in the norm, or another one does, padding between two parameters
+    included.
 
     Of what data-parallel ranks own together, such as a bucket that is not sharded, the first one counts all.
     """
     spans: list[list[int]] = []
     adjoins = False
     for slot in buffer.slots.values():
-        if slot.counted and adjoins:
+        chosen = slot.counted == counted
+        if chosen and adjoins:
             spans[-1][1] = slot.stop
-        elif slot.counted:
+        elif chosen:
             spans.append([slot.start, slot.stop])
-        adjoins = slot.counted
+        adjoins = chosen
     own = [(0, buffer.size)]  # in one piece, so that the sum does not depend on buckets
     if buffer.sharded:
         own = [buffer.shard_of(bucket) for bucket in buffer.buckets if bucket.sharded]

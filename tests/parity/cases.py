@@ -16,7 +16,7 @@ from .families import FAMILIES, LAYERS
 MICRO_BATCH, GLOBAL_BATCH = 2, 12  # 6 micro-batches of one replica, 3 of two: more and fewer than 4 stages
 FIRST, PEAK, WARMUP, STEPS, WEIGHT_DECAY = 5e-4, 2e-3, 3, 10, 0.1
 
-LOSS_SCALES = {"fp16": True, "initial_loss_scale": 2.0**12, "loss_scale_window": 3}  # it grows within six steps
+LOSS_SCALES = {"fp16": True, "initial_loss_scale": 2.0**8, "loss_scale_window": 3}  # it grows within six steps
 DRAWS, CANDIDATES = 60, 2  # in search of combinations with two given values
 
 SWEPT = {"dtype": ("fp32", "bf16")}  # what every layout runs in
