@@ -228,7 +228,8 @@ class MerakArguments(TrainingArguments):
     max_consecutive_skipped_steps: int = field(
         default=20,
         metadata={
-            "help": "A step whose gradient is not finite is skipped; so many of them in a row end the run, naming it."
+            "help": "A step whose gradient is not finite is skipped; so many of them in a row end the run, naming it. "
+            "In fp16 those count whose loss scale was at most 1."
         },
     )
     fp32_matmul_precision: str = field(

@@ -27,11 +27,12 @@ def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
     """ "float32", "bfloat16" or "float16": the dtype in which most of the model computes.
 
     model: its floating parameters say it, unless ``bf16`` or ``fp16``. Raises ConfigError, naming a parameter, for a
-    model of fp16 or fp64, and for one of which a part is bf16 with ``fp16``.
+    model of fp16 or fp64, and with ``fp16`` for one of which a part is bf16; then frozen parameters may be fp16.
     """
-    trained = (torch.float32,) if fp16 else (torch.float32, torch.bfloat16)
+    known = (torch.float32,) if fp16 else (torch.float32, torch.bfloat16)
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in trained:
+        frozen = fp16 and not parameter.requires_grad and parameter.dtype == torch.float16
+        if parameter.is_floating_point() and parameter.dtype not in known and not frozen:
             reason, remedy = _refusal(parameter.dtype, fp16)
             raise ConfigError("parameter", name, reason, remedy)
     return "float16" if fp16 else "bfloat16" if bf16 or torch.bfloat16 in floating_dtypes(model) else "float32"

@@ -135,6 +135,20 @@ def test_gradients_that_no_scale_saves_end_the_run(tmp_path):
         made(tmp_path, Noting({0: 1.0}), model, max_consecutive_skipped_steps=2)
 
 
+def test_a_frozen_fp16_part_stays_as_it_is(tmp_path):
+    model = tiny_llama().half().requires_grad_(False)
+    model.lm_head.float().requires_grad_(True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer, log, _ = made(tmp_path, model=model)
+    plain = tiny_llama().requires_grad_(False)
+    plain.lm_head.requires_grad_(True)
+    expected = made(tmp_path / "plain", model=plain)[1]
+    assert [entry["loss"] for entry in log] == pytest.approx([entry["loss"] for entry in expected], abs=3e-3)
+    trainer.save_model(str(tmp_path / "saved"))
+    for name, value in load_file(tmp_path / "saved" / "model.safetensors").items():
+        assert value.dtype == before[name].dtype and torch.equal(value, before[name]) == (name != "lm_head.weight")
+
+
 def test_what_does_not_train_in_fp16_is_named(tmp_path):
     with pytest.raises(ConfigError, match="one of fp16 and bf16"):
         MerakArguments(str(tmp_path), bf16=True, **RUN)
