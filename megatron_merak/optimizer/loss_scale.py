@@ -71,7 +71,8 @@ class LossScaler:
         """Go on from a `state`, or from the start where the saved run had none; see `is_state`."""
         if self.dynamic:
             found = state or {"scale": self.initial, "grown": 0, "forgiven": 0}
-            self.scale, self.grown, self.forgiven = float(found["scale"]), found["grown"], found["forgiven"]
+            self.scale = max(float(found["scale"]), self.minimum)
+            self.grown, self.forgiven = found["grown"], found["forgiven"]
 
 
 def is_state(value: Any) -> bool:
