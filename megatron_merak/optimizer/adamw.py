@@ -86,9 +86,10 @@ class AdamW:
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """Let `main_grad` hold the gradient itself: for whoever reads it before a step, which need not."""
+        """Let what this rank owns of `main_grad` be the gradient itself, for whoever reads it before a step."""
         if self.scaled != 1.0:
-            self.buffer.main_grad.mul_(1.0 / self.scaled)
+            for gradient in self.buffer.own_grads:
+                gradient.mul_(1.0 / self.scaled)
             self.scaled = 1.0
 
     @torch.no_grad()
@@ -119,10 +120,10 @@ class AdamW:
         """The square of the norm of what `main_grad` holds, 0-d fp64 on the buffer's device: the host does not wait for
         it. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.buffer.device)
-        for span in self._counted:
-            total += ops.sum_of_squares(self.buffer.main_grad[span])
-        for span in self._copies if self.scaler.scales else ():
-            total += 0.0 * ops.sum_of_squares(self.buffer.main_grad[span])  # nan if only this rank's overflowed
+        for gradient in self._counted:
+            total += ops.sum_of_squares(gradient)
+        for gradient in self._copies if self.scaler.scales else ():
+            total += 0.0 * ops.sum_of_squares(gradient)  # nan if only this rank's overflowed
         for group in (self.shared, self.group):
             if group is not None:
                 dist.all_reduce(total, group=group)
@@ -130,17 +131,15 @@ class AdamW:
 
     def _update(self, rates: Rates, scale: float) -> None:
         self.steps += 1
-        config, data, grad = self.config, self.buffer.data, self.buffer.main_grad
-        rounds = self.master is not data
-        for start, stop, at, group in self._ranges:
+        config, rounds = self.config, self.master is not self.buffer.data
+        for own, grad, data, group in self._ranges:
             lr, weight_decay = rates[group]
-            own, flat = slice(at, at + stop - start), slice(start, stop)
             ops.adamw_(
-                self.master[own] if rounds else data[flat],
+                self.master[own] if rounds else data,
                 self.exp_avg[own],
                 self.exp_avg_sq[own],
-                grad[flat],
-                data[flat] if rounds else None,
+                grad,
+                data if rounds else None,
                 lr=lr,
                 betas=(config.adam_beta1, config.adam_beta2),
                 eps=config.adam_eps,
@@ -150,19 +149,20 @@ class AdamW:
             )
 
 
-def _owned_ranges(buffer: ParameterBuffer) -> tuple[tuple[int, int, int, int], ...]:
-    """(start, stop, place in the rank's own state, group) of what this rank updates, cut where groups do."""
+def _owned_ranges(buffer: ParameterBuffer) -> tuple[tuple[slice, torch.Tensor, torch.Tensor, int], ...]:
+    """(place in the rank's own state, gradient, values, group) of what this rank updates, cut where groups do."""
     found = []
-    for start, stop, offset in buffer.owned:
+    for (start, stop, offset), grad, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
         for low, high, group in buffer.ranges:
             first, last = max(start, low), min(stop, high)
             if first < last:
-                found.append((first, last, offset + first - start, group))
+                here, own = slice(first - start, last - start), slice(offset + first - start, offset + last - start)
+                found.append((own, grad[here], data[here], group))
     return tuple(found)
 
 
-def _parts(buffer: ParameterBuffer, counted: bool) -> tuple[slice, ...]:
-    """The parts of `main_grad` that this rank counts in the norm, or another one does, padding between two parameters
+def _parts(buffer: ParameterBuffer, counted: bool) -> tuple[torch.Tensor, ...]:
+    """The parts of the gradient that this rank counts in the norm, or leaves to others, padding between two parameters
     included.
 
     Of what data-parallel ranks own together, such as a bucket that is not sharded, the first one counts all.
@@ -176,9 +176,12 @@ def _parts(buffer: ParameterBuffer, counted: bool) -> tuple[slice, ...]:
         elif chosen:
             spans.append([slot.start, slot.stop])
         adjoins = chosen
-    own = [(0, buffer.size)]  # in one piece, so that the sum does not depend on buckets
-    if buffer.sharded:
-        own = [buffer.shard_of(bucket) for bucket in buffer.buckets if bucket.sharded]
-        own += [(bucket.start, bucket.stop) for bucket in buffer.buckets if not bucket.sharded and buffer.shard == 0]
-    cuts = ((max(start, low), min(stop, high)) for start, stop in spans for low, high in sorted(own))
-    return tuple(slice(start, stop) for start, stop in cuts if start < stop)
+    alone = buffer.sharded and buffer.shard > 0
+    others = {(bucket.start, bucket.stop) for bucket in buffer.buckets if alone and not bucket.sharded}
+    found = []
+    for low, high in spans:
+        for (start, stop, _), grad in zip(buffer.owned, buffer.own_grads, strict=True):
+            first, last = max(start, low), min(stop, high)
+            if first < last and (start, stop) not in others:
+                found.append(grad[first - start : last - start])
+    return tuple(found)

@@ -100,6 +100,8 @@ class ParameterBuffer:
     buckets     contiguous, disjoint, they cover everything; buckets[0] holds the last parameters
     ranges      contiguous, disjoint, they cover everything, in order of offset; neighbours differ in `group`
     owned       what this rank updates, in order of offset; everything unless `sharded`
+    own_grads   of each of `owned`, the gradient [stop - start]: views of `main_grad`
+    own_data    of each of `owned`, the values: views of `data`
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class ParameterBuffer:
         self.data = torch.zeros(self.size, dtype=dtype, device=device)
         self._master: torch.Tensor | None = None
         self.main_grad = torch.zeros(self.size, dtype=torch.float32, device=device)
+        self.own_data = tuple(self.data[start:stop] for start, stop, _ in self.owned)
+        self.own_grads = tuple(self.main_grad[start:stop] for start, stop, _ in self.owned)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The part of `flat` ([size], any dtype) that belongs to parameter `name`, in its shape."""
@@ -186,6 +190,15 @@ class ParameterBuffer:
 
     def grad(self, name: str) -> torch.Tensor:
         return self.view(self.main_grad, name)
+
+    def own_grad(self, name: str) -> list[torch.Tensor]:
+        """What this rank owns of a parameter's gradient: flat views, none where others own all of it."""
+        slot, found = self.slots[name], []
+        for (start, stop, _), grad in zip(self.owned, self.own_grads, strict=True):
+            first, last = max(start, slot.start), min(stop, slot.stop)
+            if first < last:
+                found.append(grad[first - start : last - start])
+        return found
 
 
 def _align(offset: int) -> int:

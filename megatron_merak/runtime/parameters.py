@@ -83,9 +83,8 @@ class RankParameters:
         for grad in self._grads.values():
             grad.settle()
         self.reducer.finish()
-        for name in self.buffer.slots:
-            if name in self._partial:
-                dist.all_reduce(self.buffer.grad(name), group=self.mesh.tp)
-        for name, group in self._ties:
-            dist.all_reduce(self.buffer.grad(name), group=group)
+        partial = [(name, self.mesh.tp) for name in self.buffer.slots if name in self._partial]
+        for name, group in (*partial, *self._ties):
+            for own in self.buffer.own_grad(name):
+                dist.all_reduce(own, group=group)
         self.gatherer.hold_gradient(True)

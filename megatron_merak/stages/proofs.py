@@ -75,10 +75,13 @@ def _finite_gradients(engine, batch: Mapping) -> float:
 
 
 def _norms(buffer) -> dict[str, float]:
-    """The norm of each parameter's gradient on this rank."""
-    names = list(buffer.slots)
-    norms = torch._foreach_norm([buffer.grad(name) for name in names]) if names else []
-    return dict(zip(names, torch.stack(norms).tolist() if names else [], strict=True))
+    """The norm of what this rank owns of each parameter's gradient."""
+    owned = [(name, own) for name in buffer.slots for own in buffer.own_grad(name)]
+    norms = torch.stack(torch._foreach_norm([own for _, own in owned])).tolist() if owned else []
+    squares = dict.fromkeys(buffer.slots, 0.0)
+    for (name, _), norm in zip(owned, norms, strict=True):
+        squares[name] += norm**2
+    return {name: square**0.5 for name, square in squares.items()}
 
 
 def _told(loss: float, gap: float, sizes: dict[str, float], gaps: dict[str, float], tolerance: Tolerance) -> str:

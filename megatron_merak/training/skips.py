@@ -58,7 +58,7 @@ def bad_gradients(buffer: ParameterBuffer, group: dist.ProcessGroup | None) -> t
 
     Names are in the order in which a backward pass comes to them, the last stage's first. Collective.
     """
-    bad = [name for name in reversed(buffer.slots) if not buffer.grad(name).isfinite().all()]
+    bad = [name for name in reversed(buffer.slots) if not all(own.isfinite().all() for own in buffer.own_grad(name))]
     reports = gather_json([list(buffer.slots), bad], group, "cpu")
     known = {name for names, _ in reports for name in names}
     return len(known), list(dict.fromkeys(name for _, names in reversed(reports) for name in names))

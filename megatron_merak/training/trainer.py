@@ -61,7 +61,9 @@ class Trainer(RunState):
         if self.config.train.calculate_per_token_loss:
             tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
             tokens = tokens.to(self.mesh.device, non_blocking=True)
-            self.model.buffer.main_grad.div_(self._over_replicas(tokens).clamp(min=1))
+            divisor = self._over_replicas(tokens).clamp(min=1)
+            for own in self.buffer.own_grads:
+                own.div_(divisor)
         return self._sums(loss)
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
