@@ -25,17 +25,17 @@ class Plan:
     """Rank grid, chain of units, stages, tensor-parallel table and schedule of one training step.
 
     ``schedule`` holds compute operations only; communication is derived from it. ``dtype`` is that of activations and
-    parameters ("float32", "bfloat16", "float16"). ``sequence_length`` is 0 where samples are no token sequences.
-    Predictions describe one step on ``cluster`` (see ``planner.priced``): ``predicted_time`` in seconds,
-    ``predicted_bubble`` the idle fraction of its forwards and backwards, ``predicted_bytes`` each stage's peak on one
-    rank. ``reasons``: why tensors are divided as they are, by pattern of their names. ``overlap``: what runs while
-    tensor-parallel collectives are under way (see ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms
-    and residuals are divided along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward,
-    ``bucket_size`` elements at a time. ``distributed_optimizer``: optimizer state is sharded over the data-parallel
-    ranks, and with ``overlap_param_gather`` they gather what they updated during the next forward. ``loss_chunk``:
-    tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the activations of feed-forward parts are
-    not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a captured model is cut into units,
-    empty for the native model. Printing a plan gives its table.
+    parameters (see ``DTYPE_BYTES``). ``sequence_length`` is 0 where samples are no token sequences. Predictions
+    describe one step on ``cluster`` (see ``planner.priced``): ``predicted_time`` in seconds, ``predicted_bubble`` the
+    idle fraction of its forwards and backwards, ``predicted_bytes`` each stage's peak on one rank. ``reasons``: why
+    tensors are divided as they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives
+    are under way (see ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided
+    along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward, ``bucket_size`` elements at
+    a time. ``distributed_optimizer``: optimizer state is sharded over the data-parallel ranks, and with
+    ``overlap_param_gather`` they gather what they updated during the next forward. ``loss_chunk``: tokens whose logits
+    exist at a time, 0 for all. ``recompute_activations``: the activations of feed-forward parts are not kept, whatever
+    else is recomputed. ``graph_sharding``: how the graph of a captured model is cut into units, empty for the native
+    model. Printing a plan gives its table.
     """
 
     grid: Grid
