@@ -44,7 +44,7 @@ BACKENDS = {
 SECONDS = 0.15  # that the calls of one measurement take together
 FEWEST, MOST = 5, {"cuda": 30, "cpu": 300}  # calls
 DISPATCH = 1000  # calls whose start is timed
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
 )
 
 _BY_COST = "Leave it out: the embedding, the layers and the output head are cut into stages by cost"
-_BF16 = "Leave it out, or use --bf16, which needs no loss scale"
 
 # What is refused by name, and what to do instead. Of flags that are taken: with another value.
 NOT_YET: Mapping[str, str] = MappingProxyType(
@@ -72,11 +71,9 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "--wandb-project": "Use --tensorboard-dir, or --metrics for a line per iteration",
         "--recompute-modules": "Leave it out: layers are recomputed whole",
         "--num-layers-per-virtual-pipeline-stage": "Use --num-virtual-stages-per-pipeline-rank",
-        **dict.fromkeys(
-            """
-        --fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis""".split(),
-            _BF16,
-        ),
+        "--fp32-residual-connection": "Leave it out: residuals have the dtype of the weights",
+        "--fp16-lm-cross-entropy": "Leave it out: losses are computed in fp32",
+        "--grad-reduce-in-bf16": "Leave it out: gradients are added up in fp32",
         **dict.fromkeys(
             """
         --num-distributed-optimizer-instances --overlap-param-gather-with-optimizer-step

@@ -196,9 +196,9 @@ def test_the_flags_that_the_scripts_share_mean_the_same():
         (["--frobnicate"], "flag --frobnicate: is not known. See --help for all flags."),
         (["-x"], "flag -x: is not known. See --help for all flags."),
         (
-            ["--fp16"],
-            "flag --fp16: is a Megatron-LM flag that megatron_merak does not have yet. "
-            "Leave it out, or use --bf16, which needs no loss scale.",
+            ["--fp32-residual-connection"],
+            "flag --fp32-residual-connection: is a Megatron-LM flag that megatron_merak does not have yet. "
+            "Leave it out: residuals have the dtype of the weights.",
         ),
     ],
 )

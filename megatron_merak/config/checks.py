@@ -180,6 +180,25 @@ def check_sharding(parallel: ParallelConfig) -> None:
         )
 
 
+def check_precision(train: TrainConfig) -> None:
+    if train.fp16 and train.bf16:
+        raise ConfigError("--fp16", True, "contradicts --bf16", "Give only one of them; a --plan decides it")
+    moving = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    for name in ("loss_scale", *moving):
+        value = getattr(train, name)
+        if value == getattr(TrainConfig, name):
+            continue
+        if not train.fp16:
+            raise ConfigError(flag_name(name), value, "has no effect without --fp16", "Add --fp16, or leave it out")
+        if train.loss_scale and name in moving:
+            reason = f"has no effect with --loss-scale {train.loss_scale}, which never moves"
+            raise ConfigError(flag_name(name), value, reason, "Leave one of them out")
+    if train.min_loss_scale > train.initial_loss_scale:
+        reason = f"exceeds --initial-loss-scale {train.initial_loss_scale}"
+        remedy = f"Use at most {train.initial_loss_scale}"
+        raise ConfigError("--min-loss-scale", train.min_loss_scale, reason, remedy)
+
+
 def check_emulation(parallel: ParallelConfig) -> None:
     emulated = parallel.distributed_backend == "emu"
     if emulated and parallel.emulate is None:

@@ -12,6 +12,7 @@ from .checks import (
     check_model,
     check_optimizer,
     check_pipeline,
+    check_precision,
     check_ranks,
     check_recompute,
     check_schedule,
@@ -82,6 +83,7 @@ class RunConfig:
         names the nearest values that work. ``training=False``, for planning, asks for neither data, tokenizer nor
         learning rate. Raises ConfigError."""
         self.check_model()
+        check_precision(self.train)
         check_ranks(self.parallel, world_size)
         batches, replicas = self.batches(world_size), self.data_parallel_size(world_size)
         resumes = self.checkpoint.load is not None and not self.checkpoint.finetune  # checks what is to come, later

@@ -219,6 +219,19 @@ class TrainConfig(Section):
     """Use only deterministic algorithms; two equal runs are then bitwise equal."""
     bf16: bool = setting(False)
     """bfloat16 weights and activations, with fp32 master weights and fp32 gradients."""
+    fp16: bool = setting(False)
+    """float16 weights and activations, with fp32 master weights, fp32 gradients and a loss scale."""
+    loss_scale: float | None = setting(None, least=0, most=2**127)
+    """Fixed loss scale of --fp16 (unset or 0: it follows overflows by the next four flags)."""
+    initial_loss_scale: float = setting(2.0**32, least=2.0**-126, most=2.0**127)
+    """Loss scale of --fp16 at the start."""
+    min_loss_scale: float = setting(1.0, least=2.0**-126, most=2.0**127)
+    """The loss scale of --fp16 is lowered no further; a run whose gradients overflow at it ends by
+    --max-consecutive-skipped-steps."""
+    loss_scale_window: float = setting(1000.0, least=1)
+    """Steps of --fp16 without overflow after which the loss scale is doubled."""
+    hysteresis: int = setting(2, least=1)
+    """Overflows of --fp16 after which the loss scale is halved, by every further one too until it has been doubled."""
     fp32_matmul_precision: str = setting("auto", choices=FP32_MATMULS, ours=True)
     """torch's precision of fp32 matrix products; auto is the fastest on CPUs that a probe finds exact, else highest."""
     calculate_per_token_loss: bool = setting(False)
@@ -226,14 +239,20 @@ class TrainConfig(Section):
     check_weight_hash_across_dp_replicas_interval: int = setting(100, least=0, megatron=0)
     """Iterations between comparisons of the weights of data-parallel replicas by digest; 0 for none."""
     max_consecutive_skipped_steps: int = setting(20, least=1, ours=True)
-    """End the run with an error after so many steps in a row whose gradient was not finite; such steps are skipped."""
+    """End the run with an error after so many steps in a row whose gradient was not finite; such steps are skipped. In
+    fp16 those count at which the loss scale could not be lowered."""
     skip_train: bool = setting(False)
     """Only evaluate."""
 
     @property
     def dtype(self) -> str:
-        """Name of the compute dtype: ``bfloat16`` or ``float32``."""
-        return "bfloat16" if self.bf16 else "float32"
+        """Name of the compute dtype: ``bfloat16``, ``float16`` or ``float32``."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it computes in 16 bits."""
+        return self.bf16 or self.fp16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ NEWER = frozenset(("activation_checkpointing", "activation_checkpointing_kwargs"
 HONOURED = frozenset(
     """output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
     lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
-    gradient_accumulation_steps bf16 activation_checkpointing gradient_checkpointing logging_strategy logging_steps
+    gradient_accumulation_steps bf16 fp16 activation_checkpointing gradient_checkpointing logging_strategy logging_steps
     logging_first_step logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica
     log_on_each_node disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
     trackio_static_space_id hub_private_repo eval_strategy eval_steps eval_delay prediction_loss_only eval_on_start
@@ -48,8 +48,7 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "optim_args": ("AdamW takes none", "Use adam_beta1, adam_beta2 and adam_epsilon"),
         "optim_target_modules": ("every trainable parameter is optimised", "Freeze parameters by requires_grad"),
         "average_tokens_across_devices": ("the loss is always the mean over all tokens", "Leave it True"),
-        "fp16": ("there is no loss scaling", "Use bf16"),
-        "fp16_full_eval": ("there is no fp16", "Use bf16"),
+        "fp16_full_eval": ("evaluation runs in the precision of training", "Use fp16"),
         "bf16_full_eval": ("evaluation runs in the precision of training", "Use bf16"),
         "tf32": ("it is a choice of the process", "Set fp32_matmul_precision"),
         "activation_checkpointing_kwargs": ("recomputation is by unit of the plan", "Leave it unset"),
@@ -97,6 +96,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "eval_accumulation_steps": "predictions always go to the CPU at once",
         "fsdp": "as `data_parallel_sharding_strategy`; `hybrid_shard` and `offload` are refused",
         "fsdp_config": "units of the plan are what is wrapped; keys that could not be honoured are refused by name",
+        "fp16": "no autocast: as `bf16`; the loss scale is torch's GradScaler's, for a model given in fp32",
         "gradient_accumulation_steps": "the micro-batches that fill the pipeline",
         "gradient_checkpointing": "as `activation_checkpointing`",
         "ignore_data_skip": "batches are numbered, so nothing is loaded to be skipped",
@@ -231,7 +231,8 @@ class MerakArguments(TrainingArguments):
     max_consecutive_skipped_steps: int = field(
         default=20,
         metadata={
-            "help": "A step whose gradient is not finite is skipped; so many of them in a row end the run, naming it."
+            "help": "A step whose gradient is not finite is skipped; so many of them in a row end the run, naming it. "
+            "In fp16 those count whose loss scale was at most 1."
         },
     )
     fp32_matmul_precision: str = field(

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from ..config import OptimizerConfig, ParallelConfig
+from ..optimizer.loss_scale import scaler_of_torch
 from ..parallel.agree import together
 from ..parallel.mesh import Mesh
 from ..stages.blueprint import draw, follow
@@ -41,7 +42,7 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
         "graph_sharding": args.graph_sharding,
         "rules": args.tensor_parallel_rules or "",
     }
-    others = {name: getattr(args, name) for name in ("seed", "bf16", "replica_check_interval")}
+    others = {name: getattr(args, name) for name in ("seed", "bf16", "fp16", "replica_check_interval")}
     return others | {"plan": plan, "plan file": args.plan, "optimizer": optimizer}
 
 
@@ -50,7 +51,7 @@ def build_engine(
 ) -> CapturedTrainer:
     """Capture the model, follow the plan of the arguments or make one, and fill this rank's part. Collective."""
     asked = wishes(args)
-    traced = Traced(model, example, compute_dtype(model, args.bf16), args.bf16, mesh, loss)
+    traced = Traced(model, example, compute_dtype(model, args.bf16, args.fp16), args.bf16 or args.fp16, mesh, loss)
     with together(mesh.control, "cpu"):
         stored = plan_of_arguments(args, traced.dtype, asked["plan"]["cluster"])
         blueprint = draw(traced, mesh.grid, **asked["plan"]) if stored is None else follow(traced, stored)
@@ -61,4 +62,5 @@ def build_engine(
         seed=args.seed,
         group_of=group_of,
         replica_check_interval=args.replica_check_interval,
+        scaler=scaler_of_torch() if args.fp16 else None,
     )

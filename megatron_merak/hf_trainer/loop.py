@@ -42,8 +42,9 @@ class TrainingLoop:
         self.extent = extent(self.args, batches, examples, self.loading.replicas)
         self.rate = trainer.learning_rate(self.extent.steps)
         self.rates = self.rate.groups.rates()
-        limit = self.args.max_consecutive_skipped_steps
-        self.skips = SkippedSteps(limit, self.engine.buffer, trainer.control_group, "max_consecutive_skipped_steps")
+        limit, asked = self.args.max_consecutive_skipped_steps, "max_consecutive_skipped_steps"
+        engine, control = self.engine, trainer.control_group
+        self.skips = SkippedSteps(limit, engine.buffer, control, asked, engine.scaler)
         self.run_loss = self.pending_loss = 0.0
         self.last_logged = self.finite_losses = self.finite_in_run = 0
         self.grad_norm: float | None = None

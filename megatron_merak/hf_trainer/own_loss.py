@@ -105,7 +105,7 @@ class LossOfTrainer:
             with (
                 _reads(trainer, model, self.read),
                 _alone(model, self.name),
-                _outputs_in_fp32(model, trainer.args.bf16),
+                _outputs_in_fp32(model, trainer.args.bf16 or trainer.args.fp16),
                 torch.set_grad_enabled(model.training),
             ):
                 result = trainer.compute_loss(model, inputs, return_outputs=whole, num_items_in_batch=items)

@@ -65,7 +65,8 @@ def plan_of_arguments(args: Any, dtype: str, cluster: Cluster) -> Plan | None:
     plan = stored(args.plan)
     check_ranks(plan, args.world_size)
     if plan.dtype != dtype:
-        remedy = "Set bf16=True" if plan.dtype == "bfloat16" else "Make a plan for it"
+        flag = {"bfloat16": "bf16", "float16": "fp16"}.get(plan.dtype)
+        remedy = "Make a plan for it" if flag is None else f"Set {flag}=True"
         raise PlanError("plan: dtype", plan.dtype, f"the model computes in {dtype}", remedy)
     check_memory(plan, cluster)
     return plan

@@ -12,7 +12,9 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
@@ -164,7 +166,7 @@ class Evaluation:
 
     def _result(self, batch: Batch, output: Mapping) -> dict:
         labels = self.facts.labels(batch)
-        found = tuple(nested({name: x.detach().cpu() for name, x in output.items() if name != "loss"}).values())
+        found = tuple(nested({name: _on_host(x) for name, x in output.items() if name != "loss"}).values())
         found = found[0] if len(found) == 1 else found
         if self.preprocess is not None:
             found = self.preprocess(found, labels)
@@ -197,6 +199,12 @@ class Evaluation:
             metrics[f"{prefix}_loss"] = use.mean().item()
         named = {key: value for key, value in metrics.items() if key.startswith(f"{prefix}_")}
         return named | {f"{prefix}_{key}": value for key, value in metrics.items() if key not in named}
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """In fp32 where it is fp16, as transformers has outputs of mixed precision; it does so for bf16 later."""
+    x = x.detach().cpu()
+    return x.float() if x.dtype == torch.float16 else x
 
 
 def plain_metrics(metrics: object) -> dict:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_merak import ops
 from megatron_merak.config import OptimizerConfig
+from megatron_merak.optimizer.loss_scale import LossScaler
 from megatron_merak.parallel.buffers import ParameterBuffer
 
 Rates = Sequence[tuple[float, float]]  # learning rate and weight decay of each group of parameters
@@ -18,13 +19,15 @@ Rates = Sequence[tuple[float, float]]  # learning rate and weight decay of each 
 class StepResult:
     """grad_norm: of the whole model, before clipping. skipped: it was not finite, so no rank changed anything.
 
-    loss: of the step, and zeros: of this rank's part of the gradient, where the caller had them read with the norm.
+    loss_scale: of the step that comes, None where there is none. loss: of the step, and zeros: of this rank's part of
+    the gradient, where the caller had them read with the norm.
     """
 
     grad_norm: float
     skipped: bool
     loss: float | None = None
     zeros: int | None = None
+    loss_scale: float | None = None
 
 
 class AdamW:
@@ -39,7 +42,9 @@ class AdamW:
         None or one rank: this rank holds all of it.
     shared: where the buffer is sharded, the data-parallel ranks that share its update; each one updates what it owns,
         and `buffer.data` is to be gathered after that.
+    scaler: of the loss; every step tells it whether gradients overflowed.
 
+    scaled: the factor of what `main_grad` holds, beside the gradient; whoever fills it says so, see `begin`.
     steps: steps done, skipped ones excluded, the t of Adam's bias correction. Set it when a checkpoint is loaded.
     """
 
@@ -49,6 +54,7 @@ class AdamW:
         config: OptimizerConfig,
         group: dist.ProcessGroup | None = None,
         shared: dist.ProcessGroup | None = None,
+        scaler: LossScaler | None = None,
     ):
         self.buffer = buffer
         self.config = config
@@ -58,7 +64,10 @@ class AdamW:
         self.exp_avg = torch.zeros(buffer.owned_size, device=buffer.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.steps = 0
-        self._counted = _counted(buffer)
+        self.scaler = scaler or LossScaler()
+        self.scaled = 1.0
+        self._counted = _parts(buffer, counted=True)
+        self._copies = _parts(buffer, counted=False)
         self._ranges = _owned_ranges(buffer)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -70,34 +79,51 @@ class AdamW:
         """Take the parameters as they are in the buffer: after they were loaded without a master copy."""
         self.buffer.refresh_master()
 
+    def begin(self) -> float:
+        """A backward fills `main_grad`: the factor that it gives to the gradient."""
+        self.scaled = self.scaler.scale
+        return self.scaled
+
+    @torch.no_grad()
+    def unscale(self) -> None:
+        """Let what this rank owns of `main_grad` be the gradient itself, for whoever reads it before a step."""
+        if self.scaled != 1.0:
+            for gradient in self.buffer.own_grads:
+                gradient.mul_(1.0 / self.scaled)
+            self.scaled = 1.0
+
     @torch.no_grad()
     def step(self, rates: Rates) -> StepResult:
         """Update the parameters with the clipped `main_grad`, which stays. Collective over `group`; one host sync.
 
         What this rank owns of `main_grad` must be final: summed over the data-parallel ranks.
         """
-        return self.apply(self.grad_norm(), rates)
+        return self.apply(self.square_norm().item(), rates)
 
     @torch.no_grad()
-    def apply(self, norm: float, rates: Rates) -> StepResult:
-        """`step` of a gradient whose norm the host knows: the root of `square_norm`. No sync."""
-        if not math.isfinite(norm):
-            return StepResult(norm, skipped=True)
-        coefficient = self.config.clip_grad / (norm + 1e-6)
-        clips = self.config.clip_grad > 0 and coefficient < 1
-        self._update(rates, coefficient if clips else 1.0)
-        return StepResult(norm, skipped=False)
+    def apply(self, square: float, rates: Rates) -> StepResult:
+        """`step` of a gradient of which the host knows `square_norm`. No sync."""
+        norm, skipped = math.sqrt(square) / self.scaled, not math.isfinite(square)
+        if not skipped:
+            coefficient = self.config.clip_grad / (norm + 1e-6)
+            clips = self.config.clip_grad > 0 and coefficient < 1
+            self._update(rates, (coefficient if clips else 1.0) / self.scaled)
+        self.scaler.update(skipped)
+        return StepResult(norm, skipped, loss_scale=self.scaler.scale if self.scaler.scales else None)
 
     def grad_norm(self) -> float:
         """The 2-norm of the model's gradient, each parameter counted by one rank. Collective over `group`."""
-        return math.sqrt(self.square_norm().item())
+        return math.sqrt(self.square_norm().item()) / self.scaled
 
     @torch.no_grad()
     def square_norm(self) -> torch.Tensor:
-        """The square of `grad_norm`, 0-d fp64 on the buffer's device: the host does not wait for it. Collective."""
+        """The square of the norm of what `main_grad` holds, 0-d fp64 on the buffer's device: the host does not wait for
+        it. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.buffer.device)
         for gradient in self._counted:
             total += ops.sum_of_squares(gradient)
+        for gradient in self._copies if self.scaler.scales else ():
+            total += 0.0 * ops.sum_of_squares(gradient)  # nan if only this rank's overflowed
         for group in (self.shared, self.group):
             if group is not None:
                 dist.all_reduce(total, group=group)
@@ -135,19 +161,21 @@ def _owned_ranges(buffer: ParameterBuffer) -> tuple[tuple[slice, torch.Tensor, t
     return tuple(found)
 
 
-def _counted(buffer: ParameterBuffer) -> tuple[torch.Tensor, ...]:
-    """The parts of the gradient that this rank counts in the norm, padding between two parameters included.
+def _parts(buffer: ParameterBuffer, counted: bool) -> tuple[torch.Tensor, ...]:
+    """The parts of the gradient that this rank counts in the norm, or leaves to others, padding between two parameters
+    included.
 
     Of what data-parallel ranks own together, such as a bucket that is not sharded, the first one counts all.
     """
     spans: list[list[int]] = []
     adjoins = False
     for slot in buffer.slots.values():
-        if slot.counted and adjoins:
+        chosen = slot.counted == counted
+        if chosen and adjoins:
             spans[-1][1] = slot.stop
-        elif slot.counted:
+        elif chosen:
             spans.append([slot.start, slot.stop])
-        adjoins = slot.counted
+        adjoins = chosen
     alone = buffer.sharded and buffer.shard > 0
     others = {(bucket.start, bucket.stop) for bucket in buffer.buckets if alone and not bucket.sharded}
     found = []

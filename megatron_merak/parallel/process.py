@@ -59,8 +59,9 @@ def set_up(device: torch.device, fp32_matmul: str, environment: Environment) -> 
         torch.set_float32_matmul_precision(fp32_matmul)
     elif torch.get_float32_matmul_precision() == "highest":  # torch's default
         choose_fp32_matmul(device)
-    # What partial sums of one bf16 product add up to is not rounded in between.
+    # What partial sums of one bf16 or fp16 product add up to is not rounded in between.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if not environment.own_threads and environment.ranks_here > 1:
         torch.set_num_threads(max(1, cores() // environment.ranks_here))
     keeps = device.type == "cpu" and not environment.own_malloc and keep_freed_memory()

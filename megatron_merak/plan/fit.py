@@ -17,13 +17,6 @@ def check_ranks(plan: Plan, world_size: int) -> None:
         raise PlanError("plan: grid", grid.size, reason, f"Start {grid.size} ranks, or change grid.dp")
 
 
-def check_dtype(plan: Plan) -> None:
-    """Raises PlanError for a dtype that can be planned, but not trained in."""
-    if plan.dtype == "float16":
-        reason = "there is no loss scaling, which training in it needs"
-        raise PlanError("plan: dtype", plan.dtype, reason, "Use bfloat16 or float32")
-
-
 def check_chain(plan: Plan, names: Sequence[str]) -> None:
     """Raises PlanError, naming the first difference, when a plan's units are not those of a model.
 

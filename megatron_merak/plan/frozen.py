@@ -26,7 +26,7 @@ class Plan:
     """Rank grid, chain of units, stages, tensor-parallel table and schedule of one training step.
 
     ``schedule`` holds compute operations only; communication is derived from it. ``dtype`` is that of activations and
-    parameters ("float32", "bfloat16"). ``sequence_length`` is 0 where samples are no token sequences. Predictions
+    parameters (see ``DTYPE_BYTES``). ``sequence_length`` is 0 where samples are no token sequences. Predictions
     describe one step on ``cluster`` (see ``planner.priced``): ``predicted_time`` in seconds, ``predicted_bubble`` the
     idle fraction of its forwards and backwards, ``predicted_bytes`` each stage's peak on one rank. ``reasons``: why
     tensors are divided as they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives

@@ -66,7 +66,12 @@ class Executor:
         }
 
     def run(
-        self, batches: Sequence[Batch], step: int, training: bool = True, weights: Sequence[float] | None = None
+        self,
+        batches: Sequence[Batch],
+        step: int,
+        training: bool = True,
+        weights: Sequence[float] | None = None,
+        loss_scale: float = 1.0,
     ) -> StepLoss | None:
         """Run every op in order; ``batches`` has one entry per micro-batch, on every rank.
 
@@ -74,10 +79,10 @@ class Executor:
         nothing is computed.
         ``training`` turns dropout on and adds gradients to ``main_grad``. What the model hands out beside its loss is
         in ``results`` afterwards, one dict per micro-batch, on the last stage. ``weights``: factors of the
-        micro-batches' losses, 1 by default.
+        micro-batches' losses, 1 by default. ``loss_scale``: a factor of all gradients, not of losses.
         """
         self.batches, self.step, self.training, self.losses = batches, step, training, []
-        self.weights = weights
+        self.weights, self.loss_scale = weights, loss_scale
         self.results: list[dict[str, Tensor]] = []
         for stage in self.stages.values():
             stage.start_run(training)
@@ -155,12 +160,13 @@ class Executor:
         return stage.backward(op.microbatch, self._scale(stage, op), hold, op == self.finals[op.stage])
 
     def _scale(self, stage: Stage, op: Op) -> Tensor | None:
-        """The gradient of the step's loss with respect to a micro-batch's; None but on the last stage."""
+        """The gradient of the step's scaled loss with respect to a micro-batch's; None but on the last stage."""
         if not self._is_last(stage):
             return None
         count = stage.count(op.microbatch).clamp(min=1)
         replicas = len(self.batches) * self.mesh.grid.dp
         scale = torch.ones_like(count) if self.per_token else 1 / (count * replicas)
+        scale = scale if self.loss_scale == 1.0 else scale * self.loss_scale
         return scale if self.weights is None else scale * self.weights[op.microbatch]
 
     def _is_last(self, stage: Stage) -> bool:

@@ -1,6 +1,5 @@
 """Training any captured model on this rank: its shards, its programs, its optimizer."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from ..config import OptimizerConfig
 from ..errors import CheckpointError, PlanError
 from ..graph.capture.outputs import SAME
 from ..optimizer.adamw import AdamW, Rates, StepResult
+from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
 from ..parallel.buffers import Bucket, Sharding
 from ..parallel.host_read import read
@@ -52,7 +52,7 @@ class CapturedTrainer:
     blueprint: the model as it was traced, and its plan, which decides everything but what follows. optimizer: betas,
     epsilon and clipping; rates come with each step. seed: of initial weights and dropout. group_of: the group of each
     parameter, of which each step says learning rate and weight decay. replica_check_interval: optimizer steps between
-    two comparisons of the replicas' weights, 0 for none.
+    two comparisons of the replicas' weights, 0 for none. scaler: of the loss, in fp16.
     ``iteration``: optimizer steps done. Building is collective over all ranks.
     """
 
@@ -65,6 +65,7 @@ class CapturedTrainer:
         seed: int = 1234,
         group_of: GroupOf = matrices_and_others,
         replica_check_interval: int = 100,
+        scaler: LossScaler | None = None,
     ):
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
@@ -85,7 +86,7 @@ class CapturedTrainer:
         bound = (mesh, self.holdings.parameters, self.parameters.weights)
         self.programs = {stage: Programs(self.blueprint, stage, *bound) for stage in self.holdings.stages}
         self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
-        self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model, mesh.dp)
+        self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model, mesh.dp, scaler)
         self.replicas = Replicas(mesh, self.optimizer, self.parameters.gatherer, replica_check_interval)
         self.executors = Executors(self.stages, self.plan.schedule, mesh, self.accepts_num_items)
         with together(mesh.control, "cpu"):
@@ -163,10 +164,13 @@ class CapturedTrainer:
 
     def gradients(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> float:
         """One step's loss, known to every rank, and, in ``buffer.main_grad``, its gradient."""
-        return self.replicas.loss(self.backward(batches, weights).tolist())
+        told = self.backward(batches, weights)
+        self.optimizer.unscale()
+        return self.replicas.loss(told.tolist())
 
     def backward(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> Tensor:
-        """The loss of ``gradients`` where the host need not wait for it: what ``update`` reads beside the norm.
+        """The loss of ``gradients`` where the host need not wait for it: what ``update`` reads beside the norm. In fp16
+        the gradient keeps its loss scale.
 
         With ``num_items_in_batch`` in the batches (and a model that takes it, or by what a loss of its own says) losses
         of micro-batches are shares of the step's loss and add up; else that is their mean. With ``weights``, it is
@@ -177,7 +181,8 @@ class CapturedTrainer:
         self.parameters.start_step()
         executor = self.executor(len(batches), True)
         executor.per_token = weights is not None or self.blueprint.traced.adds_up(batches[0])
-        loss = executor.run([*map(self.blueprint.traced.prepared, batches)], self.iteration, weights=weights)
+        prepared, scale = [*map(self.blueprint.traced.prepared, batches)], self.optimizer.begin()
+        loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale)
         self.parameters.finish_step()
         self.running.count(len(batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -205,7 +210,7 @@ class CapturedTrainer:
         self.parameters.gatherer.restore_gradient()
         losses, counts, (square,) = read(told, zeros, self.optimizer.square_norm())
         loss = self.replicas.loss(losses) if losses else None
-        result = self.optimizer.apply(math.sqrt(square), rates)
+        result = self.optimizer.apply(square, rates)
         self.parameters.gatherer.launch()
         if self.user_model is not None and self.user_model.shared:
             self.parameters.gatherer.finish()  # whoever holds the model may read it
@@ -257,6 +262,10 @@ class CapturedTrainer:
     def difference(self, one: Batch, others: Sequence[Batch]) -> str | None:
         """What of loss and gradients a batch does not have in common with others added up; see ``proofs``."""
         return difference(self, one, others)
+
+    @property
+    def scaler(self) -> LossScaler:
+        return self.optimizer.scaler
 
     @property
     def dtype(self) -> str:
@@ -316,6 +325,7 @@ class CapturedTrainer:
         when replicas have different weights, everywhere."""
         self.replicas.check()
         meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
+        meta["loss_scale"] = self.optimizer.scaler.state()
         return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
 
     def load(
@@ -331,8 +341,12 @@ class CapturedTrainer:
         """
 
         def checked(meta: dict[str, Any]) -> None:
-            if not is_count(meta.get("optimizer_steps")) or not isinstance(meta.get("extra"), dict):
-                reason = "optimizer_steps or extra is missing from what it says of its run, or of another kind"
+            scale = meta.get("loss_scale")
+            sound = is_count(meta.get("optimizer_steps")) and isinstance(meta.get("extra"), dict)
+            if not (sound and (scale is None or is_state(scale))):
+                reason = (
+                    "optimizer_steps, extra or loss_scale is missing from what it says of its run, or of another kind"
+                )
                 raise CheckpointError("training state", root, reason, "Resume from another checkpoint")
             check(meta["extra"])
 
@@ -341,6 +355,7 @@ class CapturedTrainer:
         if self.user_model is not None:
             self.user_model.stale()
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
+        self.optimizer.scaler.load(meta.get("loss_scale"))
         return meta["extra"]
 
     def save_hf(self, directory: str | Path, processing_class=None) -> None:

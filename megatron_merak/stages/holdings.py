@@ -18,7 +18,7 @@ from .deliver import deliver
 from .init_captured import Initialiser
 from .native import shard_of
 from .parameter_groups import GroupOf
-from .precision import DTYPES
+from .precision import DTYPES, HALVES
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Held:
     """One parameter, padding included.
 
     sharding: how it is divided. storage: what the model computes with. counted: whether of all stages this one counts
-    it. exact: its values in the dtype of the user's model, fp32 where it computes in bf16; else ``storage`` itself.
+    it. exact: its values in the dtype of the user's model, fp32 where it computes in 16 bits; else ``storage`` itself.
     Where replicas share the fp32 values, ``exact`` is a place in the gradient's memory, to which they are gathered.
     """
 
@@ -124,7 +124,7 @@ class Holdings:
     def _hold(self, name: str) -> Held:
         captured, tensor = self.captured, self.blueprint.sharding.tensors[name]
         own = self.model.get_parameter(name).dtype
-        rounds = own == torch.float32 and captured.dtypes[name] == torch.bfloat16
+        rounds = own == torch.float32 and captured.dtypes[name] in HALVES
         if name in captured.trainable:
             storage = exact = self.buffer.parameter(name)
             if rounds:

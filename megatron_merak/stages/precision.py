@@ -9,8 +9,12 @@ from ..graph.capture.captured import Captured
 from ..graph.capture.unlift import source
 from ..graph.ir.nodes import op_name
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # in which models train, by the names of plans
-_HALF = torch.bfloat16
+DTYPES = {  # in which models train, by the names of plans
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+HALVES = (torch.bfloat16, torch.float16)
 _ALIKE = frozenset(  # operations that no operand is promoted for
     """linear matmul mm bmm mv dot addmm addmv baddbmm addbmm bilinear einsum tensordot inner outer chain_matmul
     conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d
@@ -19,18 +23,30 @@ _ALIKE = frozenset(  # operations that no operand is promoted for
 _NORMS = frozenset(("layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "batch_norm"))
 
 
-def compute_dtype(model: nn.Module, bf16: bool) -> str:
-    """ "float32" or "bfloat16": the dtype in which most of the model computes.
+def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
+    """ "float32", "bfloat16" or "float16": the dtype in which most of the model computes.
 
-    model: its floating parameters say it, unless ``bf16``. Raises ConfigError, naming a parameter, for fp16 and fp64.
+    model: its floating parameters say it, unless ``bf16`` or ``fp16``. Raises ConfigError, naming a parameter, for a
+    model of fp16 or fp64, and with ``fp16`` for one of which a part is bf16; then frozen parameters may be fp16.
     """
+    known = (torch.float32,) if fp16 else (torch.float32, torch.bfloat16)
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in DTYPES.values():
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            reason = f"its dtype is {dtype}, and models train in float32 or bfloat16"
-            reason += ": there is no loss scaling" if parameter.dtype == torch.float16 else ""
-            raise ConfigError("parameter", name, reason, "Call model.float() or model.to(torch.bfloat16) before")
-    return "bfloat16" if bf16 or _HALF in floating_dtypes(model) else "float32"
+        frozen = fp16 and not parameter.requires_grad and parameter.dtype == torch.float16
+        if parameter.is_floating_point() and parameter.dtype not in known and not frozen:
+            reason, remedy = _refusal(parameter.dtype, fp16)
+            raise ConfigError("parameter", name, reason, remedy)
+    return "float16" if fp16 else "bfloat16" if bf16 or torch.bfloat16 in floating_dtypes(model) else "float32"
+
+
+def _refusal(dtype: torch.dtype, fp16: bool) -> tuple[str, str]:
+    """Why a model with a weight of ``dtype`` does not train, and what to do."""
+    reason, remedy = f"its dtype is {str(dtype).removeprefix('torch.')}", "Call model.float() before"
+    if fp16 and dtype == torch.bfloat16:
+        return f"{reason}, and fp16=True is for models in float32", f"{remedy}, or set bf16=True instead"
+    reason += ", and weights train in float32 or bfloat16"
+    if dtype == torch.float16:
+        return f"{reason}: updates are lost in float16", f"{remedy}, and set fp16=True to compute in float16"
+    return reason, "Call model.float() or model.to(torch.bfloat16) before"
 
 
 def floating_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
@@ -41,10 +57,10 @@ def floating_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
 def cast_of(model: nn.Module, dtype: torch.dtype) -> torch.dtype | None:
     """The dtype that a capture casts floating parameters to; None where they keep their own.
 
-    They do in a bf16 model of which a part is fp32. dtype: what the model computes in.
+    They do in a bf16 or fp16 model of which a part is fp32. dtype: what the model computes in.
     """
     own = floating_dtypes(model)
-    return None if dtype == _HALF and _HALF in own and len(own) > 1 else dtype
+    return None if dtype in HALVES and {*own} == {dtype, torch.float32} else dtype
 
 
 def check_operands(captured: Captured) -> None:

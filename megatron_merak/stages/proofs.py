@@ -7,6 +7,7 @@ the gradient, and compared with the loss and the gradient themselves:
     step 2   + whole  - first half  - second half      main_grad: what is left of it, rounding if the ways agree
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,9 +31,11 @@ class Tolerance:
     noise: float
 
 
+_STEP = 16.0  # by which a loss scale is lowered until a gradient is finite
 TOLERANCES: Mapping[str, Tolerance] = {
     "float32": Tolerance(1e-5, 1e-4, 1e-3, 1e-5),
     "bfloat16": Tolerance(2e-3, 2e-2, 2e-2, 2e-3),
+    "float16": Tolerance(5e-4, 5e-3, 1e-2, 1e-3),
 }
 
 
@@ -51,7 +54,7 @@ def difference(engine, one: Mapping, others: Sequence[Mapping]) -> str | None:
                         programs(engine.blueprint.traced.prepared(batch), True)
         except MerakError as error:
             return f"{error.what} {error.value}: {error.reason}"
-        loss = engine.gradients([one], [1.0])
+        loss = _finite_gradients(engine, one)
         sizes = _norms(buffer)
         gap = engine.gradients([one, *others], [1.0, *[-1.0] * len(others)])
         found = _told(loss, gap, sizes, _norms(buffer), TOLERANCES[engine.dtype])
@@ -59,6 +62,16 @@ def difference(engine, one: Mapping, others: Sequence[Mapping]) -> str | None:
     if not any(size for _, size in told):
         return None
     return next((text for text, _ in told if text), "")
+
+
+def _finite_gradients(engine, batch: Mapping) -> float:
+    """The loss of a batch and, in ``main_grad``, its gradient: in fp16 of a loss scale at which that is finite."""
+    optimizer = engine.optimizer
+    loss = engine.gradients([batch], [1.0])
+    while optimizer.scaler.scale > 1 and not math.isfinite(optimizer.grad_norm()):
+        optimizer.scaler.scale = max(optimizer.scaler.scale / _STEP, 1.0)
+        loss = engine.gradients([batch], [1.0])
+    return loss
 
 
 def _norms(buffer) -> dict[str, float]:
@@ -87,7 +100,9 @@ def _share(gap: float, whole: float) -> str:
 
 @contextmanager
 def _undisturbed(engine) -> Iterator[None]:
-    """Without dropout inside, and with the running statistics of before afterwards."""
+    """Without dropout inside, and with the running statistics and the loss scale of before afterwards."""
+    scaler = engine.optimizer.scaler
+    scale = scaler.scale
     statistics = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers() if not is_fake(buffer)]
     preludes = {prelude: prelude.state() for prelude in _preludes(engine)}
     for programs in engine.programs.values():
@@ -95,6 +110,7 @@ def _undisturbed(engine) -> Iterator[None]:
     try:
         yield
     finally:
+        scaler.scale = scale
         for programs in engine.programs.values():
             programs.drops = True
         with torch.no_grad():

@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..optimizer.loss_scale import is_state
 
 _MOST = 2**62
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """``iteration``, ``consumed_samples``: as in RunState. ``optimizer_steps``: of Adam's bias correction.
+    """``iteration``, ``consumed_samples`` and what of them was skipped: as in RunState. ``optimizer_steps``: of Adam's
+    bias correction.
 
     ``config``: the settings by section. ``data``: see ``data.identity``; ``model``: see ``RunState.described``;
-    ``global_batch_size``: samples per step. The last three are None in checkpoints of earlier versions.
+    ``global_batch_size``: samples per step; ``loss_scale``: see ``LossScaler.state``. These four are None, and nothing
+    was skipped, in checkpoints of earlier versions.
     """
 
     iteration: int
@@ -25,6 +28,9 @@ class SavedRun:
     data: Mapping[str, Mapping | None] | None
     model: Mapping[str, Any] | None
     global_batch_size: int | None
+    loss_scale: Mapping[str, Any] | None
+    skipped_iterations: int
+    skipped_samples: int
 
     @classmethod
     def read(cls, meta: Mapping[str, Any], where: Path | str) -> "SavedRun":
@@ -46,6 +52,9 @@ class SavedRun:
             get("data", _is_data, "data sets by part", None),
             get("model", _is_object, "the model's settings", None),
             get("global_batch_size", is_count, "a whole number", None),
+            get("loss_scale", is_state, "the state of a loss scale", None),
+            get("skipped_iterations", is_count, "a whole number", 0),
+            get("skipped_samples", is_count, "a whole number", 0),
         )
 
 

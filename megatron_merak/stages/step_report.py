@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class StepReport:
     """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known to all.
 
-    zeros: elements of the model's gradient that are exactly zero, where --log-num-zeros-in-grad asks for them.
+    loss_scale: of the step that comes, None where there is none. zeros: elements of the model's gradient that are
+    exactly zero, where --log-num-zeros-in-grad asks for them.
     """
 
     loss: float | None
@@ -15,3 +16,4 @@ class StepReport:
     learning_rate: float
     skipped: bool
     zeros: int | None = None
+    loss_scale: float | None = None

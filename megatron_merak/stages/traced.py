@@ -74,9 +74,9 @@ class Traced:
     """A model, captured with its first batch.
 
     model: any module, with weights or without; it is not changed. example: the first micro-batch. dtype: of parameters
-    and activations, but for the fp32 part of a bf16 model. autocast: a model that does not run with parts of different
-    dtypes computes in ``dtype`` alone. mesh: the job's ranks, which must have been given the same model and captured
-    the same; None: nothing is compared. loss: in place of the model's own. Collective over these ranks. Raises
+    and activations, but for the fp32 part of a bf16 or fp16 model. autocast: a model that does not run with parts of
+    different dtypes computes in ``dtype`` alone. mesh: the job's ranks, which must have been given the same model and
+    captured the same; None: nothing is compared. loss: in place of the model's own. Collective over these ranks. Raises
     TraceError, ConfigError, PlanError.
 
     ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its

@@ -22,7 +22,8 @@ _OF_A_RUN = frozenset(
     "seq_length max_position_embeddings rotary_base rotary_percent use_rope_scaling rope_scaling_factor".split()
 )
 _TRAIN_TOLD = """train_iters train_samples rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed
-    micro_batch_size bf16 fp32_matmul_precision calculate_per_token_loss""".split()
+    micro_batch_size bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
+    fp32_matmul_precision calculate_per_token_loss""".split()
 _SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
     lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay
     start_weight_decay end_weight_decay weight_decay_incr_style""".split()

@@ -87,7 +87,7 @@ def rules_text(given: str | None) -> str:
 def traced_of(model: nn.Module, config: HFConfig, mesh: Mesh | None = None) -> tuple[Traced, TokenBatches]:
     """The model as its first micro-batch shows it, and how batches are made for it. mesh: see ``Traced``."""
     train = config.train
-    return with_example(model, config, lambda example: Traced(model, example, train.dtype, train.bf16, mesh))
+    return with_example(model, config, lambda example: Traced(model, example, train.dtype, train.is_half, mesh))
 
 
 def blueprint_of(traced: Traced, config: HFConfig, world_size: int, cluster: Cluster) -> Blueprint:

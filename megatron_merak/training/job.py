@@ -103,7 +103,8 @@ class Job:
         self.trainer, self.datasets, self.report = trainer, datasets, report
         trainer.data = identity(datasets)
         agree_on_data(trainer.data, self.mesh)
-        self.skips = SkippedSteps(self.config.train.max_consecutive_skipped_steps, trainer.buffer, self.mesh.control)
+        limit, scaler = self.config.train.max_consecutive_skipped_steps, trainer.optimizer.scaler
+        self.skips = SkippedSteps(limit, trainer.buffer, self.mesh.control, scaler=scaler)
         self.lock: DirectoryLock | None = None
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ from ..errors import ConfigError, PlanError, ScheduleError
 from ..pipeline_parallel.check import check
 from ..pipeline_parallel.schedule_files import executable
 from ..plan import Plan
-from ..plan.fit import check_dtype, check_ranks
+from ..plan.fit import check_ranks
 from ..planner.memory import overflowing_ranks
 from ..planner.predict import priced
 
@@ -26,6 +26,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "global_batch_size": lambda plan: plan.global_batch_size,
         "seq_length": lambda plan: plan.sequence_length,
         "bf16": lambda plan: plan.dtype == "bfloat16",
+        "fp16": lambda plan: plan.dtype == "float16",
         "sequence_parallel": lambda plan: plan.sequence_parallel,
         "tp_comm_overlap": lambda plan: plan.overlap,
         "no_overlap_grad_reduce": lambda plan: not plan.overlap_grad_reduce,
@@ -101,7 +102,6 @@ def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None
         return None
     plan = stored(parallel.plan)
     check_ranks(plan, world_size)
-    check_dtype(plan)
     settings = {flag.field: getattr(getattr(config, flag.section), flag.field) for flag in flags(type(config))}
     settings["global_batch_size"], steps = config.global_batch_size(world_size), config.train.step_batch_size_schedule
     settings["data_parallel_sharding_strategy"] = parallel.sharding

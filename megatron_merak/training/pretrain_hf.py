@@ -19,6 +19,7 @@ from ..data.build import build_datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
 from ..graph.ir.nodes import flops
+from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
 from ..parallel.buffers import Flat
 from ..parallel.launch import World
@@ -114,6 +115,7 @@ class TokenTrainer(RunState):
             seed=config.train.seed,
             group_of=groups_of_run(config.optimizer, outer_names(model)),
             replica_check_interval=interval,
+            scaler=scaler_of_run(config.train),
         )
         super().__init__(config, self.captured.plan, mesh)
         self.buffer, self.optimizer = self.captured.buffer, self.captured.optimizer
@@ -135,8 +137,8 @@ class TokenTrainer(RunState):
         rates = self.rates()
         told = self.captured.backward(self._made(batches))
         result = self.captured.update(rates, told, self.local_zeros())
-        self.count(batches)
-        return StepReport(result.loss, result.grad_norm, rates[0][0], result.skipped, self.all_zeros(result.zeros))
+        self.count(batches, result.skipped)
+        return self.report(result.loss, rates, result, result.zeros)
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float:
         """Mean token loss of one global batch without dropout, on every rank."""

@@ -40,7 +40,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Interval:
-    """Means over the iterations since the last line."""
+    """Means over the iterations since the last line. nan: iterations whose loss was not finite. loss_scale: of the
+    next one."""
 
     progress: Progress
     seconds: float
@@ -50,6 +51,8 @@ class Interval:
     skipped: int
     samples_per_second: float
     zeros: int | None = None
+    nan: int = 0
+    loss_scale: float = 1.0
 
 
 def console_line(interval: Interval, work: Throughput, detailed: bool, now: datetime) -> str:
@@ -69,11 +72,11 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {progress.samples:5d}"]
     if not math.isnan(interval.loss):
         fields.append(f"lm loss: {interval.loss:.6E}")
-    fields += ["loss scale: 1.0", f"grad norm: {interval.grad_norm:.3f}"]
+    fields += [f"loss scale: {interval.loss_scale:.1f}", f"grad norm: {interval.grad_norm:.3f}"]
     if interval.zeros is not None:
         fields.append(f"num zeros: {interval.zeros}")
     fields.append(f"number of skipped iterations: {interval.skipped:3d}")
-    fields.append(f"number of nan iterations: {interval.skipped:3d}")
+    fields.append(f"number of nan iterations: {interval.nan:3d}")
     fields.append(f"tokens/s: {work.tokens * interval.samples_per_second:.0f}{modelled}")
     known = work.peak is not None
     share = f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}"
@@ -125,7 +128,8 @@ class Report:
         self.note("train", iteration, consumed_samples=progress.consumed_samples, **time, **values)
         self._pending.append({"samples": progress.samples, "seconds": seconds, **values})
         if report.skipped:
-            self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped")
+            scale = "" if report.loss_scale is None else f"; the loss scale is now {report.loss_scale:.1f}"
+            self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped{scale}")
         if iteration % self.config.log_interval == 0 or iteration == progress.iterations:
             self.print(
                 console_line(
@@ -150,6 +154,8 @@ class Report:
             sum(row["skipped"] for row in pending),
             sum(row["samples"] for row in pending) / seconds,
             zeros,
+            sum(not math.isfinite(row["loss"]) for row in pending),
+            pending[-1].get("loss_scale", 1.0),
         )
 
     def print(self, text: str) -> None:

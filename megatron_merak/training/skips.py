@@ -1,8 +1,13 @@
-"""Steps skipped because their gradient was not finite: single ones happen, many in a row end the run."""
+"""Steps skipped because their gradient was not finite: single ones happen, many in a row end the run.
+
+In fp16 a step is also skipped because its loss scale was too high, as often as it takes to find one that fits. Such
+steps do not count.
+"""
 
 import torch.distributed as dist
 
 from ..errors import NumericsError
+from ..optimizer.loss_scale import LossScaler
 from ..parallel.agree import gather_json
 from ..parallel.buffers import ParameterBuffer
 
@@ -10,10 +15,10 @@ _NAMED = 5  # parameters named in one message
 
 
 class SkippedSteps:
-    """Counts steps skipped in a row.
+    """Counts steps skipped in a row at a loss scale that cannot be to blame.
 
-    limit: so many end the run. buffer: this rank's parameters and gradients. group: all ranks of the job, None for a
-    process alone. flag: what the user calls the limit.
+    limit: so many end the run. scaler: of the loss, None: there is none. buffer: this rank's parameters and gradients.
+    group: all ranks of the job, None for a process alone. flag: what the user calls the limit.
     """
 
     def __init__(
@@ -22,25 +27,29 @@ class SkippedSteps:
         buffer: ParameterBuffer,
         group: dist.ProcessGroup | None,
         flag: str = "--max-consecutive-skipped-steps",
+        scaler: LossScaler | None = None,
     ):
+        self.scaler = scaler or LossScaler()
         self.limit, self.buffer, self.group, self.flag = limit, buffer, group, flag
         self.in_a_row = 0
 
     def count(self, skipped: bool) -> None:
-        """Take note of one step, before its gradient is overwritten; all ranks pass the same.
+        """Take note of a step that the scaler knows of, before its gradient is overwritten; all ranks pass the same.
 
         Raises `NumericsError` on every rank at the limit. Collective then, and free of cost until then.
         """
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self.in_a_row = self.in_a_row + 1 if skipped and not self.scaler.to_blame else 0
         if self.in_a_row < self.limit:
             return
         total, names = bad_gradients(self.buffer, self.group)
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         listed = f"{', '.join(names[:_NAMED])}{more} ({len(names)} of {total} parameters)"
-        reason = (
-            f"so many steps in a row were skipped: gradients are not finite, in the order of the backward pass {listed}"
-        )
-        remedy = "Resume from the last checkpoint with a lower learning rate, or look at the data and at that module"
+        scale = f" at a loss scale of {self.scaler.scale}" if self.scaler.scales else ""
+        reason = f"so many steps in a row were skipped{scale}: gradients are not finite, in the order of the backward "
+        lower = f"a lower {self.scaler.setting}, " if self.scaler.setting else ""
+        remedy = f"Resume from the last checkpoint with {lower}a lower learning rate"
+        remedy += " or in bf16, or look" if self.scaler.scales else ", or look"
+        remedy, reason = f"{remedy} at the data and at that module", f"{reason}pass {listed}"
         raise NumericsError(self.flag, self.limit, reason, remedy)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..config import RunConfig
-from ..optimizer.adamw import AdamW, Rates
+from ..optimizer.adamw import AdamW, Rates, StepResult
 from ..parallel.buffers import Flat, ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..plan import Plan
@@ -25,8 +25,9 @@ from .changes import check, schedule_of
 
 
 class RunState:
-    """``iteration``: optimizer steps done. ``consumed_samples``: training samples used, over all replicas. ``data``:
-    what those samples come from, see ``data.identity``; set it before loading and saving.
+    """``iteration``: optimizer steps done. ``consumed_samples``: training samples used, over all replicas.
+    ``skipped_iterations``, ``skipped_samples``: those of them whose step was skipped; rates do not follow these.
+    ``data``: what samples come from, see ``data.identity``; set it before loading and saving.
 
     ``batch_sizes``: samples of every step. ``iterations``: optimizer steps of the whole run.
 
@@ -41,6 +42,7 @@ class RunState:
     def __init__(self, config: RunConfig, plan: Plan, mesh: Mesh):
         self.config, self.plan, self.mesh = config, plan, mesh
         self.iteration = self.consumed_samples = 0
+        self.skipped_iterations = self.skipped_samples = 0
         self.data: dict[str, Any] = {}
         self.batch_sizes, self.iterations = config.batches(mesh.grid.size), config.iterations(mesh.grid.size)
 
@@ -50,19 +52,28 @@ class RunState:
 
     def rates(self) -> Rates:
         """Learning rate and weight decay of each group in the next step; they follow iterations, or --train-samples
-        where given."""
-        samples = self.config.train.train_samples
-        done, total = (self.iteration, self.iterations) if samples is None else (self.consumed_samples, samples)
+        where given, without those of skipped steps."""
+        done, total = self.iteration - self.skipped_iterations, self.iterations
+        if self.config.train.train_samples is not None:
+            done, total = self.consumed_samples - self.skipped_samples, self.config.train.train_samples
         return rates_of_run(self.config.optimizer, done, total)
 
     def phases_left(self) -> list[tuple[int, int]]:
         """(samples per step, steps) of what is left of a run of --train-samples."""
         return [*self.batch_sizes.phases(self.config.train.train_samples, self.consumed_samples)]
 
-    def count(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """A step is done."""
+    def count(self, batches: Sequence[Mapping[str, Tensor]], skipped: bool) -> None:
+        """A step is done, or was ``skipped``."""
+        samples = len(batches) * self.plan.micro_batch_size * self.plan.grid.dp
         self.iteration += 1
-        self.consumed_samples += len(batches) * self.plan.micro_batch_size * self.plan.grid.dp
+        self.consumed_samples += samples
+        self.skipped_iterations += skipped
+        self.skipped_samples += samples * skipped
+
+    def report(self, loss: float | None, rates: Rates, result: StepResult, zeros: float | None = None) -> StepReport:
+        """Of a step that is counted; zeros: see `all_zeros`."""
+        rate, all_zeros = rates[0][0], self.all_zeros(zeros)
+        return StepReport(loss, result.grad_norm, rate, result.skipped, all_zeros, result.loss_scale)
 
     def parts(self, flat: Flat, names: Collection[str]) -> Iterable[store.Shard]:
         """``flat`` ([buffer.size]: values, gradients, optimizer state) as shards of HuggingFace tensors, of the
@@ -117,7 +128,10 @@ class RunState:
         for numbers that are not finite."""
         meta = {
             "consumed_samples": self.consumed_samples,
+            "skipped_iterations": self.skipped_iterations,
+            "skipped_samples": self.skipped_samples,
             "optimizer_steps": self.optimizer.steps,
+            "loss_scale": self.optimizer.scaler.state(),
             "global_batch_size": self.plan.global_batch_size,
             "config": self.config.to_dict(),
             "plan": self.plan.to_dict(),
@@ -151,7 +165,9 @@ class RunState:
         saved = SavedRun.read(meta, root)
         if optimizer:
             self.optimizer.steps = saved.optimizer_steps
+            self.optimizer.scaler.load(saved.loss_scale)
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
+        self.skipped_iterations, self.skipped_samples = saved.skipped_iterations, saved.skipped_samples
         if self.config.train.train_samples is not None:
             self.iterations = self.iteration + sum(steps for _, steps in self.phases_left())
         if options.use_checkpoint_opt_param_scheduler:

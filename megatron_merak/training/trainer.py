@@ -1,6 +1,5 @@
 """One training run of the native model on this rank: steps and evaluation."""
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from ..checkpoint.store import Shard
 from ..config import Config
 from ..optimizer.adamw import AdamW
+from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
 from ..parallel.buffers import Flat
 from ..parallel.host_read import read
@@ -37,7 +37,8 @@ class Trainer(RunState):
         stages, per_token = self.model.stages, config.train.calculate_per_token_loss
         self.executors = Executors(stages, plan.schedule, mesh, per_token)
         self.buffer, self.gatherer = self.model.buffer, self.model.gatherer
-        self.optimizer = AdamW(self.buffer, config.optimizer, mesh.model, mesh.dp)
+        scaler = scaler_of_run(config.train)
+        self.optimizer = AdamW(self.buffer, config.optimizer, mesh.model, mesh.dp, scaler)
         interval = config.train.check_weight_hash_across_dp_replicas_interval
         self.replicas = Replicas(mesh, self.optimizer, self.gatherer, interval)
 
@@ -47,13 +48,16 @@ class Trainer(RunState):
     def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
         sums = self.backward(batches)
+        self.optimizer.unscale()
         return None if sums is None else self._mean(sums.tolist(), len(batches))
 
     def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-        """``gradients`` without waiting for the device: what the loss is made of, for `step` to read."""
+        """``gradients`` without waiting for the device: what the loss is made of, for `step` to read. In fp16 the
+        gradient keeps its loss scale."""
         held = self.model.held
         held.start_step()
-        loss = self.executor(len(batches)).run(batches, self.iteration)
+        scale = self.optimizer.begin()
+        loss = self.executor(len(batches)).run(batches, self.iteration, loss_scale=scale)
         held.finish_step()
         if self.config.train.calculate_per_token_loss:
             tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
@@ -68,11 +72,11 @@ class Trainer(RunState):
         rates = self.rates()
         losses, zeros, (square,) = read(sums, self.local_zeros(), self.optimizer.square_norm())
         loss = self._mean(losses, len(batches)) if losses else None
-        result = self.optimizer.apply(math.sqrt(square), rates)
+        result = self.optimizer.apply(square, rates)
         self.gatherer.launch()
-        self.count(batches)
+        self.count(batches, result.skipped)
         self.replicas.note(result.grad_norm, self.iteration)
-        return StepReport(loss, result.grad_norm, rates[0][0], result.skipped, self.all_zeros(*zeros))
+        return self.report(loss, rates, result, *zeros)
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         sums = self._sums(self.executors.of(len(batches), False).run(batches, self.iteration, training=False))

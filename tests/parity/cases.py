@@ -17,8 +17,10 @@ from .families import FAMILIES, LAYERS
 MICRO_BATCH, GLOBAL_BATCH = 2, 12  # 6 micro-batches of one replica, 3 of two: more and fewer than 4 stages
 FIRST, PEAK, WARMUP, STEPS, WEIGHT_DECAY = 5e-4, 2e-3, 3, 10, 0.1
 
+LOSS_SCALES = {"fp16": True, "initial_loss_scale": 2.0**8, "loss_scale_window": 3}  # it grows within six steps
 DRAWS, CANDIDATES = 60, 2  # in search of combinations with two given values
 
+SWEPT = {"dtype": ("fp32", "bf16")}  # what every layout runs in
 LAYERS_RECOMPUTED = {"uniform": 2, "block": 1}
 
 AXES: dict[str, tuple] = {
@@ -31,7 +33,7 @@ AXES: dict[str, tuple] = {
     "overlap": ("weight-gradient", "none", "sub-pipeline", "pair"),
     "sequence_parallel": (False, True),
     "sharding": SHARDINGS,
-    "dtype": ("fp32", "bf16"),
+    "dtype": ("fp32", "bf16", "fp16"),
     "loss": ("full", "masked", "per-token"),
 }
 
@@ -120,6 +122,7 @@ class Case:
                 global_batch_size=GLOBAL_BATCH,
                 train_iters=STEPS,
                 bf16=self.dtype == "bf16",
+                **(LOSS_SCALES if self.dtype == "fp16" else {}),
                 calculate_per_token_loss=self.loss == "per-token",
             ),
             optimizer=OptimizerConfig(
@@ -142,7 +145,7 @@ def combinations_of(largest_world: int = 8, **given: tuple) -> list[Case]:
 
 def layouts() -> list[Case]:
     """Every layout of every model, with unevenly masked tokens, as Megatron-LM would run it."""
-    plain = {"schedule": ("gpipe", "1f1b"), "recompute": ("none", "full"), "overlap": ("weight-gradient",)}
+    plain = {"schedule": ("gpipe", "1f1b"), "recompute": ("none", "full"), "overlap": ("weight-gradient",)} | SWEPT
     return combinations_of(loss=("masked",), sequence_parallel=(False,), sharding=("no_shard",), **plain)
 
 
@@ -155,14 +158,14 @@ def accelerated() -> list[Case]:
 def divided() -> list[Case]:
     """Every model whose tensor-parallel ranks divide the sequence, in whole micro-batches and in halves."""
     where = {"tp": (2, 4), "pp": (1, 2), "dp": (1,), "schedule": ("1f1b",), "loss": ("masked",)}
-    ways = {"recompute": ("none", "full"), "overlap": ("weight-gradient", "sub-pipeline")}
+    ways = {"recompute": ("none", "full"), "overlap": ("weight-gradient", "sub-pipeline")} | SWEPT
     return combinations_of(sequence_parallel=(True,), **where, **ways)
 
 
 def shared() -> list[Case]:
     """Every model on every layout of two replicas that share all, and every schedule with whatever they share."""
     plain = {"recompute": ("none",), "overlap": ("weight-gradient",), "sequence_parallel": (False,)}
-    every = combinations_of(schedule=("gpipe", "1f1b"), sharding=SHARDINGS[3:], loss=("masked",), **plain)
+    every = combinations_of(schedule=("gpipe", "1f1b"), sharding=SHARDINGS[3:], loss=("masked",), **plain, **SWEPT)
     where = {"tp": (1,), "pp": (2,), "dp": (2,), "dtype": ("bf16",), "loss": ("per-token",), "family": ("gpt2",)}
     return [*every, *combinations_of(sharding=SHARDINGS[1:], **where, **plain)]
 

@@ -12,7 +12,8 @@ from .cases import FIRST, PEAK, STEPS, WARMUP, WEIGHT_DECAY, Case
 from .families import FAMILIES
 from .rig import Run, assemble, mesh_of, new_trainer, parts
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCALES = {"fp16": 2.0**12}  # of losses, so that small gradients are not lost
 
 
 @cache
@@ -65,15 +66,15 @@ def accumulate(model: nn.Module, masters: dict[str, nn.Parameter], case: Case, s
     tokens = sum(batch["loss_mask"].sum() for batch in batches)
     for master in masters.values():
         master.grad = torch.zeros_like(master)
-    total = 0.0
+    total, scale = 0.0, SCALES.get(case.dtype, 1.0)
     for batch in batches:
         if case.loss == "per-token":
             loss = token_losses(model, batch).sum() / tokens
         else:
             loss = token_losses(model, batch).sum() / batch["loss_mask"].sum().clamp(min=1) / len(batches)
-        loss.backward()
+        (loss * scale).backward()
         for name, parameter in model.named_parameters():
-            masters[name].grad += parameter.grad
+            masters[name].grad += parameter.grad.float() / scale
             parameter.grad = None
         total += loss.item()
     return total

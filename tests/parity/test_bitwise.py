@@ -20,6 +20,7 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 ONE = [
     Case("llama", steps=STEPS, clip=0.0, **DROPOUT),
     Case("llama", steps=STEPS, clip=0.0, dtype="bf16"),
+    Case("llama", steps=STEPS, clip=0.0, dtype="fp16"),
     Case("gpt2", steps=STEPS, clip=0.0, **DROPOUT),
     Case("qwen", steps=STEPS, clip=0.0, dtype="bf16", **DROPOUT),
 ]
@@ -35,7 +36,7 @@ TIED = {"gpt2": "transformer.wte.weight", "qwen": "model.embed_tokens.weight"}
 LAYOUTS = [
     Case("gpt2", steps=STEPS, **DROPOUT),
     Case("qwen", steps=STEPS, dp=2, dtype="bf16", **DROPOUT),
-    Case("llama", steps=STEPS, tp=2, pp=2, **DROPOUT),
+    Case("llama", steps=STEPS, tp=2, pp=2, dtype="fp16", **DROPOUT),
     Case("gpt2", steps=STEPS, tp=2, dp=2, **DROPOUT),
     Case("gpt2", steps=STEPS, tp=2, pp=2, dp=2, **DROPOUT),
     Case("qwen", steps=STEPS, tp=4, pp=2, dtype="bf16", **DROPOUT),

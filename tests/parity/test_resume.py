@@ -31,6 +31,7 @@ RUNS = [
         Case("qwen", tp=2, dp=2, dtype="bf16", sharding="optim"),
         [{"tp": 1, "dp": 2, "pp": 2, "sharding": "optim_grads_params"}, {"tp": 4, "dp": 1, "sharding": "no_shard"}],
     ),
+    (Case("llama", tp=2, dp=2, dtype="fp16", sharded=True), [{"tp": 1, "pp": 2, "sharded": False}]),
 ]
 
 
@@ -58,6 +59,7 @@ def _resume(rank: int, world_size: int, case: Case, others: list[dict], root: st
     assert trainer.consumed_samples == sum(SAMPLES[step % len(SAMPLES)] for step in range(SAVED))
     again = go_on(trainer, case, LAST)
     equal = all(torch.equal(a, b) for a, b in zip(state(trainer), state(unbroken), strict=True))
+    assert trainer.optimizer.scaler.state() == unbroken.optimizer.scaler.state()
     elsewhere = []
     for other in others:
         moved = replace(case, **other)

@@ -10,7 +10,7 @@ import torch
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.cluster import CLUSTERS, DEVICES
 from megatron_merak.config import Config, flag_name
-from megatron_merak.errors import MerakError, PlanError
+from megatron_merak.errors import ConfigError, MerakError, PlanError
 from megatron_merak.hf_trainer import plan_arguments
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan
@@ -105,7 +105,8 @@ def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
     with pytest.raises(PlanError, match="a step has no micro-batch"):
         edit(path, schedule={"name": "none", "stages": 2, "microbatches": 0, "ranks": [[], []]})
     edit(path, **stored_values | {"dtype": "float16"})
-    with pytest.raises(PlanError, match="dtype float16: there is no loss scaling"):
+    assert decided(Config, line)["fp16"] and not decided(Config, line)["bf16"]
+    with pytest.raises(ConfigError, match="--fp16 False: the plan says True"):
         plan_of(config, 2, CLUSTERS["cpu"])
     edit(path, **stored_values)
     with pytest.raises(PlanError, match="are 2 ranks, and the job has 4"):

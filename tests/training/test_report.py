@@ -14,7 +14,18 @@ from megatron_merak.training.pictures import draw_curve
 from megatron_merak.training.report import Interval, Progress, Report, Throughput, console_line
 
 WORK = Throughput(tokens=128, flops=5 * 10**11, ranks=2, peak=10**13)
-INTERVAL = Interval(Progress(20, 100, 160, 8), 0.5, 1e-3, 4.25, 1.0625, skipped=1, samples_per_second=16.0, zeros=7)
+INTERVAL = Interval(
+    Progress(20, 100, 160, 8),
+    0.5,
+    1e-3,
+    4.25,
+    1.0625,
+    skipped=2,
+    samples_per_second=16.0,
+    zeros=7,
+    nan=1,
+    loss_scale=32768.0,
+)
 MODEL = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678)
 
@@ -24,8 +35,8 @@ def test_the_line_has_megatrons_fields_in_megatrons_order():
         " [2026-01-02 03:04:05.000678] iteration       20/     100 | consumed samples:          160 |"
         " elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 4.0 |"
         " learning rate: 1.000000E-03 |"
-        " global batch size:     8 | lm loss: 4.250000E+00 | loss scale: 1.0 | grad norm: 1.062 | num zeros: 7 |"
-        " number of skipped iterations:   1 | number of nan iterations:   1 |"
+        " global batch size:     8 | lm loss: 4.250000E+00 | loss scale: 32768.0 | grad norm: 1.062 | num zeros: 7 |"
+        " number of skipped iterations:   2 | number of nan iterations:   1 |"
         " tokens/s: 2048 | MFU: 40.0 % | ETA: 0:00:40 |"
     )
 
