@@ -4,7 +4,6 @@ A tensor file is written one tensor at a time, hashed while it is being written,
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data without gaps).
 """
 
-import ctypes
 import errno
 import hashlib
 import json
@@ -175,7 +174,4 @@ def verify_tensors(
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor in row-major order, as one flat block of bytes."""
-    held = tensor.detach().cpu().contiguous()
-    data = (ctypes.c_ubyte * held.nbytes).from_address(held.data_ptr())  # numpy would make it a storage of fixed size
-    data.held = held
-    return memoryview(data).cast("B")
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -51,7 +51,7 @@ def _look(loop: TrainingLoop, root: Path) -> tuple[int, float]:
         verify(path, None)
         state = trainer_state.read(path, None)
         loop.engine.load(path / TRAINING_STATE)
-        held = [*loop.engine.shards(), *loop.engine.shards(loop.engine.optimizer.exp_avg)]
+        held = [*loop.engine.shards(loop.engine.buffer.data), *loop.engine.shards(loop.engine.optimizer.exp_avg)]
         tensors = [*load_file(path / "model.safetensors").values(), *(part.tensor for part in held)]
         values = {
             state.log_history[0]["value"],

@@ -29,7 +29,10 @@ def trainer_of(model, batch, grid, rank, micro_batches, ways=None, seed=1234):
 
 
 def parts_of(trainer, flat=None):
-    return [replace(shard, tensor=shard.tensor.detach().clone()) for shard in trainer.shards(flat)]
+    shards = (
+        [*trainer.holdings.others(), *trainer.shards(trainer.buffer.data)] if flat is None else trainer.shards(flat)
+    )
+    return [replace(shard, tensor=shard.tensor.detach().clone()) for shard in shards]
 
 
 def micro_batches(name, count=4):

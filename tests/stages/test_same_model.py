@@ -58,7 +58,8 @@ def build_everywhere(rank, world_size):
         empty = Scaled(rank)
     models = (Scaled(rank), empty if rank else first, Scaled(rank))
     for grid, model in zip(GRIDS, models, strict=True):
-        for shard in trainer_of(model, batch, grid, rank, grid.dp).shards():
+        trainer = trainer_of(model, batch, grid, rank, grid.dp)
+        for shard in (*trainer.holdings.others(), *trainer.shards(trainer.buffer.data)):
             assert torch.equal(shard.tensor, part(first.get_parameter(shard.name), shard)), (grid, shard.name)
         for (name, buffer), mine in zip(first.named_buffers(), model.buffers(), strict=True):
             assert torch.equal(buffer, mine), name

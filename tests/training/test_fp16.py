@@ -52,7 +52,7 @@ def _one_overflow(rank, world_size, case):
     [
         Case("gpt2", tp=2, pp=2, dtype="fp16", early=False),
         Case("llama", tp=2, dp=2, dtype="fp16", early=False),
-        Case("llama", tp=2, dp=2, dtype="fp16", early=False, sharded=True),
+        Case("llama", tp=2, dp=2, dtype="fp16", early=False, sharding="optim"),
     ],
     ids=str,
 )
