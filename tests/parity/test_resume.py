@@ -31,7 +31,7 @@ RUNS = [
         Case("qwen", tp=2, dp=2, dtype="bf16", sharding="optim"),
         [{"tp": 1, "dp": 2, "pp": 2, "sharding": "optim_grads_params"}, {"tp": 4, "dp": 1, "sharding": "no_shard"}],
     ),
-    (Case("llama", tp=2, dp=2, dtype="fp16", sharded=True), [{"tp": 1, "pp": 2, "sharded": False}]),
+    (Case("llama", tp=2, dp=2, dtype="fp16", sharding="optim_grads"), [{"tp": 1, "pp": 2, "sharding": "no_shard"}]),
 ]
 
 
