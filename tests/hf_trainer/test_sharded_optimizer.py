@@ -95,7 +95,7 @@ def test_logs_weights_and_checkpoints_are_those_of_replicas_that_have_all(tmp_pa
             assert evaluated == plain[1]
         for way, shared in (("optim", 1), ("grads", 2), ("full", 3)):
             for part, (kept, every) in enumerate(zip(found[way][3], plain[3], strict=True)):
-                assert kept < 0.6 * every if part < shared else kept == every, (way, part)
+                assert kept < 0.6 * every if part < shared else kept >= every, (way, part)
             refused = bf16 or way == "full"
             assert found[way][2] == (["LlamaForCausalLM.state_dict"] * 4 if refused else plain[2])
             assert plain[4] == found[way][4] == (torch.float32 if plain[4] else None)
