@@ -54,6 +54,7 @@ class Executor:
         self.finals = {op.stage: op for op in ops if op.kind in (Kind.B, Kind.W)}
         self.ends = {(op.stage, op.microbatch): op for op in ops}
         self.pipes = pipes or Pipes(mesh, schedule)
+        self._then = self._following(ops)
         # Set to a list, it takes (op, start, end) of each compute op in seconds at the end of a run, without the time
         # spent waiting for a transfer.
         self.trace: list[tuple[str, float, float]] | None = None
@@ -64,6 +65,20 @@ class Executor:
             Kind.SEND_B: self._send_gradient,
             Kind.RECV_B: self._receive_gradient,
         }
+
+    def _following(self, ops: Sequence[Op]) -> dict[Op, int]:
+        """Of each pass but the last, the unit at which the next one that computes with parameters begins."""
+        found: dict[Op, int] = {}
+        again = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.R}
+        after: int | None = None
+        for op in reversed([op for op in ops if op.kind.is_compute]):
+            if after is not None:
+                found[op] = after
+            place = (op.stage, op.microbatch)
+            recomputed = op.kind is Kind.W or (op.kind is Kind.B and place in again)
+            visits = self.stages[op.stage].visits(op.kind, recomputed, place in self.held)
+            after = next((visit.unit for visit in visits if visit.computes), after)
+        return found
 
     def run(
         self,
@@ -127,7 +142,8 @@ class Executor:
 
     def _idle(self, entry: Entry) -> None:
         for op in ops_of(entry):
-            tour = self.stages[op.stage].tour(op.kind) if op.kind.is_compute else None
+            stage = self.stages[op.stage]
+            tour = stage.held.tour(stage.visits(op.kind), self._then.get(op)) if op.kind.is_compute else None
             if tour is not None:
                 tour.end()
 
@@ -153,11 +169,11 @@ class Executor:
         stage = self.stages[op.stage]
         self._parts(op)
         if op.kind is Kind.F:
-            return stage.forward(op.microbatch)
+            return stage.forward(op.microbatch, self._then.get(op))
         if op.kind is Kind.R:
-            return stage.again(op.microbatch)
-        hold = (op.stage, op.microbatch) in self.held
-        return stage.backward(op.microbatch, self._scale(stage, op), hold, op == self.finals[op.stage])
+            return stage.again(op.microbatch, self._then.get(op))
+        hold, last = (op.stage, op.microbatch) in self.held, op == self.finals[op.stage]
+        return stage.backward(op.microbatch, self._scale(stage, op), hold, last, self._then.get(op))
 
     def _scale(self, stage: Stage, op: Op) -> Tensor | None:
         """The gradient of the step's scaled loss with respect to a micro-batch's; None but on the last stage."""

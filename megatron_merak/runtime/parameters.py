@@ -8,11 +8,10 @@ from torch import nn
 from ..errors import PlanError
 from ..parallel.buffers import ParameterBuffer, Sharding
 from ..parallel.mesh import Mesh
-from ..pipeline_parallel.ops import Kind
 from ..segment import Segment
 from .grads import GradientReducer
 from .shards import ShardGatherer
-from .units import Tour, UnitShards, visits_of
+from .units import Tour, UnitShards, Visit
 from .weights import Gradient, WeightGradients
 
 
@@ -78,11 +77,9 @@ class RankParameters:
         if self.gatherer.pending:
             self.gatherer.wait(self.names[parameter] for parameter in segment.parameters if parameter in self.names)
 
-    def tour(
-        self, kind: Kind, units: Sequence[int], again: Collection[Sequence[int]] = (), hold: bool = False
-    ) -> Tour | None:
-        """What brings the parameters, and reduces the gradients, of a pass over a stage's units; see `visits_of`."""
-        return None if self.units is None else Tour(self.units, visits_of(kind, units, again, hold))
+    def tour(self, visits: Sequence[Visit], then: int | None = None) -> Tour | None:
+        """What brings the parameters, and reduces the gradients, of a pass; ``then``: see `Tour`."""
+        return None if self.units is None else Tour(self.units, visits, then)
 
     def start_step(self) -> None:
         self.gatherer.hold_gradient(False)

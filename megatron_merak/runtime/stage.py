@@ -14,7 +14,7 @@ from ..tensor_parallel import default_generator, derive_seed
 from .engine import Engine, Pass, State
 from .parameters import RankParameters
 from .program import LOSS, Program
-from .units import Tour
+from .units import Visit, visits_of
 
 Batch = Mapping[str, Tensor]
 Split = Callable[[Batch], Sequence[Batch]]
@@ -78,6 +78,7 @@ class Stage:
         self.generator = default_generator(mesh.device)
         self.parts: dict[int, list[Part]] = {}
         self._runners: dict[Program, _Runner] = {}
+        self._visits: dict[tuple[Kind, bool, bool], Sequence[Visit]] = {}
 
     def start_run(self, training: bool) -> None:
         """Before the first op of a schedule; what an earlier run left behind when it failed is forgotten."""
@@ -119,22 +120,28 @@ class Stage:
             return torch.ones((), device=self.mesh.device)
         return sum(part.program.count(part.state.common) for part in self.parts[microbatch])
 
-    def tour(self, kind: Kind, again: Collection[Sequence[int]] = (), hold: bool = False) -> Tour | None:
-        """What a pass visits; ``again``: runs of units that it recomputes, ``hold``: as in `backward`."""
-        return self.held.tour(kind, self.units, again, hold)
+    def visits(self, kind: Kind, recomputed: bool = False, hold: bool = False) -> Sequence[Visit]:
+        """What a pass visits. recomputed: before a backward; hold: as in `backward`."""
+        key = (kind, recomputed, hold)
+        if key not in self._visits:
+            self._visits[key] = visits_of(kind, self.units, () if recomputed else self.recompute, hold)
+        return self._visits[key]
 
-    def forward(self, microbatch: int) -> list[Pass]:
-        tour = self.tour(Kind.F)
+    def forward(self, microbatch: int, then: int | None = None) -> list[Pass]:
+        """``then``, here and below: the unit at which the rank's next pass will need parameters first."""
+        tour = self.held.tour(self.visits(Kind.F), then)
         return [Pass(p.runner.engine, p.state, p.runner.engine.forward_runs, tour=tour) for p in self.parts[microbatch]]
 
-    def again(self, microbatch: int) -> list[Pass]:
+    def again(self, microbatch: int, then: int | None = None) -> list[Pass]:
         """The recomputation that a backward would do otherwise."""
         for part in self.parts[microbatch]:
             part.state.recomputed = True
-        tour, parts = self.tour(Kind.R, self.recompute), self.parts[microbatch]
+        tour, parts = self.held.tour(self.visits(Kind.R), then), self.parts[microbatch]
         return [Pass(p.runner.engine, p.state, p.runner.engine.recompute_runs, tour=tour) for p in parts]
 
-    def backward(self, microbatch: int, loss_scale: Tensor | None, hold: bool, last: bool) -> list[Pass]:
+    def backward(
+        self, microbatch: int, loss_scale: Tensor | None, hold: bool, last: bool, then: int | None = None
+    ) -> list[Pass]:
         """``loss_scale``: gradient of the step's loss with respect to this micro-batch's, on the last stage only.
 
         ``hold``: weight gradients wait for `finish_weights`. ``last``: no micro-batch follows in this step, so
@@ -142,8 +149,8 @@ class Stage:
         """
         parts, by_unit = self.parts[microbatch], self.held.units is not None
         report = self._reports(microbatch) if last and not hold and not by_unit else None
-        again = () if any(part.state.recomputed for part in parts) else self.recompute
-        tour = self.tour(Kind.B, again, hold)
+        recomputed = any(part.state.recomputed for part in parts)
+        tour = self.held.tour(self.visits(Kind.B, recomputed, hold), then)
         for part in parts if loss_scale is not None else ():
             part.state.add_grad(LOSS, loss_scale)
         return [
@@ -162,7 +169,8 @@ class Stage:
         """The weight gradients that a backward left; ``last`` as in `backward`."""
         report = self._reports(microbatch) if last and self.held.units is None else None
         for part in self.parts[microbatch]:
-            part.runner.engine.finish_weights(part.state, report and report(part.runner), self.tour(Kind.W))
+            tour = self.held.tour(self.visits(Kind.W, True))
+            part.runner.engine.finish_weights(part.state, report and report(part.runner), tour)
 
     def _reports(self, microbatch: int) -> Callable[[_Runner], Callable[[Segment], None]]:
         """What tells that gradients are final, when every part of the micro-batch is through with a segment."""

@@ -184,10 +184,15 @@ def _padding(buffer: ParameterBuffer, bucket: Bucket) -> Iterator[slice]:
 
 
 class Tour:
-    """One pass over the units of a stage. `reach(unit)` before each of its steps, `end()` after the last."""
+    """One pass over the units of a stage. `reach(unit)` before each of its steps, `end()` after the last.
 
-    def __init__(self, shards: UnitShards, visits: Sequence[Visit]):
+    then: the unit at which the rank's next pass will need parameters first.
+    """
+
+    def __init__(self, shards: UnitShards, visits: Sequence[Visit], then: int | None = None):
         self._shards, self._visits, self._at = shards, visits, -1
+        needed = [visit.unit if visit.computes else None for visit in visits]
+        self._needed = [*needed, then if visits and visits[-1].computes else None]
 
     def reach(self, unit: int) -> None:
         if self._at >= 0 and self._visits[self._at].unit == unit:
@@ -204,7 +209,7 @@ class Tour:
             self._leave()
             self._at += 1
             visit = self._visits[self._at]
-            self._shards.need(*(each.unit for each in self._visits[self._at : self._at + 2] if each.computes))
+            self._shards.need(*(unit for unit in self._needed[self._at : self._at + 2] if unit is not None))
             if visit.reduces:
                 self._shards.open(visit.unit)
 
