@@ -28,6 +28,7 @@ CARD = Device("Card 1", 2e9, 1e9, 1e14, 0, 0.5)
 LINKED = Cluster(replace(CARD, float32_flops=1e14), 1, FREE, Link("slow", 1e-4, 1e6), "linked")
 BOTH = Cluster(CARD, 2, Link("in", 1e-5, 2e7), Link("out", 1e-4, 1e7), "both")
 ZERO = ["--use-distributed-optimizer"]
+GRADS, FULL = (["--data-parallel-sharding-strategy", f"optim_grads{rest}"] for rest in ("", "_params"))
 TP2, PP2 = "--tensor-model-parallel-size 2".split(), "--pipeline-model-parallel-size 2".split()
 
 
@@ -54,6 +55,8 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
         pytest.param("native", LINKED, 2, ZERO, marks=pytest.mark.slow),
         pytest.param("native", BOTH, 4, [*TP2, *ZERO], marks=pytest.mark.slow),
         pytest.param("llama", BOTH, 2, [*ZERO, "--no-overlap-param-gather"], marks=pytest.mark.slow),
+        pytest.param("llama", BOTH, 2, [*FULL, "--recompute-granularity", "full"], marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 2, GRADS, marks=pytest.mark.slow),
         pytest.param("native", BOTH, 2, [*PP2, "--pipeline-schedule", "zb-h1"], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 2, [*TP2, "--recompute-granularity", "full"], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow),
