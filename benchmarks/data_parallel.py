@@ -6,7 +6,7 @@
 
 The script is that of two_lines.py. HuggingFace's Trainer runs it under DistributedDataParallel; on CPUs it ignores fsdp
 without a word, so that FSDP2 and DDP with ZeroRedundancyOptimizer are torch's own, out of the box, over HuggingFace's
-model (peer_sharded.py). MerakTrainer has optimizer state on every replica, or shared.
+model (peer_sharded.py). MerakTrainer has all state on every replica, or optimizer state shared, or everything.
 """
 
 import argparse
@@ -24,6 +24,7 @@ SCRIPTS = {  # contestant -> training arguments beside those of the script
     "HF Trainer, DDP": {},
     OURS: {},
     f"{OURS}, use_distributed_optimizer": {"use_distributed_optimizer": True},
+    f"{OURS}, fsdp full_shard": {"fsdp": "full_shard"},
 }
 PEERS = {"torch DDP, ZeroRedundancyOptimizer": "torch-zero-1", "torch FSDP2": "torch-fsdp2"}
 WAYS = ("HF Trainer, DDP", *PEERS, *list(SCRIPTS)[1:])
