@@ -20,7 +20,7 @@ MEANS = ("class weights", "hidden states", "two forwards", "distilled")  # losse
 WAYS = [("pp2", {"pipeline_schedule": name}) for name in SCHEDULES] + [
     ("tp2", {"tp_comm_overlap": name}) for name in OVERLAPS
 ]
-SHARDED = {"use_distributed_optimizer": True}
+SHARED = ({"use_distributed_optimizer": True}, {"fsdp": "full_shard"})
 
 
 @pytest.fixture(scope="session")
@@ -83,14 +83,15 @@ def test_own_losses_on_two_replicas_are_those_of_two_processes_in_transformers(t
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "shared"),
     [
-        pytest.param(name, marks=() if name == "classes" else pytest.mark.slow)
+        pytest.param(name, shared, marks=() if name == "classes" and "fsdp" in shared else pytest.mark.slow)
+        for shared in SHARED
         for name in ("classes", "causal", "tied", "t5", "mixtral", "resumed")
     ],
 )
-def test_replicas_may_share_the_optimizer(tmp_path, theirs, name):
-    compare(name, "dp2", theirs, tmp_path, **SHARDED)
+def test_replicas_may_share_what_they_keep(tmp_path, theirs, name, shared):
+    compare(name, "dp2", theirs, tmp_path, **shared)
 
 
 def trained(run):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_merak.config import OptimizerConfig, ParallelConfig
+from megatron_merak.config.sections import SHARDINGS
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages.blueprint import draw
@@ -97,7 +98,9 @@ def eager(name):
     return sum(loss.item() for loss in losses) / len(batches), grads, curve
 
 
-FULL, ZERO = {"recompute_granularity": "full"}, {"use_distributed_optimizer": True}
+FULL = {"recompute_granularity": "full"}
+SPLIT = {"pipeline_schedule": "zb-h1"}
+ZERO = {name: {"data_parallel_sharding_strategy": name} for name in SHARDINGS}
 CASES = [
     ("llama", Grid(), {}),
     ("llama", Grid(tp=2, pp=2), FULL),
@@ -106,11 +109,12 @@ CASES = [
     ("mixtral", Grid(tp=2, pp=2), {"pipeline_schedule": "zb-h1", "tp_comm_overlap": "none"}),
     pytest.param("recurrent_gemma", Grid(tp=2, pp=2), FULL | {"pipeline_schedule": "shifted"}, marks=pytest.mark.slow),
     ("bert", Grid(pp=3), {"pipeline_schedule": "auto"}),
-    ("gpt2", Grid(tp=2, pp=1, dp=2), {"use_distributed_optimizer": True}),
-    pytest.param("t5", Grid(pp=2, dp=2), ZERO | {"ddp_bucket_size": 3000}, marks=pytest.mark.slow),
-    pytest.param("mixtral", Grid(tp=2, dp=2), ZERO | {"pipeline_schedule": "zb-h1"}, marks=pytest.mark.slow),
-    pytest.param("gpt2", Grid(pp=2, dp=2), ZERO | {"ddp_bucket_size": 3000}, marks=pytest.mark.slow),
-    pytest.param("llama", Grid(tp=2, pp=2, dp=2), ZERO, marks=pytest.mark.slow),
+    ("gpt2", Grid(tp=2, pp=1, dp=2), {"tp_comm_overlap": "pair"} | ZERO["optim"]),
+    pytest.param("t5", Grid(pp=2, dp=2), ZERO["optim_grads_params"] | SPLIT, marks=pytest.mark.slow),
+    pytest.param("mixtral", Grid(tp=2, dp=2), ZERO["optim_grads_params"], marks=pytest.mark.slow),
+    pytest.param("gpt2", Grid(pp=2, dp=2), ZERO["optim"] | {"ddp_bucket_size": 3000}, marks=pytest.mark.slow),
+    pytest.param("gpt2", Grid(pp=2, dp=2), FULL | ZERO["optim_grads"], marks=pytest.mark.slow),
+    pytest.param("llama", Grid(tp=2, pp=2, dp=2), ZERO["optim_grads_params"], marks=pytest.mark.slow),
     (
         "gpt2",
         Grid(pp=2),
