@@ -157,6 +157,7 @@ class ParameterBuffer:
         self.data, self._values, self.own_data = self._flat(dtype, self.sharding >= Sharding.PARAMETERS)
         self.main_grad, _, self.own_grads = self._flat(torch.float32, self.sharding >= Sharding.GRADIENTS)
         self._master = None if self.rounds else self._values
+        self._own_grad_of: dict[str, list[torch.Tensor]] = {}
 
     def _flat(self, dtype: torch.dtype, apart: bool) -> tuple[Flat, torch.Tensor, tuple[torch.Tensor, ...]]:
         """A flat tensor, or its pieces and the memory of what this rank keeps of it; and views of what it owns."""
@@ -238,9 +239,8 @@ class ParameterBuffer:
         return self._joined(self.own_grads)
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return (
-            parts[0] if len(parts) == 1 else torch.cat([torch.zeros(0, dtype=self.dtype, device=self.device), *parts])
-        )
+        none = torch.zeros(0, dtype=self.dtype, device=self.device)
+        return parts[0] if len(parts) == 1 else torch.cat([none, *parts])
 
     def take(self, state: torch.Tensor, flat: Flat, buckets: Sequence[Bucket] | None = None) -> None:
         """The inverse of `spread`: what this rank owns of ``flat``, where that is another tensor, into ``state``."""
@@ -290,11 +290,14 @@ class ParameterBuffer:
 
     def own_grad(self, name: str) -> list[torch.Tensor]:
         """What this rank owns of a parameter's gradient: flat views, none where others own all of it."""
+        if name in self._own_grad_of:
+            return self._own_grad_of[name]
         slot, found = self.slots[name], []
         for (start, stop, _), grad in zip(self.owned, self.own_grads, strict=True):
             first, last = max(start, slot.start), min(stop, slot.stop)
             if first < last:
                 found.append(grad[first - start : last - start])
+        self._own_grad_of[name] = found
         return found
 
 

@@ -65,20 +65,19 @@ class UnitShards:
         overlap: bool = True,
     ):
         self.buffer, self.group, self.grads, self.overlap = buffer, group, grads, overlap
-        self._bucket_of = {name: bucket for bucket in buffer.buckets for name in bucket.names}
-        self._buckets = {unit: self._used(names) for unit, names in reads.items()}
-        self._padding = {bucket: [*_padding(buffer, bucket)] for bucket in buffer.buckets}
-        self._gathers: dict[Bucket, dist.Work] = {}
-        self._reduces: dict[Bucket, tuple[dist.Work, Tensor]] = {}
-        self._begun: set[Bucket] = set()  # `own_grads` has something of this step
-
-    def _used(self, names: Collection[str]) -> tuple[Bucket, ...]:
-        used = {self._bucket_of[name] for name in names}
-        return tuple(bucket for bucket in self.buffer.buckets if bucket in used)
+        # Buckets go by their number from here on, which is that of their piece and of what this rank owns of them.
+        self._buckets = buffer.buckets[::-1]
+        self._sharded = [bucket.sharded for bucket in self._buckets]
+        self._padding = [[*_padding(buffer, bucket)] for bucket in self._buckets]
+        number_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
+        self._read = {unit: sorted({number_of[name] for name in names}, reverse=True) for unit, names in reads.items()}
+        self._gathers: dict[int, dist.Work] = {}
+        self._reduces: dict[int, tuple[dist.Work, Tensor]] = {}
+        self._begun: set[int] = set()  # ``own_grads`` has something of this step
 
     def serves(self, unit: int, name: str) -> bool:
         """Whether a parameter is there when a unit is visited."""
-        return self._bucket_of[name] in self._buckets.get(unit, ())
+        return any(name in self._buckets[number].names for number in self._read.get(unit, ()))
 
     def start(self) -> None:
         """Begin a step: no gradient is there."""
@@ -91,87 +90,83 @@ class UnitShards:
         that is not mentioned."""
         if self.buffer.sharding < Sharding.PARAMETERS or not units:
             return
-        wanted = [bucket for unit in units for bucket in self._buckets.get(unit, ()) if bucket.sharded]
         data = self.buffer.data
-        for bucket in self.buffer.buckets:
-            number = self.buffer.piece_of(bucket)
-            if bucket not in wanted and data.allocated(number):
-                self._arrive(bucket)
+        wanted = dict.fromkeys(n for unit in units for n in self._read.get(unit, ()) if self._sharded[n])
+        for number in range(len(data)):
+            if data.allocated(number) and number not in wanted:
+                self._arrive(number)
                 data.release(number)
-        for bucket in dict.fromkeys(wanted):
-            self._gather(bucket)
-        for bucket in self._buckets.get(units[0], ()):
-            self._arrive(bucket)
+        for number in wanted:
+            self._gather(number)
+        for number in self._read.get(units[0], ()):
+            self._arrive(number)
 
-    def _gather(self, bucket: Bucket) -> None:
-        data, number = self.buffer.data, self.buffer.piece_of(bucket)
+    def _gather(self, number: int) -> None:
+        data = self.buffer.data
         if data.allocated(number):
             return
         data.allocate(number)
-        own = self.buffer.own_data[number]
-        self._gathers[bucket] = gather_single(data.piece(number).data, own, group=self.group, async_op=True)
+        whole, own = data.piece(number).data, self.buffer.own_data[number]
+        self._gathers[number] = gather_single(whole, own, group=self.group, async_op=True)
         if not self.overlap:
-            self._arrive(bucket)
+            self._arrive(number)
 
-    def _arrive(self, bucket: Bucket) -> None:
-        if bucket in self._gathers:
-            self._gathers.pop(bucket).wait()
+    def _arrive(self, number: int) -> None:
+        if number in self._gathers:
+            self._gathers.pop(number).wait()
 
     def open(self, unit: int) -> None:
         """Before weight gradients of a unit: they have memory."""
         grad = self.buffer.main_grad
-        for bucket in self._buckets.get(unit, ()):
-            number = self.buffer.piece_of(bucket)
-            self._settle(bucket)
+        for number in self._read.get(unit, ()):
+            self._settle(number)
             if not grad.allocated(number):
                 grad.allocate(number)
-                for span in self._padding[bucket]:
+                for span in self._padding[number]:
                     grad[span].zero_()
-                for name in bucket.names:
+                for name in self._buckets[number].names:
                     self.grads[name].start()
 
     @torch.no_grad()
     def reduce(self, unit: int) -> None:
         """What a pass added to the gradients of a unit is complete."""
-        for bucket in [*self._reduces]:  # gradients of two units have memory: one under way, one that is being filled
-            self._settle(bucket)
-        for bucket in self._buckets.get(unit, ()):
-            for name in bucket.names:
+        for number in [*self._reduces]:  # gradients of two units have memory: one under way, one that is being filled
+            self._settle(number)
+        for number in self._read.get(unit, ()):
+            for name in self._buckets[number].names:
                 self.grads[name].settle()
-            number = self.buffer.piece_of(bucket)
             whole, own = self.buffer.main_grad.piece(number), self.buffer.own_grads[number]
-            into = torch.empty_like(own) if bucket in self._begun or not bucket.sharded else own
-            if bucket.sharded:
+            if self._sharded[number]:
+                into = torch.empty_like(own) if number in self._begun else own
                 work = reduce_scatter_single(into, whole, group=self.group, async_op=True)
             else:
-                work, into = dist.all_reduce(whole, group=self.group, async_op=True), whole
-            self._reduces[bucket] = (work, into)
+                into, work = whole, dist.all_reduce(whole, group=self.group, async_op=True)
+            self._reduces[number] = (work, into)
             if not self.overlap:
-                self._settle(bucket)
+                self._settle(number)
 
     @torch.no_grad()
-    def _settle(self, bucket: Bucket) -> None:
+    def _settle(self, number: int) -> None:
         """Wait until a bucket that is under way is in this rank's shard."""
-        if bucket not in self._reduces:
+        if number not in self._reduces:
             return
-        work, came = self._reduces.pop(bucket)
+        work, came = self._reduces.pop(number)
         work.wait()
-        number = self.buffer.piece_of(bucket)
         own = self.buffer.own_grads[number]
-        if bucket in self._begun:
+        if number in self._begun:
             own.add_(came)
         elif came is not own:
             own.copy_(came)
-        self._begun.add(bucket)
+        self._begun.add(number)
         self.buffer.main_grad.release(number)
 
     def finish(self) -> None:
         """End a step: ``own_grads`` are the sums over all micro-batches and replicas."""
-        for bucket in [*self._reduces]:
-            self._settle(bucket)
-        for bucket in self.buffer.buckets:
-            if bucket not in self._begun:
-                self.buffer.own_grads[self.buffer.piece_of(bucket)].zero_()
+        for number in [*self._reduces]:
+            self._settle(number)
+        for number, own in enumerate(self.buffer.own_grads):
+            if number not in self._begun:
+                own.zero_()
 
 
 def _padding(buffer: ParameterBuffer, bucket: Bucket) -> Iterator[slice]:
