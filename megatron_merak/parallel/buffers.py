@@ -136,6 +136,7 @@ class ParameterBuffer:
     ):
         assert bucket_elements is None or bucket_elements > 0, bucket_elements
         assert 0 <= shard < shards, (shard, shards)
+        shards, shard = (shards, shard) if sharding else (1, 0)
         self.sharding, self.shard = sharding if shards > 1 else Sharding.NOTHING, shard
         self.sharded, self.rounds = self.sharding > Sharding.NOTHING, dtype != torch.float32
         if dtype == torch.float32:  # then `data` is the master copy, and no entry lies apart

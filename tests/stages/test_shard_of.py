@@ -21,3 +21,4 @@ def test_a_strategy_is_what_the_buffer_shards_where_there_are_replicas(sharding,
         assert place == (dp, dp - 1, kept)
         buffer = ParameterBuffer([], torch.float32, "cpu", None, *place)
         assert buffer.sharding == (kept if dp > 1 else Sharding.NOTHING)
+        assert buffer.sharding or (buffer.shard, len(buffer.owned)) == (0, 1)
