@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,7 @@ class MeasuredExecutor(Executor):
     and between ops; the numbers are those of an ordinary run, its speed is not.
     """
 
-    def run(
-        self, batches: Sequence[Batch], step: int, training: bool = True, weights: Sequence[float] | None = None
-    ) -> StepLoss | None:
+    def run(self, batches: Sequence[Batch], *args: Any, **more: Any) -> StepLoss | None:
         self.peak = 0
         self._begun: set[tuple[int, int]] = set()
         self._tapes: dict[int, _Count] = {}
@@ -41,7 +40,7 @@ class MeasuredExecutor(Executor):
             sink.grads = _ByPlace(sink.grads)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
-                return super().run(batches, step, training, weights)
+                return super().run(batches, *args, **more)
         finally:
             for sink, grads in zip(sinks, usual, strict=True):
                 sink.grads = grads
