@@ -14,6 +14,7 @@ from megatron_merak.errors import MerakError
 from megatron_merak.megatron_flags import without_effect
 from megatron_merak.parallel.launch import abandon, launch, leave, position
 from megatron_merak.training.plan_file import check_plan_ranks, decided
+from megatron_merak.training.served import role_of
 from megatron_merak.training.pretrain_hf import pretrain_hf
 
 
@@ -31,6 +32,7 @@ def main() -> None:
             train.deterministic_mode,
             parallel.emulate,
             train.fp32_matmul_precision,
+            served=role_of(parallel),
         )
         pretrain_hf(config, world, without_effect(sys.argv[1:])[1])
     except MerakError as error:

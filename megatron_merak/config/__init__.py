@@ -13,10 +13,12 @@ from .sections import (
     ParallelConfig,
     TrainConfig,
 )
+from .servers import SNAPSHOT_INTERVAL, of_worker
 from .settings import flag_name, nearest, value_type
 
 __all__ = [
     "RAMP",
+    "SNAPSHOT_INTERVAL",
     "STEPS",
     "Batches",
     "CheckpointConfig",
@@ -34,5 +36,6 @@ __all__ = [
     "check_sizes",
     "flag_name",
     "nearest",
+    "of_worker",
     "value_type",
 ]

@@ -33,6 +33,7 @@ from .sections import (
     ParallelConfig,
     TrainConfig,
 )
+from .servers import check_servers
 from .settings import Section, known_keys
 
 
@@ -51,7 +52,7 @@ class RunConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas of the model on ``world_size`` ranks."""
         parallel = self.parallel
-        return world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+        return (world_size - parallel.num_parameter_servers) // parallel.ranks_of_replica
 
     def batches(self, world_size: int) -> Batches:
         """Samples of every optimizer step. Raises ConfigError."""
@@ -84,6 +85,7 @@ class RunConfig:
         learning rate. Raises ConfigError."""
         self.check_model()
         check_precision(self.train)
+        check_servers(self.parallel, self.train, self.checkpoint, self.logging)
         check_ranks(self.parallel, world_size)
         batches, replicas = self.batches(world_size), self.data_parallel_size(world_size)
         resumes = self.checkpoint.load is not None and not self.checkpoint.finetune  # checks what is to come, later

@@ -12,6 +12,7 @@ BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "merak_peer", "gloo_cuda
 OF_GPUS = ("nccl", "merak_peer", "gloo_cuda")  # backends that carry tensors of GPUs
 FP32_MATMULS = ("auto", "highest", "high", "medium")
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
+STRATEGIES = ("allreduce", "ps-sync", "ps-async")  # how data-parallel replicas come to the same weights
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # each one shards what those before it do
 
 
@@ -161,6 +162,18 @@ class ParallelConfig(Section):
     no_overlap_param_gather: bool = setting(False, ours=True)
     """Gather updated parameters at the end of the step instead of during the next forward (weights that stay sharded
     are gathered unit by unit in any case)."""
+    data_parallel_strategy: str = setting("allreduce", choices=STRATEGIES, ours=True)
+    """How data-parallel replicas come to the same weights: they sum their gradients by collectives (allreduce), or send
+    them to parameter servers, which wait for all of them (ps-sync) or for none (ps-async); see
+    docs/parameter_server.md."""
+    num_parameter_servers: int = setting(0, least=0, ours=True)
+    """Ranks that only serve parameters, the last ones of the job; 0: every rank of a worker serves a part as well."""
+    ps_max_staleness: int | None = setting(None, least=0, ours=True)
+    """Drop a gradient of ps-async when more than so many others were applied since its weights were read (unset: 4 x
+    the number of workers)."""
+    ps_snapshot_interval: int | None = setting(None, least=1, ours=True)
+    """Updates between two snapshots of a parameter server, below --save, from which a server that was started again
+    goes on (unset: 100)."""
     recompute_granularity: str | None = setting(None, choices=("full", "selective"))
     """Recompute in the backward pass instead of keeping: the activations of whole layers (full), or what enters the
     second matrix of feed-forward parts (selective), which costs hardly any time; attention keeps no scores in any case
@@ -175,6 +188,16 @@ class ParallelConfig(Section):
     """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's, where it is known)."""
     device_profile: str | None = setting(None, ours=True)
     """Plan with the rates that benchmarks/calibrate.py measured on this device and wrote into this JSON file."""
+
+    @property
+    def ranks_of_replica(self) -> int:
+        """Ranks that hold the model once."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def served(self) -> bool:
+        """Whether parameter servers keep the optimizer's state."""
+        return self.data_parallel_strategy != "allreduce"
 
     @property
     def sharding(self) -> str:

@@ -75,6 +75,10 @@ class BatchLoader:
         self.consumed_samples = end
         return step
 
+    def at(self, consumed_samples: int) -> list[dict[str, torch.Tensor]] | None:
+        """The step that starts there, whatever was handed out before; None where the data end within it."""
+        return None if self._end(consumed_samples) > len(self.dataset) else self._load(consumed_samples)
+
     def _end(self, consumed_samples: int) -> int:
         return consumed_samples + self._size(consumed_samples)
 

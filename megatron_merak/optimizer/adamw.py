@@ -11,6 +11,7 @@ from megatron_merak import ops
 from megatron_merak.config import OptimizerConfig
 from megatron_merak.optimizer.loss_scale import LossScaler
 from megatron_merak.parallel.buffers import ParameterBuffer
+from megatron_merak.parallel.host_read import read
 
 Rates = Sequence[tuple[float, float]]  # learning rate and weight decay of each group of parameters
 
@@ -20,7 +21,9 @@ class StepResult:
     """grad_norm: of the whole model, before clipping. skipped: it was not finite, so no rank changed anything.
 
     loss_scale: of the step that comes, None where there is none. loss: of the step, and zeros: of this rank's part of
-    the gradient, where the caller had them read with the norm.
+    the gradient, where the caller had them read with the norm. staleness: how many updates by other workers lie
+    between the weights of this gradient and the update, and late: it was too old to be applied; see
+    --ps-max-staleness.
     """
 
     grad_norm: float
@@ -28,15 +31,14 @@ class StepResult:
     loss: float | None = None
     zeros: int | None = None
     loss_scale: float | None = None
+    staleness: int | None = None
+    late: bool = False
 
 
-class AdamW:
-    """Decoupled weight decay (https://arxiv.org/abs/1711.05101): one pass clips, updates and rounds into `buffer.data`.
+class Optimizer:
+    """What becomes of a gradient, whoever keeps the state: its scale, its norm, and one interface to apply it.
 
-    A parameter's update does not depend, to the bit, on where in the buffer it lies or on what lies beside it.
-
-    buffer: holds initial parameters already. `buffer.master` is updated; where that is not `buffer.data`, every step
-        rounds it into it.
+    buffer: holds initial parameters already.
     config: adam_beta1, adam_beta2, adam_eps and clip_grad (0: no clipping) are read.
     group: the ranks that hold one replica of the model (tensor x pipeline), whose gradients make the global norm.
         None or one rank: this rank holds all of it.
@@ -60,24 +62,25 @@ class AdamW:
         self.config = config
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.shared = shared if buffer.sharded else None
-        self.master = buffer.master
-        self.exp_avg = torch.zeros(buffer.owned_size, device=buffer.device)
-        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.steps = 0
         self.scaler = scaler or LossScaler()
         self.scaled = 1.0
         self._counted = _parts(buffer, counted=True)
         self._copies = _parts(buffer, counted=False)
-        self._ranges = _owned_ranges(buffer)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The live fp32 tensors [buffer.owned_size] to save, and to load into."""
-        state = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return state | {"master": self.master} if self.buffer.rounds else state
+    def reduce_and_step(
+        self, sums: torch.Tensor | None, zeros: torch.Tensor | None, rates: Rates
+    ) -> tuple[list[float], list[float], StepResult]:
+        """Make the gradient in `main_grad` that of all replicas, as far as their reduction has not, and apply it.
+
+        sums, zeros: what else the host shall read in the step's one sync, the first of it a sum over replicas.
+        Returns their values, [] for None, and what became of the step. Collective over all ranks.
+        """
+        raise NotImplementedError
 
     def refresh_master(self) -> None:
         """Take the parameters as they are in the buffer: after they were loaded without a master copy."""
-        self.buffer.refresh_master()
+        raise NotImplementedError
 
     def begin(self) -> float:
         """A backward fills `main_grad`: the factor that it gives to the gradient."""
@@ -92,22 +95,17 @@ class AdamW:
                 gradient.mul_(1.0 / self.scaled)
             self.scaled = 1.0
 
-    @torch.no_grad()
-    def step(self, rates: Rates) -> StepResult:
-        """Update the parameters with the clipped `main_grad`, which stays. Collective over `group`; one host sync.
+    def _clipped(self, square: float) -> tuple[float, float | None]:
+        """The gradient's norm, and the factor that `main_grad` has in the update; None where it is not finite."""
+        norm = math.sqrt(square) / self.scaled
+        if not math.isfinite(square):
+            return norm, None
+        coefficient = self.config.clip_grad / (norm + 1e-6)
+        clips = self.config.clip_grad > 0 and coefficient < 1
+        return norm, (coefficient if clips else 1.0) / self.scaled
 
-        What this rank owns of `main_grad` must be final: summed over the data-parallel ranks.
-        """
-        return self.apply(self.square_norm().item(), rates)
-
-    @torch.no_grad()
-    def apply(self, square: float, rates: Rates) -> StepResult:
-        """`step` of a gradient of which the host knows `square_norm`. No sync."""
-        norm, skipped = math.sqrt(square) / self.scaled, not math.isfinite(square)
-        if not skipped:
-            coefficient = self.config.clip_grad / (norm + 1e-6)
-            clips = self.config.clip_grad > 0 and coefficient < 1
-            self._update(rates, (coefficient if clips else 1.0) / self.scaled)
+    def _result(self, norm: float, skipped: bool) -> StepResult:
+        """Of a step that is done, of which the scaler is told."""
         self.scaler.update(skipped)
         return StepResult(norm, skipped, loss_scale=self.scaler.scale if self.scaler.scales else None)
 
@@ -128,6 +126,61 @@ class AdamW:
             if group is not None:
                 dist.all_reduce(total, group=group)
         return total
+
+
+class AdamW(Optimizer):
+    """Decoupled weight decay (https://arxiv.org/abs/1711.05101): one pass clips, updates and rounds into `buffer.data`.
+
+    A parameter's update does not depend, to the bit, on where in the buffer it lies or on what lies beside it.
+
+    For the arguments see `Optimizer`. `buffer.master` is updated; where that is not `buffer.data`, every step rounds it
+    into it.
+    """
+
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        config: OptimizerConfig,
+        group: dist.ProcessGroup | None = None,
+        shared: dist.ProcessGroup | None = None,
+        scaler: LossScaler | None = None,
+    ):
+        super().__init__(buffer, config, group, shared, scaler)
+        self.master = buffer.master
+        self.exp_avg = torch.zeros(buffer.owned_size, device=buffer.device)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self._ranges = _owned_ranges(buffer)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The live fp32 tensors [buffer.owned_size] to save, and to load into."""
+        state = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return state | {"master": self.master} if self.buffer.rounds else state
+
+    def refresh_master(self) -> None:
+        self.buffer.refresh_master()
+
+    def reduce_and_step(
+        self, sums: torch.Tensor | None, zeros: torch.Tensor | None, rates: Rates
+    ) -> tuple[list[float], list[float], StepResult]:
+        """What this rank owns of `main_grad` must be summed over the data-parallel ranks already, bucket by bucket."""
+        told, counts, (square,) = read(sums, zeros, self.square_norm())
+        return told, counts, self.apply(square, rates)
+
+    @torch.no_grad()
+    def step(self, rates: Rates) -> StepResult:
+        """Update the parameters with the clipped `main_grad`, which stays. Collective over `group`; one host sync.
+
+        What this rank owns of `main_grad` must be final: summed over the data-parallel ranks.
+        """
+        return self.apply(self.square_norm().item(), rates)
+
+    @torch.no_grad()
+    def apply(self, square: float, rates: Rates) -> StepResult:
+        """`step` of a gradient of which the host knows `square_norm`. No sync."""
+        norm, factor = self._clipped(square)
+        if factor is not None:
+            self._update(rates, factor)
+        return self._result(norm, factor is None)
 
     def _update(self, rates: Rates, scale: float) -> None:
         self.steps += 1

@@ -267,6 +267,11 @@ class ParameterBuffer:
         """What the model computes with: of `data`, or of `master` for an entry that is used in fp32."""
         return self.view(self.master if self.slots[name].fp32 else self.data, name)
 
+    def drop_master(self) -> None:
+        """Free the fp32 copy of a 16-bit buffer, which others keep; it is taken anew when it is asked for."""
+        assert self.rounds and not any(slot.fp32 for slot in self.slots.values())
+        self._master = None
+
     def refresh_master(self) -> None:
         """Take the values of `data`, but for entries used in fp32, whose values are in `master` alone."""
         for data, master in self._rounded():

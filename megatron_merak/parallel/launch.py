@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .process import Environment, Setup, end_with_launcher, set_up
+from .roles import Role
 from .shared_segment import Settings
 
 _PATIENCE = 60.0  # seconds that a rank at its end waits for the others
@@ -30,6 +32,8 @@ class World:
     ``cluster`` is the one that is emulated, None for real ones; ``clock`` is then the modelled time on it.
     ``collectives``: backend of the groups that share layers or hold the same parameters, None for the job's own.
     ``setup``: what this process was set to. ``ranks_here``: how many ranks this host has, 0 where nobody said.
+    ``role``: with parameter servers, who this process is; ``rank`` and ``size`` are then those of its worker, or of
+    the servers. ``store``: what all ranks of the job see then.
     """
 
     rank: int
@@ -40,6 +44,8 @@ class World:
     collectives: str | None = None
     setup: Setup = field(default_factory=Setup, compare=False)
     ranks_here: int = field(default=0, compare=False)
+    role: Role | None = None
+    store: dist.Store | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         groups = self.collectives or ("emulated" if self.cluster else dist.get_backend() if self.size > 1 else "")
@@ -111,36 +117,54 @@ def launch(
     emulate: str | None = None,
     fp32_matmul: str = "auto",
     use_cpu: bool = False,
+    served: Callable[[int, int], Role] | None = None,
 ) -> World:
     """Pick the device, set the process up and join the job. Raises LaunchError before anything is sent.
 
     ``deterministic``: only kernels that give the same bits every time; torch raises where there is none. ``emulate``:
     the cluster that the backend "emu" models, see ``find_cluster`` for its errors. ``fp32_matmul``: see ``set_up``.
-    ``use_cpu``: leave GPUs alone.
+    ``use_cpu``: leave GPUs alone. ``served``: of a job with parameter servers, the role of a rank among so many; it
+    joins its worker's ranks, and no others.
     """
     (rank, size), environment = position(), _environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
     cluster, clock = _emulation(backend, emulate)
+    role = store = None
+    if served is not None:
+        role, store = served(rank, size), _job_store(timeout_minutes)
+        rank, size = (rank - role.clients_of_all, role.servers) if role.only_serves else (role.place, role.places)
+        use_cpu = use_cpu or role.only_serves
     device = torch.device("cpu") if use_cpu else _device(backend, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if role is not None and role.only_serves:
+        setup = set_up(device, fp32_matmul, environment)
+        return World(rank, size, device, setup=setup, ranks_here=environment.ranks_here, role=role, store=store)
     if size > 1:
         _check_rendezvous()
         job = _job_backend(backend, device)
         # Ranks outside of a new group split a bound device's communicator; for groups of our own they would be alone.
         bound = device if job == "nccl" and backend != peer_group.NAME else None
-        dist.init_process_group(job, timeout=timedelta(minutes=timeout_minutes), device_id=bound)
+        mine = {} if role is None else {"store": dist.PrefixStore(f"worker {role.worker}", store)}
+        mine |= {} if role is None else {"rank": rank, "world_size": size}
+        dist.init_process_group(job, timeout=timedelta(minutes=timeout_minutes), device_id=bound, **mine)
         atexit.register(_end)
         if job != "nccl":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
     setup = set_up(device, fp32_matmul, environment)
-    return World(
-        rank, size, device, cluster, clock, own_collectives(backend, device, size), setup, environment.ranks_here
-    )
+    collectives = own_collectives(backend, device, size)
+    return World(rank, size, device, cluster, clock, collectives, setup, environment.ranks_here, role, store)
+
+
+def _job_store(timeout_minutes: float) -> dist.Store:
+    """The key-value store that the launcher, or the first rank, has for all ranks of the job."""
+    _check_rendezvous()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=timeout_minutes)))
+    return store
 
 
 def adopt(backend: str = "auto", fp32_matmul: str = "auto") -> World:

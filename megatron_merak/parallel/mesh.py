@@ -21,7 +21,8 @@ class Mesh:
     tp: share a layer. dp: hold the same parameters. pp: hold the stages of one replica. model: tp x pp, one replica.
     control: all ranks, over a backend that moves CPU tensors; for agreement, never for training data.
     timeout: of every collective of these groups and of those made later; None is torch's default. clock: what time it
-    is for this rank.
+    is for this rank. workers: of parameter servers, each of which has a grid and groups of its own; this one is number
+    ``worker``. steps_together: a step's gradient is the sum of theirs.
     """
 
     grid: Grid
@@ -34,6 +35,24 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
     clock: Clock = field(default_factory=WallClock)
+    worker: int = 0
+    workers: int = 1
+    steps_together: bool = True
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the model there are, those of other workers included."""
+        return self.grid.dp * self.workers
+
+    @property
+    def summed(self) -> int:
+        """How many of them a step's gradient comes from."""
+        return self.replicas if self.steps_together else self.grid.dp
+
+    @property
+    def replica(self) -> int:
+        """Which of them this rank belongs to."""
+        return self.worker * self.grid.dp + self.dp_rank
 
     @property
     def tp_rank(self) -> int:

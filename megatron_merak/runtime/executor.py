@@ -180,7 +180,7 @@ class Executor:
         if not self._is_last(stage):
             return None
         count = stage.count(op.microbatch).clamp(min=1)
-        replicas = len(self.batches) * self.mesh.grid.dp
+        replicas = len(self.batches) * self.mesh.summed
         scale = torch.ones_like(count) if self.per_token else 1 / (count * replicas)
         scale = scale if self.loss_scale == 1.0 else scale * self.loss_scale
         return scale if self.weights is None else scale * self.weights[op.microbatch]

@@ -52,6 +52,14 @@ class RankParameters:
         self._replicated, self._ties, self._shared = replicated, ties, dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)
 
+    @property
+    def copies(self) -> list[tuple[list[str], dist.ProcessGroup]]:
+        """Parameters that other ranks of this replica hold as well, with the groups of those that do: ties first."""
+        found: list[tuple[list[str], dist.ProcessGroup]] = [([name], group) for name, group in self._ties]
+        if self.mesh.tp is not None:
+            found.append(([name for name in self.buffer.slots if name in self._replicated], self.mesh.tp))
+        return [(names, group) for names, group in found if names]
+
     def used_by(self, segments: Sequence[Segment]) -> dict[Segment, list[str]]:
         """Admit the segments of a program. Returns the parameters that each one's backward uses last.
 

@@ -89,7 +89,7 @@ class Stage:
     def begin(self, microbatch: int, batch: Batch, step: int, training: bool) -> list[Part]:
         """Admit a micro-batch; ``batch`` is this stage's own copy, never sent."""
         batches = [batch] if self.split is None or not training else self.split(batch)
-        place = (step, microbatch * self.mesh.grid.dp + self.mesh.dp_rank)
+        place = (step, microbatch * self.mesh.replicas + self.mesh.replica)
         halves = range(len(batches)) if len(batches) > 1 else (None,)
         self.parts[microbatch] = [
             self._admit(part, (*place, half), training) for part, half in zip(batches, halves, strict=True)

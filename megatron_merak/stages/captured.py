@@ -17,11 +17,10 @@ from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, PlanError
 from ..graph.capture.outputs import SAME
-from ..optimizer.adamw import AdamW, Rates, StepResult
+from ..optimizer.adamw import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
 from ..parallel.buffers import Bucket, Sharding
-from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
 from ..runtime.executor import Executor
 from ..runtime.executors import Executors
@@ -34,7 +33,7 @@ from .guard import unguarded
 from .holdings import Holdings
 from .kernels import check_kernels
 from .native import shared_here, tie_groups
-from .optimizer_state import optimizer_kinds, weights_kind
+from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kind
 from .parameter_groups import GroupOf, matrices_and_others
 from .proofs import difference
 from .replicas import Replicas
@@ -52,7 +51,8 @@ class CapturedTrainer:
     blueprint: the model as it was traced, and its plan, which decides everything but what follows. optimizer: betas,
     epsilon and clipping; rates come with each step. seed: of initial weights and dropout. group_of: the group of each
     parameter, of which each step says learning rate and weight decay. replica_check_interval: optimizer steps between
-    two comparisons of the replicas' weights, 0 for none. scaler: of the loss, in fp16.
+    two comparisons of the replicas' weights, 0 for none. scaler: of the loss, in fp16. optimizer_of: who keeps the
+    optimizer's state.
     ``iteration``: optimizer steps done. Building is collective over all ranks.
     """
 
@@ -66,6 +66,7 @@ class CapturedTrainer:
         group_of: GroupOf = matrices_and_others,
         replica_check_interval: int = 100,
         scaler: LossScaler | None = None,
+        optimizer_of: OptimizerOf = adamw_of,
     ):
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
@@ -86,7 +87,7 @@ class CapturedTrainer:
         bound = (mesh, self.holdings.parameters, self.parameters.weights)
         self.programs = {stage: Programs(self.blueprint, stage, *bound) for stage in self.holdings.stages}
         self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
-        self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model, mesh.dp, scaler)
+        self.optimizer = optimizer_of(self.parameters, optimizer or OptimizerConfig(), scaler)
         self.replicas = Replicas(mesh, self.optimizer, self.parameters.gatherer, replica_check_interval)
         self.executors = Executors(self.stages, self.plan.schedule, mesh, self.accepts_num_items)
         with together(mesh.control, "cpu"):
@@ -187,7 +188,7 @@ class CapturedTrainer:
         self.running.count(len(batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if loss is not None:
-            value += loss.total if executor.per_token else loss.mean / (len(batches) * self.mesh.grid.dp)
+            value += loss.total if executor.per_token else loss.mean / (len(batches) * self.mesh.summed)
         told = self.replicas.reduce(value)
         if self.mesh.pp is None:
             return told
@@ -208,9 +209,8 @@ class CapturedTrainer:
         if self.user_model is not None:
             self.user_model.stale()
         self.parameters.gatherer.restore_gradient()
-        losses, counts, (square,) = read(told, zeros, self.optimizer.square_norm())
+        losses, counts, result = self.optimizer.reduce_and_step(told, zeros, rates)
         loss = self.replicas.loss(losses) if losses else None
-        result = self.optimizer.apply(square, rates)
         self.parameters.gatherer.launch()
         if self.user_model is not None and self.user_model.shared:
             self.parameters.gatherer.finish()  # whoever holds the model may read it

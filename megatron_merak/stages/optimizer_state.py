@@ -7,13 +7,23 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from ..checkpoint.store import Kind, Shard, Turn
-from ..optimizer.adamw import AdamW
+from ..config import OptimizerConfig
+from ..optimizer.adamw import AdamW, Optimizer
+from ..optimizer.loss_scale import LossScaler
 from ..parallel.buffers import Bucket, Flat
+from ..runtime.parameters import RankParameters
 from ..runtime.shards import ShardGatherer
 
 # The shards that a flat tensor [buffer.size] holds of the parameters of these names.
 Parts = Callable[[Flat, Collection[str]], Iterable[Shard]]
 Step = Callable[[Sequence[Bucket]], object]
+# Makes the optimizer of a rank's parameters.
+OptimizerOf = Callable[[RankParameters, OptimizerConfig, LossScaler | None], Optimizer]
+
+
+def adamw_of(held: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> AdamW:
+    """The optimizer whose state ranks keep themselves."""
+    return AdamW(held.buffer, config, held.mesh.model, held.mesh.dp, scaler)
 
 
 def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> Kind:

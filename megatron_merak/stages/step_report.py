@@ -8,7 +8,7 @@ class StepReport:
     """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known to all.
 
     loss_scale: of the step that comes, None where there is none. zeros: elements of the model's gradient that are
-    exactly zero, where --log-num-zeros-in-grad asks for them.
+    exactly zero, where --log-num-zeros-in-grad asks for them. staleness, late: see ``StepResult``.
     """
 
     loss: float | None
@@ -17,3 +17,5 @@ class StepReport:
     skipped: bool
     zeros: int | None = None
     loss_scale: float | None = None
+    staleness: int | None = None
+    late: bool = False

@@ -92,15 +92,18 @@ def throughput(config: RunConfig, plan: Plan, world: World, flops: int) -> Throu
     device = peak_device(world)
     peak = None if device is None else device.flops(config.train.dtype)
     per_sample = flops / plan.global_batch_size
-    return Throughput(plan.sequence_length, per_sample, world.size, peak, world.clock.label)
+    ranks = world.size if world.role is None else world.role.clients_of_all
+    return Throughput(plan.sequence_length, per_sample, ranks, peak, world.clock.label)
 
 
 class Job:
-    """The training loop around a Trainer. ``report`` is None but on the rank that prints."""
+    """The training loop around a Trainer. ``report`` is None but on the rank that prints: whoever makes the job sets
+    it there."""
 
-    def __init__(self, trainer: RunState, datasets: Datasets, report: Report | None):
+    def __init__(self, trainer: RunState, datasets: Datasets):
         self.config, self.plan, self.mesh = trainer.config, trainer.plan, trainer.mesh
-        self.trainer, self.datasets, self.report = trainer, datasets, report
+        self.trainer, self.datasets = trainer, datasets
+        self.report: Report | None = None
         trainer.data = identity(datasets)
         agree_on_data(trainer.data, self.mesh)
         limit, scaler = self.config.train.max_consecutive_skipped_steps, trainer.optimizer.scaler
@@ -116,12 +119,16 @@ class Job:
             self._run()
 
     def _run(self) -> None:
-        self._resume()
+        self.resume()
         if not self.config.train.skip_train:
             self._train()
+        self.close()
+
+    def close(self) -> None:
+        """What follows training: the model is written, evaluated, and the report closed."""
         self.finish()
-        for kind, dataset in (("valid", self.datasets.valid), ("test", self.datasets.test)):
-            self._evaluate(kind, dataset)
+        for kind in ("valid", "test"):
+            self.evaluate(kind)
         if self.report is not None:
             if self.config.logging.curve is not None:
                 draw_curve(self.report.records, self.config.logging.curve)
@@ -131,7 +138,8 @@ class Job:
     def finish(self) -> None:
         """Called when training is over, before the last evaluation."""
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Stand where --load says. Raises CheckpointError on every rank."""
         options = self.config.checkpoint
         if options.load is None:
             return
@@ -152,23 +160,29 @@ class Job:
         if self.report is not None:
             self.report.print(text)
 
-    def _loader(self, dataset, size: Callable[[int], int], consumed_samples: int) -> BatchLoader:
-        """``size``: samples of the step that follows so many."""
-        shape = (self.plan.micro_batch_size, self.mesh.dp_rank, self.plan.grid.dp, size)
+    def training_data(self, replica: int, replicas: int, size: Callable[[int], int]) -> BatchLoader:
+        """The part of each batch that one of so many replicas trains on. ``size``: samples of the batch that follows so
+        many. Raises DataError."""
+        if self.datasets.train is None:
+            raise DataError(
+                "--split", self.config.data.split, "it leaves nothing to train on", "Give the first part a weight"
+            )
+        return self._loader(self.datasets.train, replica, replicas, size, self.trainer.consumed_samples)
+
+    def _loader(
+        self, dataset, replica: int, replicas: int, size: Callable[[int], int], consumed_samples: int
+    ) -> BatchLoader:
+        shape = (self.plan.micro_batch_size, replica, replicas, size)
         pinned = self.mesh.device.type == "cuda"
         return BatchLoader(dataset, *shape, consumed_samples, self.config.data.num_workers, pinned)
 
     def _train(self) -> None:
         train, checkpoint, trainer = self.config.train, self.config.checkpoint, self.trainer
-        if self.datasets.train is None:
-            raise DataError(
-                "--split", self.config.data.split, "it leaves nothing to train on", "Give the first part a weight"
-            )
+        loader = self.training_data(self.mesh.dp_rank, self.plan.grid.dp, trainer.batch_sizes.size)
         check_sizes(train, trainer.batch_sizes, self.plan.grid.dp, trainer.consumed_samples)
         phases = [] if train.train_samples is None else trainer.phases_left()
         if table := growth_table(self.plan, phases):
             self.say(f"{table}\n")
-        loader = self._loader(self.datasets.train, trainer.batch_sizes.size, trainer.consumed_samples)
         saved = trainer.iteration
         try:
             while trainer.iteration < trainer.iterations:
@@ -178,33 +192,35 @@ class Job:
                     asked = asked if train.train_samples is None else ("--train-samples", train.train_samples)
                     reason = f"the training data ends at {loader.consumed_samples} samples"
                     raise DataError(*asked, reason, "Lower it, or give more data")
-                self._step(batches)
+                self.train_step(batches, trainer.consumed_samples)
                 if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
-                    saved = self._save()
+                    saved = self.save()
                 if (
                     train.eval_interval
                     and trainer.iteration % train.eval_interval == 0
                     and trainer.iteration < trainer.iterations
                 ):
-                    self._evaluate("valid", self.datasets.valid)
+                    self.evaluate("valid")
                 if train.exit_interval and trainer.iteration % train.exit_interval == 0:
                     break
         finally:
             loader.close()
         if checkpoint.save is not None and saved != trainer.iteration:
-            self._save()
+            self.save()
 
-    def _step(self, batches: list[dict[str, torch.Tensor]]) -> None:
+    def train_step(self, batches: list[dict[str, torch.Tensor]], before: int) -> None:
+        """One step, and what is told of it. ``before``: samples that the job had consumed when this rank last told."""
         trainer, executor = self.trainer, self.trainer.executor(len(batches))
         drawn = self.config.logging.timeline is not None and trainer.iteration + 1 == trainer.iterations
         executor.trace = [] if drawn else None
-        consumed, began = trainer.consumed_samples, self.mesh.clock.now()
+        began = self.mesh.clock.now()
         with self.mesh.clock.kernels():
             result = trainer.step(batches)
         seconds = self.mesh.clock.now() - began
         if self.report is not None:
-            samples = trainer.consumed_samples - consumed
-            progress = Progress(trainer.iteration, trainer.iterations, trainer.consumed_samples, samples)
+            done = (trainer.iteration, trainer.iterations, trainer.consumed_samples)
+            samples = trainer.consumed_samples - before
+            progress = Progress(*done, samples, None if self.mesh.steps_together else trainer.global_batch_size)
             self.report.step(progress, seconds, result)
         self.skips.count(result.skipped)
         if drawn:
@@ -216,7 +232,8 @@ class Job:
             write([view], path)
             self.report.print(f"pipeline timeline: {path}")
 
-    def _save(self) -> int:
+    def save(self) -> int:
+        """Write a checkpoint; the iteration that it is of. Raises CheckpointError and NumericsError on every rank."""
         options = self.config.checkpoint
         began = time.perf_counter()
         self.lock.confirm()
@@ -226,11 +243,12 @@ class Job:
             store.prune(options.save, options.save_retain_interval, self.mesh.control)
         return self.trainer.iteration
 
-    def _evaluate(self, kind: str, dataset) -> None:
-        iterations, trainer = self.config.train.eval_iters, self.trainer
+    def evaluate(self, kind: str) -> None:
+        """Tell the loss on a part of the data, "valid" or "test", where there is one."""
+        iterations, trainer, dataset = self.config.train.eval_iters, self.trainer, getattr(self.datasets, kind)
         if dataset is None or iterations == 0:
             return
-        loader = self._loader(dataset, lambda consumed: self.plan.global_batch_size, 0)
+        loader = self._loader(dataset, self.mesh.dp_rank, self.plan.grid.dp, lambda consumed: trainer.global_batch_size, 0)
         losses = [trainer.evaluate(batches) for _, batches in zip(range(iterations), loader, strict=False)]
         loader.close()
         if self.report is not None and losses:

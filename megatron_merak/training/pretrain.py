@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 
-from ..config import Config
+from ..config import Config, of_worker
 from ..data.build import build_datasets, build_tokenizer, vocabulary
 from ..parallel.agree import together
 from ..parallel.launch import World
@@ -19,7 +19,8 @@ from ..stages.native import check_native_shardings, tensors
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .plan_file import plan_of
-from .report import Report
+from .run_job import run_job
+from .served import mesh_of_worker, serve
 from .trainer import Trainer
 
 
@@ -28,7 +29,12 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
 
     notices: further lines for the first rank to print at the start.
     """
-    config.validate(world.size)
+    role = world.role
+    if role is not None and role.only_serves:
+        serve(config, world)
+        return
+    workers = 1 if role is None else role.workers
+    of_worker(config, workers).validate(world.size)
     tokenizer = build_tokenizer(config)
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
@@ -36,25 +42,27 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     control = control_group(world.size, timeout)
     agree(config, control)
+    own = of_worker(config, workers)
     with together(control, "cpu"):
         cluster = cluster_of(world, config.parallel.device_profile)
-        plan = plan_of(config, world.size, cluster)
+        plan = plan_of(own, world.size, cluster)
         if plan is None:
-            plan = make_plan(config, world.size, cluster, tensors(config))
+            plan = make_plan(own, world.size, cluster, tensors(config))
         else:
             plan = followed(plan, config)
     mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
-    if world.rank == 0:
+    mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
+    if world.rank == 0 and mesh.worker == 0:
         print(opening(config, plan, world, notices), flush=True)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
-        datasets = build_datasets(config, tokenizer, world.size)
-    report = None
-    with together(mesh.control, "cpu"):
-        if world.is_last:
-            work = throughput(config, plan, world, model_flops(config.model, plan.global_batch_size))
-            report = Report(config.logging, work)
-    Job(Trainer(config, plan, mesh), datasets, report).run()
+        datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)
+    run_job(
+        lambda optimizer_of: Job(Trainer(config, plan, mesh, optimizer_of), datasets),
+        config,
+        world,
+        lambda trainer: throughput(config, plan, world, model_flops(config.model, plan.global_batch_size)),
+    )
 
 
 def followed(plan: Plan, config: Config) -> Plan:

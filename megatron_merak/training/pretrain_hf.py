@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoint.save import check_finite
 from ..checkpoint.store import Shard
 from ..cluster import Cluster
-from ..config import DataConfig, HFConfig
+from ..config import DataConfig, HFConfig, of_worker
 from ..data.build import build_datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
@@ -28,13 +28,15 @@ from ..planner.make import grid_of
 from ..runtime.executor import Executor
 from ..stages.captured import CapturedTrainer
 from ..stages.devices import cluster_of
+from ..stages.optimizer_state import OptimizerOf, adamw_of
 from ..stages.parameter_groups import groups_of_run
 from ..stages.step_report import StepReport
 from .hf_batches import token_count
 from .hf_model import blueprint_of, build_model, known_tokens, outer_names, traced_of
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
-from .report import Report
+from .run_job import run_job
+from .served import mesh_of_worker, serve
 from .state import RunState
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -45,28 +47,34 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
 
     notices: further lines for the first rank to print at the start.
     """
-    config.validate(world.size)
+    role = world.role
+    if role is not None and role.only_serves:
+        serve(config, world)
+        return
+    workers = 1 if role is None else role.workers
+    of_worker(config, workers).validate(world.size)
     model = build_model(config.model)
     config, tokenizer = with_tokenizer(config, model)
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     control = control_group(world.size, timeout)
     agree(config, control)
-    grid = grid_of(config, world.size)
+    own = of_worker(config, workers)
+    grid = grid_of(own, world.size)
     mesh = build_mesh(grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
+    mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
-        datasets = build_datasets(config, tokenizer, world.size)
+        datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)
     with together(mesh.control, "cpu"):
         cluster = cluster_of(world, config.parallel.device_profile)
-    trainer = TokenTrainer(model, config, mesh, cluster)
-    if world.rank == 0:
-        print(opening(config, trainer.plan, world, (*notices, *trainer.notes())), flush=True)
-    report = None
-    with together(mesh.control, "cpu"):
-        if world.is_last:
-            work = throughput(config, trainer.plan, world, trainer.flops())
-            report = Report(config.logging, work)
-    HFJob(trainer, datasets, report).run()
+
+    def make(optimizer_of: OptimizerOf) -> HFJob:
+        trainer = TokenTrainer(model, config, mesh, cluster, optimizer_of)
+        if world.rank == 0 and mesh.worker == 0:
+            print(opening(config, trainer.plan, world, (*notices, *trainer.notes())), flush=True)
+        return HFJob(trainer, datasets)
+
+    run_job(make, config, world, lambda trainer: throughput(config, trainer.plan, world, trainer.flops()))
 
 
 def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokenizer]:
@@ -102,11 +110,19 @@ def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
 class TokenTrainer(RunState):
     """A captured model that trains on samples of GPT data sets."""
 
-    def __init__(self, model: nn.Module, config: HFConfig, mesh: Mesh, cluster: Cluster):
-        """``cluster``: what it is planned for. Collective over all ranks."""
+    def __init__(
+        self,
+        model: nn.Module,
+        config: HFConfig,
+        mesh: Mesh,
+        cluster: Cluster,
+        optimizer_of: OptimizerOf = adamw_of,
+    ):
+        """``cluster``: what it is planned for. ``optimizer_of``: who keeps the optimizer's state. Collective over all
+        ranks."""
         traced, self.batches = traced_of(model, config, mesh)
         with together(mesh.control, "cpu"):
-            blueprint = blueprint_of(traced, config, mesh.grid.size, cluster)
+            blueprint = blueprint_of(traced, of_worker(config, mesh.workers), mesh.grid.size, cluster)
         interval = config.train.check_weight_hash_across_dp_replicas_interval
         self.captured = CapturedTrainer(
             blueprint,
@@ -116,6 +132,7 @@ class TokenTrainer(RunState):
             group_of=groups_of_run(config.optimizer, outer_names(model)),
             replica_check_interval=interval,
             scaler=scaler_of_run(config.train),
+            optimizer_of=optimizer_of,
         )
         super().__init__(config, self.captured.plan, mesh)
         self.buffer, self.optimizer = self.captured.buffer, self.captured.optimizer

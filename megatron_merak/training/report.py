@@ -30,18 +30,20 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step: its ``iteration`` of ``iterations``, the samples consumed, those of the step."""
+    """Where a run stands after a step: its ``iteration`` of ``iterations``, the samples consumed, those of the step,
+    and the size of a batch, where the step was not all of one."""
 
     iteration: int
     iterations: int
     consumed_samples: int
     samples: int
+    batch: int | None = None
 
 
 @dataclass(frozen=True)
 class Interval:
     """Means over the iterations since the last line. nan: iterations whose loss was not finite. loss_scale: of the
-    next one."""
+    next one. staleness: see ``StepReport``."""
 
     progress: Progress
     seconds: float
@@ -53,6 +55,7 @@ class Interval:
     zeros: int | None = None
     nan: int = 0
     loss_scale: float = 1.0
+    staleness: float | None = None
 
 
 def console_line(interval: Interval, work: Throughput, detailed: bool, now: datetime) -> str:
@@ -69,7 +72,7 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     ]
     if detailed:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}{modelled}")
-    fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {progress.samples:5d}"]
+    fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {progress.batch or progress.samples:5d}"]
     if not math.isnan(interval.loss):
         fields.append(f"lm loss: {interval.loss:.6E}")
     fields += [f"loss scale: {interval.loss_scale:.1f}", f"grad norm: {interval.grad_norm:.3f}"]
@@ -77,6 +80,8 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
         fields.append(f"num zeros: {interval.zeros}")
     fields.append(f"number of skipped iterations: {interval.skipped:3d}")
     fields.append(f"number of nan iterations: {interval.nan:3d}")
+    if interval.staleness is not None:
+        fields.append(f"staleness: {interval.staleness:.1f}")
     fields.append(f"tokens/s: {work.tokens * interval.samples_per_second:.0f}{modelled}")
     known = work.peak is not None
     share = f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}"
@@ -123,10 +128,12 @@ class Report:
     def step(self, progress: Progress, seconds: float, report) -> None:
         """One training step (``report``: a StepReport with a loss); prints a line at each log interval."""
         iteration = progress.iteration
-        values = {k: v for k, v in asdict(report).items() if v is not None and k != "zeros"}
+        values = {k: v for k, v in asdict(report).items() if v is not None and k != "zeros" and (k, v) != ("late", False)}
         time = {"modelled_seconds" if self.work.clock else "seconds": seconds}
         self.note("train", iteration, consumed_samples=progress.consumed_samples, **time, **values)
         self._pending.append({"samples": progress.samples, "seconds": seconds, **values})
+        if report.late:
+            self.print(f" iteration {iteration}: the gradient was {report.staleness} updates old, and not applied")
         if report.skipped:
             scale = "" if report.loss_scale is None else f"; the loss scale is now {report.loss_scale:.1f}"
             self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped{scale}")
@@ -156,6 +163,7 @@ class Report:
             zeros,
             sum(not math.isfinite(row["loss"]) for row in pending),
             pending[-1].get("loss_scale", 1.0),
+            sum(row["staleness"] for row in pending) / len(pending) if "staleness" in pending[-1] else None,
         )
 
     def print(self, text: str) -> None:

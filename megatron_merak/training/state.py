@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..config import RunConfig
-from ..optimizer.adamw import AdamW, Rates, StepResult
+from ..optimizer.adamw import Optimizer, Rates, StepResult
 from ..parallel.buffers import Flat, ParameterBuffer
 from ..parallel.mesh import Mesh
+from ..parameter_server.kinds import served_kinds
+from ..parameter_server.optimizer import ServedAdamW
 from ..plan import Plan
 from ..runtime.executor import Executor
 from ..runtime.shards import ShardGatherer
@@ -37,14 +39,16 @@ class RunState:
 
     buffer: ParameterBuffer
     gatherer: ShardGatherer
-    optimizer: AdamW
+    optimizer: Optimizer
 
     def __init__(self, config: RunConfig, plan: Plan, mesh: Mesh):
         self.config, self.plan, self.mesh = config, plan, mesh
         self.iteration = self.consumed_samples = 0
         self.skipped_iterations = self.skipped_samples = 0
         self.data: dict[str, Any] = {}
-        self.batch_sizes, self.iterations = config.batches(mesh.grid.size), config.iterations(mesh.grid.size)
+        ranks = mesh.grid.size * mesh.workers + config.parallel.num_parameter_servers
+        self.batch_sizes, self.iterations = config.batches(ranks), config.iterations(ranks)
+        self.global_batch_size = plan.global_batch_size * mesh.workers
 
     def executor(self, micro_batches: int) -> Executor:
         """What runs training steps of so many micro-batches."""
@@ -64,7 +68,7 @@ class RunState:
 
     def count(self, batches: Sequence[Mapping[str, Tensor]], skipped: bool) -> None:
         """A step is done, or was ``skipped``."""
-        samples = len(batches) * self.plan.micro_batch_size * self.plan.grid.dp
+        samples = len(batches) * self.plan.micro_batch_size * self.mesh.summed
         self.iteration += 1
         self.consumed_samples += samples
         self.skipped_iterations += skipped
@@ -73,7 +77,8 @@ class RunState:
     def report(self, loss: float | None, rates: Rates, result: StepResult, zeros: float | None = None) -> StepReport:
         """Of a step that is counted; zeros: see `all_zeros`."""
         rate, all_zeros = rates[0][0], self.all_zeros(zeros)
-        return StepReport(loss, result.grad_norm, rate, result.skipped, all_zeros, result.loss_scale)
+        age = (result.staleness, result.late)
+        return StepReport(loss, result.grad_norm, rate, result.skipped, all_zeros, result.loss_scale, *age)
 
     def parts(self, flat: Flat, names: Collection[str]) -> Iterable[store.Shard]:
         """``flat`` ([buffer.size]: values, gradients, optimizer state) as shards of HuggingFace tensors, of the
@@ -87,7 +92,11 @@ class RunState:
     def kinds(self, optimizer: bool) -> dict[str, store.Kind]:
         """The weights, and with ``optimizer`` its state."""
         kinds = {"model": weights_kind(self.gatherer, self.parts, self.others())}
-        return kinds | (optimizer_kinds(self.optimizer, self.gatherer, self.parts) if optimizer else {})
+        if not optimizer:
+            return kinds
+        if isinstance(self.optimizer, ServedAdamW):
+            return kinds | served_kinds(self.optimizer, self.parts)
+        return kinds | optimizer_kinds(self.optimizer, self.gatherer, self.parts)
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         """Train on one global batch: ``batches`` holds this replica's micro-batches, on every rank of the replica."""
@@ -132,7 +141,7 @@ class RunState:
             "skipped_samples": self.skipped_samples,
             "optimizer_steps": self.optimizer.steps,
             "loss_scale": self.optimizer.scaler.state(),
-            "global_batch_size": self.plan.global_batch_size,
+            "global_batch_size": self.global_batch_size,
             "config": self.config.to_dict(),
             "plan": self.plan.to_dict(),
             "data": self.data,
@@ -152,10 +161,11 @@ class RunState:
 
         def compare(meta: Mapping[str, Any]) -> None:
             saved = SavedRun.read(meta, root)
-            lines[:] = check(self.config, saved, self.described(), self.data, self.plan.global_batch_size)
+            lines[:] = check(self.config, saved, self.described(), self.data, self.global_batch_size)
 
         control = self.mesh.control
-        meta = store.load(root, self.kinds(optimizer), control, "cpu", iteration, say=say, check=compare)
+        kinds = self.kinds(optimizer and self.mesh.worker == 0)  # what servers keep, one worker brings
+        meta = store.load(root, kinds, control, "cpu", iteration, say=say, check=compare)
         for line in lines if say is not None else ():
             say(line)
         if not optimizer:

@@ -8,17 +8,16 @@ from torch import Tensor
 
 from ..checkpoint.store import Shard
 from ..config import Config
-from ..optimizer.adamw import AdamW
 from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
 from ..parallel.buffers import Flat
-from ..parallel.host_read import read
 from ..parallel.mesh import Mesh
 from ..plan import Plan
 from ..runtime.executor import Executor, StepLoss
 from ..runtime.executors import Executors
 from ..stages.kernels import check_kernels
 from ..stages.native import build_model
+from ..stages.optimizer_state import OptimizerOf, adamw_of
 from ..stages.replicas import Replicas
 from ..stages.same_plan import check_same_plan
 from ..stages.step_report import StepReport
@@ -28,7 +27,7 @@ from .state import RunState
 class Trainer(RunState):
     """The native model, its optimizer and the executors of a plan."""
 
-    def __init__(self, config: Config, plan: Plan, mesh: Mesh):
+    def __init__(self, config: Config, plan: Plan, mesh: Mesh, optimizer_of: OptimizerOf = adamw_of):
         super().__init__(config, plan, mesh)
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
@@ -38,7 +37,7 @@ class Trainer(RunState):
         self.executors = Executors(stages, plan.schedule, mesh, per_token)
         self.buffer, self.gatherer = self.model.buffer, self.model.gatherer
         scaler = scaler_of_run(config.train)
-        self.optimizer = AdamW(self.buffer, config.optimizer, mesh.model, mesh.dp, scaler)
+        self.optimizer = optimizer_of(self.model.held, config.optimizer, scaler)
         interval = config.train.check_weight_hash_across_dp_replicas_interval
         self.replicas = Replicas(mesh, self.optimizer, self.gatherer, interval)
 
@@ -49,7 +48,7 @@ class Trainer(RunState):
         """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
         sums = self.backward(batches)
         self.optimizer.unscale()
-        return None if sums is None else self._mean(sums.tolist(), len(batches))
+        return None if sums is None else self._mean(sums.tolist(), len(batches) * self.mesh.summed)
 
     def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
         """``gradients`` without waiting for the device: what the loss is made of, for `step` to read. In fp16 the
@@ -70,9 +69,8 @@ class Trainer(RunState):
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         sums = self.backward(batches)
         rates = self.rates()
-        losses, zeros, (square,) = read(sums, self.local_zeros(), self.optimizer.square_norm())
-        loss = self._mean(losses, len(batches)) if losses else None
-        result = self.optimizer.apply(square, rates)
+        losses, zeros, result = self.optimizer.reduce_and_step(sums, self.local_zeros(), rates)
+        loss = self._mean(losses, len(batches) * self.mesh.summed) if losses else None
         self.gatherer.launch()
         self.count(batches, result.skipped)
         self.replicas.note(result.grad_norm, self.iteration)
@@ -80,7 +78,7 @@ class Trainer(RunState):
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
         sums = self._sums(self.executors.of(len(batches), False).run(batches, self.iteration, training=False))
-        return None if sums is None else self._mean(sums.tolist(), len(batches))
+        return None if sums is None else self._mean(sums.tolist(), len(batches) * self.mesh.grid.dp)
 
     def _over_replicas(self, value: Tensor) -> Tensor:
         if self.mesh.dp is not None:
@@ -99,10 +97,11 @@ class Trainer(RunState):
         return self._over_replicas(sums)
 
     def _mean(self, sums: Sequence[float], microbatches: int) -> float:
+        """``microbatches``: of all replicas that ``sums`` are of."""
         total, tokens, mean = sums
         if self.config.train.calculate_per_token_loss:
             return total / max(tokens, 1.0)
-        return mean / (microbatches * self.mesh.grid.dp)
+        return mean / microbatches
 
     def parts(self, flat: Flat, names: Collection[str]) -> Iterable[Shard]:
         return self.model.shards(flat, names)

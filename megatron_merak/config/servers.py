@@ -1,0 +1,61 @@
+"""Parameter servers: what they contradict, and the configuration of one worker."""
+
+from dataclasses import replace
+from typing import TypeVar
+
+from ..errors import ConfigError
+from .sections import CheckpointConfig, LoggingConfig, ParallelConfig, TrainConfig
+from .settings import flag_name
+
+STRATEGY = "--data-parallel-strategy"
+SNAPSHOT_INTERVAL = 100
+
+Run = TypeVar("Run")
+
+
+def check_servers(
+    parallel: ParallelConfig, train: TrainConfig, checkpoint: CheckpointConfig, logging: LoggingConfig
+) -> None:
+    """Raise ConfigError for what parameter servers cannot honour, and for their flags without them."""
+    strategy, default = parallel.data_parallel_strategy, ParallelConfig()
+    if not parallel.served:
+        for name in ("num_parameter_servers", "ps_max_staleness", "ps_snapshot_interval"):
+            if (value := getattr(parallel, name)) != getattr(default, name):
+                reason = f"has no effect without {STRATEGY} ps-sync or ps-async"
+                raise ConfigError(flag_name(name), value, reason, f"Add {STRATEGY}, or leave it out")
+        return
+    if strategy == "ps-sync" and parallel.ps_max_staleness is not None:
+        reason = f"has no effect with {STRATEGY} ps-sync, whose gradients are never old"
+        raise ConfigError("--ps-max-staleness", parallel.ps_max_staleness, reason, "Leave it out, or use ps-async")
+    if parallel.ps_snapshot_interval is not None and checkpoint.save is None:
+        reason = "has no effect without --save, below which snapshots are written"
+        raise ConfigError("--ps-snapshot-interval", parallel.ps_snapshot_interval, reason, "Give --save DIRECTORY")
+    kept = "parameter servers keep the optimizer's state, and workers all of the weights and gradients"
+    steps = "workers of parameter servers take steps of one size, counted in --train-iters"
+    refused = {
+        "data_parallel_sharding_strategy": (parallel.sharding != "no_shard" and parallel.sharding, kept),
+        "plan": (parallel.plan, "a plan does not hold what parameter servers need"),
+        "train_samples": (train.train_samples, steps),
+        "rampup_batch_size": (" ".join(train.rampup_batch_size), steps),
+        "step_batch_size_schedule": (train.step_batch_size_schedule, steps),
+        "calculate_per_token_loss": (train.calculate_per_token_loss, "workers do not know how many tokens others have"),
+        "log_num_zeros_in_grad": (logging.log_num_zeros_in_grad, "no rank has the gradient of all workers"),
+        "timeline": (logging.timeline, "workers have no common clock"),
+    }
+    for name, (value, reason) in refused.items():
+        if value:
+            raise ConfigError(flag_name(name), value, f"{reason} ({STRATEGY} {strategy})", "Leave one of them out")
+    if parallel.distributed_backend == "emu":
+        reason = f"models collectives, and {STRATEGY} {strategy} has none between workers"
+        raise ConfigError("--distributed-backend", "emu", reason, "Use benchmarks/parameter_server.py to model it")
+
+
+def of_worker(config: Run, workers: int) -> Run:
+    """The configuration of one worker of a job: that of a job of its own, which has its part of every batch."""
+    train = config.train
+    size = None if train.global_batch_size is None else train.global_batch_size // workers
+    alone = {"data_parallel_strategy": "allreduce", "num_parameter_servers": 0}
+    alone |= {"ps_max_staleness": None, "ps_snapshot_interval": None}
+    return replace(
+        config, parallel=replace(config.parallel, **alone), train=replace(train, global_batch_size=size)
+    )

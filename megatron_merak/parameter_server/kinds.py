@@ -1,0 +1,23 @@
+"""Optimizer state that parameter servers keep, to be saved and loaded as any other: a checkpoint does not show it."""
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+
+from ..checkpoint.store import Kind, Shard, Turn
+from ..parallel.buffers import Flat
+from .optimizer import ServedAdamW
+from .piece import KINDS
+
+# The shards that a flat tensor [buffer.size] holds of the parameters of these names.
+Parts = Callable[[Flat, Collection[str]], Iterable[Shard]]
+
+
+def served_kinds(optimizer: ServedAdamW, parts: Parts) -> dict[str, Kind]:
+    """What is saved beside the weights, by kind: each is brought into the gradient's memory."""
+    buffer = optimizer.buffer
+    found = {}
+    for kind in KINDS if buffer.rounds else KINDS[1:]:
+        flat = buffer.main_grad
+        shards = list(parts(flat, list(buffer.slots)))
+        found[kind] = Kind([Turn(shards, partial(optimizer.fetch, kind, flat), partial(optimizer.store, kind, flat))])
+    return found

@@ -1,0 +1,77 @@
+"""What a server must know of the parameters that it keeps a piece of."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from ..parallel.buffers import ALIGNMENT, ParameterBuffer
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Elements of a flat buffer, numbered from the piece's start, and how they are updated.
+
+    elements: of the piece. dtype: of the weights that workers compute with. groups: (start, stop, group), those of a
+    group have the same learning rate and weight decay. counted: spans whose gradient counts in the norm; copies: those
+    that another place counts. betas, eps: AdamW's. workers: how many train. sync: they step together. max_staleness:
+    of a gradient that is still applied, counted in updates of the piece since its weights were read.
+    """
+
+    elements: int
+    dtype: str
+    groups: tuple[tuple[int, int, int], ...]
+    counted: tuple[Span, ...]
+    copies: tuple[Span, ...]
+    betas: tuple[float, float]
+    eps: float
+    workers: int
+    sync: bool
+    max_staleness: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Layout":
+        values = json.loads(text)
+        for name in ("groups", "counted", "copies"):
+            values[name] = tuple(map(tuple, values[name]))
+        return cls(**values | {"betas": tuple(values["betas"])})
+
+
+def pieces_of(size: int, servers: int) -> list[Span]:
+    """Elements [start, stop) of a buffer for each of its servers: equal parts, but for alignment."""
+    step = -(-size // (servers * ALIGNMENT)) * ALIGNMENT
+    return [(min(number * step, size), min((number + 1) * step, size)) for number in range(servers)]
+
+
+def layout_of(
+    buffer: ParameterBuffer,
+    piece: Span,
+    *,
+    dtype: str,
+    betas: tuple[float, float],
+    eps: float,
+    workers: int,
+    sync: bool,
+    max_staleness: int,
+) -> Layout:
+    """The layout of elements ``piece`` of a buffer that is not sharded."""
+    groups = tuple((*span, group) for low, high, group in buffer.ranges for span in _within((low, high), piece))
+    counted, copies = (
+        tuple(span for low_high in _spans(buffer, which) for span in _within(low_high, piece))
+        for which in (True, False)
+    )
+    elements = piece[1] - piece[0]
+    return Layout(elements, dtype, groups, counted, copies, betas, eps, workers, sync, max_staleness)
+
+
+def _spans(buffer: ParameterBuffer, counted: bool) -> Iterable[Span]:
+    return ((slot.start, slot.stop) for slot in buffer.slots.values() if slot.counted == counted)
+
+
+def _within(span: Span, piece: Span) -> list[Span]:
+    start, stop = max(span[0], piece[0]), min(span[1], piece[1])
+    return [(start - piece[0], stop - piece[0])] if start < stop else []

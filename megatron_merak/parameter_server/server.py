@@ -1,0 +1,100 @@
+"""A serving rank: a thread for every rank that it serves, from its first message until it leaves or is gone."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..parallel.roles import Role
+from .service import Service, Snapshots
+from .snapshot import snapshot_path
+from .wire import SERVER, Connection, ConnectionLost, Kind
+
+
+def born_key(server: int) -> str:
+    """Counts in the job's store how often the server of that rank was started."""
+    return f"parameter server {server} started"
+
+
+def connection_name(server: int, birth: int, client: int) -> str:
+    return f"parameter server {server}, start {birth}, rank {client}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """directory: of snapshots, None: there are none. interval: updates between two. timeout: how long a worker may be
+    silent until it counts as dead."""
+
+    directory: Path | None
+    interval: int
+    timeout: timedelta
+
+
+class Server:
+    """Serves the clients of ``role`` in threads, from the moment it is made. ``store``: the job's."""
+
+    def __init__(self, role: Role, store: dist.Store, settings: Settings):
+        self.role, self.store, self.settings = role, store, settings
+        self.birth = store.add(born_key(role.rank), 1)
+        self.lost: list[int] = []
+        self.failure: Exception | None = None
+        self._pool = ThreadPoolExecutor(1, "snapshots")
+        self.services = {place: self._service(place) for place in sorted({self._place(c) for c in role.clients})}
+        self._threads = [
+            threading.Thread(target=self._run, args=(client,), name=f"serves rank {client}", daemon=True)
+            for client in role.clients
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Return when every client has left or is gone, and the last snapshot is written. Raises what went wrong."""
+        for thread in self._threads:
+            thread.join()
+        for service in self.services.values():
+            service.close()
+        self._pool.shutdown()
+        if self.failure is not None:
+            raise self.failure
+
+    def told(self) -> str:
+        """What it did, in one line."""
+        updates = max((service.piece.version for service in self.services.values() if service.piece), default=0)
+        staleness = [(age, n) for service in self.services.values() for age, n in service.record.staleness.items()]
+        count = sum(n for _, n in staleness)
+        text = f"parameter server (rank {self.role.rank}): {updates} updates"
+        if count:
+            mean, most = sum(age * n for age, n in staleness) / count, max(age for age, _ in staleness)
+            text += f", staleness {mean:.1f} on average and {most} at most"
+        if dropped := sum(service.record.dropped for service in self.services.values()):
+            text += f", {dropped} gradient(s) too old"
+        return text + (f", lost rank(s) {', '.join(map(str, sorted(self.lost)))}" if self.lost else "")
+
+    def _place(self, client: int) -> int:
+        return client % self.role.places
+
+    def _service(self, place: int) -> Service:
+        directory, path = self.settings.directory, None
+        if directory is not None:
+            path = snapshot_path(directory, self.role.rank, place)
+        snapshots = Snapshots(path, self.settings.interval, self.birth > 1)
+        return Service(self.role.workers, snapshots, self._pool)
+
+    def _run(self, client: int) -> None:
+        worker, service = client // self.role.places, self.services[self._place(client)]
+        connection = None
+        try:
+            name = connection_name(self.role.rank, self.birth, client)
+            connection = Connection(self.store, name, SERVER, self.settings.timeout)
+            service.serve(worker, connection)
+        except ConnectionLost:
+            self.lost.append(client)
+        except Exception as error:  # nobody looks at what a thread raises
+            self.failure = error
+            if connection is not None:
+                connection.send(Kind.ERROR, text=f"{type(error).__name__}: {error}")
+        finally:
+            service.gone(worker)

@@ -1,0 +1,217 @@
+"""What a server does for the workers' ranks at one place: keeps a piece of their parameters and answers messages."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import LaunchError, MerakError, PlanError
+from .layout import Layout
+from .piece import KINDS, Piece, Update
+from .round import Rounds
+from .snapshot import read_snapshot, write_snapshot
+from .wire import Connection, Kind, Message
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """path: of the piece's file, None: none are written. interval: updates between two. restores: this server takes the
+    place of one that ended."""
+
+    path: Path | None = None
+    interval: int = 0
+    restores: bool = False
+
+
+@dataclass
+class Record:
+    """What a server tells at its end. staleness: how many gradients were so many updates old. dropped: of those, the
+    ones that were too old. rounds: updates by all workers together."""
+
+    staleness: dict[int, int] = field(default_factory=dict)
+    dropped: int = 0
+    restored: int | None = None
+
+
+class Service:
+    """One piece, for the ranks at one place of all workers; a thread for each of them calls `answer`.
+
+    workers: how many there are. snapshots: when the piece goes to disk. pool: writes it.
+    """
+
+    def __init__(self, workers: int, snapshots: Snapshots, pool: ThreadPoolExecutor):
+        self.changed = threading.Condition()
+        self.live = set(range(workers))
+        self.snapshots, self.pool, self.record = snapshots, pool, Record()
+        self.piece: Piece | None = None
+        self.rounds: Rounds | None = None
+        self.sequences: dict[int, int] = {}
+        self.frozen: dict[int, Piece] = {}
+        self.ready = False
+        self._written: Future | None = None
+        self._answers: dict[Kind, Callable[[int, Connection, Message], None]] = {
+            Kind.HELLO: self._hello,
+            Kind.STORE: self._store,
+            Kind.FETCH: self._fetch,
+            Kind.READY: self._ready,
+            Kind.PULL: self._pull,
+            Kind.PUSH: self._push,
+            Kind.FREEZE: self._freeze,
+            Kind.THAW: self._thaw,
+            Kind.ALONE: self._alone,
+        }
+
+    def serve(self, worker: int, connection: Connection) -> None:
+        """Answer one worker's rank until it leaves. Raises ConnectionLost when it is gone."""
+        mine = None  # the round that it contributed to
+        while (message := connection.receive()).kind is not Kind.LEAVE:
+            try:
+                if message.kind is Kind.CONTRIBUTE:
+                    mine = self._contribute(worker, connection, message)
+                elif message.kind is Kind.APPLY:
+                    self._apply(mine, connection, message)
+                else:
+                    self._answers[message.kind](worker, connection, message)
+            except MerakError as error:
+                connection.send(Kind.ERROR, text=str(error))
+
+    def gone(self, worker: int) -> None:
+        """A worker left, or died: nobody waits for it any more."""
+        with self.changed:
+            self.live.discard(worker)
+            self.frozen.pop(worker, None)
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Wait for the snapshot that is being written."""
+        if self._written is not None:
+            self._written.result()
+
+    def _hello(self, worker: int, connection: Connection, message: Message) -> None:
+        layout = Layout.from_json(message.text)
+        with self.changed:
+            if self.piece is None:
+                self._begin(layout)
+            elif self.piece.layout != layout:
+                reason = "it has other parameters, or other settings, than the workers that came before"
+                raise PlanError("worker", worker, reason, "Start all workers alike")
+        connection.send(Kind.HELLO, (self.ready, self.piece.version))
+
+    def _begin(self, layout: Layout) -> None:
+        if self.snapshots.restores:
+            self.piece, self.sequences = read_snapshot(self.snapshots.path, layout)
+            self.record.restored, self.ready = self.piece.version, True
+        else:
+            self.piece = Piece(layout)
+        if layout.sync:
+            self.rounds = Rounds(self.piece, self.changed, self.live, self._updated)
+
+    def _store(self, worker: int, connection: Connection, message: Message) -> None:
+        with self.changed:
+            connection.receive_tensor(self.piece.state[KINDS[int(message.numbers[0])]])
+        connection.send(Kind.STORE)
+
+    def _fetch(self, worker: int, connection: Connection, message: Message) -> None:
+        piece = self.frozen.get(worker, self.piece)
+        connection.send(Kind.FETCH, (piece.version, piece.steps))
+        connection.send_tensor(piece.state[KINDS[int(message.numbers[0])]])
+
+    def _ready(self, worker: int, connection: Connection, message: Message) -> None:
+        with self.changed:
+            self.piece.steps = int(message.numbers[0])
+            self.piece.refresh()
+            self.ready = True
+            self._snapshot(wait=True)
+            self.changed.notify_all()
+        connection.send(Kind.READY)
+
+    def _pull(self, worker: int, connection: Connection, message: Message) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.ready or 0 not in self.live)
+            if not self.ready:
+                reason = "it ended before the weights were there"
+                raise LaunchError("worker", 0, reason, "See what it said, and start again")
+        self._send_weights(Kind.PULL, connection, worker)
+
+    def _push(self, worker: int, connection: Connection, message: Message) -> None:
+        sequence, version, scale, *rates = message.numbers
+        gradient = torch.empty(self.piece.layout.elements)
+        connection.receive_tensor(gradient)
+        with self.changed:
+            staleness = max(0, self.piece.version - int(version))
+            late = staleness > self.piece.layout.max_staleness
+            if self.sequences.get(worker, -1) < sequence:  # else it came a second time: the first answer was lost
+                self.sequences[worker] = int(sequence)
+                self.record.staleness[staleness] = self.record.staleness.get(staleness, 0) + 1
+                self.record.dropped += late
+                if not late:
+                    self.piece.update(gradient, Update(scale, _pairs(_softened(rates, staleness))))
+                    self._updated()
+        self._send_weights(Kind.PUSH, connection, worker, (staleness, late))
+
+    def _contribute(self, worker: int, connection: Connection, message: Message):
+        step, told = int(message.numbers[0]), message.numbers[1:]
+        mine, total = self.rounds.contribute(worker, step, told, connection.receive_tensor)
+        connection.send(Kind.CONTRIBUTE, (total.square, len(total.told)))
+        if total.told:
+            connection.send_tensor(torch.tensor([numbers for _, numbers in total.told], dtype=torch.float64).flatten())
+        return mine
+
+    def _apply(self, mine, connection: Connection, message: Message) -> None:
+        skip, scale, *rates = message.numbers
+        self.rounds.apply(mine, None if skip else Update(scale, _pairs(rates)))
+        self._send_weights(Kind.APPLY, connection)
+
+    def _freeze(self, worker: int, connection: Connection, message: Message) -> None:
+        with self.changed:
+            self.frozen[worker] = self.piece.copy()
+        connection.send(Kind.FREEZE, (self.piece.version, self.piece.steps))
+
+    def _thaw(self, worker: int, connection: Connection, message: Message) -> None:
+        self.frozen.pop(worker, None)
+        connection.send(Kind.THAW)
+
+    def _alone(self, worker: int, connection: Connection, message: Message) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.live <= {worker})
+        connection.send(Kind.ALONE)
+
+    def _send_weights(
+        self, kind: Kind, connection: Connection, worker: int = -1, numbers: Sequence[float] = ()
+    ) -> None:
+        """Those of one moment: where workers do not step together they change while they travel, so a copy does."""
+        with self.changed:
+            piece, sync = self.frozen.get(worker, self.piece), self.piece.layout.sync
+            weights: Tensor = piece.weights if sync else piece.weights.clone()
+            head = (piece.version, piece.steps, min(self.live, default=0), *numbers)
+        connection.send(kind, head)
+        connection.send_tensor(weights)
+
+    def _updated(self) -> None:
+        if self.snapshots.interval and self.piece.version % self.snapshots.interval == 0:
+            self._snapshot()
+
+    def _snapshot(self, wait: bool = False) -> None:
+        """Begin to write one, unless the last one is still on its way."""
+        if self.snapshots.path is None or (self._written is not None and not self._written.done()):
+            return
+        if self._written is not None:
+            self._written.result()
+        copy = self.piece.copy()
+        self._written = self.pool.submit(write_snapshot, self.snapshots.path, copy, dict(self.sequences))
+        if wait:
+            self._written.result()
+
+
+def _pairs(rates: Sequence[float]) -> list[tuple[float, float]]:
+    """(learning rate, weight decay) of each group; the message may have more numbers behind them."""
+    return [*zip(rates[::2], rates[1::2], strict=False)]
+
+
+def _softened(rates: Sequence[float], staleness: int) -> list[float]:
+    """Learning rates divided by 1 + staleness (https://arxiv.org/abs/1511.05950); weight decay is as it was."""
+    return [value / (1 + staleness) if place % 2 == 0 else value for place, value in enumerate(rates)]

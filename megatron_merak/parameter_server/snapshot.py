@@ -1,0 +1,55 @@
+"""A server's pieces on disk, for the server that takes its place: one file for each, replaced in one move."""
+
+import json
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import CheckpointError
+from .layout import Layout
+from .piece import KINDS, Piece
+
+
+def snapshot_path(directory: Path, server: int, place: int) -> Path:
+    """``server``: the rank that serves. ``place``: of the workers' ranks whose parameters it has a piece of."""
+    return directory / f"server-{server}-place-{place}.safetensors"
+
+
+def write_snapshot(path: Path, piece: Piece, sequences: dict[int, int]) -> None:
+    """``sequences``: of each worker, the number of its last gradient that is in the piece. Raises CheckpointError; the
+    file that was there before stays then."""
+    words = {"version": piece.version, "steps": piece.steps, "sequences": list(sequences.items())}
+    metadata = {"layout": piece.layout.to_json(), "state": json.dumps(words)}
+    partial = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(piece.state, partial, metadata)
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        remedy = "Make room, or name another directory with --save"
+        raise CheckpointError("parameter server's snapshot", path, f"it cannot be written: {error}", remedy) from error
+
+
+def read_snapshot(path: Path, layout: Layout) -> tuple[Piece, dict[int, int]]:
+    """What `write_snapshot` was given. Raises CheckpointError for a file that is missing, damaged or of another run."""
+    piece = Piece(layout)
+    remedy = "Start the job again from its last checkpoint"
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if Layout.from_json(metadata["layout"]) != layout:
+                raise CheckpointError("parameter server's snapshot", path, "it is one of another run", remedy)
+            for kind in KINDS:
+                piece.state[kind].copy_(file.get_tensor(kind))
+            words = json.loads(metadata["state"])
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError("parameter server's snapshot", path, f"it cannot be read: {error}", remedy) from error
+    piece.version, piece.steps = words["version"], words["steps"]
+    piece.refresh()
+    return piece, {int(worker): sequence for worker, sequence in words["sequences"]}
+
+

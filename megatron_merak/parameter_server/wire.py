@@ -1,0 +1,102 @@
+"""Messages between one worker's rank and one server, over a process group of these two alone.
+
+A rank that dies takes down its own connections and no others; a server that was started again is connected to anew. A
+message is a kind, some numbers, and maybe text or a flat tensor of a length that both sides know.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NUMBERS = 16  # that a message carries beside its kind
+_CHUNK = 1 << 26  # elements of a tensor that travel in one piece
+
+CLIENT, SERVER = 0, 1
+
+
+class Kind(IntEnum):
+    """What a message says. The server answers each one but LEAVE with a message of the same kind, or ERROR."""
+
+    HELLO = 1  # text: the client's layout
+    STORE = 2  # a tensor of the state: one kind of it, from the client
+    FETCH = 3  # and to the client
+    READY = 4  # the state is complete: others may pull
+    PULL = 5  # the newest weights
+    PUSH = 6  # asynchronous: a gradient, to be applied at once; answered with weights
+    CONTRIBUTE = 7  # synchronous: a gradient, to be added to those of the other workers
+    APPLY = 8  # synchronous: let the sum be applied; answered with weights
+    FREEZE = 9  # keep a copy of the state, which FETCH and PULL then read
+    THAW = 10
+    ALONE = 11  # answered once every other worker has left
+    LEAVE = 12
+    ERROR = 13  # text: what is wrong
+
+
+class Message(NamedTuple):
+    """``numbers``: NUMBERS of them, 0 where there is nothing to say."""
+
+    kind: Kind
+    numbers: tuple[float, ...] = ()
+    text: str = ""
+
+
+class ConnectionLost(Exception):
+    """The other side is not there any more, or never came."""
+
+
+class Connection:
+    """One end. ``store``: of the job. ``name``: the same on both ends, and never used before. ``side``: CLIENT or
+    SERVER. ``timeout``: how long the other side may take to come, and to answer."""
+
+    def __init__(self, store: dist.Store, name: str, side: int, timeout: timedelta):
+        self.other = 1 - side
+        try:
+            self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), side, 2, timeout)
+        except RuntimeError as error:
+            raise ConnectionLost(str(error)) from error
+
+    def send(self, kind: Kind, numbers: Sequence[float] = (), text: str = "") -> None:
+        data = text.encode()
+        head = torch.zeros(NUMBERS + 2, dtype=torch.float64)
+        head[0], head[1] = kind, len(data)
+        head[2 : 2 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        self._send(head)
+        if data:
+            self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def receive(self) -> Message:
+        head = torch.empty(NUMBERS + 2, dtype=torch.float64)
+        self._receive(head)
+        kind, length, *numbers = head.tolist()
+        data = torch.empty(int(length), dtype=torch.uint8)
+        if length:
+            self._receive(data)
+        return Message(Kind(int(kind)), tuple(numbers), data.numpy().tobytes().decode())
+
+    def send_tensor(self, flat: Tensor) -> None:
+        """``flat``: contiguous, of one dimension, on the CPU."""
+        for part in flat.split(_CHUNK):
+            self._send(part)
+
+    def receive_tensor(self, flat: Tensor) -> None:
+        for part in flat.split(_CHUNK):
+            self._receive(part)
+
+    def _send(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            self._wait(self.group.send, tensor)
+
+    def _receive(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            self._wait(self.group.recv, tensor)
+
+    def _wait(self, transfer, tensor: Tensor) -> None:
+        try:
+            transfer([tensor], self.other, 0).wait()
+        except RuntimeError as error:
+            raise ConnectionLost(str(error)) from error

@@ -1,0 +1,31 @@
+"""Running a job on this rank: by itself, or as one of several workers of parameter servers."""
+
+from collections.abc import Callable
+
+from ..config import RunConfig
+from ..parallel.agree import together
+from ..parallel.launch import World
+from ..stages.optimizer_state import OptimizerOf, adamw_of
+from .job import Job
+from .report import Report, Throughput
+from .served import Worker, WorkerJob
+from .state import RunState
+
+
+def run_job(
+    make: Callable[[OptimizerOf], Job], config: RunConfig, world: World, work: Callable[[RunState], Throughput]
+) -> None:
+    """Make and run a job; ``make`` is given who keeps the optimizer's state. ``work``: that of a sample, for the report.
+    Raises a MerakError on every rank of the job, or of the worker, alike."""
+    worker = None if world.role is None else Worker(config, world)
+    job = make(adamw_of if worker is None else worker.optimizer)
+
+    def report() -> Report | None:
+        return Report(config.logging, work(job.trainer)) if world.is_last else None
+
+    if worker is not None:
+        WorkerJob(job, worker, report).run()
+        return
+    with together(job.mesh.control, "cpu"):
+        job.report = report()
+    job.run()

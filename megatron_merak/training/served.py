@@ -1,0 +1,218 @@
+"""A worker of parameter servers: its job, in which it trains beside other workers that may come and go.
+
+Every worker is a job of its own, with a mesh, groups and data of its own. With ps-sync it takes its part of every
+batch; with ps-async it claims one part after the other, whose numbers all workers count together.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from ..checkpoint.lock import DirectoryLock
+from ..config import SNAPSHOT_INTERVAL, OptimizerConfig, ParallelConfig, RunConfig
+from ..errors import ConfigError, DataError
+from ..optimizer.loss_scale import LossScaler
+from ..parallel.agree import broadcast_json, together
+from ..parallel.launch import World
+from ..parallel.mesh import Mesh
+from ..parallel.roles import Role
+from ..parameter_server.client import Client
+from ..parameter_server.layout import layout_of, pieces_of
+from ..parameter_server.optimizer import ServedAdamW, wire_dtype
+from ..parameter_server.server import Server, Settings
+from ..runtime.parameters import RankParameters
+from .job import Job
+from .report import Report
+
+_CLAIMS = "parts of batches that workers claimed"
+_JOB = "what workers train, and on what"
+
+
+def role_of(parallel: ParallelConfig) -> Callable[[int, int], Role] | None:
+    """What ``launch`` asks for the role of a rank among so many; None without parameter servers."""
+    if not parallel.served:
+        return None
+    return lambda rank, size: Role(rank, size, parallel.ranks_of_replica, parallel.num_parameter_servers)
+
+
+def server_settings(config: RunConfig) -> Settings:
+    """Of the ranks that serve."""
+    parallel, save = config.parallel, config.checkpoint.save
+    directory = None if save is None else Path(save) / "parameter_servers"
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    return Settings(directory, parallel.ps_snapshot_interval or SNAPSHOT_INTERVAL, timeout)
+
+
+def serve(config: RunConfig, world: World) -> None:
+    """Run a rank that only serves, until all workers have left or are gone. Raises what went wrong."""
+    server = Server(world.role, world.store, server_settings(config))
+    if world.rank == 0:
+        print(f"megatron_merak: {world.role.servers} parameter server(s) for {world.role.workers} worker(s)", flush=True)
+    server.wait()
+    print(server.told(), flush=True)
+
+
+def mesh_of_worker(mesh: Mesh, config: RunConfig, role: Role) -> Mesh:
+    """The mesh of a worker's ranks, which knows of the other workers."""
+    sync = config.parallel.data_parallel_strategy == "ps-sync"
+    return replace(mesh, worker=role.worker, workers=role.workers, steps_together=sync)
+
+
+class Worker:
+    """This rank's side of a job with parameter servers. ``config``: of the job, not of the worker alone.
+
+    Its own server runs beside it where no ranks only serve.
+    """
+
+    def __init__(self, config: RunConfig, world: World):
+        self.config, self.role, self.store = config, world.role, world.store
+        self.sync = config.parallel.data_parallel_strategy == "ps-sync"
+        self.server = Server(self.role, self.store, server_settings(config)) if self.role.clients else None
+
+    def optimizer(self, held: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> ServedAdamW:
+        """An optimizer of this rank's parameters, connected to its servers; an ``OptimizerOf``."""
+        parallel, buffer, workers = self.config.parallel, held.buffer, self.role.workers
+        most = 4 * workers if parallel.ps_max_staleness is None else parallel.ps_max_staleness
+        settings = {
+            "dtype": str(wire_dtype(held)).removeprefix("torch."),
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+            "workers": workers,
+            "sync": self.sync,
+            "max_staleness": most,
+        }
+        pieces = pieces_of(buffer.size, len(self.role.endpoints))
+        layouts = [(piece, layout_of(buffer, piece, **settings)) for piece in pieces]
+        client = Client(self.role, self.store, layouts, timedelta(minutes=parallel.distributed_timeout_minutes))
+        return ServedAdamW(held, config, client, workers, self.sync, scaler)
+
+    def agree(self, mesh: Mesh, data: object) -> None:
+        """Raise ConfigError on all ranks of a worker whose settings or data are not those of the worker that came
+        first."""
+        with together(mesh.control, "cpu"):
+            if self.role.place == 0:
+                mine = json.dumps([self.config.to_dict(), data], sort_keys=True)
+                digest = hashlib.sha256(mine.encode()).hexdigest()
+                first = self.store.compare_set(_JOB, "", digest).decode()
+                if first != digest:
+                    reason = "its flags, or the data it finds, are not those of the worker that came first"
+                    raise ConfigError("worker", self.role.worker, reason, "Start all ranks alike")
+
+    def claim(self) -> int:
+        """The number of the next part of a batch that no worker has claimed."""
+        return self.store.add(_CLAIMS, 1) - 1
+
+    def leave(self, optimizer: ServedAdamW) -> None:
+        """Tell the servers that this worker is done, and serve the others until they are."""
+        optimizer.client.leave()
+        if self.server is not None:
+            self.server.wait()
+
+
+class WorkerJob:
+    """Runs a job's steps as one of several workers. The first one that lives leads: it prints, evaluates and saves.
+
+    job: of this rank, without a report. make_report: called on the rank that prints once its worker leads.
+    """
+
+    def __init__(self, job: Job, worker: Worker, make_report: Callable[[], Report | None]):
+        self.job, self.worker, self.make_report = job, worker, make_report
+        self.trainer, self.mesh, self.config = job.trainer, job.mesh, job.config
+        self.optimizer: ServedAdamW = job.trainer.optimizer
+        self.leads, self.leading = False, ExitStack()
+        self.saved = self.evaluated = 0  # iterations of the last checkpoint and evaluation
+
+    def run(self) -> None:
+        """As ``Job.run``. Raises a MerakError on all ranks of this worker; other workers go on."""
+        with self.leading:
+            self._lead(self.worker.role.worker == 0)
+            self.job.resume()
+            self.worker.agree(self.mesh, [self.trainer.data, self.trainer.iteration])
+            self.optimizer.begin_training(self.worker.role.worker == 0)
+            if not self.config.train.skip_train:
+                self._train()
+            self._end()
+
+    def _lead(self, leads: bool) -> None:
+        if not leads or self.leads:
+            return
+        self.leads, save = True, self.config.checkpoint.save
+        if save is not None:
+            self.job.lock = self.leading.enter_context(DirectoryLock(save, self.mesh.control))
+        with together(self.mesh.control, "cpu"):
+            self.job.report = self.make_report()
+        if self.worker.role.worker > 0:
+            self.job.say(f"worker {self.worker.role.worker} leads: those before it are gone")
+
+    def _next(self, start: int, last: int) -> int | None:
+        """The next step to take, of ``last``: with ps-async the next part of a batch that nobody took; None at the
+        end. All ranks of the worker agree on it, and on who leads."""
+        told = None
+        if self.worker.role.place == 0:
+            part = self.trainer.iteration if self.worker.sync else start * self.mesh.workers + self.worker.claim()
+            told = [part, self.optimizer.leader]
+        part, leader = broadcast_json(told, self.mesh.control, "cpu")
+        self._lead(leader == self.worker.role.worker)
+        return part if part < last * (1 if self.worker.sync else self.mesh.workers) else None
+
+    def _train(self) -> None:
+        job, trainer, train, workers = self.job, self.trainer, self.config.train, self.mesh.workers
+        start, last = trainer.iteration, trainer.iterations
+        if train.exit_interval:
+            last = min(last, (start // train.exit_interval + 1) * train.exit_interval)
+        size, before = trainer.global_batch_size, trainer.consumed_samples
+        self.saved = self.evaluated = start
+        part_size = size // workers
+        shape = (self.mesh.replica, workers, size) if self.worker.sync else (0, 1, part_size)
+        loader = job.training_data(*shape[:2], lambda consumed: shape[2])
+        try:
+            while (part := self._next(start, last)) is not None:
+                if not self.worker.sync:
+                    trainer.iteration, trainer.consumed_samples = part // workers, part * part_size
+                batches = next(loader, None) if self.worker.sync else loader.at(part * part_size)
+                if batches is None:
+                    reason = f"the training data ends at {trainer.consumed_samples} samples"
+                    raise DataError("--train-iters", train.train_iters, reason, "Lower it, or give more data")
+                job.train_step(batches, before)
+                before = trainer.consumed_samples
+                if self.leads:
+                    self._after_step(last)
+        finally:
+            loader.close()
+        trainer.iteration, trainer.consumed_samples = last, trainer.consumed_samples + (last - trainer.iteration) * size
+
+    def _after_step(self, last: int) -> None:
+        """Save and evaluate when an interval has passed, since this worker does not see all steps."""
+        train, done, checkpoint = self.config.train, self.trainer.iteration, self.config.checkpoint
+        if checkpoint.save_interval and done // checkpoint.save_interval > self.saved // checkpoint.save_interval:
+            self._save()
+        if train.eval_interval and done // train.eval_interval > self.evaluated // train.eval_interval and done < last:
+            self.job.evaluate("valid")
+            self.evaluated = done
+
+    def _save(self) -> None:
+        if not self.worker.sync:
+            self.optimizer.client.freeze()
+            self.optimizer.pull()
+        self.saved = self.job.save()
+        if not self.worker.sync:
+            self.optimizer.client.thaw()
+            self.optimizer.pull()
+
+    def _end(self) -> None:
+        """The worker that leads waits until it is the last one; then the weights are final."""
+        optimizer = self.optimizer
+        optimizer.pull()
+        self._lead(broadcast_json(optimizer.leader, self.mesh.control, "cpu") == self.worker.role.worker)
+        if self.leads:
+            optimizer.client.alone()
+            optimizer.pull()
+            if self.config.checkpoint.save is not None and self.saved != self.trainer.iteration:
+                self._save()
+            optimizer.fetch_master()
+            self.job.close()
+        self.worker.leave(optimizer)
