@@ -106,7 +106,7 @@ class ServedAdamW(Optimizer):
         return told, replace(self._result(norm, factor is None), staleness=answer.staleness, late=answer.late)
 
     def _together(self, sums: Tensor | None, rates: Sequence[float]) -> tuple[list[float], StepResult]:
-        (told,) = read(sums)
+        told = [] if sums is None else read(sums)[0]
         mine = Contribution(self._taken, self._on_cpu(), told)
         total = self.client.contribute(mine)
         square = torch.tensor(total.square, dtype=torch.float64, device=self.buffer.device)

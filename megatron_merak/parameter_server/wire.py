@@ -56,7 +56,8 @@ class Connection:
     def __init__(self, store: dist.Store, name: str, side: int, timeout: timedelta):
         self.other = 1 - side
         try:
-            self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), side, 2, timeout)
+            # A connection to the store serves one thread at a time, which may wait there for the other side.
+            self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, store.clone()), side, 2, timeout)
         except RuntimeError as error:
             raise ConnectionLost(str(error)) from error
 
