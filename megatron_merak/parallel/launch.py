@@ -18,7 +18,7 @@ from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .process import Environment, Setup, end_with_launcher, set_up
-from .roles import Role
+from .roles import Role, job_keys
 from .shared_segment import Settings
 
 _PATIENCE = 60.0  # seconds that a rank at its end waits for the others
@@ -132,7 +132,7 @@ def launch(
     cluster, clock = _emulation(backend, emulate)
     role = store = None
     if served is not None:
-        role, store = served(rank, size), _job_store(timeout_minutes)
+        role, store = served(rank, size), _job_store(rank, timeout_minutes)
         rank, size = (rank - role.clients_of_all, role.servers) if role.only_serves else (role.place, role.places)
         use_cpu = use_cpu or role.only_serves
     device = torch.device("cpu") if use_cpu else _device(backend, size)
@@ -160,11 +160,17 @@ def launch(
     return World(rank, size, device, cluster, clock, collectives, setup, environment.ranks_here, role, store)
 
 
-def _job_store(timeout_minutes: float) -> dist.Store:
-    """The key-value store that the launcher, or the first rank, has for all ranks of the job."""
+def _job_store(rank: int, timeout_minutes: float) -> dist.Store:
+    """A key-value store for all ranks of the job: its launcher's, or else the first rank's. Raises LaunchError."""
     _check_rendezvous()
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=timeout_minutes)))
-    return store
+    host, port, timeout = os.environ["MASTER_ADDR"], _number("MASTER_PORT", ""), timedelta(minutes=timeout_minutes)
+    mine = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(host, port, is_master=mine, timeout=timeout, wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        reason = f"no store answers there ({str(error).splitlines()[0]})"
+        raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, "Start ranks with torchrun") from error
+    return job_keys(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def adopt(backend: str = "auto", fp32_matmul: str = "auto") -> World:

@@ -12,6 +12,8 @@ a piece of its own place, to the ranks at the same place of all workers.
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 
 @dataclass(frozen=True)
 class Role:
@@ -65,3 +67,13 @@ class Role:
             return tuple(range(self.clients_of_all))
         return () if self.servers else self.endpoints
 
+
+
+def job_keys(store: dist.Store, attempt: str = "0") -> dist.Store:
+    """What the ranks of one attempt at a job write into a store that its launcher may use for several."""
+    return dist.PrefixStore(f"megatron_merak, attempt {attempt}", store)
+
+
+def ended_key(rank: int) -> str:
+    """Is in the job's store when a launcher saw that rank of a worker end, however it came about."""
+    return f"rank {rank} ended"

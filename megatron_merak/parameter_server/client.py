@@ -16,9 +16,7 @@ from ..parallel.roles import Role
 from .layout import Layout, Span
 from .piece import KINDS
 from .server import born_key, connection_name
-from .wire import CLIENT, NUMBERS, Connection, ConnectionLost, Kind, Message
-
-_POLL = 0.2  # seconds between two looks for a server that was started again
+from .wire import CLIENT, NUMBERS, POLL, Connection, ConnectionLost, Kind, Message
 
 
 class ServerError(MerakError):
@@ -220,7 +218,7 @@ class Client:
                 reason = "it did not come" if lost is None else f"it is gone, and was not started again ({lost})"
                 remedy = "Resume from the last checkpoint; tools/launch.py starts servers that end again"
                 raise LaunchError("parameter server", f"(rank {end.server})", reason, remedy)
-            time.sleep(_POLL)
+            time.sleep(POLL)
         end.birth, end.contributed, before = birth, -1, end.version
         try:
             name = connection_name(end.server, birth, self.role.rank)

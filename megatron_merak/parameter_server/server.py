@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..parallel.roles import Role
+from ..parallel.roles import Role, ended_key
 from .service import Service, Snapshots
 from .snapshot import snapshot_path
-from .wire import SERVER, Connection, ConnectionLost, Kind
+from .wire import CLIENT, SERVER, Connection, ConnectionLost, Kind, comes
 
 
 def born_key(server: int) -> str:
@@ -87,8 +87,10 @@ class Server:
         worker, service = client // self.role.places, self.services[self._place(client)]
         connection = None
         try:
-            name = connection_name(self.role.rank, self.birth, client)
-            connection = Connection(self.store, name, SERVER, self.settings.timeout)
+            name, timeout = connection_name(self.role.rank, self.birth, client), self.settings.timeout
+            if not comes(self.store.clone(), name, CLIENT, ended_key(client), timeout):
+                raise ConnectionLost(f"rank {client} did not come")
+            connection = Connection(self.store, name, SERVER, timeout)
             service.serve(worker, connection)
         except ConnectionLost:
             self.lost.append(client)

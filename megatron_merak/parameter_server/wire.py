@@ -4,6 +4,7 @@ A rank that dies takes down its own connections and no others; a server that was
 message is a kind, some numbers, and maybe text or a flat tensor of a length that both sides know.
 """
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -17,6 +18,7 @@ NUMBERS = 16  # that a message carries beside its kind
 _CHUNK = 1 << 26  # elements of a tensor that travel in one piece
 
 CLIENT, SERVER = 0, 1
+POLL = 0.2  # seconds between two looks into the store
 
 
 class Kind(IntEnum):
@@ -49,6 +51,20 @@ class ConnectionLost(Exception):
     """The other side is not there any more, or never came."""
 
 
+def comes(store: dist.Store, name: str, side: int, unless: str, timeout: timedelta) -> bool:
+    """Whether the ``side`` of a connection comes, which may take its time, before the key ``unless`` is in the store."""
+    deadline, key = time.monotonic() + timeout.total_seconds(), _coming(name, side)
+    while not store.check([key]):
+        if store.check([unless]) or time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+    return True
+
+
+def _coming(name: str, side: int) -> str:
+    return f"{name}, side {side} comes"
+
+
 class Connection:
     """One end. ``store``: of the job. ``name``: the same on both ends, and never used before. ``side``: CLIENT or
     SERVER. ``timeout``: how long the other side may take to come, and to answer."""
@@ -57,7 +73,9 @@ class Connection:
         self.other = 1 - side
         try:
             # A connection to the store serves one thread at a time, which may wait there for the other side.
-            self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, store.clone()), side, 2, timeout)
+            own = store.clone()
+            own.set(_coming(name, side), "")
+            self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, own), side, 2, timeout)
         except RuntimeError as error:
             raise ConnectionLost(str(error)) from error
 

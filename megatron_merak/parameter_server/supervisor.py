@@ -1,0 +1,171 @@
+"""Starts the ranks of a job with parameter servers on one host, and outlives those that die.
+
+torchrun ends all ranks when one dies. Here a worker that dies is left: the others go on. A server that dies is started
+again, in its place, and goes on from its last snapshot.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch.distributed import TCPStore
+
+from ..errors import LaunchError
+from ..parallel.roles import ended_key, job_keys
+
+_POLL = 0.1  # seconds between two looks at the processes
+_GRACE = 10.0  # seconds that ranks have to end when they are told to
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """ranks_here: on this host. nodes, node: how many hosts of as many ranks there are, and which one this is. address,
+    port: of the first one, where ranks find each other."""
+
+    ranks_here: int
+    nodes: int = 1
+    node: int = 0
+    address: str = "127.0.0.1"
+    port: int = 29500
+
+    @property
+    def size(self) -> int:
+        return self.ranks_here * self.nodes
+
+    @property
+    def ranks(self) -> range:
+        return range(self.node * self.ranks_here, (self.node + 1) * self.ranks_here)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What a rank reads, by torchrun's names."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank - self.ranks[0]),
+            "LOCAL_WORLD_SIZE": str(self.ranks_here),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": f"megatron_merak-{self.port}",
+        }
+
+
+@dataclass
+class Supervisor:
+    """command: of every rank. hosts: where they run. servers: how many ranks, the last ones, only serve. restarts: how
+    often each of these is started again. say: is told what happens to ranks."""
+
+    command: Sequence[str]
+    hosts: Hosts
+    servers: int
+    restarts: int = 3
+    say: Callable[[str], object] = print
+    running: dict[int, subprocess.Popen] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)
+    restarted: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> int:
+        """Start the ranks of this host and return when all have ended: 0 where a worker came to its end, else the first
+        status that is none. A signal to end ends them."""
+        self.store = self._store()
+        previous = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for rank in self.hosts.ranks:
+                self._start(rank)
+            while self.running:
+                for rank, process in list(self.running.items()):
+                    if (status := process.poll()) is not None:
+                        self._ended(rank, status)
+                if not any(not self._serves(rank) for rank in self.hosts.ranks if rank in self.running):
+                    self._end_servers()
+                time.sleep(_POLL)
+        finally:
+            self._kill(signal.SIGKILL)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self.store = None
+        return self._status()
+
+    def _store(self):
+        """The job's key-value store, which outlives every rank."""
+        first = self.hosts.node == 0
+        try:
+            store = TCPStore(self.hosts.address, self.hosts.port, is_master=first, wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:
+            reason = f"no store {'can be opened' if first else 'answers'} there ({str(error).splitlines()[0]})"
+            raise LaunchError("--master-port", self.hosts.port, reason, "Name one that is free") from error
+        return job_keys(store)
+
+    def _serves(self, rank: int) -> bool:
+        return rank >= self.hosts.size - self.servers
+
+    def _start(self, rank: int) -> None:
+        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | self.hosts.environment(rank)
+        self.running[rank] = subprocess.Popen(self.command, env=environment)
+
+    def _ended(self, rank: int, status: int) -> None:
+        del self.running[rank]
+        self.ended[rank] = status
+        if not self._serves(rank):
+            self.store.set(ended_key(rank), str(status))
+        if status == 0:
+            return
+        kind = "server" if self._serves(rank) else "worker's rank"
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        again = self.restarted.get(rank, 0)
+        # A status above 0 is an error that was told, such as a wrong flag: it would come again.
+        if self._serves(rank) and status < 0 and again < self.restarts:
+            self.restarted[rank] = again + 1
+            self.say(f"{kind} {rank} {how}: started again ({again + 1} of {self.restarts})")
+            self._start(rank)
+        else:
+            self.say(f"{kind} {rank} {how}" + ("" if self._serves(rank) else ": the other workers go on"))
+
+    def _end_servers(self) -> None:
+        """Once no worker of this host runs: servers end by themselves when none of any host does."""
+        if self.hosts.nodes == 1 and any(not self._serves(rank) for rank in self.hosts.ranks):
+            deadline = time.monotonic() + _GRACE
+            while self.running and time.monotonic() < deadline:
+                for rank, process in list(self.running.items()):
+                    if (status := process.poll()) is not None:
+                        self._ended(rank, status)
+                time.sleep(_POLL)
+            self._kill(signal.SIGTERM)
+
+    def _stop(self, number: int, _frame: object) -> None:
+        self._kill(number)
+        self.restarts = 0
+
+    def _kill(self, number: int) -> None:
+        for process in self.running.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _status(self) -> int:
+        workers = [status for rank, status in sorted(self.ended.items()) if not self._serves(rank)]
+        if 0 in workers:
+            return 0
+        bad = [abs(status) for status in workers or self.ended.values() if status]
+        return bad[0] if bad else 0
+
+
+def servers_of(arguments: Sequence[str]) -> int:
+    """How many ranks only serve, by the flags of a script. Raises LaunchError."""
+    flag = "--num-parameter-servers"
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            value = value if equals else next(iter(arguments[place + 1 :]), "")
+            if not value.isdigit():
+                raise LaunchError(flag, value or "(missing)", "it is not a number", "Give a number of ranks")
+            return int(value)
+    return 0
+
+
+def command_of(script: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-u", script, *arguments]
