@@ -80,9 +80,7 @@ class Client:
         say: Callable[[str], object] = print,
     ):
         self.role, self.store, self.timeout, self.say = role, store, timeout, say
-        self.ends = [
-            _End(server, span, layout) for server, (span, layout) in zip(role.endpoints, pieces, strict=True)
-        ]
+        self.ends = [_End(server, span, layout) for server, (span, layout) in zip(role.endpoints, pieces, strict=True)]
         self._pool = ThreadPoolExecutor(len(self.ends), "servers")
         self.sequence = 0
         self._all(lambda end: self._connect(end))

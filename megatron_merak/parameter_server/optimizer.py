@@ -160,4 +160,3 @@ def _in_order(rows: Tensor) -> Tensor:
     for row in rows[1:]:
         total += row
     return total
-

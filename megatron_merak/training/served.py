@@ -6,6 +6,7 @@ batch; with ps-async it claims one part after the other, whose numbers all worke
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from ..checkpoint.lock import DirectoryLock
 from ..config import SNAPSHOT_INTERVAL, OptimizerConfig, ParallelConfig, RunConfig
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, DirectoryLockedError
 from ..optimizer.loss_scale import LossScaler
 from ..parallel.agree import broadcast_json, together
 from ..parallel.launch import World
@@ -30,6 +31,7 @@ from .report import Report
 
 _CLAIMS = "parts of batches that workers claimed"
 _JOB = "what workers train, and on what"
+_ATTEMPTS, _PAUSE = 50, 0.2  # to take a lock over, and seconds between two
 
 
 def role_of(parallel: ParallelConfig) -> Callable[[int, int], Role] | None:
@@ -51,7 +53,9 @@ def serve(config: RunConfig, world: World) -> None:
     """Run a rank that only serves, until all workers have left or are gone. Raises what went wrong."""
     server = Server(world.role, world.store, server_settings(config))
     if world.rank == 0:
-        print(f"megatron_merak: {world.role.servers} parameter server(s) for {world.role.workers} worker(s)", flush=True)
+        print(
+            f"megatron_merak: {world.role.servers} parameter server(s) for {world.role.workers} worker(s)", flush=True
+        )
     server.wait()
     print(server.told(), flush=True)
 
@@ -140,13 +144,22 @@ class WorkerJob:
     def _lead(self, leads: bool) -> None:
         if not leads or self.leads:
             return
-        self.leads, save = True, self.config.checkpoint.save
-        if save is not None:
-            self.job.lock = self.leading.enter_context(DirectoryLock(save, self.mesh.control))
+        self.leads = True
+        if self.config.checkpoint.save is not None:
+            self.job.lock = self.leading.enter_context(self._lock(self.config.checkpoint.save))
         with together(self.mesh.control, "cpu"):
             self.job.report = self.make_report()
         if self.worker.role.worker > 0:
             self.job.say(f"worker {self.worker.role.worker} leads: those before it are gone")
+
+    def _lock(self, directory: str) -> DirectoryLock:
+        """The one who led before may be dying still."""
+        for _ in range(_ATTEMPTS if self.worker.role.worker > 0 else 0):
+            try:
+                return DirectoryLock(directory, self.mesh.control)
+            except DirectoryLockedError:
+                time.sleep(_PAUSE)
+        return DirectoryLock(directory, self.mesh.control)
 
     def _next(self, start: int, last: int) -> int | None:
         """The next step to take, of ``last``: with ps-async the next part of a batch that nobody took; None at the

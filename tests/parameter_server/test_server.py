@@ -78,7 +78,9 @@ def test_old_gradients_count_less_and_too_old_ones_nothing():
         before = weights.clone()
         answer = slow.push(flat(6), 0.5, RATES, others)
         assert (answer.staleness, answer.late, answer.version) == (3, True, 6)
-        assert torch.equal(others, before), "a gradient that is too old changes nothing, and its sender gets new weights"
+        assert torch.equal(others, before), (
+            "a gradient that is too old changes nothing, and its sender gets new weights"
+        )
         answer = slow.push(flat(6), 0.5, RATES, others)
         assert (answer.staleness, answer.late) == (0, False)
         fast.leave()
