@@ -136,6 +136,9 @@ class RunConfig:
         if parallel.ddp_bucket_size is not None and parallel.sharding in ("optim_grads", "optim_grads_params"):
             why = "has no effect: sharded gradients are reduced one unit of the model at a time."
             told.append(f"--ddp-bucket-size {parallel.ddp_bucket_size} {why}")
+        if parallel.data_parallel_strategy == "ps-async" and self.data.num_workers:
+            why = "has no effect: a worker of --data-parallel-strategy ps-async loads the part that it has claimed."
+            told.append(f"--num-workers {self.data.num_workers} {why}")
         return tuple(told)
 
 

@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import LaunchError, MerakError
+from ..errors import LaunchError, ServerError
 from ..parallel.roles import Role
 from .layout import Layout, Span
 from .piece import KINDS
 from .server import born_key, connection_name
 from .wire import CLIENT, NUMBERS, POLL, Connection, ConnectionLost, Kind, Message
-
-
-class ServerError(MerakError):
-    """What a server refused, or could not do."""
 
 
 class Answer(NamedTuple):

@@ -128,6 +128,7 @@ class WorkerJob:
         self.trainer, self.mesh, self.config = job.trainer, job.mesh, job.config
         self.optimizer: ServedAdamW = job.trainer.optimizer
         self.leads, self.leading = False, ExitStack()
+        self.start = self.consumed = 0  # iteration and samples that the run started at
         self.saved = self.evaluated = 0  # iterations of the last checkpoint and evaluation
 
     def run(self) -> None:
@@ -177,16 +178,17 @@ class WorkerJob:
         start, last = trainer.iteration, trainer.iterations
         if train.exit_interval:
             last = min(last, (start // train.exit_interval + 1) * train.exit_interval)
-        size, before = trainer.global_batch_size, trainer.consumed_samples
-        self.saved = self.evaluated = start
-        part_size = size // workers
-        shape = (self.mesh.replica, workers, size) if self.worker.sync else (0, 1, part_size)
+        sync, size, before = self.worker.sync, trainer.global_batch_size, trainer.consumed_samples
+        self.saved = self.evaluated = self.start = start
+        self.consumed, part_size = before, size // workers
+        shape = (self.mesh.replica, workers, size) if sync else (0, 1, part_size)
         loader = job.training_data(*shape[:2], lambda consumed: shape[2])
         try:
             while (part := self._next(start, last)) is not None:
-                if not self.worker.sync:
-                    trainer.iteration, trainer.consumed_samples = part // workers, part * part_size
-                batches = next(loader, None) if self.worker.sync else loader.at(part * part_size)
+                if not sync:
+                    trainer.iteration = part // workers
+                    trainer.consumed_samples = self.consumed + (part - start * workers) * part_size
+                batches = next(loader, None) if sync else loader.at(trainer.consumed_samples)
                 if batches is None:
                     reason = f"the training data ends at {trainer.consumed_samples} samples"
                     raise DataError("--train-iters", train.train_iters, reason, "Lower it, or give more data")
@@ -196,7 +198,12 @@ class WorkerJob:
                     self._after_step(last)
         finally:
             loader.close()
-        trainer.iteration, trainer.consumed_samples = last, trainer.consumed_samples + (last - trainer.iteration) * size
+        self._stand_at(last)
+
+    def _stand_at(self, iteration: int) -> None:
+        """All parts of the batches up to there are taken, as far as a checkpoint can say."""
+        self.trainer.iteration = iteration
+        self.trainer.consumed_samples = self.consumed + (iteration - self.start) * self.trainer.global_batch_size
 
     def _after_step(self, last: int) -> None:
         """Save and evaluate when an interval has passed, since this worker does not see all steps."""
@@ -211,6 +218,7 @@ class WorkerJob:
         if not self.worker.sync:
             self.optimizer.client.freeze()
             self.optimizer.pull()
+            self._stand_at(self.trainer.iteration)
         self.saved = self.job.save()
         if not self.worker.sync:
             self.optimizer.client.thaw()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_merak.config import OptimizerConfig
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, ServerError
 from megatron_merak.optimizer.adamw import AdamW
-from megatron_merak.parameter_server.client import Contribution, ServerError
+from megatron_merak.parameter_server.client import Contribution
 from megatron_merak.parameter_server.snapshot import read_snapshot, snapshot_path
 
 from .served import SIZE, Job, layouts, new_buffer, serving
