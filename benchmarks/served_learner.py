@@ -1,0 +1,199 @@
+"""Follows a trace of modelled workers and servers with real gradients, which the servers' own code applies.
+
+There is one process and no network: a message goes to a `Service` as from a connection, and its answer comes back.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from modelled_servers import Event, Trace
+from torch import Tensor
+
+from megatron_merak.parameter_server.layout import Layout, Span, pieces_of
+from megatron_merak.parameter_server.piece import KINDS
+from megatron_merak.parameter_server.service import Service, Snapshots
+from megatron_merak.parameter_server.wire import NUMBERS, Kind, Message
+
+MASTER = (KINDS.index("master"),)
+
+
+class Line:
+    """The server's end of a connection on which some messages have come already, each with its tensor or None."""
+
+    def __init__(self, *messages: tuple[Kind, Sequence[float], Tensor | None], text: str = ""):
+        self.messages, self.text = [*messages, (Kind.LEAVE, (), None)], text
+        self.tensor: Tensor | None = None
+        self.answer = Message(Kind.LEAVE)
+        self.answered: Tensor | None = None
+
+    def receive(self) -> Message:
+        kind, numbers, self.tensor = self.messages.pop(0)
+        return Message(kind, (*numbers, *[0.0] * (NUMBERS - len(numbers))), self.text)
+
+    def receive_tensor(self, flat: Tensor) -> None:
+        flat.copy_(self.tensor)
+
+    def send(self, kind: Kind, numbers: Sequence[float] = (), text: str = "") -> None:
+        if kind is Kind.ERROR:
+            raise RuntimeError(text)
+        self.answer = Message(kind, tuple(numbers), text)
+
+    def send_tensor(self, flat: Tensor) -> None:
+        self.answered = flat.clone()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What servers are told of a model; see `Layout`. decay: of weights."""
+
+    workers: int
+    sync: bool
+    max_staleness: int
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    decay: float = 0.0
+
+
+class Servers:
+    """Services that hold ``weights``, fp32 [n], one piece each.
+
+    staleness: of each worker, how many of its gradients were so old, over all pieces. dropped: those that were too old.
+    """
+
+    def __init__(self, weights: Tensor, servers: int, settings: Settings):
+        self.settings = settings
+        self.spans: list[Span] = pieces_of(weights.numel(), servers)
+        self.staleness: list[Counter[int]] = [Counter() for _ in range(settings.workers)]
+        self.dropped = [0] * settings.workers
+        self._sequence = 0
+        self._versions: Counter[tuple[int, int]] = Counter()
+        self._pool = ThreadPoolExecutor(settings.workers)
+        self.services = [self._service(weights[slice(*span)]) for span in self.spans]
+
+    def _service(self, weights: Tensor) -> Service:
+        settings, whole = self.settings, (0, weights.numel())
+        service = Service(settings.workers, Snapshots(), self._pool)
+        layout = Layout(
+            elements=weights.numel(),
+            dtype="float32",
+            groups=((*whole, 0),),
+            counted=(whole,),
+            copies=(),
+            betas=settings.betas,
+            eps=settings.eps,
+            workers=settings.workers,
+            sync=settings.sync,
+            max_staleness=settings.max_staleness,
+        )
+        service.serve(0, Line((Kind.HELLO, (), None), text=layout.to_json()))
+        service.serve(0, Line((Kind.STORE, MASTER, weights), (Kind.READY, (0,), None)))
+        return service
+
+    def push(self, worker: int, server: int, gradient: Tensor, rate: float) -> Tensor:
+        """Let one server apply its piece of a worker's gradient [n]; its weights after that."""
+        self._sequence += 1
+        numbers = (self._sequence, self._versions[worker, server], 1.0, rate, self.settings.decay)
+        line = Line((Kind.PUSH, numbers, gradient[slice(*self.spans[server])]))
+        self.services[server].serve(worker, line)
+        version, _, _, staleness, late = line.answer.numbers
+        self._versions[worker, server] = int(version)
+        self.staleness[worker][int(staleness)] += 1
+        self.dropped[worker] += int(late)
+        return line.answered
+
+    def step(self, server: int, step: int, gradients: Sequence[Tensor], rate: float) -> Tensor:
+        """Let one server add its piece of all workers' gradients [n] and apply the sum; its weights after that."""
+        piece = slice(*self.spans[server])
+        lines = [
+            Line((Kind.CONTRIBUTE, (step,), gradient[piece]), (Kind.APPLY, (0, 1.0, rate, self.settings.decay), None))
+            for gradient in gradients
+        ]
+        list(self._pool.map(self.services[server].serve, range(len(lines)), lines))
+        return lines[0].answered
+
+    def weights(self) -> Tensor:
+        """Of all pieces, fp32 [n]."""
+        return torch.cat([service.piece.state["master"] for service in self.services])
+
+
+class Problem(Protocol):
+    """weights: fp32 [n], to begin with."""
+
+    weights: Tensor
+
+    def gradient(self, weights: Tensor, part: int) -> Tensor:
+        """Of the mean loss over the samples of a part of a batch, fp32 [n]."""
+
+    def loss(self, weights: Tensor) -> float:
+        """On samples that are not trained on."""
+
+
+@dataclass
+class Curve:
+    """Loss over modelled seconds, and what became of gradients; see `Servers`."""
+
+    trace: Trace
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    staleness: list[Counter[int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    weights: Tensor | None = None
+
+    def reached(self, goal: float) -> float:
+        """Seconds until the loss is at most ``goal``; infinity where it never is."""
+        return next((time for time, loss in zip(self.seconds, self.losses, strict=True) if loss <= goal), math.inf)
+
+
+def learn(trace: Trace, problem: Problem, settings: Settings, rate: Callable[[int], float], every: int) -> Curve:
+    """Train by a trace of ps-sync or ps-async. rate: of each step of all workers. every: steps between two losses."""
+    servers = Servers(problem.weights, len(trace.setup.role.endpoints), settings)
+    curve = Curve(trace, [0.0], [problem.loss(problem.weights)])
+    follower = (_Together if settings.sync else _Alone)(problem, servers, trace.setup.workers, rate)
+    last = every * len(servers.spans) * (1 if settings.sync else trace.setup.workers)  # of the events until a loss
+    for number, event in enumerate(trace.events, 1):
+        follower.follow(event)
+        if number % last == 0:
+            curve.seconds.append(event.seconds)
+            curve.losses.append(problem.loss(servers.weights()))
+    curve.staleness, curve.dropped, curve.weights = servers.staleness, servers.dropped, servers.weights()
+    return curve
+
+
+class _Together:
+    """All workers have the same weights, and take the same step."""
+
+    def __init__(self, problem: Problem, servers: Servers, workers: int, rate: Callable[[int], float]):
+        self.problem, self.servers, self.workers, self.rate = problem, servers, workers, rate
+        self.weights, self.step = problem.weights.clone(), -1
+        self.gradients: list[Tensor] = []
+
+    def follow(self, event: Event) -> None:
+        step, workers = event.part, self.workers
+        if step != self.step:
+            self.step, parts = step, range(step * workers, (step + 1) * workers)
+            self.gradients = [self.problem.gradient(self.weights, part) / workers for part in parts]
+        answer = self.servers.step(event.server, step, self.gradients, self.rate(step))
+        self.weights[slice(*self.servers.spans[event.server])] = answer
+
+
+class _Alone:
+    """A worker's gradient is of the weights that it had when it claimed the part; servers may answer long before
+    others have it."""
+
+    def __init__(self, problem: Problem, servers: Servers, workers: int, rate: Callable[[int], float]):
+        self.problem, self.servers, self.workers, self.rate = problem, servers, workers, rate
+        self.weights = [problem.weights.clone() for _ in range(workers)]
+        self.parts, self.gradients = [-1] * workers, [problem.weights] * workers
+
+    def follow(self, event: Event) -> None:
+        worker, part, server = event.worker, event.part, event.server
+        if part != self.parts[worker]:
+            self.parts[worker] = part
+            self.gradients[worker] = self.problem.gradient(self.weights[worker], part)
+        answer = self.servers.push(worker, server, self.gradients[worker], self.rate(part // self.workers))
+        self.weights[worker][slice(*self.servers.spans[server])] = answer
