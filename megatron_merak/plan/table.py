@@ -44,7 +44,8 @@ def table(plan: Any, width: int = 120) -> str:
         divided = ", sequence parallelism" if plan.sequence_parallel else ""
         lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{divided}")
     if plan.sharding != "no_shard":
-        shared = f"shared by {grid.dp} replicas" if grid.dp > 1 else "not shared, as there is one replica"
+        shared = f"shared by {plan.shard_ranks} replicas" if grid.dp > 1 else "not shared, as there is one replica"
+        shared += f", in each of {plan.sharding_instances} instances" if plan.sharding_instances > 1 else ""
         lines.append(f"{_SHARED[plan.sharding]}: {shared}")
     lines.append("")
     for row in [header, *rows]:

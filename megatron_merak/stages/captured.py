@@ -86,7 +86,7 @@ class CapturedTrainer:
         bound = (mesh, self.holdings.parameters, self.parameters.weights)
         self.programs = {stage: Programs(self.blueprint, stage, *bound) for stage in self.holdings.stages}
         self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
-        self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model, mesh.dp, scaler)
+        self.optimizer = AdamW(self.buffer, optimizer or OptimizerConfig(), mesh.model, mesh.sharing, scaler)
         self.replicas = Replicas(mesh, self.optimizer, self.parameters.gatherer, replica_check_interval)
         self.executors = Executors(self.stages, self.plan.schedule, mesh, self.accepts_num_items)
         with together(mesh.control, "cpu"):
@@ -249,7 +249,7 @@ class CapturedTrainer:
         if self.buffer.sharding < Sharding.PARAMETERS:
             return batches
         most = torch.tensor(batches, device=self.mesh.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.dp)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.sharing)
         return int(most)
 
     def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:

@@ -43,7 +43,8 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
             plan = make_plan(config, world.size, cluster, tensors(config))
         else:
             plan = followed(plan, config)
-    mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
+    where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
+    mesh = build_mesh(plan.grid, *where, plan.sharding_instances)
     if world.rank == 0:
         print(opening(config, plan, world, notices), flush=True)
     with together(mesh.control, "cpu"):

@@ -52,7 +52,8 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     control = control_group(world.size, timeout)
     agree(config, control)
     grid = grid_of(config, world.size)
-    mesh = build_mesh(grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
+    where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
+    mesh = build_mesh(grid, *where, config.parallel.num_distributed_optimizer_instances)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)

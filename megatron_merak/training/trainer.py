@@ -38,7 +38,7 @@ class Trainer(RunState):
         self.executors = Executors(stages, plan.schedule, mesh, per_token)
         self.buffer, self.gatherer = self.model.buffer, self.model.gatherer
         scaler = scaler_of_run(config.train)
-        self.optimizer = AdamW(self.buffer, config.optimizer, mesh.model, mesh.dp, scaler)
+        self.optimizer = AdamW(self.buffer, config.optimizer, mesh.model, mesh.sharing, scaler)
         interval = config.train.check_weight_hash_across_dp_replicas_interval
         self.replicas = Replicas(mesh, self.optimizer, self.gatherer, interval)
 
