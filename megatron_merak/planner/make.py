@@ -140,11 +140,11 @@ def plan_chain(
     ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
     is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``, ``bucket_size`` (None: the
-    default), ``sharding``, ``sharding_instances``, ``overlap_param_gather``, ``loss_chunk``, ``recompute_activations``, ``graph_sharding``: see
-    ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without it the device's own is respected where some cut
-    does. ``reasons``: of each tensor, why it is divided as it is. Raises PlanError for more stages than units, where
-    ``memory_gb`` does not suffice or where ``sharding`` and ``overlap`` do not go together, ScheduleError for an
-    unknown schedule or one that is not defined for these numbers.
+    default), ``sharding`` and further fields of ``Plan``: see there. ``memory_gb`` is the memory of a rank in GiB;
+    without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as it
+    is. Raises PlanError for more stages than units, where ``memory_gb`` does not suffice, where ``sharding`` and
+    ``overlap`` do not go together or ``sharding_instances`` does not divide the replicas, ScheduleError for an unknown
+    schedule or one that is not defined for these numbers.
     """
     check_instances(sharding_instances, grid.dp, sharding)
     units, recompute = tuple(units), recompute or Recompute()
@@ -160,10 +160,9 @@ def plan_chain(
         draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
         draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
-        draft |= {"recompute_activations": recompute_activations}
+        draft |= {"recompute_activations": recompute_activations, "overlap_param_gather": overlap_param_gather}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
         draft |= {"sharding": sharding, "sharding_instances": sharding_instances}
-        draft |= {"overlap_param_gather": overlap_param_gather}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))
             if schedule == "auto":

@@ -101,9 +101,10 @@ def stage_waits(plan: Plan, costs: Sequence[UnitCost]) -> list[Waits]:
     found = []
     for index, stage in enumerate(plan.stages):
         splits, early = (index, Kind.W) in kinds, (index, Kind.R) in kinds
-        passes, values = _passes(plan, stage, costs, transfers, splits, early), dict(own_values(plan.units, stage.units))
+        passes = _passes(plan, stage, costs, transfers, splits, early)
         forward, backward, weight = passes[Kind.F], passes[Kind.B], passes[Kind.W]
         there, back = kept.get((index, Kind.F), 0.0), kept.get((index, Kind.B), 0.0)
+        values = dict(own_values(plan.units, stage.units))
         again = _wait(passes[Kind.R], passes[Kind.R]) if early and passes[Kind.R] else 0.0
         found.append(
             Waits(
