@@ -116,8 +116,7 @@ def build_mesh(
 
     Where that is an emulated one, agreement still goes by gloo and takes no modelled time. ``clock``: the world's.
     ``collectives``: backend of tp and dp, where ranks of one host may share memory, and of pp where it has a way for
-    messages too; None is the default group's. ``control``: made unless it is given. ``instances``: of those that share
-    parameters, gradients or optimizer state, see `Mesh`.
+    messages too; None is the default group's. ``control``: made unless it is given. ``instances``: see `Mesh`.
     """
     clock = clock or WallClock()
     if grid.size == 1:

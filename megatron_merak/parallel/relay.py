@@ -28,6 +28,11 @@ class Relay:
         self._under_way: deque[tuple[dist.Work, Launch]] = deque()
         self._launched: list[dist.Work] = []
 
+    def start(self) -> None:
+        """Forget what was left behind by a step that failed."""
+        self._under_way.clear()
+        self._launched.clear()
+
     def follow(self, work: dist.Work, launch: Launch) -> None:
         """Let ``launch`` start a collective once ``work`` is through. Ranks call this in the same order."""
         self._under_way.append((work, launch))

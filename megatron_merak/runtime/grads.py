@@ -46,6 +46,8 @@ class GradientReducer:
         self._works: list[dist.Work] = []
         self._launched = 0
         self._finished = False
+        if self.relay is not None:
+            self.relay.start()
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 A pass visits units in an order that the plan gives, so that all ranks of a data-parallel group launch the same
 collectives in the same order, whatever graphs their micro-batches run. At a visit the parameters of the unit are there,
 and those of the next visit are under way; what neither needs is released. After the backward of a unit its gradient is
-reduce-scattered while the next unit computes, and added to this rank's shard. Where others own the same shard, the sums
-of a step are then added up: once, while the units in front of it finish the last backward.
+reduce-scattered while the next unit computes, and added to this rank's shard. Where others own the same shard, it is
+summed over them once per step, while the units in front of it finish the last backward.
 
 As in ZeRO (https://arxiv.org/abs/1910.02054), stages 2 and 3.
 """

@@ -1,5 +1,6 @@
 """Into how many groups the replicas of a script's arguments are divided, and what of it is refused."""
 
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -7,7 +8,10 @@ import pytest
 from megatron_merak.errors import ConfigError
 from megatron_merak.hf_trainer.arguments import MerakArguments
 from megatron_merak.hf_trainer.instances import instances_of
+from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.launch import World
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+from tests.ranks import run_ranks
 
 
 @dataclass
@@ -81,3 +85,17 @@ def test_what_replicas_cannot_be_divided_into_is_refused(asked, told):
 def test_arguments_refuse_it_when_they_are_made():
     with pytest.raises(ConfigError, match="num_distributed_optimizer_instances 2: there is one data-parallel rank"):
         MerakArguments("unused", use_cpu=True, report_to="none", fsdp=HYBRID, num_distributed_optimizer_instances=2)
+
+
+def in_unequal_nodes(rank, world_size):
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "4"
+    arguments = MerakArguments("unused", use_cpu=True, report_to="none", disable_tqdm=True, fsdp=HYBRID)
+    with pytest.raises(ConfigError) as caught:
+        MerakTrainer(tiny_llama(0), arguments, collate, samples(4))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_nodes_of_unequal_size_are_told_before_groups_are_made():
+    told = run_ranks(in_unequal_nodes, 4)
+    assert set(told) == {"num_distributed_optimizer_instances 1: rank 2 has it, rank 0 has 2. Start all ranks alike."}
