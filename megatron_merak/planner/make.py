@@ -142,9 +142,8 @@ def plan_chain(
     is taken. ``chunks`` and ``group``: see ``build_schedule``. ``bucket_size``: None is the default. ``memory_gb`` is
     the memory of a rank in GiB; without it the device's own is respected where some cut does. ``reasons``: of each
     tensor, why it is divided as it is. The rest are fields of ``Plan``. Raises PlanError for more stages than units,
-    where ``memory_gb`` does not suffice, where ``sharding`` and ``overlap`` do not go together or
-    ``sharding_instances`` does not divide the replicas, ScheduleError for an unknown schedule or one that is not
-    defined for these numbers.
+    where ``memory_gb`` does not suffice, and where ``sharding``, ``sharding_instances`` and ``overlap`` do not go
+    together; ScheduleError for an unknown schedule or one that is not defined for these numbers.
     """
     check_instances(sharding_instances, grid.dp, sharding)
     units, recompute = tuple(units), recompute or Recompute()
