@@ -29,17 +29,21 @@ MODELS = {
     ),
 }
 LAYOUTS = [
-    ("7B", 8, 1, 64),
-    ("13B", 8, 1, 64),
-    ("70B", 512, 8, 1024),
-]  # GPUs, tensor-parallel degree, samples of a step
+    ("7B", 8, 1, 64, (1,)),
+    ("13B", 8, 1, 64, (1,)),
+    ("13B", 64, 1, 512, (1, 8)),
+    ("70B", 512, 8, 1024, (1, 8)),
+]  # GPUs, tensor-parallel degree, samples of a step, instances
 BEGIN, END = "<!-- written by benchmarks/data_parallel_modelled.py -->", "<!-- end of data_parallel_modelled -->"
 
 
-def made(model: str, gpus: int, tp: int, samples: int, sharding: str) -> Plan:
+def made(model: str, gpus: int, tp: int, samples: int, sharding: str, instances: int) -> Plan:
     """A plan for nodes of eight H100s, which recomputes feed-forward activations."""
     parallel = ParallelConfig(
-        tensor_model_parallel_size=tp, data_parallel_sharding_strategy=sharding, recompute_granularity="selective"
+        tensor_model_parallel_size=tp,
+        data_parallel_sharding_strategy=sharding,
+        num_distributed_optimizer_instances=instances,
+        recompute_granularity="selective",
     )
     train = TrainConfig(micro_batch_size=1, global_batch_size=samples, bf16=True)
     return plan(Config(model=MODELS[model], parallel=parallel, train=train), gpus, find_cluster("dgx-h100"))
@@ -47,7 +51,7 @@ def made(model: str, gpus: int, tp: int, samples: int, sharding: str) -> Plan:
 
 def traffic(of: Plan) -> float:
     """Bytes that a rank without pipeline parallelism sends to other replicas in a step, by rings."""
-    replicas, parameters, count = of.grid.dp, held_parameters(of.units), of.num_microbatches
+    replicas, parameters, count = of.shard_ranks, held_parameters(of.units), of.num_microbatches
     reduced = 4 * parameters * (count if of.shards_gradients else 1)
     gathered = 2 * parameters
     if of.sharding == "no_shard":
@@ -56,25 +60,28 @@ def traffic(of: Plan) -> float:
         # Twice per micro-batch, but for the unit that the pass before ended with.
         first, last = (held_parameters([unit]) for unit in (of.units[0], of.units[-1]))
         gathered = 2 * (2 * count * parameters - count * last - (count - 1) * first)
-    return (replicas - 1) / replicas * (reduced + gathered)
+    instances = of.sharding_instances
+    across = 8 * (instances - 1) / instances * parameters / replicas  # an all-reduce of what a rank owns
+    return (replicas - 1) / replicas * (reduced + gathered) + across
 
 
 def table() -> str:
     lines = [
-        "| model | GPUs | TP x DP | strategy | of a rank: weights | gradients | optimizer | peak | sent per step "
-        "| step | tokens/s |",
-        "|---|--:|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| model | GPUs | TP x DP | strategy | instances | of a rank: weights | gradients | optimizer | peak "
+        "| sent per step | step | tokens/s |",
+        "|---|--:|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for model, gpus, tp, samples in LAYOUTS:
-        for sharding in SHARDINGS:
-            found = made(model, gpus, tp, samples, sharding)
+    for model, gpus, tp, samples, counts in LAYOUTS:
+        ways = [(sharding, count) for sharding in SHARDINGS for count in counts if count == 1 or sharding != "no_shard"]
+        for sharding, instances in ways:
+            found = made(model, gpus, tp, samples, sharding, instances)
             memory = rank_memory(found)[0]
             held = " | ".join(f"{part / GIB:.1f} GiB" for part in (memory.weights, memory.gradients, memory.optimizer))
             peak = f"{memory.total / GIB:.1f} GiB"
             peak += " (does not fit)" if memory.total > found.cluster.device.memory else ""
             rate = samples * MODELS[model].seq_length / found.predicted_time
             lines.append(
-                f"| {model} | {gpus} | {tp} x {found.grid.dp} | `{sharding}` | {held} | {peak} "
+                f"| {model} | {gpus} | {tp} x {found.grid.dp} | `{sharding}` | {instances} | {held} | {peak} "
                 f"| {traffic(found) / GIB:.1f} GiB | {found.predicted_time:.2f} s | {rate:,.0f} |"
             )
     return "\n".join(lines)

@@ -76,8 +76,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "--grad-reduce-in-bf16": "Leave it out: gradients are added up in fp32",
         **dict.fromkeys(
             """
-        --num-distributed-optimizer-instances --overlap-param-gather-with-optimizer-step
-        --use-precision-aware-optimizer""".split(),
+        --overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer""".split(),
             "Use --use-distributed-optimizer",
         ),
         **dict.fromkeys(

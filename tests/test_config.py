@@ -156,6 +156,25 @@ def test_overlap_within_one_rank_is_ignored_and_told():
     assert make(parallel={"tp_comm_overlap": "auto"}).ignored() == ()
 
 
+def test_replicas_are_divided_into_instances_that_shard():
+    zero, count = {"use_distributed_optimizer": True}, "num_distributed_optimizer_instances"
+
+    def told(instances, ranks=16, tp=2, **parallel):
+        return refusal({"parallel": {count: instances, TP: tp, **(parallel or zero)}}, ranks)
+
+    assert make(parallel={count: 4, TP: 2, **zero}, train={"global_batch_size": 16}).validate(16) is None
+    flag = "--num-distributed-optimizer-instances"
+    assert told(3) == f"{flag} 3: does not divide the 8 data-parallel ranks. Use 2 or 4."
+    assert told(16) == f"{flag} 16: does not divide the 8 data-parallel ranks. Use 4."
+    assert told(8).startswith(f"{flag} 8: an instance would be one of the 8 data-parallel ranks, which shards nothing.")
+    assert told(8).endswith("Use 4, or the strategy no_shard.")
+    assert told(2, ranks=2) == f"{flag} 2: there is one data-parallel rank. Leave it 1."
+    assert told(2, ranks=6) == f"{flag} 2: does not divide the 3 data-parallel ranks. Use 1."
+    nothing = f"{flag} 2: no_shard leaves nothing that an instance could shard. Choose a sharding strategy, or leave it"
+    assert told(2, data_parallel_sharding_strategy="no_shard") == f"{nothing} 1."
+    assert told(0) == f"{flag} 0: is out of range. Use a value at least 1."
+
+
 def test_strategies_of_sharding_and_their_older_flag():
     strategy = "data_parallel_sharding_strategy"
     zero = {"use_distributed_optimizer": True}

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.megatron_flags import without_effect
-from megatron_merak.plan import Plan, prediction
+from megatron_merak.plan import Plan, prediction, sharing
 from megatron_merak.planner.memory import StageMemory, rank_memory
 from megatron_merak.planner.memory_picture import draw_memory
 from megatron_merak.planner.remedies import misfits
@@ -53,7 +53,7 @@ def looked_at(plan: Plan, limit: float) -> str:
     lines = [
         f"{plan.grid.size} ranks, {plan.schedule.name}, {batches}, {plan.dtype}; every number is modelled, of one rank",
         f"recomputed units per stage: {' '.join(recomputed)}",
-        *filter(None, [prediction(plan)]),
+        *filter(None, [sharing(plan), prediction(plan)]),
         "",
         memory_table(plan),
         "",

@@ -23,6 +23,7 @@ from .checks import (
     check_tokenizer_model,
 )
 from .hf import HFModelConfig
+from .instances import check_instances
 from .optimizer import OptimizerConfig
 from .sections import (
     CheckpointConfig,
@@ -94,6 +95,7 @@ class RunConfig:
         check_recompute(self.parallel)
         check_schedule(self.parallel)
         check_sharding(self.parallel)
+        check_instances(self.parallel, replicas)
         check_emulation(self.parallel)
         check_checkpoint(self.checkpoint)
         if training:

@@ -159,6 +159,9 @@ class ParallelConfig(Section):
     """What data-parallel ranks share instead of holding all of it: nothing, optimizer state (ZeRO stage 1), gradients
     too (stage 2: reduce-scattered in every micro-batch), or weights too (stage 3, FSDP: all-gathered before every
     forward and backward) (unset: no_shard, or optim with --use-distributed-optimizer)."""
+    num_distributed_optimizer_instances: int = setting(1, least=1)
+    """Groups of neighbouring data-parallel ranks that shard among themselves, each with a copy of all that the sharding
+    strategy shards; gradients are reduce-scattered inside a group, then all-reduced across (1: all ranks share)."""
     no_overlap_param_gather: bool = setting(False, ours=True)
     """Gather updated parameters at the end of the step instead of during the next forward (weights that stay sharded
     are gathered unit by unit in any case)."""

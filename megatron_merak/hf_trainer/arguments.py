@@ -19,6 +19,7 @@ from ..config.sections import BACKENDS, FP32_MATMULS, OF_GPUS, OVERLAPS, SCHEDUL
 from ..errors import ConfigError
 from ..parallel.launch import World, adopt, launch
 from . import fsdp
+from .instances import check_instances
 from .keywords import checked
 from .plan_arguments import take_from_plan
 
@@ -94,7 +95,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "dataloader_num_workers": "of each rank",
         "ddp_backend": "of all groups of the job; also `shm`, `emu` and others of this library",
         "eval_accumulation_steps": "predictions always go to the CPU at once",
-        "fsdp": "as `data_parallel_sharding_strategy`; `hybrid_shard` and `offload` are refused",
+        "fsdp": "as `data_parallel_sharding_strategy`; `hybrid_shard` shards inside a node; `offload` is refused",
         "fsdp_config": "units of the plan are what is wrapped; keys that could not be honoured are refused by name",
         "fp16": "no autocast: as `bf16`; the loss scale is torch's GradScaler's, for a model given in fp32",
         "gradient_accumulation_steps": "the micro-batches that fill the pipeline",
@@ -202,6 +203,13 @@ class MerakArguments(TrainingArguments):
         default=None,
         metadata={"help": f"What data-parallel ranks share: {', '.join(SHARDINGS)} (unset: as fsdp says)."},
     )
+    num_distributed_optimizer_instances: int | None = field(
+        default=None,
+        metadata={
+            "help": "Groups of neighbouring data-parallel ranks that shard, each with a copy of all (unset: one, or "
+            "with fsdp='hybrid_shard' as many as keep each in a node)."
+        },
+    )
     device_memory_gb: float | None = field(
         default=None, metadata={"help": "Memory that a rank may use, in GiB; unset: the device's, where it is known."}
     )
@@ -281,6 +289,7 @@ class MerakArguments(TrainingArguments):
             degrees = f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size}"
             reason = f"tensor x pipeline parallelism makes replicas of {degrees} ranks"
             raise ConfigError("world size", self.world_size, reason, "Start a multiple of that, or lower the degrees")
+        check_instances(self)
 
         not_honoured = [each.name for each in dataclasses.fields(TrainingArguments) if each.name not in HONOURED]
         self._settled = {name: getattr(self, name) for name in not_honoured}

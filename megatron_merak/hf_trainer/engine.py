@@ -15,6 +15,7 @@ from ..stages.parameter_groups import GroupOf
 from ..stages.precision import compute_dtype
 from ..stages.traced import Batch, OwnLoss, Traced
 from .arguments import PARALLEL_FIELDS, MerakArguments
+from .instances import instances_of
 from .plan_arguments import plan_of_arguments
 
 
@@ -25,6 +26,7 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         recompute_granularity=args.recompute_granularity,
         data_parallel_sharding_strategy=args.sharding,
+        num_distributed_optimizer_instances=instances_of(args),
         **{name: getattr(args, name) for name in PARALLEL_FIELDS},
     )
     optimizer = OptimizerConfig(

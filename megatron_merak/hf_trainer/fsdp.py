@@ -11,16 +11,20 @@ from ..config.sections import SHARDINGS
 from ..errors import ConfigError
 
 STRATEGIES: Mapping[str, str] = MappingProxyType(
-    {"full_shard": "optim_grads_params", "shard_grad_op": "optim_grads", "no_shard": "no_shard"}
+    {
+        "full_shard": "optim_grads_params",
+        "shard_grad_op": "optim_grads",
+        "no_shard": "no_shard",
+        "hybrid_shard": "optim_grads_params",
+        "hybrid_shard_zero2": "optim_grads",
+    }
 )
-HYBRID = ("all replicas share, not those of a node", "Use full_shard, and tensor or pipeline parallelism over nodes")
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2")  # shard inside a node; each node has a copy of all
 OFFLOAD = ("nothing is kept in the host's memory", "Leave it out, or raise tensor_model_parallel_size")
 PRECISION = ("bf16 decides what is computed in what", "Leave it out")
 XLA = ("XLA is not used", "Leave it out")
 # Option of ``fsdp`` -> (why it is refused, what to do).
-OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"hybrid_shard": HYBRID, "hybrid_shard_zero2": HYBRID, "offload": OFFLOAD}
-)
+OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType({"offload": OFFLOAD})
 # Keys of ``fsdp_config`` that change neither numbers nor what is sharded: what is wrapped is a unit of the plan here,
 # weights are gathered one unit ahead, and each rank reads its own part of a checkpoint.
 WITHOUT_EFFECT = frozenset(
@@ -68,13 +72,25 @@ def sharding_of(args: Any) -> str | None:
     return asked or ("optim" if args.use_distributed_optimizer else None)
 
 
+def hybrid_of(args: Any) -> str | None:
+    """The strategy of ``fsdp`` that shards inside nodes, by its name in transformers; None where it names none."""
+    named = _named(args.fsdp, _config(args.fsdp_config))
+    return named if named in HYBRID else None
+
+
 def recomputes(args: Any) -> bool:
     """Whether ``fsdp_config`` asks for recomputation."""
     return bool(args.fsdp) and bool(_truth("activation_checkpointing", _config(args.fsdp_config)))
 
 
 def _strategy(fsdp: Any, config: Mapping[str, Any]) -> str | None:
-    """What ``fsdp`` and ``reshard_after_forward`` ask for together."""
+    """The sharding strategy that ``fsdp`` and ``reshard_after_forward`` ask for together."""
+    named = _named(fsdp, config)
+    return None if named is None else STRATEGIES[named]
+
+
+def _named(fsdp: Any, config: Mapping[str, Any]) -> str | None:
+    """What ``fsdp`` and ``reshard_after_forward`` ask for together, by its name in transformers."""
     if not fsdp:
         for key in ("reshard_after_forward", "activation_checkpointing"):
             if config.get(key) not in (None, False, "false"):
@@ -92,21 +108,23 @@ def _strategy(fsdp: Any, config: Mapping[str, Any]) -> str | None:
     if len(named) > 1 or (options and not named):
         reason = f"it names {len(named)} strategies" if named else "it names no strategy"
         raise ConfigError("fsdp", repr(fsdp), reason, f"Use one of {', '.join(STRATEGIES)}")
-    after = _after_forward(config)
+    after = _after_forward(config, bool(named) and named[0] in HYBRID)
     if named and after not in (None, named[0]):
         reason = f"fsdp is {named[0]}"
         raise ConfigError("fsdp_config: reshard_after_forward", config["reshard_after_forward"], reason, "Leave it out")
-    return STRATEGIES[named[0] if named else after or "full_shard"]
+    return named[0] if named else after or "full_shard"
 
 
-def _after_forward(config: Mapping[str, Any]) -> str | None:
-    """The strategy that ``reshard_after_forward`` means, which is a truth value, or its name in FSDP1."""
+def _after_forward(config: Mapping[str, Any], hybrid: bool) -> str | None:
+    """The strategy that ``reshard_after_forward`` means, which is a truth value, or its name in FSDP1. hybrid: ``fsdp``
+    names one that shards inside nodes."""
     value = config.get("reshard_after_forward")
     if value is None or str(value) in STRATEGIES:
         return value
     if str(value) in OPTIONS:
         raise ConfigError("fsdp_config: reshard_after_forward", value, *OPTIONS[value])
-    return "full_shard" if _truth("reshard_after_forward", config) else "shard_grad_op"
+    after, kept = HYBRID if hybrid else ("full_shard", "shard_grad_op")
+    return after if _truth("reshard_after_forward", config) else kept
 
 
 def _truth(key: str, config: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "gradient_accumulation_steps": lambda plan: plan.num_microbatches,
         "tp_comm_overlap": lambda plan: plan.overlap,
         "data_parallel_sharding_strategy": lambda plan: plan.sharding,
+        "num_distributed_optimizer_instances": lambda plan: plan.sharding_instances,
         "graph_sharding": lambda plan: plan.graph_sharding,
     }
 )

@@ -42,8 +42,7 @@ from ..graph.capture.capture import accepts_num_items
 from ..parallel.agree import gather_json, together
 from ..parallel.attendance import attend
 from ..parallel.launch import leave
-from ..parallel.mesh import Mesh, build_mesh
-from ..plan import Grid
+from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..stages.captured import CapturedTrainer
 from ..training.outputs import check_directory
 from ..training.same_files import check_same_files
@@ -52,6 +51,7 @@ from .arguments import FILES, MerakArguments
 from .batches import Batch
 from .engine import build_engine, wishes
 from .feed import Feed
+from .instances import grid_of, instances_of
 from .loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
 from .neutral import NeutralPadding
@@ -122,19 +122,19 @@ class MerakTrainer(TrainerFace):
         args = self.args
         if not isinstance(args, MerakArguments):
             raise ConfigError("args", type(args).__name__, "it has no degrees of parallelism", "Make MerakArguments")
-        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        grid = Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp)
-        world = args.world
+        world, instances = args.world, instances_of(args)
         timeout = datetime.timedelta(seconds=args.ddp_timeout)
-        mesh = build_mesh(grid, world.rank, world.device, timeout, world.clock, world.collectives)
+        control = control_group(world.size, timeout)
         own = {"local_rank", "log_level", "log_level_replica", "disable_tqdm"}
-        all_arguments = gather_json({k: v for k, v in args.to_dict().items() if k not in own}, mesh.control, "cpu")
+        shown = args.to_dict() | {"num_distributed_optimizer_instances": instances}
+        all_arguments = gather_json({k: v for k, v in shown.items() if k not in own}, control, "cpu")
         for rank, other in enumerate(all_arguments):
             for name, value in other.items():
                 if value != (first := all_arguments[0][name]):
                     raise ConfigError(name, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
-        check_same_files({name: path for name in FILES if (path := getattr(args, name))}, mesh.control)
-        return mesh
+        check_same_files({name: path for name in FILES if (path := getattr(args, name))}, control)
+        where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
+        return build_mesh(grid_of(args), *where, instances)
 
     def _check(self) -> None:
         args = self.args

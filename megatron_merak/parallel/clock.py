@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,9 @@ class Clock(Protocol):
     def kernels(self) -> AbstractContextManager:
         """Inside, every tensor operation of this thread takes its time on this clock."""
 
+    def aside(self) -> AbstractContextManager | None:
+        """Inside, another stream than that of the computation waits; None where a wait takes the rank's own time."""
+
 
 class WallClock:
     """The machine's monotonic clock. A kernel of given time is a sleep: it needs no core, so that more ranks than cores
@@ -40,6 +44,9 @@ class WallClock:
 
     def kernels(self) -> AbstractContextManager:
         return nullcontext()
+
+    def aside(self) -> None:
+        return None
 
 
 class Queued(Protocol):
@@ -111,6 +118,12 @@ class LogicalClock:
 
     def kernels(self) -> AbstractContextManager:
         return nullcontext() if self.cluster is None else Kernels(self.cluster.device, self.kernel)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        spent = self._now, self.busy, self.exposed, self.idle
+        yield
+        self._now, self.busy, self.exposed, self.idle = spent
 
     def queue(self, link: Link) -> Queue:
         """The queue of a class of links."""

@@ -59,6 +59,11 @@ class World:
         return f"{self.role.workers} worker(s) of {self.size} {self.device.type} rank(s), {servers}"
 
     @property
+    def ranks_per_node(self) -> int:
+        """How many ranks a node has, of the cluster that is emulated or as torchrun says; 0 where nobody does."""
+        return self.cluster.ranks_per_node if self.cluster else self.ranks_here
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank prints the training log, as in Megatron-LM: it holds the loss."""
         return self.rank == self.size - 1
@@ -184,8 +189,9 @@ def adopt(backend: str = "auto", fp32_matmul: str = "auto") -> World:
     on_cpu = dist.get_backend() == "gloo"
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     collectives = own_collectives(backend, device, dist.get_world_size())
-    setup = set_up(device, fp32_matmul, _environment())
-    return World(dist.get_rank(), dist.get_world_size(), device, collectives=collectives, setup=setup)
+    environment = _environment()
+    setup, here = set_up(device, fp32_matmul, environment), environment.ranks_here
+    return World(dist.get_rank(), dist.get_world_size(), device, collectives=collectives, setup=setup, ranks_here=here)
 
 
 def _job_backend(backend: str, device: torch.device) -> str:

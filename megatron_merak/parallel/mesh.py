@@ -19,6 +19,8 @@ class Mesh:
     """One rank's coordinates and groups. A group is None where it would hold this rank alone.
 
     tp: share a layer. dp: hold the same parameters. pp: hold the stages of one replica. model: tp x pp, one replica.
+    instances: groups of neighbouring ``dp`` ranks that shard among themselves; where there are several, inside: the
+    ranks of this one, and across: those at the same place of each, which own the same shards.
     control: all ranks, over a backend that moves CPU tensors; for agreement, never for training data.
     timeout: of every collective of these groups and of those made later; None is torch's default. clock: what time it
     is for this rank. workers: of parameter servers, each of which has a grid and groups of its own; this one is number
@@ -35,6 +37,9 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
     clock: Clock = field(default_factory=WallClock)
+    instances: int = 1
+    inside: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
     worker: int = 0
     workers: int = 1
     steps_together: bool = True
@@ -65,6 +70,21 @@ class Mesh:
     @property
     def pp_rank(self) -> int:
         return self.grid.coordinates(self.rank)[3]
+
+    @property
+    def shard_ranks(self) -> int:
+        """How many ranks share what a sharding strategy shards."""
+        return self.grid.dp // self.instances
+
+    @property
+    def shard_rank(self) -> int:
+        """Which of them this one is."""
+        return self.dp_rank % self.shard_ranks
+
+    @property
+    def sharing(self) -> dist.ProcessGroup | None:
+        """The ranks that share, in the order of their shards."""
+        return self.dp if self.instances == 1 else self.inside
 
     def peer(self, pp_rank: int) -> int:
         """The global rank of another pipeline rank of this replica, at the same tensor-parallel place."""
@@ -109,12 +129,13 @@ def build_mesh(
     clock: Clock | None = None,
     collectives: str | None = None,
     control: dist.ProcessGroup | None = None,
+    instances: int = 1,
 ) -> Mesh:
     """All groups of ``grid``; the default process group must exist unless the grid is a single rank.
 
     Where that is an emulated one, agreement still goes by gloo and takes no modelled time. ``clock``: the world's.
     ``collectives``: backend of tp and dp, where ranks of one host may share memory, and of pp where it has a way for
-    messages too; None is the default group's. ``control``: made unless it is given.
+    messages too; None is the default group's. ``control``: made unless it is given. ``instances``: see `Mesh`.
     """
     clock = clock or WallClock()
     if grid.size == 1:
@@ -125,4 +146,6 @@ def build_mesh(
         new_groups(rank, grid.groups(axis), timeout, axis, name) for axis, name in zip(AXES, backends, strict=True)
     )
     control = control or control_group(grid.size, timeout)
-    return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock)
+    groups = (grid.shard_groups(instances), grid.twin_groups(instances)) if instances > 1 else ()
+    more = [new_groups(rank, members, timeout, "dp", collectives) for members in groups]
+    return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock, instances, *more)

@@ -5,7 +5,7 @@ from megatron_merak.plan.frozen import Plan
 from megatron_merak.plan.parts import AXES, DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
 from megatron_merak.plan.replicas import UNSHARDED, Shards, refused_together
 from megatron_merak.plan.sharding import TensorSharding
-from megatron_merak.plan.table import prediction, time_text
+from megatron_merak.plan.table import prediction, sharing, time_text
 
 __all__ = [
     "AXES",
@@ -21,5 +21,6 @@ __all__ = [
     "held_parameters",
     "prediction",
     "refused_together",
+    "sharing",
     "time_text",
 ]

@@ -15,7 +15,7 @@ from megatron_merak.config.sections import OVERLAPS, SHARDINGS
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.pipeline_parallel.ops import Schedule, ops_of
 from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
-from megatron_merak.plan.replicas import Shards, refused_together
+from megatron_merak.plan.replicas import Shards, check_instances, refused_together
 from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.stored import build, record, rows_of
 from megatron_merak.plan.table import table
@@ -34,6 +34,7 @@ class Plan:
     along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward, ``bucket_size`` elements at
     a time. ``sharding``: what data-parallel ranks share (see ``--data-parallel-sharding-strategy``); whole weights that
     they update in shards they gather at the end of a step, or with ``overlap_param_gather`` during the next forward.
+    ``sharding_instances``: groups of neighbouring replicas, each of which shards among its own.
     ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the activations of
     feed-forward parts are not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a captured model
     is cut into units, empty for the native model. Printing a plan gives its table.
@@ -57,6 +58,7 @@ class Plan:
     overlap_grad_reduce: bool = True
     bucket_size: int = 40_000_000
     sharding: str = "no_shard"
+    sharding_instances: int = 1
     overlap_param_gather: bool = True
     loss_chunk: int = 0
     recompute_activations: bool = False
@@ -85,6 +87,7 @@ class Plan:
             raise PlanError("overlap", self.overlap, "there is no such one", f"Use one of {', '.join(modes)}")
         if self.sharding not in SHARDINGS:
             raise PlanError("sharding", self.sharding, "there is no such one", f"Use one of {', '.join(SHARDINGS)}")
+        check_instances(self.sharding_instances, self.grid.dp, self.sharding)
         paired = self.shards_gradients and any(len(ops_of(entry)) > 1 for entry in self.schedule.entries())
         if error := refused_together(self.sharding, self.grid.dp, self.overlap, paired):
             raise error
@@ -122,7 +125,12 @@ class Plan:
 
     @property
     def shards(self) -> Shards:
-        return Shards.of(self.sharding, self.grid.dp)
+        return Shards.of(self.sharding, self.shard_ranks)
+
+    @property
+    def shard_ranks(self) -> int:
+        """How many replicas shard among themselves: those of one instance."""
+        return self.grid.dp // self.sharding_instances
 
     def stage_units(self, stage: int) -> tuple[Unit, ...]:
         return self.units[self.stages[stage].first : self.stages[stage].last]

@@ -62,6 +62,16 @@ class Grid:
             groups.setdefault(tuple(x for name, x in place if name not in free), []).append(rank)
         return list(groups.values())
 
+    def shard_groups(self, instances: int) -> list[list[int]]:
+        """The "dp" groups, each divided into as many runs of neighbours, which shard among themselves."""
+        size = self.dp // instances
+        return [ranks[first : first + size] for ranks in self.groups("dp") for first in range(0, self.dp, size)]
+
+    def twin_groups(self, instances: int) -> list[list[int]]:
+        """The ranks at the same place of every group of ``shard_groups``: they own the same shards."""
+        size = self.dp // instances
+        return [ranks[place::size] for ranks in self.groups("dp") for place in range(size)]
+
 
 @dataclass(frozen=True)
 class Unit:

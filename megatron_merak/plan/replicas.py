@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from megatron_merak.config.instances import refused_instances
 from megatron_merak.config.sections import SHARDINGS
 from megatron_merak.errors import PlanError
+from megatron_merak.plan.parts import Grid
 
 FLAG = "--data-parallel-sharding-strategy"
 TWO_PASSES = ("sub-pipeline", "pair")  # overlaps that run two passes in turns
@@ -25,6 +27,22 @@ class Shards:
 
 
 UNSHARDED = Shards()
+
+
+def check_instances(instances: int, replicas: int, sharding: str) -> None:
+    """Raises PlanError where ``replicas`` cannot be divided into ``instances`` that shard, each among its own."""
+    if refused := refused_instances(instances, replicas, sharding):
+        raise PlanError("sharding_instances", instances, *refused)
+
+
+def instances_by_node(grid: Grid, ranks_per_node: int) -> int:
+    """The fewest instances of which each lies in one node; ``grid.dp`` where no two neighbouring replicas do."""
+    for count in range(1, grid.dp):
+        if grid.dp % count == 0:
+            groups = grid.shard_groups(count)
+            if all(ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node for ranks in groups):
+                return count
+    return grid.dp
 
 
 def refused_together(sharding: str, replicas: int, overlap: str, paired: bool = False) -> PlanError | None:

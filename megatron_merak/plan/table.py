@@ -43,10 +43,7 @@ def table(plan: Any, width: int = 120) -> str:
     if grid.tp > 1:
         divided = ", sequence parallelism" if plan.sequence_parallel else ""
         lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{divided}")
-    if plan.sharding != "no_shard":
-        shared = f"shared by {grid.dp} replicas" if grid.dp > 1 else "not shared, as there is one replica"
-        lines.append(f"{_SHARED[plan.sharding]}: {shared}")
-    lines.append("")
+    lines += [*filter(None, [sharing(plan)]), ""]
     for row in [header, *rows]:
         aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(aligned).rstrip())
@@ -58,6 +55,15 @@ def table(plan: Any, width: int = 120) -> str:
     if len(program) > 8:
         lines.append(f"... and {len(program) - 8} ranks more")
     return "\n".join(lines)
+
+
+def sharing(plan: Any) -> str:
+    """What the replicas of a ``Plan`` share, and how many; empty where its strategy is to share nothing."""
+    if plan.sharding == "no_shard":
+        return ""
+    shared = f"shared by {plan.shard_ranks} replicas" if plan.grid.dp > 1 else "not shared, as there is one replica"
+    shared += f", in each of {plan.sharding_instances} instances" if plan.sharding_instances > 1 else ""
+    return f"{_SHARED[plan.sharding]}: {shared}"
 
 
 def prediction(plan: Any) -> str:

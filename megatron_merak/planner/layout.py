@@ -28,7 +28,7 @@ class Layout:
         self.units, self.schedule = draft["units"], draft["schedule"]
         costs = unit_costs(self.units, cluster, draft["dtype"], draft["grid"])
         exposed = [times([cost], draft["overlap"]) for cost in costs]
-        shards = Shards.of(draft["sharding"], draft["grid"].dp)
+        shards = Shards.of(draft["sharding"], draft["grid"].dp // draft["sharding_instances"])
         update = cluster.device.compute_time(0, optimizer_bytes(draft["dtype"]), draft["dtype"]) / shards.optimizer
         self.ledger = Ledger(self.units, self.schedule, draft["dtype"], shards)
         seconds = [one.forward for one in exposed]

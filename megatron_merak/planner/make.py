@@ -11,6 +11,7 @@ from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.pairs import pair
 from megatron_merak.plan import DTYPE_BYTES, Grid, Plan, TensorSharding, Unit, refused_together
+from megatron_merak.plan.replicas import check_instances
 from megatron_merak.planner.automatic import searched
 from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import Layout
@@ -101,6 +102,7 @@ def choices(parallel: ParallelConfig, microbatches: int) -> dict[str, Any]:
         "overlap_grad_reduce": not parallel.no_overlap_grad_reduce,
         "bucket_size": parallel.ddp_bucket_size,
         "sharding": parallel.sharding,
+        "sharding_instances": parallel.num_distributed_optimizer_instances,
         "overlap_param_gather": not parallel.no_overlap_param_gather,
         "memory_gb": parallel.device_memory_gb,
     }
@@ -124,6 +126,7 @@ def plan_chain(
     overlap_grad_reduce: bool = True,
     bucket_size: int | None = None,
     sharding: str = "no_shard",
+    sharding_instances: int = 1,
     overlap_param_gather: bool = True,
     loss_chunk: int = 0,
     recompute_activations: bool = False,
@@ -136,13 +139,13 @@ def plan_chain(
 
     ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
-    is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``, ``bucket_size`` (None: the
-    default), ``sharding``, ``overlap_param_gather``, ``loss_chunk``, ``recompute_activations``, ``graph_sharding``: see
-    ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without it the device's own is respected where some cut
-    does. ``reasons``: of each tensor, why it is divided as it is. Raises PlanError for more stages than units, where
-    ``memory_gb`` does not suffice or where ``sharding`` and ``overlap`` do not go together, ScheduleError for an
-    unknown schedule or one that is not defined for these numbers.
+    is taken. ``chunks`` and ``group``: see ``build_schedule``. ``bucket_size``: None is the default. ``memory_gb`` is
+    the memory of a rank in GiB; without it the device's own is respected where some cut does. ``reasons``: of each
+    tensor, why it is divided as it is. The rest are fields of ``Plan``. Raises PlanError for more stages than units,
+    where ``memory_gb`` does not suffice, and where ``sharding``, ``sharding_instances`` and ``overlap`` do not go
+    together; ScheduleError for an unknown schedule or one that is not defined for these numbers.
     """
+    check_instances(sharding_instances, grid.dp, sharding)
     units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
     check_limit(recompute, limit, cluster.device.name)
@@ -156,9 +159,9 @@ def plan_chain(
         draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
         draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
-        draft |= {"recompute_activations": recompute_activations}
+        draft |= {"recompute_activations": recompute_activations, "overlap_param_gather": overlap_param_gather}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
-        draft |= {"sharding": sharding, "overlap_param_gather": overlap_param_gather}
+        draft |= {"sharding": sharding, "sharding_instances": sharding_instances}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))
             if schedule == "auto":

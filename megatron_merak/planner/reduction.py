@@ -1,22 +1,24 @@
 """How long what replicas send one another outlasts the computing that it runs behind: the reduction of gradients the
 last backward, the all-gather of sharded parameters the next forward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron_merak.cluster import Link, all_gather, all_reduce, reduce_scatter
 from megatron_merak.plan import DTYPE_BYTES, Plan, Unit
 from megatron_merak.planner.cost import UnitCost
+from megatron_merak.planner.instances import Across, link_inside
 
 
 def exposed_reduction(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) -> float:
     """Seconds from the end of a rank's last backward until its fp32 gradients are summed over the replicas.
 
     mine: the rank's units, ascending. With overlap a bucket is sent once the last backward has filled it, one bucket at
-    a time; without, all are sent behind it. A unit's gradients come evenly during its backward.
+    a time; without, all are sent behind it. A unit's gradients come evenly during its backward. What is reduced inside
+    an instance is then reduced across instances.
     """
     if plan.grid.dp == 1:
         return 0.0
-    reduced = _reduction(plan)
+    reduced, across = _reduction(plan), Across(plan)
     again = {unit for stage in plan.stages for unit in stage.recompute}
     seconds = {unit: costs[unit].backward + (costs[unit].forward if unit in again else 0.0) for unit in mine}
     now = free = -sum(seconds.values()) if plan.overlap_grad_reduce else 0.0
@@ -24,7 +26,8 @@ def exposed_reduction(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) 
         now += seconds[unit] * share if plan.overlap_grad_reduce else 0.0
         if bucket:
             free = max(free, now) + reduced(bucket)
-    return max(0.0, free)
+            free = across.send(bucket, free, free)
+    return max(0.0, free, across.free)
 
 
 def exposed_gather(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) -> float:
@@ -49,7 +52,7 @@ def _filling(plan: Plan, mine: list[int]) -> Iterator[tuple[int, float, float]]:
     """How buckets fill from the last value of a rank to the first: (unit, share of its values that come next, values of
     the bucket that is full then, or 0). Where gradients are sharded a unit is a bucket."""
     filled, unit = 0.0, mine[0]
-    for unit, values in reversed(_own_values(plan.units, mine)):
+    for unit, values in reversed(own_values(plan.units, mine)):
         if plan.shards_gradients:
             yield unit, 1.0, float(values)
             continue
@@ -64,19 +67,18 @@ def _filling(plan: Plan, mine: list[int]) -> Iterator[tuple[int, float, float]]:
 
 def _reduction(plan: Plan) -> Callable[[float], float]:
     """Gradient elements of a bucket -> seconds of its reduction in fp32."""
-    link, replicas = _link(plan), plan.grid.dp
+    link, replicas = _link(plan), plan.shard_ranks
     if plan.sharding != "no_shard":
         return lambda values: reduce_scatter(replicas, 4 * values / replicas, link)
     return lambda values: all_reduce(replicas, 4 * values, link)
 
 
 def _link(plan: Plan) -> Link:
-    """What the replicas are connected by."""
-    grid = plan.grid
-    return plan.cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
+    """What the replicas that share are connected by."""
+    return link_inside(plan)
 
 
-def _own_values(units: tuple[Unit, ...], mine: list[int]) -> list[tuple[int, int]]:
+def own_values(units: tuple[Unit, ...], mine: Iterable[int]) -> list[tuple[int, int]]:
     """The values of each unit; a tied tensor is one of the first unit's that has it."""
     seen: set[tuple[str, int]] = set()
     found = []

@@ -9,7 +9,9 @@ from megatron_merak.cluster import all_gather, reduce_scatter
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.plan import DTYPE_BYTES, Plan, StagePlan, held_parameters
 from megatron_merak.planner.cost import UnitCost
+from megatron_merak.planner.instances import Across, link_inside
 from megatron_merak.planner.overlap import times
+from megatron_merak.planner.reduction import own_values
 
 
 @dataclass(frozen=True)
@@ -34,43 +36,59 @@ class Waits:
     end: float = 0.0
 
 
-def durations(passes: Sequence[Sequence[Visit]]) -> tuple[list[float], float]:
+def durations(
+    passes: Sequence[Sequence[Visit]], across: Across | None = None, values: Mapping[int, float] | None = None
+) -> tuple[list[float], float]:
     """Seconds of passes that follow one another, and how long reductions outlast the last of them.
 
     One message travels at a time. Weights are gathered while the unit before computes, unless that is the same unit,
-    whose weights are there. Gradients of two units exist at a time: a third waits until the first is reduced.
+    whose weights are there. Gradients of two units exist at a time: a third waits until the first is reduced. across:
+    sums over instances of what the last pass reduced, each launched when the next unit has computed. values: of each
+    unit, those of a tied tensor once.
     """
     visits = [visit for each in passes for visit in each]
+    last = len(visits) - len(passes[-1]) if across is not None else len(visits)
     now, reduced = 0.0, [0.0, 0.0]
     link = arrived = visits[0].gather if visits else 0.0
     ends = []
-    for visit, following in zip(visits, [*visits[1:], None], strict=True):
+    before: Visit | None = None  # whose shard is not summed over instances yet
+    for place, (visit, following) in enumerate(zip(visits, [*visits[1:], None], strict=True)):
         now = max(now, arrived, reduced[-2] if visit.reduce else 0.0)
         if following is not None and following.gather and following.unit != visit.unit:
             link = arrived = max(link, now) + following.gather
         now += visit.compute
         if visit.reduce:
+            if before is not None:
+                link = across.send(values[before.unit], max(now, reduced[-1]), link)
             link = max(link, now) + visit.reduce
             reduced.append(link)
+            before = visit if place >= last else None
         ends.append(now)
-    found, count, before = [], 0, 0.0
+    if before is not None:
+        link = max(link, across.send(values[before.unit], max(now, reduced[-1]), link), across.free)
+    return _differences(passes, ends), max(0.0, link - now)
+
+
+def _differences(passes: Sequence[Sequence[Visit]], ends: Sequence[float]) -> list[float]:
+    """The seconds of each pass, of which ``ends`` has the end of every visit."""
+    found = []
+    count, before = 0, 0.0
     for each in passes:
         count += len(each)
         after = ends[count - 1] if count else 0.0
         found.append(after - before)
         before = after
-    return found, max(0.0, link - now)
+    return found
 
 
 def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
     """Of each unit, the seconds of gathering its weights where they are sharded, and of reducing its gradient."""
-    grid = plan.grid
-    link = plan.cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
+    link, ranks = link_inside(plan), plan.shard_ranks
     found = []
     for unit in plan.units:
-        shard = held_parameters([unit]) / grid.dp
-        gather = all_gather(grid.dp, DTYPE_BYTES[plan.dtype] * shard, link) if shard and plan.shards_parameters else 0.0
-        found.append((gather, reduce_scatter(grid.dp, 4 * shard, link) if shard else 0.0))
+        shard = held_parameters([unit]) / ranks
+        gather = all_gather(ranks, DTYPE_BYTES[plan.dtype] * shard, link) if shard and plan.shards_parameters else 0.0
+        found.append((gather, reduce_scatter(ranks, 4 * shard, link) if shard else 0.0))
     return found
 
 
@@ -86,6 +104,7 @@ def stage_waits(plan: Plan, costs: Sequence[UnitCost]) -> list[Waits]:
         passes = _passes(plan, stage, costs, transfers, splits, early)
         forward, backward, weight = passes[Kind.F], passes[Kind.B], passes[Kind.W]
         there, back = kept.get((index, Kind.F), 0.0), kept.get((index, Kind.B), 0.0)
+        values = dict(own_values(plan.units, stage.units))
         again = _wait(passes[Kind.R], passes[Kind.R]) if early and passes[Kind.R] else 0.0
         found.append(
             Waits(
@@ -93,7 +112,7 @@ def stage_waits(plan: Plan, costs: Sequence[UnitCost]) -> list[Waits]:
                 backward=back * _wait(backward, forward) + (1 - back) * _wait(backward, backward),
                 weight=_wait(weight, backward) if splits else 0.0,
                 recompute=again,
-                end=durations([weight if splits else backward] * 2)[1],
+                end=durations([weight if splits else backward] * 2, Across(plan), values)[1],
             )
         )
     return found

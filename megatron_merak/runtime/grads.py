@@ -1,14 +1,17 @@
 """The sum of gradients over data-parallel ranks, bucket by bucket while the backward still runs."""
 
+from functools import partial
+
 import torch.distributed as dist
 
 from megatron_merak.parallel.buffers import ParameterBuffer
+from megatron_merak.parallel.relay import Relay
 from megatron_merak.tensor_parallel.sequence import reduce_scatter_single
 
 
 class GradientReducer:
     """Sums `buffer.main_grad` over `group`: one asynchronous all-reduce per bucket, or reduce-scatter where the bucket
-    is sharded. Nothing is averaged.
+    is sharded, behind which the shard is all-reduced where others own it as well. Nothing is averaged.
 
     Per step: `start()`, then `ready(name)` once per parameter when its gradient is final on this rank, then `finish()`.
     Ranks may report parameters in different orders: bucket k+1 is never launched before bucket k, so that all ranks
@@ -16,11 +19,22 @@ class GradientReducer:
 
     group: data-parallel ranks, which hold buffers of the same layout; None or one rank: nothing is sent.
     overlap: launch a bucket as soon as it is ready; else all of them in `finish()`.
+    sharing: those of them that share, in the order of their shards; None: all. across: those that own the same shards;
+    None: there are no others. relay: what launches the second of two reductions; given with ``across``.
     """
 
-    def __init__(self, buffer: ParameterBuffer, group: dist.ProcessGroup | None, overlap: bool = True):
-        self.buffer = buffer
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        group: dist.ProcessGroup | None,
+        overlap: bool = True,
+        sharing: dist.ProcessGroup | None = None,
+        across: dist.ProcessGroup | None = None,
+        relay: Relay | None = None,
+    ):
+        self.buffer, self.across, self.relay = buffer, across, relay
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self.sharing = sharing or self.group
         self.overlap = overlap
         self._bucket_of = {name: number for number, bucket in enumerate(buffer.buckets) for name in bucket.names}
         self.start()
@@ -32,6 +46,8 @@ class GradientReducer:
         self._works: list[dist.Work] = []
         self._launched = 0
         self._finished = False
+        if self.relay is not None:
+            self.relay.start()
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -66,6 +82,8 @@ class GradientReducer:
         for work in self._works:
             work.wait()
         self._works.clear()
+        if self.relay is not None:
+            self.relay.finish()
         self._finished = True
 
     def _launch(self) -> None:
@@ -77,7 +95,11 @@ class GradientReducer:
         view = grad[bucket.start : bucket.stop]
         if bucket.sharded:
             start, stop = self.buffer.shard_of(bucket)
-            work = reduce_scatter_single(grad[start:stop], view, group=self.group, async_op=True)
+            own = grad[start:stop]
+            work = reduce_scatter_single(own, view, group=self.sharing, async_op=True)
+            if self.relay is not None:
+                self.relay.follow(work, partial(dist.all_reduce, own, group=self.across, async_op=True))
+                return
         else:
             work = dist.all_reduce(view, group=self.group, async_op=True)
         self._works.append(work)

@@ -8,6 +8,7 @@ from torch import nn
 from ..errors import PlanError
 from ..parallel.buffers import ParameterBuffer, Sharding
 from ..parallel.mesh import Mesh
+from ..parallel.relay import Relay
 from ..segment import Segment
 from .grads import GradientReducer
 from .shards import ShardGatherer
@@ -46,9 +47,12 @@ class RankParameters:
         self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
         by_unit = buffer.sharding >= Sharding.GRADIENTS
         self.weights = WeightGradients({parameter: self._grads[name] for parameter, name in names.items()}, by_unit)
-        self.units = UnitShards(buffer, mesh.dp, self._grads, reads or {}, overlap) if by_unit else None
-        self.reducer = GradientReducer(buffer, mesh.dp, overlap)
-        self.gatherer = ShardGatherer(buffer, mesh.dp, gathers_early)
+        sharing, across = mesh.sharing, mesh.across
+        given = (buffer, sharing, self._grads, reads or {}, overlap, across, mesh.dp)
+        self.units = UnitShards(*given) if by_unit else None
+        relay = None if across is None or by_unit else Relay(mesh.device, mesh.clock)
+        self.reducer = GradientReducer(buffer, mesh.dp, overlap, sharing, across, relay)
+        self.gatherer = ShardGatherer(buffer, sharing, gathers_early)
         self._replicated, self._ties, self._shared = replicated, ties, dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)
 
@@ -85,9 +89,9 @@ class RankParameters:
         if self.gatherer.pending:
             self.gatherer.wait(self.names[parameter] for parameter in segment.parameters if parameter in self.names)
 
-    def tour(self, visits: Sequence[Visit], then: int | None = None) -> Tour | None:
-        """What brings the parameters, and reduces the gradients, of a pass; ``then``: see `Tour`."""
-        return None if self.units is None else Tour(self.units, visits, then)
+    def tour(self, visits: Sequence[Visit], then: int | None = None, last: bool = False) -> Tour | None:
+        """What brings the parameters, and reduces the gradients, of a pass; ``then``, ``last``: see `Tour`."""
+        return None if self.units is None else Tour(self.units, visits, then, last)
 
     def start_step(self) -> None:
         self.gatherer.hold_gradient(False)

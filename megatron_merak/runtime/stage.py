@@ -150,7 +150,7 @@ class Stage:
         parts, by_unit = self.parts[microbatch], self.held.units is not None
         report = self._reports(microbatch) if last and not hold and not by_unit else None
         recomputed = any(part.state.recomputed for part in parts)
-        tour = self.held.tour(self.visits(Kind.B, recomputed, hold), then)
+        tour = self.held.tour(self.visits(Kind.B, recomputed, hold), then, last)
         for part in parts if loss_scale is not None else ():
             part.state.add_grad(LOSS, loss_scale)
         return [
@@ -169,7 +169,7 @@ class Stage:
         """The weight gradients that a backward left; ``last`` as in `backward`."""
         report = self._reports(microbatch) if last and self.held.units is None else None
         for part in self.parts[microbatch]:
-            tour = self.held.tour(self.visits(Kind.W, True))
+            tour = self.held.tour(self.visits(Kind.W, True), last=last)
             part.runner.engine.finish_weights(part.state, report and report(part.runner), tour)
 
     def _reports(self, microbatch: int) -> Callable[[_Runner], Callable[[Segment], None]]:

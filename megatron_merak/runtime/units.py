@@ -3,7 +3,8 @@
 A pass visits units in an order that the plan gives, so that all ranks of a data-parallel group launch the same
 collectives in the same order, whatever graphs their micro-batches run. At a visit the parameters of the unit are there,
 and those of the next visit are under way; what neither needs is released. After the backward of a unit its gradient is
-reduce-scattered while the next unit computes, and added to this rank's shard.
+reduce-scattered while the next unit computes, and added to this rank's shard. Where others own the same shard, it is
+summed over them once per step, while the units in front of it finish the last backward.
 
 As in ZeRO (https://arxiv.org/abs/1910.02054), stages 2 and 3.
 """
@@ -53,7 +54,9 @@ class UnitShards:
     """Of one rank, all its stages together.
 
     buffer: whose gradients, or gradients and parameters, are sharded over ``group``. grads: of each parameter.
-    reads: unit -> the trainable parameters that it reads. overlap: collectives run behind the computation.
+    reads: unit -> the trainable parameters that it reads. overlap: collectives run behind the computation. across:
+    ranks that own the same shards; None: there are no others. everyone: all that hold the same parameters; None: those
+    of ``group``.
     """
 
     def __init__(
@@ -63,8 +66,11 @@ class UnitShards:
         grads: Mapping[str, Gradient],
         reads: Mapping[int, Collection[str]],
         overlap: bool = True,
+        across: dist.ProcessGroup | None = None,
+        everyone: dist.ProcessGroup | None = None,
     ):
         self.buffer, self.group, self.grads, self.overlap = buffer, group, grads, overlap
+        self.across, self.everyone = across, everyone or group
         # Buckets go by their number from here on, which is that of their piece and of what this rank owns of them.
         self._buckets = buffer.buckets[::-1]
         self._sharded = [bucket.sharded for bucket in self._buckets]
@@ -74,6 +80,9 @@ class UnitShards:
         self._gathers: dict[int, dist.Work] = {}
         self._reduces: dict[int, tuple[dist.Work, Tensor]] = {}
         self._begun: set[int] = set()  # ``own_grads`` has something of this step
+        self._readers = {n: {unit for unit, read in self._read.items() if n in read} for n in number_of.values()}
+        self._unfinished: dict[int, set[int]] = {}  # readers that will add to the gradient of a bucket in this step
+        self._sums: dict[int, dist.Work] = {}  # over ``across``
 
     def serves(self, unit: int, name: str) -> bool:
         """Whether a parameter is there when a unit is visited."""
@@ -84,6 +93,8 @@ class UnitShards:
         self.buffer.main_grad.release_all()
         self._reduces.clear()
         self._begun.clear()
+        self._sums.clear()
+        self._unfinished = {number: set(units) for number, units in self._readers.items()}
 
     def need(self, *units: int) -> None:
         """Return when the parameters of the first unit are there; start to gather those of the others, and release all
@@ -128,11 +139,13 @@ class UnitShards:
                     self.grads[name].start()
 
     @torch.no_grad()
-    def reduce(self, unit: int) -> None:
-        """What a pass added to the gradients of a unit is complete."""
+    def reduce(self, unit: int, last: bool = False) -> None:
+        """What a pass added to the gradients of a unit is complete. last: no pass of this step adds more."""
         for number in [*self._reduces]:  # gradients of two units have memory: one under way, one that is being filled
             self._settle(number)
         for number in self._read.get(unit, ()):
+            if last:
+                self._unfinished[number].discard(unit)
             for name in self._buckets[number].names:
                 self.grads[name].settle()
             whole, own = self.buffer.main_grad.piece(number), self.buffer.own_grads[number]
@@ -140,7 +153,7 @@ class UnitShards:
                 into = torch.empty_like(own) if number in self._begun else own
                 work = reduce_scatter_single(into, whole, group=self.group, async_op=True)
             else:
-                into, work = whole, dist.all_reduce(whole, group=self.group, async_op=True)
+                into, work = whole, dist.all_reduce(whole, group=self.everyone, async_op=True)
             self._reduces[number] = (work, into)
             if not self.overlap:
                 self._settle(number)
@@ -159,11 +172,24 @@ class UnitShards:
             own.copy_(came)
         self._begun.add(number)
         self.buffer.main_grad.release(number)
+        if not self._unfinished[number]:
+            self._add_up(number)
+
+    def _add_up(self, number: int) -> None:
+        """Start to sum a shard that is complete over those that own it, once a step."""
+        if self.across is not None and self._sharded[number] and number not in self._sums:
+            self._sums[number] = dist.all_reduce(self.buffer.own_grads[number], group=self.across, async_op=True)
+            if not self.overlap:
+                self._sums[number].wait()
 
     def finish(self) -> None:
         """End a step: ``own_grads`` are the sums over all micro-batches and replicas."""
         for number in [*self._reduces]:
             self._settle(number)
+        for number in sorted(self._begun):
+            self._add_up(number)
+        for work in self._sums.values():
+            work.wait()
         for number, own in enumerate(self.buffer.own_grads):
             if number not in self._begun:
                 own.zero_()
@@ -181,11 +207,12 @@ def _padding(buffer: ParameterBuffer, bucket: Bucket) -> Iterator[slice]:
 class Tour:
     """One pass over the units of a stage. `reach(unit)` before each of its steps, `end()` after the last.
 
-    then: the unit at which the rank's next pass will need parameters first.
+    then: the unit at which the rank's next pass will need parameters first. last: it is the stage's last in a step that
+    adds to gradients.
     """
 
-    def __init__(self, shards: UnitShards, visits: Sequence[Visit], then: int | None = None):
-        self._shards, self._visits, self._at = shards, visits, -1
+    def __init__(self, shards: UnitShards, visits: Sequence[Visit], then: int | None = None, last: bool = False):
+        self._shards, self._visits, self._at, self._last = shards, visits, -1, last
         needed = [visit.unit if visit.computes else None for visit in visits]
         self._needed = [*needed, then if visits and visits[-1].computes else None]
 
@@ -210,4 +237,4 @@ class Tour:
 
     def _leave(self) -> None:
         if self._at >= 0 and self._visits[self._at].reduces:
-            self._shards.reduce(self._visits[self._at].unit)
+            self._shards.reduce(self._visits[self._at].unit, self._last)

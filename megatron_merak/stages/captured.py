@@ -249,7 +249,7 @@ class CapturedTrainer:
         if self.buffer.sharding < Sharding.PARAMETERS:
             return batches
         most = torch.tensor(batches, device=self.mesh.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.dp)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.sharing)
         return int(most)
 
     def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:

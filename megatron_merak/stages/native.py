@@ -134,8 +134,12 @@ def shared_here(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
 
 
 def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, Sharding]:
-    """Over how many data-parallel ranks a stage is sharded, which of them this one is, and what of it is."""
-    return mesh.grid.dp, mesh.dp_rank, _SHARDINGS[plan.sharding]
+    """Over how many data-parallel ranks a stage is sharded, which of them this one is, and what of it is. Raises
+    PlanError for a mesh of another number of instances."""
+    if plan.sharding_instances != mesh.instances:
+        reason = f"the groups of ranks were made for {mesh.instances}"
+        raise PlanError("sharding_instances", plan.sharding_instances, reason, "Make the mesh with those of the plan")
+    return mesh.shard_ranks, mesh.shard_rank, _SHARDINGS[plan.sharding]
 
 
 def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:

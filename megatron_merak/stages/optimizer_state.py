@@ -23,7 +23,7 @@ OptimizerOf = Callable[[RankParameters, OptimizerConfig, LossScaler | None], Opt
 
 def adamw_of(held: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> AdamW:
     """The optimizer whose state ranks keep themselves."""
-    return AdamW(held.buffer, config, held.mesh.model, held.mesh.dp, scaler)
+    return AdamW(held.buffer, config, held.mesh.model, held.mesh.sharing, scaler)
 
 
 def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> Kind:

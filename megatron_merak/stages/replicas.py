@@ -2,7 +2,8 @@
 
 A step's loss is summed over the replicas in any case. In the same reduction every replica tells the gradient norm of
 the step before, and the host reads both at once, so a reduction that failed is found one step later, at no cost.
-Digests of all weights are compared at intervals and before weights are saved.
+Digests of all weights are compared at intervals and before weights are saved; those of shards where several replicas
+own the same ones.
 """
 
 import hashlib
@@ -75,17 +76,19 @@ class Replicas:
         """Compare the weights of all replicas by digest. Collective over all ranks; raises PlanError on every rank."""
         if self.mesh.control is None or self.mesh.grid.dp == 1:
             return
-        found = gather_json(self._digest(), self.mesh.control, "cpu")
+        found = gather_json(self._digests(), self.mesh.control, "cpu")
         grid = self.mesh.grid
         odd = []
-        for rank, digest in enumerate(found):
-            tp, cp, _, pp = grid.coordinates(rank)
-            if digest != found[grid.rank(tp, cp, 0, pp)]:
+        for rank, (whole, shards) in enumerate(found):
+            tp, cp, dp, pp = grid.coordinates(rank)
+            same, twin = grid.rank(tp, cp, 0, pp), grid.rank(tp, cp, dp % self.mesh.shard_ranks, pp)
+            if whole != found[same][0] or shards != found[twin][1]:
                 odd.append(rank)
         if odd:
             named = ", ".join(map(str, odd[:_NAMED])) + (f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else "")
             who = f"ranks {named} hold" if len(odd) > 1 else f"rank {named} holds"
-            reason = f"{who} other weights than the same place of the first replica"
+            first = "first replica" if self.mesh.instances == 1 else "first replica, or instance"
+            reason = f"{who} other weights than the same place of the {first}"
             raise PlanError("data-parallel replicas", f"({grid.dp})", reason, _REMEDY)
 
     def _ranks(self, replica: int) -> str:
@@ -93,15 +96,23 @@ class Replicas:
         ranks = [rank for rank in range(grid.size) if grid.coordinates(rank)[2] == replica]
         return f"(ranks {', '.join(map(str, ranks[:_NAMED]))}{', ...' * (len(ranks) > _NAMED)})"
 
-    def _digest(self) -> str:
-        """Of the bits of the parameters, and of their masters where each replica has all."""
+    def _digests(self) -> tuple[str, str]:
+        """Of the bits of what each replica has all of, parameters and their masters; and of what it has shards of,
+        where the replicas of other instances have the same ones."""
         self.gatherer.finish()
-        buffer, digest = self.optimizer.buffer, hashlib.sha256()
-        flats = [buffer.data, self.optimizer.master][: 1 + (buffer.rounds and not buffer.sharded)]
-        for flat in flats if buffer.sharding < Sharding.PARAMETERS else ():  # of shards there are no two
-            sums = [chunk.sum() for chunk in flat.view(torch.int64).split(_CHUNK)]  # of whole words; they wrap around
-            digest.update(torch.stack(sums).cpu().numpy().tobytes() if sums else b"")
-        return digest.hexdigest()
+        buffer, master = self.optimizer.buffer, self.optimizer.master
+        whole = [buffer.data] if buffer.sharding < Sharding.PARAMETERS else []
+        own = [] if whole else [*buffer.own_data]
+        (own if buffer.sharded else whole).extend([master] if buffer.rounds else [])
+        return _digest(whole), _digest(own if self.mesh.instances > 1 else [])
+
+
+def _digest(flats: Sequence[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for flat in flats:
+        sums = [chunk.sum() for chunk in flat.view(torch.int64).split(_CHUNK)]  # of whole words; they wrap around
+        digest.update(torch.stack(sums).cpu().numpy().tobytes() if sums else b"")
+    return digest.hexdigest()
 
 
 _REMEDY = "Resume from a checkpoint; if it happens again, look for a faulty device or for code that changes weights"

@@ -81,7 +81,7 @@ def opening(config: RunConfig, plan: Plan, world: World, notes: Sequence[str] = 
         deviation_report(config),
         stand_in(world),
         "\n".join((*config.ignored(), *notes)),
-        far_apart(plan, world.cluster.ranks_per_node if world.cluster else world.ranks_here),
+        far_apart(plan, world.ranks_per_node),
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

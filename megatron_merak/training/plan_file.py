@@ -32,6 +32,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "no_overlap_grad_reduce": lambda plan: not plan.overlap_grad_reduce,
         "ddp_bucket_size": lambda plan: plan.bucket_size,
         "data_parallel_sharding_strategy": lambda plan: plan.sharding,
+        "num_distributed_optimizer_instances": lambda plan: plan.sharding_instances,
         "no_overlap_param_gather": lambda plan: not plan.overlap_param_gather,
         "cross_entropy_chunk_size": lambda plan: plan.loss_chunk,
         "graph_sharding": lambda plan: plan.graph_sharding,

@@ -50,7 +50,8 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
             plan = make_plan(own, world.size, cluster, tensors(config))
         else:
             plan = followed(plan, config)
-    mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
+    where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
+    mesh = build_mesh(plan.grid, *where, plan.sharding_instances)
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     if world.rank == 0 and mesh.worker == 0:
         print(opening(config, plan, world, notices), flush=True)

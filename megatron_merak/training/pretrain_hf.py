@@ -60,7 +60,8 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     agree(config, control)
     own = of_worker(config, workers)
     grid = grid_of(own, world.size)
-    mesh = build_mesh(grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
+    where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
+    mesh = build_mesh(grid, *where, own.parallel.num_distributed_optimizer_instances)
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)

@@ -37,14 +37,13 @@ def adapted(base=None, seed=0, **more):
 
 
 def train(kind, arguments, directory, model, resume=None, **more):
-    trainer = kind(model, arguments(str(directory), **RUN, **more), collate, samples(12, ragged=False))
+    trainer = kind(model, arguments(str(directory), **RUN | more), collate, samples(12, ragged=False))
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{directory}/saved")
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def run(rank, world_size, directory, tp, pp, more):
-    degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+def run(rank, world_size, directory, degrees, more):
     model = adapted(seed=rank, **more)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     trainer, losses = train(MerakTrainer, MerakArguments, directory, model, **degrees)
@@ -90,10 +89,21 @@ def test_adapters_are_those_of_transformers_and_peft(more, tmp_path):
     _, wanted = train(Trainer, TrainingArguments, tmp_path / "theirs", adapted(**more))
     for tp, pp in ((1, 1), (1, 2)) if more else ((1, 1), (2, 1)):
         directory, ranks = tmp_path / f"{tp}{pp}", tp * pp
-        arguments = (str(directory), tp, pp, more)
+        arguments = (str(directory), {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}, more)
         found = run_ranks(run, ranks, *arguments) if ranks > 1 else [run(0, 1, *arguments)]
         assert all(losses == found[0][0] for losses, _ in found)
         check(directory, *found[0], wanted, tmp_path / "theirs")
+
+
+@pytest.mark.slow
+def test_so_are_those_of_replicas_that_share_in_two_instances(tmp_path):
+    more, batch = {"modules_to_save": ["lm_head"]}, {"per_device_train_batch_size": 3}
+    theirs = (Trainer, TrainingArguments, tmp_path / "theirs", adapted(**more))
+    _, wanted = train(*theirs, gradient_accumulation_steps=4, **batch)
+    ways = {"fsdp": "hybrid_shard", "num_distributed_optimizer_instances": 2} | batch
+    found = run_ranks(run, 4, str(tmp_path / "ours"), ways, more)
+    assert all(losses == found[0][0] for losses, _ in found)
+    check(tmp_path / "ours", *found[0], wanted, tmp_path / "theirs")
 
 
 def test_the_base_is_read_from_its_directory(tmp_path):

@@ -33,6 +33,9 @@ def arguments(**named) -> MerakArguments:
             {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": False, "backward_prefetch": "x"},
             "no_shard",
         ),
+        ("hybrid_shard", {"reshard_after_forward": True}, PARAMS),
+        ([FSDPOption.HYBRID_SHARD_ZERO2, "auto_wrap"], {"reshard_after_forward": "false"}, GRADS),
+        (True, {"reshard_after_forward": "hybrid_shard"}, PARAMS),
         ("shard_grad_op", '{"limit_all_gathers": "true", "cpu_offload": "False"}', GRADS),
     ],
 )
@@ -60,11 +63,12 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
 @pytest.mark.parametrize(
     ("named", "told"),
     [
+        ({"fsdp": "hybrid_shard full_shard"}, "fsdp 'hybrid_shard full_shard': it names 2 strategies"),
+        ({"fsdp": "hybrid_shard offload"}, "fsdp: offload "),
         (
-            {"fsdp": "hybrid_shard"},
-            "fsdp: hybrid_shard 'hybrid_shard': all replicas share, not those of a node. Use full",
+            {"fsdp": "hybrid_shard", "fsdp_config": {"reshard_after_forward": False}},
+            "reshard_after_forward False: fsdp is hybrid_shard",
         ),
-        ({"fsdp": "hybrid_shard_zero2 auto_wrap"}, "fsdp: hybrid_shard_zero2 "),
         ({"fsdp": "full_shard offload"}, "fsdp: offload .*: nothing is kept in the host's memory"),
         ({"fsdp": "auto_wrap"}, "fsdp 'auto_wrap': it names no strategy. Use one of full_shard"),
         ({"fsdp": "full_shard no_shard"}, "fsdp 'full_shard no_shard': it names 2 strategies"),
@@ -75,10 +79,6 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
         ({"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, "Use FULL_STATE_DICT"),
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "fsdp_config: xla True: XLA is not used"),
         ({"fsdp": True, "fsdp_config": {"reshard_after_forward": "maybe"}}, "'maybe': it is neither true nor false"),
-        (
-            {"fsdp": True, "fsdp_config": {"reshard_after_forward": "hybrid_shard"}},
-            "reshard_after_forward hybrid_shard",
-        ),
         ({"fsdp": True, "fsdp_config": {"colour": 1}}, "fsdp_config: colour 1: there is no such key here"),
         ({"fsdp": True, "fsdp_config": "nowhere.json"}, "fsdp_config nowhere.json: it cannot be read"),
         ({"fsdp": True, "fsdp_config": ["x"]}, "it is no set of keys"),

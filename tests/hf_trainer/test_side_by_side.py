@@ -1,6 +1,7 @@
 """The same short scripts through transformers.Trainer and MerakTrainer, in every kind of parallelism."""
 
 import itertools
+import os
 
 import pytest
 
@@ -92,6 +93,32 @@ def test_own_losses_on_two_replicas_are_those_of_two_processes_in_transformers(t
 )
 def test_replicas_may_share_what_they_keep(tmp_path, theirs, name, shared):
     compare(name, "dp2", theirs, tmp_path, **shared)
+
+
+def in_nodes_of_two(rank, world, *what):
+    """As torchrun would say it."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return merak_run(rank, world, *what)
+
+
+@pytest.mark.parametrize(
+    ("name", "fsdp"),
+    [
+        pytest.param(name, fsdp, marks=() if (name, fsdp) == ("classes", "hybrid_shard") else pytest.mark.slow)
+        for fsdp in ("hybrid_shard", "hybrid_shard_zero2")
+        for name in ("classes", "tied", "t5", "mixtral", "resumed")
+    ],
+)
+def test_replicas_may_share_inside_a_node(tmp_path, theirs, name, fsdp):
+    """Four replicas, of which the last one has no batch of an evaluation."""
+    changes = {"fsdp": fsdp, "gradient_accumulation_steps": 1}
+    ranks = run_ranks(in_nodes_of_two, 4, name, str(tmp_path), 1, 1, changes, timeout=280)
+    expected, saved = theirs(name, 2)  # half the replicas, with twice the micro-batches
+    for found in ranks:
+        assert found["logs"] == ranks[0]["logs"]
+        alike(found, expected)
+    for place in ("last", expected["checkpoints"][-1]):
+        same_files(name, tmp_path / place, saved / place)
 
 
 def trained(run):

@@ -61,6 +61,28 @@ def test_groups_are_the_grids():
             assert timeouts == {datetime.timedelta(seconds=77)}, "a group does not have the job's timeout"
 
 
+def members_of_instances(rank, world_size):
+    """The ranks of `sharing` and `across`, found by communication alone, and the place of this one's shards."""
+    found = []
+    for grid, instances in ((Grid(tp=2, dp=4), 2), (Grid(dp=8), 4), (Grid(dp=8), 1)):
+        mesh = build_mesh(grid, rank, CPU, instances=instances)
+        ranks = []
+        for group in filter(None, (mesh.sharing, mesh.across)):
+            mine = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
+            dist.all_gather(mine, torch.tensor([rank]), group=group)
+            ranks.append([int(other) for other in mine])
+        found.append((ranks, mesh.shard_rank, mesh.shard_ranks))
+        assert (mesh.sharing is mesh.dp) == (instances == 1)
+    return found
+
+
+def test_instances_are_neighbouring_replicas_and_twins_are_at_the_same_place():
+    found = run_ranks(members_of_instances, 8)
+    assert found[0] == [([[0, 2], [0, 4]], 0, 2), ([[0, 1], [0, 2, 4, 6]], 0, 2), ([[*range(8)]], 0, 8)]
+    assert found[7] == [([[5, 7], [3, 7]], 1, 2), ([[6, 7], [1, 3, 5, 7]], 1, 2), ([[*range(8)]], 7, 8)]
+    assert found[5][0] == ([[5, 7], [1, 5]], 0, 2)
+
+
 def overlapping(rank, world_size):
     groups = [new_groups(rank, lists, None, "tp") for lists in ([[0, 1], [2]], [[1, 2]], [[0], [1], [2]])]
     return [None if group is None else group.size() for group in groups]

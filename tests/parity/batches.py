@@ -2,7 +2,7 @@
 
 import torch
 
-from .cases import GLOBAL_BATCH, MICRO_BATCH, Case
+from .cases import GLOBAL_BATCH, Case
 from .families import FAMILIES, SEQUENCE
 
 KEPT = (16, 3, 9, 1, 0, 0, 7, 16, 12, 2, 5, 14)  # unmasked tokens of each sample; the third micro-batch has none
@@ -18,8 +18,8 @@ def global_batch(case: Case, step: int) -> list[Batch]:
     mask = (torch.arange(SEQUENCE).expand(GLOBAL_BATCH, SEQUENCE) < kept).float()
     positions = torch.arange(SEQUENCE).expand(GLOBAL_BATCH, SEQUENCE)
     whole = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask, "position_ids": positions}
-    cut = {name: value.split(MICRO_BATCH) for name, value in whole.items()}
-    count = SAMPLES[step % len(SAMPLES)] // MICRO_BATCH
+    cut = {name: value.split(case.micro_batch) for name, value in whole.items()}
+    count = SAMPLES[step % len(SAMPLES)] // case.micro_batch
     return [{name: parts[k].contiguous() for name, parts in cut.items()} for k in range(count)]
 
 

@@ -54,7 +54,8 @@ class Case:
     loss: 'full' masks no token; 'masked' masks unevenly, mean of micro-batch means; 'per-token' too, mean over tokens.
     hidden_dropout, attention_dropout: probabilities. clip: largest gradient norm, 0 for any. steps: optimizer steps.
     bucket: elements of a gradient bucket (all models hold several times more). early: reduce during the backward.
-    schedule: a name, or the path of a file. sharding: what replicas share.
+    schedule: a name, or the path of a file. sharding: what replicas share, all of them or those of an instance.
+    micro_batch: its samples.
     """
 
     family: str
@@ -66,6 +67,8 @@ class Case:
     overlap: str = "weight-gradient"
     sequence_parallel: bool = False
     sharding: str = "no_shard"
+    instances: int = 1
+    micro_batch: int = MICRO_BATCH
     dtype: str = "fp32"
     loss: str = "masked"
     hidden_dropout: float = 0.0
@@ -87,6 +90,7 @@ class Case:
         degrees = f"tp{self.tp}-pp{self.pp}-dp{self.dp}"
         ways = f"{self.schedule}-{self.recompute}-{self.overlap}" + ("-sp" if self.sequence_parallel else "")
         ways += "" if self.sharding == "no_shard" else f"-{self.sharding}"
+        ways += "" if self.instances == 1 else f"-{self.instances}-instances"
         return f"{self.family}-{degrees}-{ways}-{self.dtype}-{self.loss}"
 
     @property
@@ -98,7 +102,7 @@ class Case:
             return False
         if self.tp == 1 and (self.sequence_parallel or self.overlap != "weight-gradient"):
             return False
-        return stages_of(self.schedule, self.pp, GLOBAL_BATCH // MICRO_BATCH // self.dp) <= LAYERS + 2
+        return stages_of(self.schedule, self.pp, GLOBAL_BATCH // self.micro_batch // self.dp) <= LAYERS + 2
 
     def config(self) -> Config:
         key = "pipeline_schedule" if self.schedule in AXES["schedule"] else "schedule_file"
@@ -114,11 +118,12 @@ class Case:
                 tp_comm_overlap=self.overlap,
                 sequence_parallel=self.sequence_parallel,
                 data_parallel_sharding_strategy=self.sharding,
+                num_distributed_optimizer_instances=self.instances,
                 ddp_bucket_size=self.bucket,
                 no_overlap_grad_reduce=not self.early,
             ),
             train=TrainConfig(
-                micro_batch_size=MICRO_BATCH,
+                micro_batch_size=self.micro_batch,
                 global_batch_size=GLOBAL_BATCH,
                 train_iters=STEPS,
                 bf16=self.dtype == "bf16",

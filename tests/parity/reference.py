@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .batches import Batch, global_batch
-from .cases import FIRST, PEAK, STEPS, WARMUP, WEIGHT_DECAY, Case
+from .cases import FIRST, MICRO_BATCH, PEAK, STEPS, WARMUP, WEIGHT_DECAY, Case
 from .families import FAMILIES
 from .rig import Run, assemble, mesh_of, new_trainer, parts
 
@@ -17,9 +17,9 @@ SCALES = {"fp16": 2.0**12}  # of losses, so that small gradients are not lost
 
 
 @cache
-def reference(family: str, dtype: str, loss: str) -> Run:
+def reference(family: str, dtype: str, loss: str, micro_batch: int = MICRO_BATCH) -> Run:
     """The run that every layout of a case without dropout is compared with."""
-    case = Case(family, dtype=dtype, loss=loss)
+    case = Case(family, dtype=dtype, loss=loss, micro_batch=micro_batch)
     trainer = new_trainer(case, mesh_of(case))
     weights = assemble([parts(trainer, trainer.model.buffer.data)])
     model = FAMILIES[family].original().to(DTYPES[dtype]).train()

@@ -109,7 +109,7 @@ def train(case: Case, mesh: Mesh) -> Outcome:
 
 
 def mesh_of(case: Case, rank: int = 0, device: torch.device = CPU) -> Mesh:
-    return build_mesh(Grid(tp=case.tp, dp=case.dp, pp=case.pp), rank, device)
+    return build_mesh(Grid(tp=case.tp, dp=case.dp, pp=case.pp), rank, device, instances=case.instances)
 
 
 def train_all(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
@@ -117,9 +117,10 @@ def train_all(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome
     meshes: dict[tuple, Mesh] = {}
     outcomes = []
     for case in cases:
-        if case.layout not in meshes:
-            meshes[case.layout] = mesh_of(case, rank)
-        outcomes.append(train(case, meshes[case.layout]))
+        key = (case.layout, case.instances)
+        if key not in meshes:
+            meshes[key] = mesh_of(case, rank)
+        outcomes.append(train(case, meshes[key]))
     return outcomes
 
 

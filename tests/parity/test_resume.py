@@ -33,6 +33,22 @@ RUNS = [
     ),
     (Case("llama", tp=2, dp=2, dtype="fp16", sharding="optim_grads"), [{"tp": 1, "pp": 2, "sharding": "no_shard"}]),
 ]
+FOUR = {"dp": 4, "micro_batch": 1}
+INSTANCES = [
+    (
+        Case("llama", **FOUR, sharding="optim_grads_params", instances=2, **DROPOUT),
+        [{"sharding": "optim"}, {"instances": 1}, {"pp": 2, "dp": 2, "sharding": "optim_grads", "instances": 1}],
+    ),
+    (
+        Case("qwen", **FOUR, sharding="optim", dtype="bf16"),
+        [{"instances": 2}, {"sharding": "optim_grads", "instances": 2}, {"tp": 4, "dp": 1, "sharding": "no_shard"}],
+    ),
+    (
+        Case("gpt2", **FOUR, sharding="optim_grads", instances=2, dtype="fp16"),
+        [{"sharding": "optim_grads_params"}, {"sharding": "no_shard", "instances": 1}],
+    ),
+]
+RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in INSTANCES]
 
 
 def go_on(trainer: Trainer, case: Case, until: int) -> list[float | None]:
@@ -82,7 +98,7 @@ def test_a_resumed_run_is_the_unbroken_run(case, others, tmp_path):
         moved = [one(each) for each in zip(*(elsewhere[layout] for *_, elsewhere in ranks), strict=True)]
         assert max(abs(a - b) for a, b in zip(moved, unbroken, strict=True)) < limit, others[layout]
     if others:
-        _resumes_alone(replace(case, tp=1, pp=1, dp=1, sharding="no_shard"), tmp_path, unbroken, limit)
+        _resumes_alone(replace(case, tp=1, pp=1, dp=1, sharding="no_shard", instances=1), tmp_path, unbroken, limit)
 
 
 def _resumes_alone(case: Case, root: Path, unbroken: list[float], limit: float) -> None:

@@ -4,16 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, all_gather, reduce_scatter
+from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, all_gather, all_reduce, reduce_scatter
 from megatron_merak.config.sections import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.pairs import pair
 from megatron_merak.plan import Grid, Plan, StagePlan, Unit
+from megatron_merak.plan.replicas import instances_by_node
 from megatron_merak.planner import plan_chain
+from megatron_merak.planner.cost import unit_costs
+from megatron_merak.planner.instances import Across
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.predict import ending, priced, stage_costs
-from megatron_merak.planner.reduction import exposed_gather
+from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
 from megatron_merak.planner.remedies import misfits
 from megatron_merak.planner.waits import Visit, durations, stage_waits
 
@@ -27,13 +30,16 @@ SLOW, FAST = Link("slow", 0.0, 8.0), Link("fast", 0.0, 1e9)
 LAYERS = tuple(Unit(f"layer.{index}", "layer", 8, 100, 0, 16) for index in range(3))
 
 
-def made(sharding: str, units=UNITS, dp=4, pp=1, schedule="1f1b", link=FAST, dtype="bfloat16") -> Plan:
+def made(
+    sharding: str, units=UNITS, dp=4, pp=1, schedule="1f1b", link=FAST, dtype="bfloat16", instances=1, node=64, out=None
+) -> Plan:
     """A plan for a device of 100 FLOP/s, and memory that costs nothing."""
     cut = len(units) // pp
     stages = tuple(StagePlan(cut * stage, cut * (stage + 1)) for stage in range(pp))
     device = Device("toy", 100.0, 100.0, 1e12, 0, 1.0)
-    plan = Plan(Grid(dp=dp, pp=pp), units, stages, build_schedule(schedule, pp, 4), 2, 16, dtype, sharding=sharding)
-    return replace(plan, cluster=Cluster(device, 64, link, link))
+    ways = {"sharding": sharding, "sharding_instances": instances}
+    plan = Plan(Grid(dp=dp, pp=pp), units, stages, build_schedule(schedule, pp, 4), 2, 16, dtype, **ways)
+    return replace(plan, cluster=Cluster(device, node, link, out or link))
 
 
 def test_the_bytes_of_each_strategy_by_hand():
@@ -84,8 +90,6 @@ def test_passes_wait_for_slow_links_alone():
 
 
 def _costs(link):
-    from megatron_merak.planner.cost import unit_costs
-
     plan = made("optim", link=link)
     return unit_costs(plan.units, plan.cluster, plan.dtype, plan.grid)
 
@@ -136,3 +140,56 @@ def test_advice_goes_from_strategy_to_strategy_until_one_fits():
     assert advised(needs["optim"]) == ["--use-distributed-optimizer"]
     assert advised(needs["optim_grads"]) == ["--use-distributed-optimizer", strategies[0]]
     assert advised(needs["optim_grads_params"] - 1) == ["--use-distributed-optimizer", *strategies]
+
+
+def test_instances_keep_as_much_as_so_many_replicas_would():
+    for sharding in SHARDINGS[1:]:
+        divided, two = stage_memory(made(sharding, dp=4, instances=2)), stage_memory(made(sharding, dp=2))
+        assert divided == two != stage_memory(made(sharding, dp=4))
+    plan = made("optim_grads", dp=4, instances=2)
+    assert "optimizer state and gradients: shared by 2 replicas, in each of 2 instances" in str(plan)
+    assert "shared by 4 replicas\n" in str(made("optim_grads"))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_instances_of_nodes():
+    for dp, tp, pp, node, count in (
+        (8, 1, 1, 4, 2),
+        (8, 2, 1, 4, 4),
+        (8, 4, 1, 4, 8),
+        (6, 1, 2, 4, 3),
+        (8, 1, 1, 8, 1),
+    ):
+        assert instances_by_node(Grid(tp=tp, dp=dp, pp=pp), node) == count
+
+
+def test_sums_over_instances_by_hand():
+    """One unit of 8 parameters in fp32 on two nodes of two: 16 bytes of a shard take 2 seconds inside, and a sum over
+    the nodes sends them once, over a link of half the rate."""
+    unit, out = (replace(LAYERS[0], flops=10_000),), Link("out", 0.0, 4.0)
+    for sharding in SHARDINGS[1:]:
+        plans = [
+            made(sharding, unit, dp=4, link=SLOW, dtype="float32", instances=2, node=2, out=link)
+            for link in (out, Link("none", 0.0, 1e12))
+        ]
+        slow, fast = (ending(plan).reductions for plan in plans)
+        assert slow - fast == pytest.approx(all_reduce(2, 16, out)) and all_reduce(2, 16, out) == 4.0
+        inside = ending(made(sharding, unit, dp=2, link=SLOW, dtype="float32")).reductions
+        assert fast == pytest.approx(inside)
+
+
+def test_sums_over_instances_run_beside_those_inside_them_on_other_links():
+    """Two buckets are ready at once: 2 seconds inside each, 4 across each."""
+    units = tuple(replace(unit, flops=1) for unit in LAYERS[:2])
+    ways = {"dp": 4, "dtype": "float32", "instances": 2}
+    out = Link("out", 0.0, 4.0)
+    apart = replace(made("optim", units, link=SLOW, node=2, out=out, **ways), bucket_size=8)
+    one = replace(made("optim", units, link=SLOW, node=64, **ways), bucket_size=8)
+    costs = unit_costs(apart.units, apart.cluster, apart.dtype, apart.grid)
+    assert exposed_reduction(apart, [0, 1], costs) == pytest.approx(2 + 4 + 4, rel=0.05)
+    assert exposed_reduction(one, [0, 1], costs) == pytest.approx(2 + 2 + 2 + 2, rel=0.05)
+    visits = [[Visit(unit, 0.0, 10.0, 2.0) for unit in (1, 0)]]
+    # The first sum is launched when the next unit has computed, the second one behind it.
+    assert durations(visits, Across(apart), {0: 8, 1: 8}) == ([20.0], 4.0 + 4.0)
+    assert durations([[Visit(0, 0.0, 10.0, 2.0)]], Across(one), {0: 8}) == ([10.0], 2.0 + 2.0)
+    assert durations(visits, Across(made("optim", units)), {0: 8, 1: 8}) == durations(visits) == ([20.0], 2.0)

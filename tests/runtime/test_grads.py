@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer
+from megatron_merak.parallel.clock import LogicalClock, WallClock
+from megatron_merak.parallel.relay import Relay
 from megatron_merak.runtime.grads import GradientReducer
 from tests.ranks import run_ranks
 
@@ -109,3 +111,72 @@ def test_misuse_is_caught():
         reducer.finish()
     reducer.start()
     reducer.ready("layer.3.bias")
+
+
+def reduce_in_instances(rank, world_size, instances, modelled, overlap):
+    """Two steps of integers; what this rank owns of them, and the buffers' elements that it was all-reduced over."""
+    size = world_size // instances
+    inside = [dist.new_group([*range(first, first + size)]) for first in range(0, world_size, size)]
+    across = [dist.new_group([*range(place, world_size, size)]) for place in range(size)]
+    entries = [[BufferEntry(name, (9, 11), 0)] for name in NAMES] + [[BufferEntry("apart", (5,), 0, fp32=True)]]
+    buffer = ParameterBuffer(entries, torch.bfloat16, "cpu", 256, size, rank % size)
+    relay = Relay(torch.device("cpu"), LogicalClock() if modelled else WallClock())
+    groups = (inside[rank // size], across[rank % size])
+    reducer = GradientReducer(buffer, dist.group.WORLD, overlap, *groups, relay)
+    for step in range(2):
+        reducer.start()
+        order = [*NAMES, "apart"]
+        random.Random(10 * step + rank).shuffle(order)
+        for name in order:
+            buffer.grad(name).fill_(1000 * step + rank + (7 if name == "apart" else 10 * NAMES.index(name)))
+            reducer.ready(name)
+        reducer.finish()
+        owned = 0
+        for name in order:
+            base = 1000 * step + (7 if name == "apart" else 10 * NAMES.index(name))
+            for own in buffer.own_grad(name):
+                assert own.eq(sum(base + other for other in range(world_size))).all(), (step, name)
+                owned += own.numel()
+    return owned
+
+
+@pytest.mark.parametrize(("modelled", "overlap"), [(False, True), (True, True), (False, False)])
+def test_shards_are_summed_in_an_instance_and_across(modelled, overlap):
+    """Every element has one owner in each instance; what is on all ranks is summed over all of them at once."""
+    owned = run_ranks(reduce_in_instances, 4, 2, modelled, overlap)
+    assert sum(owned) == 2 * len(NAMES) * 99 + 4 * 5
+
+
+class Late:
+    """A collective that is through when it is waited for, by a clock."""
+
+    def __init__(self, log, name, clock=None, end=0.0):
+        self.log, self.name, self.clock, self.end = log, name, clock, end
+
+    def wait(self):
+        self.log.append(f"wait {self.name}")
+        if self.clock is not None:
+            self.clock.wait(self.end, self.end)
+
+
+def follow(clock):
+    log, relay = [], Relay(torch.device("cpu"), clock)
+    for name, end in (("a", 3.0), ("b", 5.0)):
+
+        def launch(name=name):
+            log.append(f"launch {name}2 at {clock.now() if isinstance(clock, LogicalClock) else 0:.0f}")
+            return Late(log, f"{name}2")
+
+        relay.follow(Late(log, name, clock if isinstance(clock, LogicalClock) else None, end), launch)
+        log.append(f"on at {clock.now() if isinstance(clock, LogicalClock) else 0:.0f}")
+    relay.finish()
+    return log
+
+
+def test_what_follows_waits_beside_the_computation_or_as_late_as_it_can():
+    assert follow(LogicalClock()) == [
+        *("wait a", "launch a2 at 3", "on at 0", "wait b", "launch b2 at 5", "on at 0", "wait a2", "wait b2")
+    ]
+    assert follow(WallClock()) == [
+        *("on at 0", "wait a", "launch a2 at 0", "on at 0", "wait b", "launch b2 at 0", "wait a2", "wait b2")
+    ]

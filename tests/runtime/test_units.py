@@ -97,10 +97,10 @@ def gradient(name, shape, step, microbatch, rank):
     return whole(shape, hash((len(name), ord(name[0]), step, microbatch, rank)) % 2**31)
 
 
-def pass_over(shards, buffer, kind, skipped, work):
+def pass_over(shards, buffer, kind, skipped, work, last=False):
     """One pass, as a stage makes it; a graph may have no step in the unit ``skipped``."""
     most = [0, 0]
-    tour = Tour(shards, visits_of(kind, range(UNITS), ()))
+    tour = Tour(shards, visits_of(kind, range(UNITS), ()), last=last)
     for visit in visits_of(kind, range(UNITS), ()):
         if visit.unit != skipped:
             tour.reach(visit.unit)
@@ -113,16 +113,27 @@ def pass_over(shards, buffer, kind, skipped, work):
     return most
 
 
-def trained(rank, world_size, dtype, sharding, overlap):
-    group = dist.group.WORLD
-    buffer = ParameterBuffer(entries(), dtype, "cpu", None, world_size, rank, Sharding(sharding))
+def divided(rank, world_size, instances):
+    """The ranks that share, and those that own the same shards; as many, and which of them this one is."""
+    if instances == 1:
+        return dist.group.WORLD, None, world_size, rank
+    size = world_size // instances
+    inside = [dist.new_group([*range(first, first + size)]) for first in range(0, world_size, size)]
+    across = [dist.new_group([*range(place, world_size, size)]) for place in range(size)]
+    return inside[rank // size], across[rank % size], size, rank % size
+
+
+def trained(rank, world_size, dtype, sharding, overlap, instances=1):
+    group, across, *place = divided(rank, world_size, instances)
+    buffer = ParameterBuffer(entries(), dtype, "cpu", None, *place, Sharding(sharding))
     for buckets in buffer.filling():
         for name in (name for bucket in buckets for name in bucket.names):
             buffer.parameter(name).copy_(whole(buffer.slots[name].shape, len(name) + ord(name[0])))
     buffer.refresh_master()
     optimizer = AdamW(buffer, CONFIG, None, group)
     grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
-    shards, gatherer = UnitShards(buffer, group, grads, READS, overlap), ShardGatherer(buffer, group, overlap)
+    shards = UnitShards(buffer, group, grads, READS, overlap, across, dist.group.WORLD)
+    gatherer = ShardGatherer(buffer, group, overlap)
     most, norms = [0, 0], []
     for step in range(STEPS):
         shards.start()
@@ -139,8 +150,12 @@ def trained(rank, world_size, dtype, sharding, overlap):
                 assert torch.equal(buffer.parameter(name), read[name])
                 grads[name].add(gradient(name, buffer.slots[name].shape, *at))
 
-            seen = [*map(max, seen, pass_over(shards, buffer, Kind.B, skipped, add))]
+            last = microbatch == MICRO_BATCHES - 1
+            seen = [*map(max, seen, pass_over(shards, buffer, Kind.B, skipped, add, last))]
+            assert last or not shards._sums, "shards are summed over instances once a step"
             most = [*map(max, most, seen)]
+        # But for what the last unit has added to, all of them are on their way when the backward ends.
+        assert instances == 1 or len(shards._sums) >= len(buffer.buckets) - 3
         shards.finish()
         norms.append(optimizer.step([(1e-2, 0.1), (1e-2, 0.0)]).grad_norm)
         gatherer.launch()
@@ -180,3 +195,12 @@ def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, d
             assert torch.equal(found[name], value), name
         assert 0 < grad <= 4, "a unit has two buckets at most, and two units have gradients"
         assert 0 < data <= 4 if sharding == 3 else data == 0
+
+
+@pytest.mark.parametrize("dtype, sharding", [(torch.float32, 3), (torch.bfloat16, 2)])
+def test_so_are_those_of_two_instances(dtype, sharding):
+    weights, norms = expected(4, dtype)
+    for found, told_norms, *_ in run_ranks(trained, 4, dtype, sharding, True, 2):
+        assert told_norms == pytest.approx(norms, rel=1e-12)
+        for name, value in weights.items():
+            assert torch.equal(found[name], value), name

@@ -18,6 +18,7 @@ from tests.parity.rig import spoil
 from tests.ranks import run_ranks
 
 RATE, DECAY, STEPS = 1e-2, 0.1, 3
+INSTANCES = "num_distributed_optimizer_instances"
 OPTIMIZER = OptimizerConfig(clip_grad=1.0)
 
 
@@ -25,7 +26,8 @@ def trainer_of(model, batch, grid, rank, micro_batches, ways=None, seed=1234):
     """``ways``: further fields of ParallelConfig."""
     degrees = {"tensor_model_parallel_size": grid.tp, "pipeline_model_parallel_size": grid.pp}
     parallel = ParallelConfig(**degrees, **(ways or {}))
-    mesh, others = build_mesh(grid, rank, torch.device("cpu")), {"optimizer": OPTIMIZER, "seed": seed}
+    instances, others = (ways or {}).get(INSTANCES, 1), {"optimizer": OPTIMIZER, "seed": seed}
+    mesh = build_mesh(grid, rank, torch.device("cpu"), instances=instances)
     return engine_of(model, batch, mesh, microbatches=micro_batches // grid.dp, parallel=parallel, others=others)
 
 
@@ -101,6 +103,7 @@ def eager(name):
 FULL = {"recompute_granularity": "full"}
 SPLIT = {"pipeline_schedule": "zb-h1"}
 ZERO = {name: {"data_parallel_sharding_strategy": name} for name in SHARDINGS}
+TWO = {INSTANCES: 2}
 CASES = [
     ("llama", Grid(), {}),
     ("llama", Grid(tp=2, pp=2), FULL),
@@ -115,6 +118,12 @@ CASES = [
     pytest.param("gpt2", Grid(pp=2, dp=2), ZERO["optim"] | {"ddp_bucket_size": 3000}, marks=pytest.mark.slow),
     pytest.param("gpt2", Grid(pp=2, dp=2), FULL | ZERO["optim_grads"], marks=pytest.mark.slow),
     pytest.param("llama", Grid(tp=2, pp=2, dp=2), ZERO["optim_grads_params"], marks=pytest.mark.slow),
+    ("llama", Grid(dp=4), TWO | ZERO["optim_grads_params"]),
+    ("gpt2", Grid(dp=4), TWO | ZERO["optim"] | {"ddp_bucket_size": 3000}),
+    pytest.param("gpt2", Grid(tp=2, dp=4), TWO | ZERO["optim_grads"], marks=pytest.mark.slow),
+    pytest.param("t5", Grid(pp=2, dp=4), TWO | ZERO["optim_grads_params"] | SPLIT, marks=pytest.mark.slow),
+    pytest.param("mixtral", Grid(tp=2, dp=4), TWO | ZERO["optim_grads_params"], marks=pytest.mark.slow),
+    pytest.param("t5", Grid(dp=4), TWO | ZERO["optim"], marks=pytest.mark.slow),
     (
         "gpt2",
         Grid(pp=2),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from megatron_merak.checkpoint.hf import from_pretrained
+from megatron_merak.config import ParallelConfig
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.graph.capture.empty import init_empty_weights
 from megatron_merak.parallel.mesh import build_mesh
@@ -132,6 +133,42 @@ def drift(rank, world_size):
         except PlanError as error:
             told.append(str(error))
     return told
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, input_ids, labels):
+        return nn.functional.cross_entropy(self.head(self.table(input_ids)).float(), labels)
+
+
+def drift_of_twins(rank, world_size):
+    """What is told when what one replica owns changes, which no other replica of its instance has."""
+    told = []
+    ids = torch.arange(4) + 4 * rank
+    batch = {"input_ids": ids, "labels": (ids + 1) % 16}
+    mesh = build_mesh(Grid(dp=4), rank, torch.device("cpu"), instances=2)
+    for sharding in ("optim", "optim_grads_params"):
+        names = {"data_parallel_sharding_strategy": sharding, "num_distributed_optimizer_instances": 2}
+        wishes = {"parallel": ParallelConfig(**names), "microbatches": 1, "dtype": "bfloat16"}
+        trainer = engine_of(Words(), batch, mesh, **wishes)
+        trainer.step([batch], 1e-2, 0.0)
+        trainer.replicas.check()
+        if rank == 2:
+            trainer.optimizer.master[3] += 2**-20
+        with pytest.raises(PlanError) as caught:
+            trainer.replicas.check()
+        told.append(str(caught.value))
+    return told
+
+
+def test_shards_are_compared_with_those_of_the_other_instances():
+    for told in run_ranks(drift_of_twins, 4):
+        for text in told:
+            assert "rank 2 holds other weights than the same place of the first replica, or instance" in text
 
 
 def test_replicas_that_drift_apart_are_named():

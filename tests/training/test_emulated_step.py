@@ -27,8 +27,10 @@ FREE = Link("free", 0.0, 1e14)
 CARD = Device("Card 1", 2e9, 1e9, 1e14, 0, 0.5)
 LINKED = Cluster(replace(CARD, float32_flops=1e14), 1, FREE, Link("slow", 1e-4, 1e6), "linked")
 BOTH = Cluster(CARD, 2, Link("in", 1e-5, 2e7), Link("out", 1e-4, 1e7), "both")
+NODE = replace(BOTH, ranks_per_node=4, name="node")
 ZERO = ["--use-distributed-optimizer"]
 GRADS, FULL = (["--data-parallel-sharding-strategy", f"optim_grads{rest}"] for rest in ("", "_params"))
+HYBRID, TWO = "--num-distributed-optimizer-instances 2".split(), "--global-batch-size 16".split()
 TP2, PP2 = "--tensor-model-parallel-size 2".split(), "--pipeline-model-parallel-size 2".split()
 
 
@@ -57,6 +59,12 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
         pytest.param("llama", BOTH, 2, [*ZERO, "--no-overlap-param-gather"], marks=pytest.mark.slow),
         pytest.param("llama", BOTH, 2, [*FULL, "--recompute-granularity", "full"], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 2, GRADS, marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 4, [*ZERO, *HYBRID], marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 4, [*ZERO, *HYBRID, "--ddp-bucket-size", "30000"], marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 4, [*ZERO, *HYBRID, "--no-overlap-grad-reduce"], marks=pytest.mark.slow),
+        pytest.param("native", NODE, 4, [*ZERO, *HYBRID, "--ddp-bucket-size", "30000"], marks=pytest.mark.slow),
+        pytest.param("native", BOTH, 4, [*GRADS, *HYBRID, *TWO], marks=pytest.mark.slow),
+        pytest.param("llama", BOTH, 4, [*FULL, *HYBRID, "--recompute-granularity", "full"], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 2, [*PP2, "--pipeline-schedule", "zb-h1"], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 2, [*TP2, "--recompute-granularity", "full"], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow),

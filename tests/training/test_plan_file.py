@@ -94,6 +94,30 @@ def test_a_plan_and_either_flag_of_sharding_must_agree(tmp_path, capsys):
         sharding(zero)
 
 
+def test_a_plan_decides_the_instances_and_a_flag_must_agree(tmp_path, capsys):
+    path, count = tmp_path / "plan.json", "--num-distributed-optimizer-instances"
+    assert planned(path, 4, f"{NATIVE} --use-distributed-optimizer {count} 2").sharding_instances == 2
+    text = path.read_text()
+
+    def instances(flags: str) -> int:
+        line = f"{NATIVE} --plan {path} {flags}".split()
+        config, _ = read(build_parser(), line, Config, decided(Config, line))
+        config.validate(4, training=False)
+        assert config.parallel.num_distributed_optimizer_instances == 2
+        return plan_of(config, 4, CLUSTERS["cpu"]).sharding_instances
+
+    assert instances("") == instances(f"{count} 2") == 2
+    with pytest.raises(MerakError, match=f"{count} 1: the plan says 2"):
+        line = f"{NATIVE} --plan {path} {count} 1".split()
+        plan_of(read(build_parser(), line, Config, decided(Config, line))[0], 4, CLUSTERS["cpu"])
+    for found, told in ((3, "sharding_instances 3: does not divide the 4"), (4, "sharding_instances 4: an instance")):
+        path.write_text(text.replace('"sharding_instances": 2', f'"sharding_instances": {found}'))
+        with pytest.raises(PlanError, match=f"plan .*: {told}"):
+            instances("")
+    path.write_text("\n".join(line for line in text.splitlines() if "sharding_instances" not in line))
+    assert stored(str(path)).sharding_instances == 1, "plans were stored before there were instances"
+
+
 def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
     path = tmp_path / "plan.json"
     planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
