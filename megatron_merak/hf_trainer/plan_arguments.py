@@ -22,6 +22,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "tp_comm_overlap": lambda plan: plan.overlap,
         "data_parallel_sharding_strategy": lambda plan: plan.sharding,
         "graph_sharding": lambda plan: plan.graph_sharding,
+        "grad_reduce_in_bf16": lambda plan: plan.grad_reduce_in_bf16,
     }
 )
 # Arguments from which plans are made, and which a plan that is there leaves without effect.

@@ -49,6 +49,7 @@ def plan(
         cluster=cluster,
         shardings=shardings,
         loss_chunk=model.cross_entropy_chunk_size,
+        fp32_residual=model.fp32_residual_connection,
         **choices(parallel, microbatches),
     )
 
@@ -102,6 +103,7 @@ def choices(parallel: ParallelConfig, microbatches: int) -> dict[str, Any]:
         "bucket_size": parallel.ddp_bucket_size,
         "sharding": parallel.sharding,
         "overlap_param_gather": not parallel.no_overlap_param_gather,
+        "grad_reduce_in_bf16": parallel.grad_reduce_in_bf16,
         "memory_gb": parallel.device_memory_gb,
     }
 
@@ -131,17 +133,18 @@ def plan_chain(
     memory_gb: float | None = None,
     shardings: tuple[TensorSharding, ...] = (),
     reasons: Iterable[tuple[str, str]] = (),
+    **precision: bool,
 ) -> Plan:
     """The plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
 
     ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
     is taken. ``chunks`` and ``group``: see ``build_schedule``. ``overlap_grad_reduce``, ``bucket_size`` (None: the
-    default), ``sharding``, ``overlap_param_gather``, ``loss_chunk``, ``recompute_activations``, ``graph_sharding``: see
-    ``Plan``. ``memory_gb`` is the memory of a rank in GiB; without it the device's own is respected where some cut
-    does. ``reasons``: of each tensor, why it is divided as it is. Raises PlanError for more stages than units, where
-    ``memory_gb`` does not suffice or where ``sharding`` and ``overlap`` do not go together, ScheduleError for an
-    unknown schedule or one that is not defined for these numbers.
+    default), ``sharding``, ``overlap_param_gather``, ``loss_chunk``, ``recompute_activations``, ``graph_sharding``,
+    ``precision`` (``grad_reduce_in_bf16``, ``fp32_residual``): see ``Plan``. ``memory_gb`` is the memory of a rank in
+    GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is divided as
+    it is. Raises PlanError for more stages than units, where ``memory_gb`` does not suffice or where ``sharding`` and
+    ``overlap`` do not go together, ScheduleError for an unknown schedule or one that is not defined for these numbers.
     """
     units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
@@ -158,7 +161,7 @@ def plan_chain(
         draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
         draft |= {"recompute_activations": recompute_activations}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
-        draft |= {"sharding": sharding, "overlap_param_gather": overlap_param_gather}
+        draft |= {"sharding": sharding, "overlap_param_gather": overlap_param_gather, **precision}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))
             if schedule == "auto":

@@ -3,7 +3,8 @@
 import torch.distributed as dist
 
 from megatron_merak.parallel.buffers import ParameterBuffer
-from megatron_merak.tensor_parallel.sequence import reduce_scatter_single
+from megatron_merak.runtime.collectives import Work
+from megatron_merak.runtime.wire import Wire
 
 
 class GradientReducer:
@@ -15,13 +16,15 @@ class GradientReducer:
     launch the same collectives in the same order.
 
     group: data-parallel ranks, which hold buffers of the same layout; None or one rank: nothing is sent.
-    overlap: launch a bucket as soon as it is ready; else all of them in `finish()`.
+    overlap: launch a bucket as soon as it is ready; else all of them in `finish()`. in_bf16: see `Wire`.
     """
 
-    def __init__(self, buffer: ParameterBuffer, group: dist.ProcessGroup | None, overlap: bool = True):
+    def __init__(
+        self, buffer: ParameterBuffer, group: dist.ProcessGroup | None, overlap: bool = True, in_bf16: bool = False
+    ):
         self.buffer = buffer
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self.overlap = overlap
+        self.overlap, self.wire = overlap, Wire(self.group, in_bf16)
         self._bucket_of = {name: number for number, bucket in enumerate(buffer.buckets) for name in bucket.names}
         self.start()
 
@@ -29,7 +32,8 @@ class GradientReducer:
         """Begin a step: no parameter is ready."""
         self._missing = {name: None for bucket in self.buffer.buckets for name in bucket.names}
         self._unready = [len(bucket.names) for bucket in self.buffer.buckets]
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
+        self.wire.start()
         self._launched = 0
         self._finished = False
 
@@ -77,7 +81,6 @@ class GradientReducer:
         view = grad[bucket.start : bucket.stop]
         if bucket.sharded:
             start, stop = self.buffer.shard_of(bucket)
-            work = reduce_scatter_single(grad[start:stop], view, group=self.group, async_op=True)
+            self._works.append(self.wire.reduce_scatter(grad[start:stop], view))
         else:
-            work = dist.all_reduce(view, group=self.group, async_op=True)
-        self._works.append(work)
+            self._works.append(self.wire.all_reduce(view))

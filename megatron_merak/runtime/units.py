@@ -18,8 +18,10 @@ from torch import Tensor
 
 from ..parallel.buffers import Bucket, ParameterBuffer, Sharding
 from ..pipeline_parallel.ops import Kind
-from ..tensor_parallel.sequence import gather_single, reduce_scatter_single
+from ..tensor_parallel.sequence import gather_single
+from .collectives import Work
 from .weights import Gradient
+from .wire import Wire
 
 
 class Visit(NamedTuple):
@@ -53,7 +55,8 @@ class UnitShards:
     """Of one rank, all its stages together.
 
     buffer: whose gradients, or gradients and parameters, are sharded over ``group``. grads: of each parameter.
-    reads: unit -> the trainable parameters that it reads. overlap: collectives run behind the computation.
+    reads: unit -> the trainable parameters that it reads. overlap: collectives run behind the computation. in_bf16: of
+    gradients, see `Wire`.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class UnitShards:
         grads: Mapping[str, Gradient],
         reads: Mapping[int, Collection[str]],
         overlap: bool = True,
+        in_bf16: bool = False,
     ):
         self.buffer, self.group, self.grads, self.overlap = buffer, group, grads, overlap
+        self.wire = Wire(group, in_bf16)
         # Buckets go by their number from here on, which is that of their piece and of what this rank owns of them.
         self._buckets = buffer.buckets[::-1]
         self._sharded = [bucket.sharded for bucket in self._buckets]
@@ -72,7 +77,7 @@ class UnitShards:
         number_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
         self._read = {unit: sorted({number_of[name] for name in names}, reverse=True) for unit, names in reads.items()}
         self._gathers: dict[int, dist.Work] = {}
-        self._reduces: dict[int, tuple[dist.Work, Tensor]] = {}
+        self._reduces: dict[int, tuple[Work, Tensor]] = {}
         self._begun: set[int] = set()  # ``own_grads`` has something of this step
 
     def serves(self, unit: int, name: str) -> bool:
@@ -83,6 +88,7 @@ class UnitShards:
         """Begin a step: no gradient is there."""
         self.buffer.main_grad.release_all()
         self._reduces.clear()
+        self.wire.start()
         self._begun.clear()
 
     def need(self, *units: int) -> None:
@@ -138,9 +144,9 @@ class UnitShards:
             whole, own = self.buffer.main_grad.piece(number), self.buffer.own_grads[number]
             if self._sharded[number]:
                 into = torch.empty_like(own) if number in self._begun else own
-                work = reduce_scatter_single(into, whole, group=self.group, async_op=True)
+                work = self.wire.reduce_scatter(into, whole)
             else:
-                into, work = whole, dist.all_reduce(whole, group=self.group, async_op=True)
+                into, work = whole, self.wire.all_reduce(whole)
             self._reduces[number] = (work, into)
             if not self.overlap:
                 self._settle(number)
