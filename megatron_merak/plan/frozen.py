@@ -135,6 +135,11 @@ class Plan:
         """Of one gradient that replicas send."""
         return 2 if self.grad_reduce_in_bf16 else 4
 
+    @property
+    def copied(self) -> int:
+        """Gradients of a bucket that is copied for the way, 0 where none is."""
+        return self.bucket_size if self.grad_reduce_in_bf16 and self.grid.dp > 1 else 0
+
     def stage_units(self, stage: int) -> tuple[Unit, ...]:
         return self.units[self.stages[stage].first : self.stages[stage].last]
 
