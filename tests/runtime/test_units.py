@@ -113,7 +113,7 @@ def pass_over(shards, buffer, kind, skipped, work):
     return most
 
 
-def trained(rank, world_size, dtype, sharding, overlap):
+def trained(rank, world_size, dtype, sharding, overlap, in_bf16):
     group = dist.group.WORLD
     buffer = ParameterBuffer(entries(), dtype, "cpu", None, world_size, rank, Sharding(sharding))
     for buckets in buffer.filling():
@@ -122,7 +122,7 @@ def trained(rank, world_size, dtype, sharding, overlap):
     buffer.refresh_master()
     optimizer = AdamW(buffer, CONFIG, None, group)
     grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
-    shards, gatherer = UnitShards(buffer, group, grads, READS, overlap), ShardGatherer(buffer, group, overlap)
+    shards, gatherer = UnitShards(buffer, group, grads, READS, overlap, in_bf16), ShardGatherer(buffer, group, overlap)
     most, norms = [0, 0], []
     for step in range(STEPS):
         shards.start()
@@ -169,12 +169,15 @@ def expected(world_size, dtype):
     return {name: buffer.parameter(name).clone() for name in buffer.slots}, norms
 
 
+WAYS = [(2, 3, True, False), (3, 3, False, False), (3, 2, True, False), (2, 3, True, True)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size, sharding, overlap", [(2, 3, True), (3, 3, False), (3, 2, True)])
-def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, dtype):
+@pytest.mark.parametrize("world_size, sharding, overlap, in_bf16", WAYS)
+def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, in_bf16, dtype):
     """Gradients are integers, so sums are exact; a tied parameter is used twice, and one graph lacks a unit."""
     weights, norms = expected(world_size, dtype)
-    for found, told_norms, (data, grad), _ in run_ranks(trained, world_size, dtype, sharding, overlap):
+    for found, told_norms, (data, grad), _ in run_ranks(trained, world_size, dtype, sharding, overlap, in_bf16):
         assert told_norms == pytest.approx(norms, rel=1e-12)
         for name, value in weights.items():
             assert torch.equal(found[name], value), name
