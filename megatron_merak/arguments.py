@@ -164,7 +164,7 @@ def unknown_flags(tokens: Sequence[str], known: Sequence[str], config: type[RunC
             reason = "is a Megatron-LM flag that megatron_merak does not have yet"
             errors.append(ConfigError("flag", token, reason, NOT_YET[token]))
         elif token in elsewhere:
-            remedy = "Leave it out: --model knows the model's shape" if config is HFConfig else "Leave it out"
+            remedy = "Leave it out: --model decides it" if config is HFConfig else "Leave it out"
             errors.append(ConfigError("flag", token, f"is a flag of {elsewhere[token]} only", remedy))
         elif token in MEANT:
             errors.append(ConfigError("flag", token, "is not known", MEANT[token]))

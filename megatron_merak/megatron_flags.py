@@ -25,8 +25,13 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         "--overlap-grad-reduce": Taken("gradients are reduced during the backward unless --no-overlap-grad-reduce"),
         "--overlap-param-gather": Taken("parameters are gathered during the forward unless --no-overlap-param-gather"),
         "--use-megatron-fsdp": Taken("there is one implementation of sharded weights", beside=_STRATEGY),
-        "--accumulate-allreduce-grads-in-fp32": _ALWAYS,
+        "--accumulate-allreduce-grads-in-fp32": Taken(
+            "gradients are added up in fp32, and sent in fp32 unless --grad-reduce-in-bf16"
+        ),
         "--attention-softmax-in-fp32": _ALWAYS,
+        "--apply-query-key-layer-scaling": Taken(
+            "it keeps scores in the range of fp16, and scores of fp16 queries and keys are fp32 here"
+        ),
         "--use-mcore-models": Taken("there is one GPT model"),
         "--use-flash-attn": Taken("attention is torch's fused kernel where there is one"),
         "--use-cpu-initialization": Taken("the initial weights do not depend on device or layout"),
@@ -71,9 +76,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "--wandb-project": "Use --tensorboard-dir, or --metrics for a line per iteration",
         "--recompute-modules": "Leave it out: layers are recomputed whole",
         "--num-layers-per-virtual-pipeline-stage": "Use --num-virtual-stages-per-pipeline-rank",
-        "--fp32-residual-connection": "Leave it out: residuals have the dtype of the weights",
         "--fp16-lm-cross-entropy": "Leave it out: losses are computed in fp32",
-        "--grad-reduce-in-bf16": "Leave it out: gradients are added up in fp32",
         **dict.fromkeys(
             """
         --overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer""".split(),

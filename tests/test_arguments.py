@@ -154,7 +154,7 @@ def test_a_flag_of_the_other_script_is_refused_by_name():
     with pytest.raises(ConfigError) as caught:
         config_of("--num-layers", "3", kind=HFConfig)
     assert str(caught.value) == (
-        "flag --num-layers: is a flag of pretrain_gpt.py only. Leave it out: --model knows the model's shape."
+        "flag --num-layers: is a flag of pretrain_gpt.py only. Leave it out: --model decides it."
     )
     assert str(refusal("--trust-remote-code")) == (
         "flag --trust-remote-code: is a flag of pretrain_hf.py only. Leave it out."
@@ -196,9 +196,9 @@ def test_the_flags_that_the_scripts_share_mean_the_same():
         (["--frobnicate"], "flag --frobnicate: is not known. See --help for all flags."),
         (["-x"], "flag -x: is not known. See --help for all flags."),
         (
-            ["--fp32-residual-connection"],
-            "flag --fp32-residual-connection: is a Megatron-LM flag that megatron_merak does not have yet. "
-            "Leave it out: residuals have the dtype of the weights.",
+            ["--fp16-lm-cross-entropy"],
+            "flag --fp16-lm-cross-entropy: is a Megatron-LM flag that megatron_merak does not have yet. "
+            "Leave it out: losses are computed in fp32.",
         ),
     ],
 )

@@ -167,6 +167,10 @@ def test_a_plan_prints_as_an_aligned_table():
         {"grid": {"pp": 3}},
         {"grid": {"ep": 3}},
         {"dtype": "float8"},
+        {"dtype": "float32", "fp32_residual": True},
+        {"dtype": "float32", "grad_reduce_in_bf16": True},
+        {"dtype": "float16", "grad_reduce_in_bf16": True},
+        {"fp32_residual": 1},
         {"schedule": {"name": "1f1b"}},
         {"schedule": {"microbatches": None}},
         {"schedule": {"microbatches": {}}},
@@ -209,6 +213,20 @@ def test_a_plan_stored_when_optimizer_state_alone_was_shared_is_read(was, shardi
     assert again == replace(small_plan(), sharding=sharding)
     with pytest.raises(PlanError, match="distributed_optimizer"):
         Plan.from_dict(plain | {"distributed_optimizer": was, "sharding": "optim"})
+
+
+def test_precisions_that_a_plan_adds_to_its_dtype():
+    plain = small_plan().to_dict()
+    older = {key: value for key, value in plain.items() if key not in ("fp32_residual", "grad_reduce_in_bf16")}
+    assert Plan.from_dict(older) == small_plan(), "plans stored before have neither"
+    both = Plan.from_dict(older | {"fp32_residual": True, "grad_reduce_in_bf16": True})
+    assert Plan.from_json(both.to_json()) == both and both.gradient_bytes == 2 and small_plan().gradient_bytes == 4
+    assert "replicas, bfloat16, residual stream in fp32, gradients sent in bf16" in str(both)
+    assert replace(small_plan(), dtype="float16", fp32_residual=True).fp32_residual
+    with pytest.raises(PlanError, match="--grad-reduce-in-bf16 True: gradients of a model in float16 have more digits"):
+        replace(small_plan(), dtype="float16", grad_reduce_in_bf16=True)
+    with pytest.raises(PlanError, match="--fp32-residual-connection True: all of a model in float32 is fp32"):
+        replace(small_plan(), dtype="float32", fp32_residual=True)
 
 
 def test_what_is_sharded_over_how_many_ranks():

@@ -74,6 +74,9 @@ class ModelConfig(Section):
     """Pad the vocabulary to a multiple of this times the tensor-parallel degree."""
     vocab_size: int | None = setting(None, least=1)
     """Vocabulary before padding (unset: the tokenizer's); a NullTokenizer adds an end-of-document id."""
+    fp32_residual_connection: bool = setting(False)
+    """Keep the residual stream of a 16-bit model in fp32: embeddings and what sublayers return are cast to it, sums and
+    what travels between stages are fp32; normalizations read it and return 16 bits."""
     cross_entropy_chunk_size: int = setting(0, least=0, ours=True)
     """Compute the loss for so many tokens at a time, keeping no logits: their product is made twice; 0: keep all."""
 
@@ -152,6 +155,8 @@ class ParallelConfig(Section):
     ddp_bucket_size: int | None = setting(None, least=1)
     """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size)); of no effect where
     gradients are sharded, one unit of the model at a time."""
+    grad_reduce_in_bf16: bool = setting(False)
+    """Send gradients between data-parallel ranks in bf16, half the bytes; they are added up in fp32 on every rank."""
     use_distributed_optimizer: bool = setting(False)
     """Shard optimizer state over data-parallel ranks (ZeRO stage 1): each one updates its shard of every bucket of
     parameters, and gathers the others' shards; the same as --data-parallel-sharding-strategy optim."""

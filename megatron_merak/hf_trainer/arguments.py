@@ -119,7 +119,7 @@ POSITIVE = (
 FILES = ("plan", "schedule_file", "device_profile")  # fields that name a file, which hosts may have copies of
 PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
-    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile"),
+    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile", "grad_reduce_in_bf16"),
 )
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
@@ -208,6 +208,12 @@ class MerakArguments(TrainingArguments):
         metadata={
             "help": "Groups of neighbouring data-parallel ranks that shard, each with a copy of all (unset: one, or "
             "with fsdp='hybrid_shard' as many as keep each in a node)."
+        },
+    )
+    grad_reduce_in_bf16: bool = field(
+        default=False,
+        metadata={
+            "help": "Send gradients between data-parallel ranks in bf16; they are added up in fp32 on every rank."
         },
     )
     device_memory_gb: float | None = field(

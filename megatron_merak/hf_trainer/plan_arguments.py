@@ -23,6 +23,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "data_parallel_sharding_strategy": lambda plan: plan.sharding,
         "num_distributed_optimizer_instances": lambda plan: plan.sharding_instances,
         "graph_sharding": lambda plan: plan.graph_sharding,
+        "grad_reduce_in_bf16": lambda plan: plan.grad_reduce_in_bf16,
     }
 )
 # Arguments from which plans are made, and which a plan that is there leaves without effect.

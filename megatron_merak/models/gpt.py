@@ -110,6 +110,7 @@ class Embedding(Unit):
     def _embed(self, common: Common, x: Tensor) -> tuple[Tensor]:
         if self.positions is not None:
             x = x + self._positions(common["position_ids"])
+        x = x.to(self.place.stream)
         with self.place.own_stream():
             return (ops.bias_dropout_add(x, None, None, self.config.hidden_dropout, self.training),)
 
@@ -177,9 +178,9 @@ class TransformerLayer(Unit):
         ]
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        bias = None if bias is None else self.place.whole_gradient(bias)
+        bias = None if bias is None else self.place.whole_gradient(bias).to(residual.dtype)
         with self.place.own_stream():
-            return ops.bias_dropout_add(x, bias, residual, self.config.hidden_dropout, self.training)
+            return ops.bias_dropout_add(x.to(residual.dtype), bias, residual, self.config.hidden_dropout, self.training)
 
     def _enter(self, common: Common, x: Tensor) -> tuple[Tensor]:
         return (self.input_norm(x),)

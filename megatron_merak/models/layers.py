@@ -26,7 +26,7 @@ class Placement:
 
     ``sequence_parallel``: where tensor parallelism does not split the work (norms, dropout, residuals), each rank does
     its part of the sequence; of one rank it means nothing. ``recompute_activations``: the backward computes what
-    enters the second matrix of the feed-forward part again.
+    enters the second matrix of the feed-forward part again. ``fp32_residual``: the residual stream is fp32.
     """
 
     group: Group = None
@@ -36,6 +36,12 @@ class Placement:
     rng: RngTracker | None = None
     sequence_parallel: bool = False
     recompute_activations: bool = False
+    fp32_residual: bool = False
+
+    @property
+    def stream(self) -> torch.dtype:
+        """The dtype of the residual stream."""
+        return torch.float32 if self.fp32_residual else self.dtype
 
     @property
     def tp(self) -> int:
@@ -86,7 +92,7 @@ class Placement:
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm, as the configuration says.
+    """LayerNorm or RMSNorm, as the configuration says. Its output has the dtype of its weight, whatever its input's is.
 
     ``partial``: each tensor-parallel rank norms other rows (its heads, or its part of the sequence), so the parameters'
     gradients must be summed.
@@ -103,16 +109,19 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = copy_to_tensor_model_parallel_region(self.weight, self.group)
         if self.bias is None:
-            return ops.rms_norm(x, weight, self.eps)
-        return ops.layer_norm(x, weight, copy_to_tensor_model_parallel_region(self.bias, self.group), self.eps)
+            return ops.rms_norm(x, weight, self.eps).to(weight.dtype)
+        bias = copy_to_tensor_model_parallel_region(self.bias, self.group)
+        return ops.layer_norm(x, weight, bias, self.eps).to(weight.dtype)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Norm of x + residual, and the sum."""
-        weight = copy_to_tensor_model_parallel_region(self.weight, self.group)
+        """Norm of x + residual, and the sum, which has residual's dtype."""
+        x, weight = x.to(residual.dtype), copy_to_tensor_model_parallel_region(self.weight, self.group)
         if self.bias is None:
-            return ops.add_rms_norm(x, residual, weight, self.eps)
-        bias = copy_to_tensor_model_parallel_region(self.bias, self.group)
-        return ops.add_layer_norm(x, residual, weight, bias, self.eps)
+            normed, total = ops.add_rms_norm(x, residual, weight, self.eps)
+        else:
+            bias = copy_to_tensor_model_parallel_region(self.bias, self.group)
+            normed, total = ops.add_layer_norm(x, residual, weight, bias, self.eps)
+        return normed.to(weight.dtype), total
 
 
 class SelfAttention(nn.Module):

@@ -71,8 +71,14 @@ def _probabilities(queries: Tensor, keys: Tensor, start: int, scale: float) -> t
     """Softmax over keys [.., :stop] of the queries start:stop, [b g, n / g (stop - start), stop], and stop."""
     stop = min(start + _BLOCK, queries.shape[2])
     rows = queries[:, :, start:stop].flatten(1, 2)
-    scores = torch.bmm(rows, keys[:, :stop].transpose(1, 2)).unflatten(1, (queries.shape[1], -1))
-    return masked_softmax(scores, None, scale, causal=True).flatten(1, 2), stop
+    scores = _scores(rows, keys[:, :stop]).unflatten(1, (queries.shape[1], -1))
+    return masked_softmax(scores, None, scale, causal=True).to(queries.dtype).flatten(1, 2), stop
+
+
+def _scores(rows: Tensor, keys: Tensor) -> Tensor:
+    """rows @ keys.T; of fp16 in fp32, as the range of fp16 does not hold every score."""
+    wide = torch.float32 if rows.dtype == torch.float16 else rows.dtype
+    return rows.to(wide) @ keys.to(wide).mT
 
 
 def causal_attention(
@@ -141,7 +147,7 @@ def _masked(
 def _whole_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float) -> Tensor:
     batch, heads, length, dim = query.shape
     rows = query.reshape(batch, key.shape[1], -1, dim)
-    scores = (rows @ key.transpose(2, 3)).view(batch, heads, length, -1)
+    scores = _scores(rows, key).view(batch, heads, length, -1)
     if mask is not None and mask.dtype != torch.bool:
         scores, mask, scale = torch.add(mask, scores, alpha=scale), None, 1.0
     part = masked_softmax(scores, mask, scale).to(query.dtype)

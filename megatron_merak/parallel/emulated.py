@@ -259,12 +259,20 @@ class EmulatedGroup(dist.ProcessGroup):
         work = self.gloo._reduce_scatter_base(output, input, opts or dist.ReduceScatterOptions())
         return self._launch(work, costs.reduce_scatter(self.n, _bytes([output]), self.link), [output])
 
-    # torch 2.13 calls these names, older releases the two above.
+    def alltoall_base(self, output, input, output_splits, input_splits, opts=None):
+        work = self.gloo.alltoall_base(output, input, output_splits, input_splits)
+        part = _bytes([input]) / self.n
+        return self._launch(work, costs.reduce_scatter(self.n, part, self.link), [output])
+
+    # torch 2.13 calls these names, older releases the three above.
     def all_gather_single(self, output, input, opts=None, **_):
         return self._allgather_base(output, input)
 
     def reduce_scatter_single(self, output, input, opts=None, **_):
         return self._reduce_scatter_base(output, input, opts)
+
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=None, **_):
+        return self.alltoall_base(output, input, output_splits, input_splits, opts)
 
     def gather(self, outputs, inputs, opts):
         work = self.gloo.gather(outputs, inputs, opts)

@@ -100,6 +100,10 @@ class StagedGroup(dist.ProcessGroup):
         work = self.gloo._reduce_scatter_base(*host, *_copied([input]), opts or dist.ReduceScatterOptions())
         return _back(work, [output], host)
 
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=None, **_):
+        host = _empty([output])
+        return _back(self.gloo.alltoall_base(*host, *_copied([input]), output_splits, input_splits), [output], host)
+
     def send(self, tensors, destination, tag):
         return _back(self.gloo.send(_copied(tensors), destination, tag), [], [])
 
@@ -110,6 +114,7 @@ class StagedGroup(dist.ProcessGroup):
     # The names of these before torch 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ from megatron_merak.config.sections import OVERLAPS, SHARDINGS
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.pipeline_parallel.ops import Schedule, ops_of
 from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
+from megatron_merak.plan.precision import refused_of
 from megatron_merak.plan.replicas import Shards, check_instances, refused_together
 from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.stored import build, record, rows_of
@@ -37,7 +38,8 @@ class Plan:
     ``sharding_instances``: groups of neighbouring replicas, each of which shards among its own.
     ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the activations of
     feed-forward parts are not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a captured model
-    is cut into units, empty for the native model. Printing a plan gives its table.
+    is cut into units, empty for the native model. ``grad_reduce_in_bf16``: replicas send gradients in bf16.
+    ``fp32_residual``: the residual stream of a 16-bit native model is fp32. Printing a plan gives its table.
     """
 
     grid: Grid
@@ -63,6 +65,8 @@ class Plan:
     loss_chunk: int = 0
     recompute_activations: bool = False
     graph_sharding: str = ""
+    grad_reduce_in_bf16: bool = False
+    fp32_residual: bool = False
 
     def __post_init__(self):
         cuts = [0] + [stage.last for stage in self.stages]
@@ -99,6 +103,8 @@ class Plan:
                 raise PlanError(name, getattr(self, name), f"it is below {least}", f"Use {least} or more")
         if self.dtype not in DTYPE_BYTES:
             raise PlanError("dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them")
+        if error := refused_of(self.dtype, self.grad_reduce_in_bf16, self.fp32_residual):
+            raise error
 
     @property
     def num_microbatches(self) -> int:
@@ -131,6 +137,16 @@ class Plan:
     def shard_ranks(self) -> int:
         """How many replicas shard among themselves: those of one instance."""
         return self.grid.dp // self.sharding_instances
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one gradient that replicas send."""
+        return 2 if self.grad_reduce_in_bf16 else 4
+
+    @property
+    def copied(self) -> int:
+        """Gradients of a bucket that is copied for the way, 0 where none is."""
+        return self.bucket_size if self.grad_reduce_in_bf16 and self.grid.dp > 1 else 0
 
     def stage_units(self, stage: int) -> tuple[Unit, ...]:
         return self.units[self.stages[stage].first : self.stages[stage].last]

@@ -35,7 +35,7 @@ def table(plan: Any, width: int = 120) -> str:
     lines = [
         f"{grid.size} ranks = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}",
         f"global batch {plan.global_batch_size} = {plan.num_microbatches} micro-batches of {plan.micro_batch_size}"
-        f"{tokens} on each of {grid.dp} replicas, {plan.dtype}",
+        f"{tokens} on each of {grid.dp} replicas, {plan.dtype}{_precision(plan)}",
     ]
     if plan.shardings:
         divided = sum(sharding.dim is not None for sharding in plan.shardings)
@@ -64,6 +64,12 @@ def sharing(plan: Any) -> str:
     shared = f"shared by {plan.shard_ranks} replicas" if plan.grid.dp > 1 else "not shared, as there is one replica"
     shared += f", in each of {plan.sharding_instances} instances" if plan.sharding_instances > 1 else ""
     return f"{_SHARED[plan.sharding]}: {shared}"
+
+
+def _precision(plan: Any) -> str:
+    """What has another dtype than the rest."""
+    stream = ", residual stream in fp32" if plan.fp32_residual else ""
+    return stream + (", gradients sent in bf16" if plan.grad_reduce_in_bf16 and plan.grid.dp > 1 else "")
 
 
 def prediction(plan: Any) -> str:

@@ -56,16 +56,17 @@ def gpt_units(
 
     Every number is one tensor-parallel rank's: divided weights count 1/tp, replicated ones in full, and the vocabulary
     with its padding. The head is final norm, output layer and loss. FLOPs are those of the matrix products, the causal
-    half of the attention scores included. ``bytes_per_value`` is of an activation. Of a dropout mask its seed is kept.
-    With ``fused_dropout``, as on GPUs, attention keeps no scores; without it, as on CPUs, attention with dropout keeps
-    its scores and a copy of every head, and that of short sequences without dropout no statistics. With
-    ``sequence_parallel`` a rank has its part of the hidden state, and of what enters the parallel layers of a layer;
-    the head keeps all that enters it. With ``recompute_activations`` the second matrix of the feed-forward part does
-    not keep its own.
+    half of the attention scores included. ``bytes_per_value`` is of an activation; an fp32 residual stream has 4.
+    Of a dropout mask its seed is kept. With ``fused_dropout``, as on GPUs, attention keeps no scores; without it, as on
+    CPUs, attention with dropout keeps its scores and a copy of every head, and that of short sequences without dropout
+    no statistics. With ``sequence_parallel`` a rank has its part of the hidden state, and of what enters the parallel
+    layers of a layer; the head keeps all that enters it. With ``recompute_activations`` the second matrix of the
+    feed-forward part does not keep its own.
     """
     tokens, parts = micro_batch_size * model.seq_length, tp if sequence_parallel else 1
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
     activation = tokens * hidden * bytes_per_value
+    hidden_state = tokens // parts * hidden * _stream(model, bytes_per_value)
     dropout_mask = SEED_BYTES if model.hidden_dropout else 0
     positions = model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
     output = vocabulary * hidden
@@ -74,7 +75,7 @@ def gpt_units(
     work = {kind: _started(kind, activation, tp, parts) for kind in OPERATIONS}
     kept = 2 * dropout_mask - (tokens * model.ffn_size // tp * bytes_per_value if recompute_activations else 0)
     kept += _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout, parts)
-    layer = (_layer_parameters(model, tp), _layer_flops(model, tokens, tp), kept, activation // parts)
+    layer = (_layer_parameters(model, tp), _layer_flops(model, tokens, tp), kept, hidden_state)
     statistics = 4 * tokens // parts * _norm_vectors(model)
     rows, chunk = _kept_of_loss(model, vocabulary * bytes_per_value, tp), model.cross_entropy_chunk_size
     logits = 2 * tokens * hidden * vocabulary
@@ -98,10 +99,15 @@ def gpt_units(
     table = {"weight_bytes": activation + learned} | work["embedding"]
     inner = _layer_work(model, tokens, bytes_per_value, tp, fused_dropout, parts) | work["layer"]
     return (
-        Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, activation // parts, tied, **table),
+        Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, hidden_state, tied, **table),
         *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
         head,
     )
+
+
+def _stream(model: ModelConfig, bytes_per_value: int) -> int:
+    """Bytes of a value of the residual stream."""
+    return 4 if model.fp32_residual_connection else bytes_per_value
 
 
 def _kept_of_loss(model: ModelConfig, logits: int, tp: int) -> int:
@@ -167,7 +173,8 @@ def _layer_saved_bytes(
     values = first + second + (4 * queries if scored else 2 * queries + 2 * keys)
     if model.qk_layernorm:
         values += queries + (2 * keys if scored else keys)
-    row, divided = values * bytes_per_value, 3 * hidden * bytes_per_value + 2 * 4 * _norm_vectors(model)
+    divided = hidden * (2 * bytes_per_value + _stream(model, bytes_per_value)) + 2 * 4 * _norm_vectors(model)
+    row = values * bytes_per_value
     if model.qk_layernorm:
         row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
     if scored:
@@ -183,12 +190,13 @@ def _layer_work(
     """Inputs and output gradients of the four matrix products; the gradient of the widest value, and what is gathered
     of ``parts`` of the sequence for the time of a product; attention's FLOPs; the products' shapes."""
     hidden, (queries, keys, first, second) = model.hidden_size, _widths(model, tp)
-    scores, gathered = _attention_flops(model, tokens, tp), hidden if parts > 1 else 0
+    scores, gathered = _attention_flops(model, tokens, tp), hidden * bytes_per_value if parts > 1 else 0
+    widest = max(max(queries + 2 * keys, first) * bytes_per_value, hidden * _stream(model, bytes_per_value))
     sides = ((queries + 2 * keys, hidden), (hidden, queries), (first, hidden), (hidden, second))
     return {
         "products": tuple((tokens, leaving, entering) for leaving, entering in sides),
         "weight_bytes": tokens * (4 * hidden + 2 * queries + 2 * keys + first + second) * bytes_per_value,
-        "transient_bytes": tokens * (max(hidden, queries + 2 * keys, first) + gathered) * bytes_per_value,
+        "transient_bytes": tokens * (widest + gathered),
         "attention_flops": scores,
         "more_flops": causal_more(scores, model.seq_length, fused_dropout, model.attention_dropout > 0),
     }

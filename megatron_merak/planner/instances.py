@@ -24,12 +24,13 @@ class Across:
 
     def __init__(self, plan: Plan):
         self._count, self._shards, self._link = plan.sharding_instances, plan.shard_ranks, link_across(plan)
+        self._each = plan.gradient_bytes
         self._apart = self._link != link_inside(plan)
         self.free = float("-inf")
 
     def seconds(self, values: float) -> float:
-        """Of the shard of so many gradient values, in fp32."""
-        return all_reduce(self._count, 4 * values / self._shards, self._link) if self._count > 1 else 0.0
+        """Of the shard of so many gradient values."""
+        return all_reduce(self._count, self._each * values / self._shards, self._link) if self._count > 1 else 0.0
 
     def send(self, values: float, ready: float, inside: float) -> float:
         """Sum the shard of ``values``, which the instance has at ``ready``. inside: when the links of the instance are

@@ -30,7 +30,8 @@ class Layout:
         exposed = [times([cost], draft["overlap"]) for cost in costs]
         shards = Shards.of(draft["sharding"], draft["grid"].dp // draft["sharding_instances"])
         update = cluster.device.compute_time(0, optimizer_bytes(draft["dtype"]), draft["dtype"]) / shards.optimizer
-        self.ledger = Ledger(self.units, self.schedule, draft["dtype"], shards)
+        copied = draft["bucket_size"] if draft.get("grad_reduce_in_bf16") and draft["grid"].dp > 1 else 0
+        self.ledger = Ledger(self.units, self.schedule, draft["dtype"], shards, copied)
         seconds = [one.forward for one in exposed]
         self.chooser = Chooser(recompute, self.units, seconds, self.ledger, limit)
         most = Recompute("full") if recompute.method == "capacity" else recompute

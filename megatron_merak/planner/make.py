@@ -50,6 +50,7 @@ def plan(
         cluster=cluster,
         shardings=shardings,
         loss_chunk=model.cross_entropy_chunk_size,
+        fp32_residual=model.fp32_residual_connection,
         **choices(parallel, microbatches),
     )
 
@@ -104,6 +105,7 @@ def choices(parallel: ParallelConfig, microbatches: int) -> dict[str, Any]:
         "sharding": parallel.sharding,
         "sharding_instances": parallel.num_distributed_optimizer_instances,
         "overlap_param_gather": not parallel.no_overlap_param_gather,
+        "grad_reduce_in_bf16": parallel.grad_reduce_in_bf16,
         "memory_gb": parallel.device_memory_gb,
     }
 
@@ -134,6 +136,7 @@ def plan_chain(
     memory_gb: float | None = None,
     shardings: tuple[TensorSharding, ...] = (),
     reasons: Iterable[tuple[str, str]] = (),
+    **precision: bool,
 ) -> Plan:
     """The plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
 
@@ -141,7 +144,8 @@ def plan_chain(
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
     is taken. ``chunks`` and ``group``: see ``build_schedule``. ``bucket_size``: None is the default. ``memory_gb`` is
     the memory of a rank in GiB; without it the device's own is respected where some cut does. ``reasons``: of each
-    tensor, why it is divided as it is. The rest are fields of ``Plan``. Raises PlanError for more stages than units,
+    tensor, why it is divided as it is. ``precision``: ``grad_reduce_in_bf16`` and ``fp32_residual``. The rest are
+    fields of ``Plan``. Raises PlanError for more stages than units,
     where ``memory_gb`` does not suffice, and where ``sharding``, ``sharding_instances`` and ``overlap`` do not go
     together; ScheduleError for an unknown schedule or one that is not defined for these numbers.
     """
@@ -161,7 +165,7 @@ def plan_chain(
         draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
         draft |= {"recompute_activations": recompute_activations, "overlap_param_gather": overlap_param_gather}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
-        draft |= {"sharding": sharding, "sharding_instances": sharding_instances}
+        draft |= {"sharding": sharding, "sharding_instances": sharding_instances, **precision}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))
             if schedule == "auto":

@@ -74,11 +74,14 @@ class WholeUnits:
 class Ledger:
     """The memory of the stages of a schedule, for whatever cut and recomputation of a chain of units.
 
-    shards: over how many ranks each part of a stage's state is sharded.
+    shards: over how many ranks each part of a stage's state is sharded. copied: gradients that are rounded to bf16 and
+    sent at a time, 0 where they travel as they are.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards = UNSHARDED):
-        self.units, self.schedule, self.dtype, self.shards = units, schedule, dtype, shards
+    def __init__(
+        self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards = UNSHARDED, copied: int = 0
+    ):
+        self.units, self.schedule, self.dtype, self.shards, self.copied = units, schedule, dtype, shards, copied
         self.stages_of = [
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
             for rank in range(len(schedule.ranks))
@@ -112,8 +115,17 @@ class Ledger:
         return [memory for memory in found if memory is not None]
 
     def _working(self, index: int, stage: StagePlan) -> int:
-        """What the unit that needs most keeps only while it runs."""
-        return max(self.units[unit].transient_bytes + self._whole.bytes(index, stage, unit) for unit in stage.units)
+        """What the unit that needs most keeps only while it runs, and copies of gradients that travel meanwhile."""
+        most = max(self.units[unit].transient_bytes + self._whole.bytes(index, stage, unit) for unit in stage.units)
+        return most + (self._copies(stage) if self.copied else 0)
+
+    def _copies(self, stage: StagePlan) -> int:
+        """In bf16: what is sent of a bucket and what comes; where all ranks need the sum, the bucket before it too."""
+        units = [self.units[unit] for unit in stage.units]
+        values, largest = held_parameters(units), max(held_parameters([unit]) for unit in units)
+        bucket = largest if self.shards.gradients > 1 else min(self.copied, values)
+        before = min(bucket, values - bucket) if self.shards.optimizer == 1 else 0
+        return 4 * bucket + 2 * before
 
     def _memory(self, stage: StagePlan, activations: int, parameters: int, working: int) -> StageMemory:
         transfers = transfer_bytes(self.units, stage)
@@ -131,7 +143,7 @@ class Ledger:
 
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Of each stage of the plan, at the peak of its rank."""
-    return tuple(Ledger(plan.units, plan.schedule, plan.dtype, plan.shards).together(plan.stages))
+    return tuple(Ledger(plan.units, plan.schedule, plan.dtype, plan.shards, plan.copied).together(plan.stages))
 
 
 def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:

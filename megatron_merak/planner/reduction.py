@@ -10,7 +10,7 @@ from megatron_merak.planner.instances import Across, link_inside
 
 
 def exposed_reduction(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) -> float:
-    """Seconds from the end of a rank's last backward until its fp32 gradients are summed over the replicas.
+    """Seconds from the end of a rank's last backward until its gradients are summed over the replicas.
 
     mine: the rank's units, ascending. With overlap a bucket is sent once the last backward has filled it, one bucket at
     a time; without, all are sent behind it. A unit's gradients come evenly during its backward. What is reduced inside
@@ -66,11 +66,11 @@ def _filling(plan: Plan, mine: list[int]) -> Iterator[tuple[int, float, float]]:
 
 
 def _reduction(plan: Plan) -> Callable[[float], float]:
-    """Gradient elements of a bucket -> seconds of its reduction in fp32."""
-    link, replicas = _link(plan), plan.shard_ranks
+    """Gradient elements of a bucket -> seconds of its reduction."""
+    link, replicas, each = _link(plan), plan.shard_ranks, plan.gradient_bytes
     if plan.sharding != "no_shard":
-        return lambda values: reduce_scatter(replicas, 4 * values / replicas, link)
-    return lambda values: all_reduce(replicas, 4 * values, link)
+        return lambda values: reduce_scatter(replicas, each * values / replicas, link)
+    return lambda values: all_reduce(replicas, each * values, link)
 
 
 def _link(plan: Plan) -> Link:

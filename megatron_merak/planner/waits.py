@@ -88,7 +88,7 @@ def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
     for unit in plan.units:
         shard = held_parameters([unit]) / ranks
         gather = all_gather(ranks, DTYPE_BYTES[plan.dtype] * shard, link) if shard and plan.shards_parameters else 0.0
-        found.append((gather, reduce_scatter(ranks, 4 * shard, link) if shard else 0.0))
+        found.append((gather, reduce_scatter(ranks, plan.gradient_bytes * shard, link) if shard else 0.0))
     return found
 
 

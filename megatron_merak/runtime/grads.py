@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from megatron_merak.parallel.buffers import ParameterBuffer
 from megatron_merak.parallel.relay import Relay
-from megatron_merak.tensor_parallel.sequence import reduce_scatter_single
+from megatron_merak.runtime.collectives import Work
+from megatron_merak.runtime.wire import Wire
 
 
 class GradientReducer:
@@ -20,7 +21,8 @@ class GradientReducer:
     group: data-parallel ranks, which hold buffers of the same layout; None or one rank: nothing is sent.
     overlap: launch a bucket as soon as it is ready; else all of them in `finish()`.
     sharing: those of them that share, in the order of their shards; None: all. across: those that own the same shards;
-    None: there are no others. relay: what launches the second of two reductions; given with ``across``.
+    None: there are no others. relay: what launches the second of two reductions; given with ``across``. in_bf16: see
+    `Wire`.
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class GradientReducer:
         sharing: dist.ProcessGroup | None = None,
         across: dist.ProcessGroup | None = None,
         relay: Relay | None = None,
+        in_bf16: bool = False,
     ):
-        self.buffer, self.across, self.relay = buffer, across, relay
+        self.buffer, self.relay = buffer, relay
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self.sharing = sharing or self.group
         self.overlap = overlap
+        self._all, self._inside = Wire(self.group, in_bf16), Wire(sharing or self.group, in_bf16)
+        self._across = Wire(across, in_bf16)
         self._bucket_of = {name: number for number, bucket in enumerate(buffer.buckets) for name in bucket.names}
         self.start()
 
@@ -43,7 +47,9 @@ class GradientReducer:
         """Begin a step: no parameter is ready."""
         self._missing = {name: None for bucket in self.buffer.buckets for name in bucket.names}
         self._unready = [len(bucket.names) for bucket in self.buffer.buckets]
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
+        for wire in (self._all, self._inside, self._across):
+            wire.start()
         self._launched = 0
         self._finished = False
         if self.relay is not None:
@@ -96,10 +102,10 @@ class GradientReducer:
         if bucket.sharded:
             start, stop = self.buffer.shard_of(bucket)
             own = grad[start:stop]
-            work = reduce_scatter_single(own, view, group=self.sharing, async_op=True)
-            if self.relay is not None:
-                self.relay.follow(work, partial(dist.all_reduce, own, group=self.across, async_op=True))
-                return
+            work = self._inside.reduce_scatter(own, view)
+            if self.relay is None:
+                self._works.append(work)
+            else:
+                self.relay.follow(work, partial(self._across.all_reduce, own))
         else:
-            work = dist.all_reduce(view, group=self.group, async_op=True)
-        self._works.append(work)
+            self._works.append(self._all.all_reduce(view))

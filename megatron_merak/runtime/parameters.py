@@ -27,7 +27,8 @@ class RankParameters:
     over replicas while the backward runs. gathers_early: gather updated shards while the next forward runs. partial:
     those whose gradients are in parts over tensor-parallel ranks in any case, beside the replicated ones that sharded
     segments read. shared: how many stages of this rank use a parameter, where that is more than one. reads: the
-    trainable parameters that each unit reads.
+    trainable parameters that each unit reads. in_bf16: gradients travel between replicas in bf16, see `Wire`; the sums
+    over other ranks, of ``partial`` and ``ties``, in fp32.
     """
 
     def __init__(
@@ -42,16 +43,17 @@ class RankParameters:
         partial: Collection[str] = (),
         shared: Mapping[str, int] | None = None,
         reads: Mapping[int, Collection[str]] | None = None,
+        in_bf16: bool = False,
     ):
         self.buffer, self.names, self.mesh = buffer, names, mesh
         self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
         by_unit = buffer.sharding >= Sharding.GRADIENTS
         self.weights = WeightGradients({parameter: self._grads[name] for parameter, name in names.items()}, by_unit)
         sharing, across = mesh.sharing, mesh.across
-        given = (buffer, sharing, self._grads, reads or {}, overlap, across, mesh.dp)
+        given = (buffer, sharing, self._grads, reads or {}, overlap, across, mesh.dp, in_bf16)
         self.units = UnitShards(*given) if by_unit else None
         relay = None if across is None or by_unit else Relay(mesh.device, mesh.clock)
-        self.reducer = GradientReducer(buffer, mesh.dp, overlap, sharing, across, relay)
+        self.reducer = GradientReducer(buffer, mesh.dp, overlap, sharing, across, relay, in_bf16)
         self.gatherer = ShardGatherer(buffer, sharing, gathers_early)
         self._replicated, self._ties, self._shared = replicated, ties, dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from ..parallel.buffers import Bucket, ParameterBuffer, Sharding
 from ..pipeline_parallel.ops import Kind
-from ..tensor_parallel.sequence import gather_single, reduce_scatter_single
+from ..tensor_parallel.sequence import gather_single
+from .collectives import Work
 from .weights import Gradient
+from .wire import Wire
 
 
 class Visit(NamedTuple):
@@ -56,7 +58,7 @@ class UnitShards:
     buffer: whose gradients, or gradients and parameters, are sharded over ``group``. grads: of each parameter.
     reads: unit -> the trainable parameters that it reads. overlap: collectives run behind the computation. across:
     ranks that own the same shards; None: there are no others. everyone: all that hold the same parameters; None: those
-    of ``group``.
+    of ``group``. in_bf16: of gradients, see `Wire`.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class UnitShards:
         overlap: bool = True,
         across: dist.ProcessGroup | None = None,
         everyone: dist.ProcessGroup | None = None,
+        in_bf16: bool = False,
     ):
         self.buffer, self.group, self.grads, self.overlap = buffer, group, grads, overlap
-        self.across, self.everyone = across, everyone or group
+        self.across, self._all = across, Wire(everyone or group, in_bf16)
+        self._inside, self._across = Wire(group, in_bf16), Wire(across, in_bf16)
         # Buckets go by their number from here on, which is that of their piece and of what this rank owns of them.
         self._buckets = buffer.buckets[::-1]
         self._sharded = [bucket.sharded for bucket in self._buckets]
@@ -78,11 +82,11 @@ class UnitShards:
         number_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
         self._read = {unit: sorted({number_of[name] for name in names}, reverse=True) for unit, names in reads.items()}
         self._gathers: dict[int, dist.Work] = {}
-        self._reduces: dict[int, tuple[dist.Work, Tensor]] = {}
+        self._reduces: dict[int, tuple[Work, Tensor]] = {}
         self._begun: set[int] = set()  # ``own_grads`` has something of this step
         self._readers = {n: {unit for unit, read in self._read.items() if n in read} for n in number_of.values()}
         self._unfinished: dict[int, set[int]] = {}  # readers that will add to the gradient of a bucket in this step
-        self._sums: dict[int, dist.Work] = {}  # over ``across``
+        self._sums: dict[int, Work] = {}  # over ``across``
 
     def serves(self, unit: int, name: str) -> bool:
         """Whether a parameter is there when a unit is visited."""
@@ -92,6 +96,8 @@ class UnitShards:
         """Begin a step: no gradient is there."""
         self.buffer.main_grad.release_all()
         self._reduces.clear()
+        for wire in (self._all, self._inside, self._across):
+            wire.start()
         self._begun.clear()
         self._sums.clear()
         self._unfinished = {number: set(units) for number, units in self._readers.items()}
@@ -151,9 +157,9 @@ class UnitShards:
             whole, own = self.buffer.main_grad.piece(number), self.buffer.own_grads[number]
             if self._sharded[number]:
                 into = torch.empty_like(own) if number in self._begun else own
-                work = reduce_scatter_single(into, whole, group=self.group, async_op=True)
+                work = self._inside.reduce_scatter(into, whole)
             else:
-                into, work = whole, dist.all_reduce(whole, group=self.everyone, async_op=True)
+                into, work = whole, self._all.all_reduce(whole)
             self._reduces[number] = (work, into)
             if not self.overlap:
                 self._settle(number)
@@ -178,7 +184,7 @@ class UnitShards:
     def _add_up(self, number: int) -> None:
         """Start to sum a shard that is complete over those that own it, once a step."""
         if self.across is not None and self._sharded[number] and number not in self._sums:
-            self._sums[number] = dist.all_reduce(self.buffer.own_grads[number], group=self.across, async_op=True)
+            self._sums[number] = self._across.all_reduce(self.buffer.own_grads[number])
             if not self.overlap:
                 self._sums[number].wait()
 

@@ -94,6 +94,9 @@ def follow(traced: Traced, plan: Plan) -> "Blueprint":
     captured, tp = traced.captured, plan.grid.tp
     if plan.sequence_parallel:
         raise PlanError("plan: sequence_parallel", True, "only the native model has it", "Let it be false")
+    if plan.fp32_residual:
+        remedy = "Let it be false: the model's own code decides in which dtype it adds"
+        raise PlanError("plan: fp32_residual", True, "only the native model has it", remedy)
     if not plan.graph_sharding:
         raise PlanError("plan: graph_sharding", "''", "it is a plan of the native model", "Make a plan of this model")
     chain = cut(captured, plan.graph_sharding)

@@ -135,6 +135,7 @@ class CapturedTrainer:
             self.blueprint.partial,
             {name: shared[name,] for name in trained if (name,) in shared},
             {unit: [name for name in holdings.reads(unit) if name in self.buffer.slots] for unit in holdings.units},
+            plan.grad_reduce_in_bf16,
         )
 
     def _stage(self, index: int, programs: Programs) -> Stage:

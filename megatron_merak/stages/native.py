@@ -158,6 +158,7 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
         "meta",
         sequence_parallel=plan.sequence_parallel,
         recompute_activations=plan.recompute_activations,
+        fp32_residual=plan.fp32_residual,
     )
     chain = [build_unit(index, model, place) for index in range(model.num_layers + 2)]
     mine = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
@@ -190,6 +191,7 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
         plan.overlap_param_gather,
         shared={name: shared[key] for name, key in keys.items() if key in shared},
         reads={unit.index: [names[unit.index, local] for local in unit.layouts] for unit in units},
+        in_bf16=plan.grad_reduce_in_bf16,
     )
     prelude = Prelude(model, mesh.device)
     split = halve if plan.overlap == "sub-pipeline" else None
@@ -199,7 +201,7 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
         for module in modules.modules():
             if hasattr(module, "sink"):
                 module.sink = held.weights
-        programs = _Programs(part, len(chain), prelude, mesh, plan, dtype)
+        programs = _Programs(part, len(chain), prelude, mesh, plan, place.stream)
         again, behind = plan.stages[index].runs, plan.overlap != "none"
         given = (index, programs, held, again, mesh, config.train.seed, modules.train, split, behind)
         stages[index] = Stage(*given, units=plan.stages[index].units)
@@ -207,8 +209,8 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
 
 
 class _Programs:
-    """The programs of one stage, by the number of samples. One hidden state crosses each border; the loss is a sum over
-    tokens."""
+    """The programs of one stage, by the number of samples. A hidden state of ``dtype`` crosses each border; the loss is
+    a sum over tokens."""
 
     def __init__(self, units: list[Unit], chain: int, prelude: Prelude, mesh: Mesh, plan: Plan, dtype: torch.dtype):
         self.units, self.prelude, self.plan, self.dtype = units, prelude, plan, dtype

@@ -16,7 +16,7 @@ _FREE = frozenset(
     allow_pickle graph_sharding tensor_parallel_rules""".split()
 )
 # ... those that may change in the middle of a run, ...
-_TOLD = frozenset("hidden_dropout attention_dropout attn_implementation".split())
+_TOLD = frozenset("hidden_dropout attention_dropout attn_implementation fp32_residual_connection".split())
 # ... and those that a new run from old weights may choose anew.
 _OF_A_RUN = frozenset(
     "seq_length max_position_embeddings rotary_base rotary_percent use_rope_scaling rope_scaling_factor".split()
@@ -24,6 +24,7 @@ _OF_A_RUN = frozenset(
 _TRAIN_TOLD = """train_iters train_samples rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed
     micro_batch_size bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
     fp32_matmul_precision calculate_per_token_loss""".split()
+_PARALLEL_TOLD = ("grad_reduce_in_bf16",)
 _SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
     lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay
     start_weight_decay end_weight_decay weight_decay_incr_style""".split()
@@ -140,6 +141,8 @@ def _differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]
 def _run_changes(config: RunConfig, saved: SavedRun) -> list[Change]:
     now = config.to_dict()
     pairs = [("train", name) for name in _differing(now["train"], saved.config["train"]) if name in _TRAIN_TOLD]
+    before = saved.config.get("parallel", {})
+    pairs += [("parallel", name) for name in _differing(now["parallel"], before) if name in _PARALLEL_TOLD]
     pairs += [("optimizer", name) for name in _differing(now["optimizer"], saved.config["optimizer"])]
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
         pairs = [(section, name) for section, name in pairs if name not in _SCHEDULE]

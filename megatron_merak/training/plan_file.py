@@ -35,6 +35,8 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "num_distributed_optimizer_instances": lambda plan: plan.sharding_instances,
         "no_overlap_param_gather": lambda plan: not plan.overlap_param_gather,
         "cross_entropy_chunk_size": lambda plan: plan.loss_chunk,
+        "grad_reduce_in_bf16": lambda plan: plan.grad_reduce_in_bf16,
+        "fp32_residual_connection": lambda plan: plan.fp32_residual,
         "graph_sharding": lambda plan: plan.graph_sharding,
     }
 )

@@ -126,3 +126,32 @@ def test_dropout_of_masked_attention(length):
     torch.manual_seed(3)
     out = attention(query, key, torch.ones_like(key), dropout=0.3)
     assert out.mean().item() == pytest.approx(1.0, abs=0.05) and out.std() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("length", [40, 300, 600])
+def test_the_sum_of_a_softmax_is_fp32(length, dropout, dtype):
+    """Over equal scores: a sum of ones in bf16 stops at 256, one in fp16 at 2048."""
+    torch.manual_seed(1)
+    heads = torch.ones(2, 4, length, 8, dtype=dtype)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool)
+    causal = causal_attention(*(heads.transpose(1, 2) for _ in range(3)), dropout)
+    for out in (causal, attention(heads, heads, heads, mask, dropout), attention(heads, heads, heads, None, dropout)):
+        assert out.float().mean().item() == pytest.approx(1, abs=0.05 if dropout else 1e-3)
+        assert dropout or ((out.float() - 1).abs() <= 2**-8).all()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("length", [40, 300, 600])
+def test_scores_that_fp16_does_not_hold(length, dropout):
+    """What comes of --apply-query-key-layer-scaling: 64 x 60^2, which is scaled to 28,800 only then."""
+    heads = [torch.full((1, 2, length, 64), value, dtype=torch.float16) for value in (60.0, 60.0, 1.0)]
+    seen = torch.ones(1, 1, length, length).tril()
+    masks = (seen.bool(), torch.where(seen > 0, 0.0, -torch.inf).half())
+    turned = [x.transpose(1, 2) for x in heads]
+    found = gradients(lambda *x: causal_attention(*x, dropout), turned, torch.ones(1, length, 128).half())
+    for mask in masks:
+        upstream = torch.ones(1, 2, length, 64).half()
+        found += gradients(lambda *x, mask=mask: attention(*x, mask, dropout), heads, upstream)
+    assert all(result.isfinite().all() for result in found)

@@ -66,6 +66,16 @@ def test_it_is_the_formula(ops, shape, causal, dtype, tolerance):
 
 
 @implementations
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.bfloat16, 8), (torch.float16, 11)])
+def test_in_16_bits_a_probability_is_rounded_once(ops, dtype, digits):
+    """What comes of --attention-softmax-in-fp32: within half a unit in the last place of each one, over a long row."""
+    scores, _ = problem((1, 2, 3, 5000), dtype)
+    truth = formula(scores.double(), None, 0.5, False)
+    found = ops.masked_softmax(scores, None, 0.5, False).double()
+    assert ((found - truth).abs() <= truth * (2**-digits + 1e-5) + 2**-25).all()
+
+
+@implementations
 def test_hidden_and_impossible_scores(ops):
     """-inf, huge values of either sign, and rows of which nothing is left."""
     scores = torch.full((1, 1, 5, 20), -torch.inf)

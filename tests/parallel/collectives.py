@@ -29,6 +29,8 @@ def each_collective(rank, n, given, size, group, later):
     found = torch.empty_like(first.reshape(-1))
     work = gather_single(found, mine[:size].clone(), group, async_op=later)
     yield "all_gather_single", work, [found], [first.reshape(-1)]
+    found, wanted = torch.empty_like(mine), given[:, rank * size : (rank + 1) * size].reshape(-1)
+    yield "all_to_all", dist.all_to_all_single(found, mine.clone(), group=group, async_op=later), [found], [wanted]
     parts = [torch.empty_like(mine[:size]) for _ in range(n)]
     yield "all_gather", dist.all_gather(parts, mine[:size].clone(), group, async_op=later), parts, list(first)
     for root in range(n):

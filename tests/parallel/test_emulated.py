@@ -49,6 +49,7 @@ def calls(rank, group):
         "all_gather_single": call(gather_single, torch.empty(n * SIZE), given),
         "reduce_scatter": call(dist.reduce_scatter, torch.empty(SIZE), [part.clone() for part in parts]),
         "reduce_scatter_single": call(reduce_scatter_single, torch.empty(SIZE), whole),
+        "all_to_all_single": call(dist.all_to_all_single, torch.empty(n * SIZE), whole),
         "gather": rooted(dist.gather, given, collected, collected),
         "scatter": rooted(dist.scatter, received, [part.clone() for part in parts], received),
     }

@@ -92,7 +92,7 @@ def training(rank, n, case, store):
     [
         (2, Case("llama", tp=2, sequence_parallel=True, overlap="sub-pipeline")),
         (2, Case("gpt2", pp=2, schedule="zb-h1")),
-        (4, Case("llama", pp=2, dp=2, schedule="interleaved", dtype="bf16")),
+        (4, Case("llama", pp=2, dp=2, schedule="interleaved", dtype="bf16", sent_in_bf16=True)),
     ],
     ids=lambda value: str(value),
 )

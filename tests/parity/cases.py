@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 from random import Random
@@ -55,7 +55,7 @@ class Case:
     hidden_dropout, attention_dropout: probabilities. clip: largest gradient norm, 0 for any. steps: optimizer steps.
     bucket: elements of a gradient bucket (all models hold several times more). early: reduce during the backward.
     schedule: a name, or the path of a file. sharding: what replicas share, all of them or those of an instance.
-    micro_batch: its samples.
+    micro_batch: its samples. sent_in_bf16: gradients between replicas. fp32_residual: of a 16-bit model.
     """
 
     family: str
@@ -77,6 +77,8 @@ class Case:
     steps: int = STEPS
     bucket: int = 4000
     early: bool = True
+    sent_in_bf16: bool = False
+    fp32_residual: bool = False
 
     @property
     def world(self) -> int:
@@ -91,6 +93,7 @@ class Case:
         ways = f"{self.schedule}-{self.recompute}-{self.overlap}" + ("-sp" if self.sequence_parallel else "")
         ways += "" if self.sharding == "no_shard" else f"-{self.sharding}"
         ways += "" if self.instances == 1 else f"-{self.instances}-instances"
+        ways += "-sent_in_bf16" * self.sent_in_bf16 + "-fp32_residual" * self.fp32_residual
         return f"{self.family}-{degrees}-{ways}-{self.dtype}-{self.loss}"
 
     @property
@@ -106,8 +109,9 @@ class Case:
 
     def config(self) -> Config:
         key = "pipeline_schedule" if self.schedule in AXES["schedule"] else "schedule_file"
+        model = FAMILIES[self.family].model(self.hidden_dropout, self.attention_dropout)
         return Config(
-            model=FAMILIES[self.family].model(self.hidden_dropout, self.attention_dropout),
+            model=replace(model, fp32_residual_connection=self.fp32_residual),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tp,
                 pipeline_model_parallel_size=self.pp,
@@ -121,6 +125,7 @@ class Case:
                 num_distributed_optimizer_instances=self.instances,
                 ddp_bucket_size=self.bucket,
                 no_overlap_grad_reduce=not self.early,
+                grad_reduce_in_bf16=self.sent_in_bf16,
             ),
             train=TrainConfig(
                 micro_batch_size=self.micro_batch,

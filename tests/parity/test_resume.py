@@ -28,7 +28,7 @@ RUNS = [
         [{"sharding": "optim"}, {"pp": 4, "dp": 1, "schedule": "gpipe", "sharding": "no_shard"}],
     ),
     (
-        Case("qwen", tp=2, dp=2, dtype="bf16", sharding="optim"),
+        Case("qwen", tp=2, dp=2, dtype="bf16", sharding="optim", sent_in_bf16=True, fp32_residual=True),
         [{"tp": 1, "dp": 2, "pp": 2, "sharding": "optim_grads_params"}, {"tp": 4, "dp": 1, "sharding": "no_shard"}],
     ),
     (Case("llama", tp=2, dp=2, dtype="fp16", sharding="optim_grads"), [{"tp": 1, "pp": 2, "sharding": "no_shard"}]),

@@ -151,6 +151,29 @@ def test_saved_bytes_equal_what_the_native_model_saves(name, dropout):
         assert predicted[index].saved_bytes == saved_by_autograd(unit, common, hidden)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_an_fp32_residual_stream_keeps_and_sends_more(name):
+    """Beside one of 16 bits: the residual sum inside a layer, and what leaves a unit."""
+    model = replace(MODELS[name], hidden_dropout=0, attention_dropout=0)
+    tokens = torch.randint(model.vocab_size, (2, model.seq_length))
+    batch = {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(2, 16)}
+    common = Prelude(model, torch.device("cpu"))(batch | {"position_ids": torch.arange(16).expand(2, -1)})
+    plans, found = [], []
+    for wide in (False, True):
+        plans.append(gpt_units(replace(model, fp32_residual_connection=wide), 2, 2, tp=1, fused_dropout=False))
+        units = [build_unit(index, model, Placement(dtype=torch.bfloat16, fp32_residual=wide)) for index in range(5)]
+        stream = units[0].place.stream
+        hidden = torch.randn(2, model.seq_length, model.hidden_size, dtype=stream, requires_grad=True)
+        (looked_up,) = units[0].segments()[0].fn(common)
+        (left,) = units[0].segments()[1].fn(common, looked_up)
+        saved = [saved_by_autograd(unit, common, hidden) for unit in units]
+        found.append((saved, left.nbytes))
+        assert left.dtype == stream and [unit.output_bytes for unit in plans[-1][:-1]] == [left.nbytes] * 4
+    more = [wide.saved_bytes - half.saved_bytes for half, wide in zip(*plans, strict=True)]
+    assert more == [wide - half for half, wide in zip(found[0][0], found[1][0], strict=True)]
+    assert more == [0] + [2 * 2 * model.seq_length * model.hidden_size] * 3 + [0]
+
+
 def test_a_large_vocabulary_makes_the_head_outweigh_layers():
     """GPT-2's shape: measured on one core, the head takes 5.7 times as long as a layer."""
     model = ModelConfig(

@@ -25,7 +25,7 @@ def entries():
     ]
 
 
-def steps(rank, world_size, dtype, sharded, overlap):
+def steps(rank, world_size, dtype, sharded, overlap, in_bf16=False):
     """Parameters and state after three steps of gradients that are integers, and what the norms were."""
     group = dist.group.WORLD
     buffer = ParameterBuffer(entries(), dtype, "cpu", 12_000, *((world_size, rank) if sharded else (1, 0)))
@@ -33,7 +33,7 @@ def steps(rank, world_size, dtype, sharded, overlap):
         generator = torch.Generator().manual_seed(len(name) + ord(name[-1]) + ord(name[6 % len(name)]))
         buffer.parameter(name).copy_(torch.randn(buffer.slots[name].shape, generator=generator))
     buffer.refresh_master()
-    reducer, gatherer = GradientReducer(buffer, group), ShardGatherer(buffer, group, overlap)
+    reducer, gatherer = GradientReducer(buffer, group, True, in_bf16), ShardGatherer(buffer, group, overlap)
     optimizer = AdamW(buffer, CONFIG, None, group)
     norms = []
     for step in range(3):
@@ -64,8 +64,8 @@ def steps(rank, world_size, dtype, sharded, overlap):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sharded_steps_are_those_of_replicas_that_have_all(world_size, dtype):
     expected, norms, _ = run_ranks(steps, world_size, dtype, False, True)[0]
-    for overlap in (True, False) if world_size == 2 else (True,):
-        ranks = run_ranks(steps, world_size, dtype, True, overlap)
+    for overlap, in_bf16 in ((True, False), (False, True)) if world_size == 2 else ((True, False),):
+        ranks = run_ranks(steps, world_size, dtype, True, overlap, in_bf16)
         for found, told, size in ranks:
             assert told == pytest.approx(norms, rel=1e-12) and found.keys() == expected.keys()
             for name, value in expected.items():

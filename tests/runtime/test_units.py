@@ -123,7 +123,7 @@ def divided(rank, world_size, instances):
     return inside[rank // size], across[rank % size], size, rank % size
 
 
-def trained(rank, world_size, dtype, sharding, overlap, instances=1):
+def trained(rank, world_size, dtype, sharding, overlap, in_bf16=False, instances=1):
     group, across, *place = divided(rank, world_size, instances)
     buffer = ParameterBuffer(entries(), dtype, "cpu", None, *place, Sharding(sharding))
     for buckets in buffer.filling():
@@ -132,7 +132,7 @@ def trained(rank, world_size, dtype, sharding, overlap, instances=1):
     buffer.refresh_master()
     optimizer = AdamW(buffer, CONFIG, None, group)
     grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
-    shards = UnitShards(buffer, group, grads, READS, overlap, across, dist.group.WORLD)
+    shards = UnitShards(buffer, group, grads, READS, overlap, across, dist.group.WORLD, in_bf16)
     gatherer = ShardGatherer(buffer, group, overlap)
     most, norms = [0, 0], []
     for step in range(STEPS):
@@ -184,12 +184,15 @@ def expected(world_size, dtype):
     return {name: buffer.parameter(name).clone() for name in buffer.slots}, norms
 
 
+WAYS = [(2, 3, True, False), (3, 3, False, False), (3, 2, True, False), (2, 3, True, True)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size, sharding, overlap", [(2, 3, True), (3, 3, False), (3, 2, True)])
-def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, dtype):
+@pytest.mark.parametrize("world_size, sharding, overlap, in_bf16", WAYS)
+def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, in_bf16, dtype):
     """Gradients are integers, so sums are exact; a tied parameter is used twice, and one graph lacks a unit."""
     weights, norms = expected(world_size, dtype)
-    for found, told_norms, (data, grad), _ in run_ranks(trained, world_size, dtype, sharding, overlap):
+    for found, told_norms, (data, grad), _ in run_ranks(trained, world_size, dtype, sharding, overlap, in_bf16):
         assert told_norms == pytest.approx(norms, rel=1e-12)
         for name, value in weights.items():
             assert torch.equal(found[name], value), name
@@ -197,10 +200,10 @@ def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, d
         assert 0 < data <= 4 if sharding == 3 else data == 0
 
 
-@pytest.mark.parametrize("dtype, sharding", [(torch.float32, 3), (torch.bfloat16, 2)])
-def test_so_are_those_of_two_instances(dtype, sharding):
+@pytest.mark.parametrize("dtype, sharding, in_bf16", [(torch.float32, 3, False), (torch.bfloat16, 2, True)])
+def test_so_are_those_of_two_instances(dtype, sharding, in_bf16):
     weights, norms = expected(4, dtype)
-    for found, told_norms, *_ in run_ranks(trained, 4, dtype, sharding, True, 2):
+    for found, told_norms, *_ in run_ranks(trained, 4, dtype, sharding, True, in_bf16, 2):
         assert told_norms == pytest.approx(norms, rel=1e-12)
         for name, value in weights.items():
             assert torch.equal(found[name], value), name
