@@ -65,7 +65,7 @@ class Withheld:
         if name in ("__get__", "__set__"):
             attribute = getattr(owner, "__name__", "(a property)")
             return _get(func, *args, attribute) if name == "__get__" else _set(func, *args, attribute)
-        own = bool(args) and is_withheld(args[0])
+        own = any(map(is_withheld, tree_leaves(args[:1])))
         with torch._C.DisableTorchFunctionSubclass():
             if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
                 return func(*args, **kwargs)
