@@ -136,6 +136,18 @@ BEST = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "ev
 BEST |= {"load_best_model_at_end": True, "learning_rate": 0.3}
 
 
+class GathersAlways(TrainerCallback):
+    """In every event that comes on all ranks alike."""
+
+    trainer = None
+
+    def gather(self, args, state, control, **kwargs):
+        self.trainer.gather_model()
+
+    on_train_begin = on_epoch_begin = on_step_begin = on_substep_end = on_pre_optimizer_step = gather
+    on_optimizer_step = on_step_end = on_log = on_evaluate = on_save = on_epoch_end = on_train_end = gather
+
+
 def life(rank, world_size, directory, model, layout):
     """What a script sees of a model that is trained twice, gathered and used between, saved and resumed."""
     torch.set_num_threads(1)
@@ -146,7 +158,8 @@ def life(rank, world_size, directory, model, layout):
         with torch.no_grad():
             return None if rank else [model(**rows).loss, *map(torch.clone, model.state_dict().values())]
 
-    trainer = made(f"{directory}/run", model(), TrainerCallback(), **BEST | layout)
+    gathers = TrainerCallback() if world_size == 1 or not layout else GathersAlways()
+    trainer = made(f"{directory}/run", model(), gathers, **BEST | layout)
     found += [trainer.evaluate()["eval_loss"], used(trainer)]
     for _ in range(2):
         trainer.train()
