@@ -16,7 +16,7 @@ from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
 from .guard import Guard, guard, guard_of, unguard
 from .model_picture import Change, Picture
-from .withheld import is_withheld, reveal, withhold
+from .withheld import is_withheld, restore, withhold
 
 
 class UserModel:
@@ -88,7 +88,7 @@ class UserModel:
             yield
         finally:
             if away and not self.shared:
-                withhold(self.model, self.mesh.grid.size)
+                self._withheld = withhold(self.model, self.mesh.grid.size)
             self.note()
 
     @torch.no_grad()
@@ -109,10 +109,9 @@ class UserModel:
                 values = values if gather.first else torch.empty(values.shape, dtype=values.dtype)
                 dist.broadcast(values, group=control, group_src=0)
             if name in mine and not (is_fake(mine[name]) or values.is_meta):
-                reveal(mine[name])
-                mine[name].data = values.to(mine[name].device)
+                restore(mine[name], values.to(mine[name].device))
         for parameter in filter(is_fake, mine.values()):
-            reveal(parameter)
+            restore(parameter, None)
         unguard(self.model)
 
     def _placed(self, name: str, values: Tensor) -> Tensor:
@@ -167,12 +166,15 @@ class UserModel:
 
 def take(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Let parameters and buffers of ``model`` be ``values``, by name, also where they are withheld."""
-    for name in values:
+    others = {}
+    for name, value in values.items():
         path, _, key = name.rpartition(".")
         parameter = model.get_submodule(path)._parameters.get(key)
         if parameter is not None:
-            reveal(parameter)
-    give(model, values)
+            restore(parameter, None if is_fake(parameter) else value)
+        if parameter is None or is_fake(parameter):
+            others[name] = value
+    give(model, others)
 
 
 def _written(parameter: nn.Parameter) -> tuple[int, int]:

@@ -8,6 +8,7 @@ give tensors that are withheld like it. Parameters that never had memory (``init
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -139,8 +140,11 @@ def is_withheld(tensor: object) -> bool:
     return isinstance(tensor, Withheld)
 
 
-def reveal(parameter: Tensor) -> None:
-    """Let a parameter that may be withheld be of its own class again, before its values are set."""
+def restore(parameter: nn.Parameter, values: Tensor | None) -> None:
+    """Let a parameter, withheld or not, have ``values``, and be of its own class. None: it never had memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if values is not None:
+            parameter.data = values
     if is_withheld(parameter):
         parameter.__class__ = vars(parameter).pop(_NOTE).kind  # type: ignore[assignment]
 
@@ -222,3 +226,19 @@ def _moved(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     one = torch.empty((), dtype=tensor.dtype, device=tensor.device)
     made = func(one, *args, **kwargs)
     return tensor if made is one else _alike(tensor, _hollow(tensor, made.dtype, made.device))
+
+
+def _sent(tensor: Tensor) -> tuple[Callable, tuple]:
+    """A worker process of a DataLoader gets a collator's model as it is here; files are another matter."""
+    note: _Note = vars(tensor)[_NOTE]
+    with torch._C.DisableTorchFunctionSubclass():
+        return _received, (note, _described(tensor), tensor.device, tensor.requires_grad)
+
+
+def _received(note: _Note, described: Tensor, device: torch.device, trained: bool) -> Tensor:
+    made = _hollow(described, described.dtype, device)
+    return _hide(nn.Parameter(made, trained) if note.kind is nn.Parameter else made, note)
+
+
+for each in (_Parameter, _Tensor):
+    ForkingPickler.register(each, _sent)

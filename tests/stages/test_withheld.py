@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from megatron_merak.graph.capture.empty import init_empty_weights, is_fake
 from megatron_merak.graph.capture.fake_model import make_twin
 from megatron_merak.stages.guard import check_weights
 from megatron_merak.stages.user_model import take
-from megatron_merak.stages.withheld import is_withheld, reveal, withhold
+from megatron_merak.stages.withheld import is_withheld, restore, withhold
 
 
 class Net(nn.Module):
@@ -215,5 +216,14 @@ def test_parameters_that_never_had_memory():
     twin = copy.deepcopy(model)
     assert all(map(is_withheld, twin.parameters())) and all(map(is_fake, twin.parameters()))
     for parameter in model.parameters():
-        reveal(parameter)
+        restore(parameter, None)
     assert [type(p) for p in model.parameters()] == kinds
+
+
+def test_a_worker_process_gets_a_model_that_is_withheld():
+    model = withheld()
+    there = pickle.loads(ForkingPickler.dumps(model))  # as a DataLoader sends a collator that holds one
+    assert described(there) == described(model) and there.head.weight is there.embedding.weight
+    assert torch.equal(there.table, model.table)
+    with pytest.raises(ConfigError, match=r"model.low \(sum\)"):
+        there.low.sum()
