@@ -65,7 +65,7 @@ class Withheld:
         name, owner = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
         if name in ("__get__", "__set__"):
             attribute = getattr(owner, "__name__", "(a property)")
-            return _get(func, *args, attribute) if name == "__get__" else _set(func, *args, attribute)
+            return _get(func, args[0], attribute) if name == "__get__" else _set(func, *args, attribute)
         own = any(map(is_withheld, tree_leaves(args[:1])))
         with torch._C.DisableTorchFunctionSubclass():
             if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
@@ -172,12 +172,12 @@ def _refusal(use: str, given: Any, writes: bool = False) -> ConfigError:
 
 def _writes(name: str) -> bool:
     """Whether a function of that name changes its first argument."""
-    special = name.startswith("__")
-    return name.startswith("__i") or name == "__setitem__" if special else name.endswith("_")
+    if name.startswith("__"):
+        return name.startswith(("__i", "__setitem__")) and name not in ("__int__", "__index__", "__invert__")
+    return name.endswith("_")
 
 
-def _get(func: Callable, tensor: Tensor, *rest: Any) -> Any:
-    attribute = rest[-1]
+def _get(func: Callable, tensor: Tensor, attribute: str) -> Any:
     if attribute in _MADE_OF_VALUES or attribute == "(a property)":
         error = _refusal(attribute, tensor)
         raise AbsentError(error.what, error.value, error.reason, error.remedy)
@@ -240,5 +240,5 @@ def _received(note: _Note, described: Tensor, device: torch.device, trained: boo
     return _hide(nn.Parameter(made, trained) if note.kind is nn.Parameter else made, note)
 
 
-for each in (_Parameter, _Tensor):
-    ForkingPickler.register(each, _sent)
+ForkingPickler.register(_Parameter, _sent)
+ForkingPickler.register(_Tensor, _sent)
