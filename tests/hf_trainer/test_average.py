@@ -175,7 +175,7 @@ def life(rank, world_size, directory, model, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "model"), [("pp", tiny_llama), ("full", tied), ("optim", tied)])
+@pytest.mark.parametrize(("name", "model"), [("pp", tiny_llama), ("full", tiny_llama), ("optim", tied)])
 def test_nothing_else_is_seen_of_it(name, model, tmp_path):
     layout = LAYOUTS[name] | {"gradient_accumulation_steps": 1}
     ours = run_ranks(life, 2, str(tmp_path / "ours"), model, layout, timeout=280)
