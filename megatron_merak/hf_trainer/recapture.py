@@ -15,7 +15,6 @@ from ..checkpoint.hf import source_of
 from ..errors import ConfigError
 from ..parallel.agree import gather_json, together
 from ..stages.captured import CapturedTrainer
-from ..stages.guard import unguard
 from ..stages.model_picture import Change
 
 _ANEW = "Make the change before the trainer is first used, or make a new MerakTrainer with the changed model"
@@ -145,7 +144,9 @@ def _capture_anew(trainer: Any, engine: CapturedTrainer) -> None:
     assert engine.user_model is not None
     if engine.iteration and trainer._moments is None:
         trainer._moments = Moments(engine)
-    unguard(engine.model)
+    if not engine.user_model.shared:
+        replaced = any(gather_json(engine.model is not trainer.model, trainer.mesh.control, "cpu"))
+        engine.user_model.release(everywhere=replaced)
     trainer._engine = None
     trainer._describe()
     with _in_memory(trainer.model, engine.user_model.shared and engine.model is trainer.model):

@@ -70,8 +70,8 @@ class MerakTrainer(TrainerFace):
     """Takes what ``transformers.Trainer`` takes, in its order, and does what it does. Raises MerakError.
 
     ``model`` may be without weights (``init_empty_weights``) or remember where they are (``from_pretrained``); it is
-    captured, not run. Without tensor and pipeline parallelism its parameters share memory with the trained ones; else
-    using it raises ConfigError until ``gather_model`` brings the trained ones to the first rank. ``evaluate``,
+    captured, not run. Where a rank has all trained weights, its parameters share memory with them; else they have none,
+    and using it raises ConfigError until ``gather_model`` brings the trained ones to the first rank. ``evaluate``,
     ``predict``, ``save_model`` and ``train`` are collective: every rank of the job calls them. Losses, metrics and
     logs are the same on every rank; ``compute_metrics`` runs on the first one.
     """
@@ -228,7 +228,8 @@ class MerakTrainer(TrainerFace):
     def gather_model(self) -> nn.Module:
         """The model, with the trained weights on the first rank; there they need memory for all of it. Collective.
 
-        Needed where tensor or pipeline parallelism divides the model, and again once training went on.
+        Needed where ranks share the weights, by parallelism or by sharding, and again once training went on. A callback
+        may call it, on every rank.
         """
         attend("gather_model", self.control_group)
         check_model(self, saves=True)

@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.files import disk_errors, sync_directory
-from ..checkpoint.hf import give
 from ..checkpoint.hf_gather import Gather
 from ..checkpoint.shard import Shard
-from ..parallel.agree import together
+from ..errors import ConfigError
+from ..parallel.agree import broadcast_json, together
+from .user_model import take
+from .withheld import is_withheld, name_of
 
 _FRESH = ".being-written"
 _REMEDY = "Check the output directory, its permissions and its free space"
@@ -40,20 +43,23 @@ def save_adapters(
     directory: Path,
     model: nn.Module,
     shards: Sequence[Shard],
+    trained: Iterable[str],
     group: dist.ProcessGroup | None,
     processing_class: Any = None,
 ) -> None:
     """Write what ``model.save_pretrained`` of peft writes: its trained weights and their config, and no base.
 
-    model: a ``PeftModel``; the first rank's gets the values of ``shards``, which are of its trained parameters, unless
-    there are none because it has these values already. Collective over ``group``. Raises CheckpointError on every rank
-    when the files cannot be written.
+    model: a ``PeftModel``; the first rank's gets its parameters ``trained``, and those that peft saves with them
+    and that are withheld, from ``shards``, of all its parameters; both are empty where it has them already. Collective
+    over ``group``. Raises CheckpointError on every rank when the files cannot be written.
     """
     gather = Gather(shards, {}, group, "cpu")
-    for name, shape in gather.shapes.items():
-        values = gather(name, tuple((0, extent) for extent in shape))
+    with together(group, "cpu"):
+        wanted = [*dict.fromkeys([*trained, *_withheld(model, gather.shapes)])] if gather.first else []
+    for name in broadcast_json(wanted, group, "cpu"):
+        values = gather(name, tuple((0, extent) for extent in gather.shapes[name]))
         if gather.first:
-            give(model, {name: values})
+            take(model, {name: values})
     fresh = directory / _FRESH
     with together(group, "cpu"), disk_errors(directory, _REMEDY):
         if gather.first:
@@ -78,3 +84,14 @@ def _publish(directory: Path, fresh: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, target)
     sync_directory(directory)
+
+
+def _withheld(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The parameters without values that peft would write, such as a base's embeddings of a larger vocabulary; all
+    ``names`` where it computes with some."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            told = [sys.modules["peft"].get_peft_model_state_dict(model, adapter_name=k) for k in model.peft_config]
+    except ConfigError:
+        return list(names)
+    return [name_of(value) for state in told for value in state.values() if is_withheld(value)]

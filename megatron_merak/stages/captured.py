@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -364,12 +365,12 @@ class CapturedTrainer:
         of the model that was given. Collective."""
         self.replicas.check()
         weights = self.exported()
-        with unguarded(self.model):
-            if not has_adapters(self.model):
-                save_hf(directory, self.model, weights, self.mesh.control, "cpu", processing_class=processing_class)
-                return
-            shared = self.user_model is not None and self.user_model.shared
-            trained = [] if shared else [shard for shard in weights if shard.name in self.buffer.slots]
-            save_adapters(Path(directory), self.model, trained, self.mesh.control, processing_class)
-        if trained and self.user_model is not None:
-            self.user_model.note()  # the first rank's model has taken them
+        control, held = self.mesh.control, self.user_model
+        if not has_adapters(self.model):
+            with unguarded(self.model):
+                save_hf(directory, self.model, weights, control, "cpu", processing_class=processing_class)
+        elif held is not None and held.shared:
+            save_adapters(Path(directory), self.model, (), (), control, processing_class)
+        else:
+            with nullcontext() if held is None else held.lent(), unguarded(self.model):
+                save_adapters(Path(directory), self.model, weights, self.buffer.slots, control, processing_class)

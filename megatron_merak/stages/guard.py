@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..errors import ConfigError
+from .withheld import check_values, elsewhere
 
 GUARDED = ("forward", "generate", "save_pretrained", "state_dict", "load_state_dict")
 
@@ -25,11 +25,11 @@ class Guard:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        reason = f"the trained weights are divided over {self.ranks} ranks, and this model does not have them"
-        remedy = "Call trainer.gather_model() on every rank, then use the model on the first one"
+        what = f"{self.kind.__name__}.{self.name}"
         if self.name == "load_state_dict":
             remedy = "Load weights before the trainer is first used, or into a new model for a new MerakTrainer"
-        raise ConfigError(f"{self.kind.__name__}.{self.name}", "(called)", reason, remedy)
+            raise elsewhere(what, "(called)", self.ranks, remedy)
+        raise elsewhere(what, "(called)", self.ranks)
 
 
 @contextmanager
@@ -50,11 +50,17 @@ def guard(model: nn.Module, ranks: int) -> None:
             vars(model)[name] = Guard(type(model), name, ranks, own)
 
 
-def check_weights(model: nn.Module) -> None:
-    """Raises ConfigError where a model's trained weights are elsewhere."""
+def guard_of(model: nn.Module) -> Guard | None:
+    """What stands in the place of a model's forward; another one each time that it is guarded."""
     held = vars(model).get("forward")
-    if isinstance(held, Guard):
+    return held if isinstance(held, Guard) else None
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raises ConfigError where a model's trained weights, or those of a part of it, are elsewhere."""
+    if (held := guard_of(model)) is not None:
         held()
+    check_values(model)
 
 
 def unguard(model: nn.Module) -> dict[str, Guard]:

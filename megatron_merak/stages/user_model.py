@@ -1,27 +1,32 @@
 """The model that the user holds: it has the trained weights where a rank holds all of them, else says who does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint.hf import give
 from ..checkpoint.hf_gather import Gather
 from ..checkpoint.shard import Shard
 from ..graph.capture.empty import is_fake
+from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
-from .guard import Guard, guard, unguard
+from .guard import Guard, guard, guard_of, unguard
 from .model_picture import Change, Picture
+from .withheld import is_withheld, restore, withhold
 
 
 class UserModel:
     """``model`` as given to a trainer, seen from this rank. ``exported``: this rank's parts of what is trained.
 
     Without tensor and pipeline parallelism its parameters become views of the trained ones, and use no memory of their
-    own, unless these are divided over the replicas (``divided``). Else what reads its weights (its forward,
-    ``generate``, ``save_pretrained``, ``state_dict``) raises ConfigError until `gather` brings them to the first rank,
-    and again when training changes them. ``settle``: makes what computes follow the exported tensors after they were
-    written.
+    own, unless these are divided over the replicas (``divided``). Else they have none, on any rank: what reads or
+    writes a weight, and the methods that need all of them (its forward, ``generate``, ``save_pretrained``,
+    ``state_dict``), raise ConfigError until `gather` brings the trained ones to the first rank, and again when training
+    changes them. ``settle``: makes what computes follow the exported tensors after they were written.
     """
 
     def __init__(
@@ -35,8 +40,10 @@ class UserModel:
         self.model, self.exported, self.mesh, self._settle = model, exported, mesh, settle
         self.shared = mesh.grid.tp * mesh.grid.pp == 1 and not divided
         self._guard: Guard | None = None
+        self._away = False  # whether the model is without its weights on this rank
+        self._withheld: dict[str, nn.Parameter] = {}
         if self.shared:
-            give(model, {shard.name: shard.tensor for shard in exported()})
+            take(model, {shard.name: shard.tensor for shard in exported()})
             for buffer in model.buffers():
                 if not is_fake(buffer):
                     buffer.data = buffer.data.to(mesh.device)
@@ -47,33 +54,70 @@ class UserModel:
 
     def note(self) -> None:
         """The weights that the model has now are those that it shall have."""
-        self._parameters = [p for p in self.model.parameters() if not is_fake(p)]
+        self._parameters = [p for p in self.model.parameters() if not (is_fake(p) or is_withheld(p))]
         self._writes = self._count()
         self._address = self._parameters[0].data_ptr() if self._parameters else 0
         self._held = {name: _written(p) for name, p in self.model.named_parameters()}
-        held = vars(self.model).get("forward")
-        self._guard = held if isinstance(held, Guard) else None
+        self._guard = guard_of(self.model)
 
     def stale(self) -> None:
-        """The trained weights change."""
-        if not self.shared:
+        """The trained weights change: a model that does not share them has none any more."""
+        if not self.shared and not self._away:
             guard(self.model, self.mesh.grid.size)
-            held = vars(self.model).get("forward")
-            self._guard = held if isinstance(held, Guard) else None
+            self._withheld = withhold(self.model, self.mesh.grid.size)
+            self._guard, self._away = guard_of(self.model), True
 
     def gather(self) -> None:
         """Give the first rank's model the trained weights, in memory of its own. Collective over all ranks."""
         if self.shared:
             return
+        self.stale()  # what it has is of before
         gather = Gather(self.exported(), {}, self.mesh.control, "cpu")
-        model = self.model
-        for name, shape in gather.shapes.items():
-            values = gather(name, tuple((0, extent) for extent in shape))
-            if gather.first:
-                give(model, {name: values})
+        found = {name: gather(name, tuple((0, extent) for extent in shape)) for name, shape in gather.shapes.items()}
         if gather.first:
-            unguard(model)
+            take(self.model, {name: self._placed(name, values) for name, values in found.items()})
+            unguard(self.model)
+            self._away = False
         self.note()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, the first rank's model may `take` weights; behind it, it has them only if it had them before."""
+        away = self._away
+        try:
+            yield
+        finally:
+            if away and not self.shared:
+                self._withheld = withhold(self.model, self.mesh.grid.size)
+            self.note()
+
+    @torch.no_grad()
+    def release(self, everywhere: bool) -> None:
+        """Let the model be one that no trainer has taken, as long as its weights were not trained.
+
+        The first rank's has its weights again, or every rank's if ``everywhere``. Those that never had memory are as
+        they were. Collective over all ranks.
+        """
+        control = self.mesh.control
+        mine = {name: p for name, p in self._withheld.items() if is_withheld(p)}
+        wanting = gather_json([name for name, p in mine.items() if not is_fake(p)], control, "cpu")
+        wanted = dict.fromkeys(chain(*wanting) if everywhere else wanting[0])
+        gather = Gather(self.exported() if wanted else (), {}, control, "cpu")
+        for name in wanted:
+            values = gather(name, tuple((0, extent) for extent in gather.shapes[name]))
+            if everywhere and control is not None:
+                values = values if gather.first else torch.empty(values.shape, dtype=values.dtype)
+                dist.broadcast(values, group=control, group_src=0)
+            if name in mine and not (is_fake(mine[name]) or values.is_meta):
+                restore(mine[name], values.to(mine[name].device))
+        for parameter in filter(is_fake, mine.values()):
+            restore(parameter, None)
+        unguard(self.model)
+
+    def _placed(self, name: str, values: Tensor) -> Tensor:
+        """``values`` on the device where the model has that parameter or buffer."""
+        path, _, key = name.rpartition(".")
+        return values.to(getattr(self.model.get_submodule(path), key).device)
 
     # What the user changed
 
@@ -84,8 +128,9 @@ class UserModel:
 
     def taken(self) -> bool:
         """Whether another trainer divides this model now."""
-        held = vars(self.model).get("forward")
-        return not self.shared and (held if isinstance(held, Guard) else None) is not self._guard
+        if self.shared:
+            return any(map(is_withheld, self._parameters))
+        return guard_of(self.model) is not self._guard
 
     def edited(self) -> str | None:
         """The first parameter that was written, where the model does not share memory with the trained ones."""
@@ -114,9 +159,22 @@ class UserModel:
             own: Tensor = buffers[shard.name] if shard.name in buffers else self.model.get_parameter(shard.name)
             if own.data_ptr() != shard.tensor.data_ptr():
                 shard.tensor.copy_(own)
-        give(self.model, {shard.name: shard.tensor for shard in shards})
+        take(self.model, {shard.name: shard.tensor for shard in shards})
         self._settle()
         self.note()
+
+
+def take(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Let parameters and buffers of ``model`` be ``values``, by name, also where they are withheld."""
+    others = {}
+    for name, value in values.items():
+        path, _, key = name.rpartition(".")
+        parameter = model.get_submodule(path)._parameters.get(key)
+        if parameter is not None:
+            restore(parameter, None if is_fake(parameter) else value)
+        if parameter is None or is_fake(parameter):
+            others[name] = value
+    give(model, others)
 
 
 def _written(parameter: nn.Parameter) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from megatron_merak.checkpoint.hf import from_pretrained
 from megatron_merak.hf_trainer.arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
+from megatron_merak.stages.withheld import is_withheld
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
@@ -104,6 +105,33 @@ def test_so_are_those_of_replicas_that_share_in_two_instances(tmp_path):
     found = run_ranks(run, 4, str(tmp_path / "ours"), ways, more)
     assert all(losses == found[0][0] for losses, _ in found)
     check(tmp_path / "ours", *found[0], wanted, tmp_path / "theirs")
+
+
+def with_embeddings(rank, world_size, directory, more):
+    torch.manual_seed(rank)
+    targets = ["embed_tokens", "q_proj"]  # of a base's embeddings peft writes the frozen weights, too
+    model = get_peft_model(tiny_llama(0), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets))
+    trainer, losses = train(MerakTrainer, MerakArguments, directory, model, **more)
+    assert world_size == 1 or all(map(is_withheld, model.parameters()))
+    if trainer.gather_model() and rank == 0:
+        model.save_pretrained(f"{directory}/own")
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"pipeline_model_parallel_size": 2}, {"fsdp": "full_shard"}], ids=["pp", "full"])
+def test_frozen_embeddings_are_saved_as_peft_saves_them(more, tmp_path):
+    wanted = with_embeddings(0, 1, str(tmp_path / "one"), {})
+    for losses in run_ranks(with_embeddings, 2, str(tmp_path / "ours"), more, timeout=250):
+        assert len(losses) == 3 and ("fsdp" in more or losses == pytest.approx(wanted, rel=1e-5))
+    for name in FILES:
+        assert (tmp_path / "ours/saved" / name).read_bytes() == (tmp_path / "ours/own" / name).read_bytes()
+    found, one = (load_file(tmp_path / place / "saved" / FILES[2]) for place in ("ours", "one"))
+    assert found.keys() == one.keys()
+    (frozen,) = (name for name in one if "lora" not in name)
+    assert torch.equal(found[frozen], tiny_llama(0).model.embed_tokens.weight) and torch.equal(
+        found[frozen], one[frozen]
+    )
 
 
 def test_the_base_is_read_from_its_directory(tmp_path):

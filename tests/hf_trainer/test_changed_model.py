@@ -8,6 +8,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from megatron_merak.errors import ConfigError
 from megatron_merak.hf_trainer.arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
+from megatron_merak.stages.withheld import is_withheld
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
@@ -176,13 +177,20 @@ def divided(rank, world_size, directory, expected):
     found = [evaluated(trainer)]
     with pytest.raises(ConfigError, match=r"load_state_dict .* Load weights before the trainer is first used"):
         model.load_state_dict({})
-    with torch.no_grad():
+    with (
+        torch.no_grad(),
+        pytest.raises(ConfigError, match=r"lm_head.weight .mul_.: .* Write weights before"),
+    ):
         model.lm_head.weight.mul_(3)
+    trainer.gather_model()
+    if rank == 0:  # whose weights are everybody's
+        with torch.no_grad():
+            model.lm_head.weight.mul_(3)
     freeze(model)
     found.append(evaluated(trainer))
     trainer.train()
     assert [*found, *losses(trainer)] == pytest.approx(expected, rel=2e-5)
-    with pytest.raises(ConfigError, match=r"weight .written.: on ranks 0, 1, a callback wrote it"):
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight .clamp_.: the trained weights are divided"):
         made(directory, tiny_llama(), callbacks=[AtStep(clamp)], pipeline_model_parallel_size=2).train()
     trainer.gather_model()
     trainer.save_model(f"{directory}/saved")
@@ -193,8 +201,9 @@ def divided(rank, world_size, directory, expected):
     for layer in model.model.layers:
         layer.self_attn.scaling = layer.self_attn.head_dim**-0.5
     evaluated(trainer)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(3)
+    if rank == 0:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(3)
     for use in (trainer.train, trainer.evaluate, trainer.save_model, trainer.gather_model):
         with pytest.raises(ConfigError, match=r"model.lm_head.weight .written since.: .* Make the change before"):
             use()
@@ -210,3 +219,34 @@ def test_a_divided_model_is_captured_anew_before_it_trained_and_refused_after(tm
     expected.append(evaluated(trainer))
     trainer.train()
     run_ranks(divided, 2, str(tmp_path / "ours"), [*expected, *losses(trainer)])
+
+
+def released(rank, world_size, directory, more):
+    model = tiny_llama(rank)
+    weights = {name: p.clone() for name, p in tiny_llama(0).named_parameters()}
+    trainer = made(directory, model, **more)
+    found = [evaluated(trainer)]
+    scale(model)
+    found.append(evaluated(trainer))  # captured anew, from weights that the model does not have
+    assert all(map(is_withheld, model.parameters()))
+    trainer.model = tiny_llama(3)
+    found.append(evaluated(trainer))
+    assert not any(map(is_withheld, model.parameters()))
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    with torch.no_grad():
+        assert model.eval()(**collate(OTHERS)).loss.item() == pytest.approx(found[1], rel=1e-5)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"pipeline_model_parallel_size": 2}, {"fsdp": "full_shard"}], ids=["pp", "full"])
+def test_a_model_that_did_not_train_has_its_weights_back(more, tmp_path):
+    model = tiny_llama()
+    trainer = made(tmp_path / "theirs", model, "theirs")
+    expected = [evaluated(trainer)]
+    scale(model)
+    expected.append(evaluated(trainer))
+    trainer.model = tiny_llama(3)
+    expected.append(evaluated(trainer))
+    for found in run_ranks(released, 2, str(tmp_path / "ours"), more, timeout=250):
+        assert found == pytest.approx(expected, rel=2e-5)

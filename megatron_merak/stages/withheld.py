@@ -1,0 +1,244 @@
+"""Parameters whose trained values are on other ranks: they have no memory, tell what they are, and raise for a value.
+
+A parameter that is withheld stays the object that it was, in the model and wherever else it is held, with its name,
+shape, strides, dtype, device and ``requires_grad``. It is of another class, whose ``__torch_function__`` lets pass what
+asks for these. Anything else (arithmetic, ``tolist``, a write, pickling) raises ConfigError. ``data`` and ``detach``
+give tensors that are withheld like it. Parameters that never had memory (``init_empty_weights``) are withheld, too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import AbsentError, ConfigError
+
+_NOTE = "_merak_withheld"
+_REMEDY = "Call trainer.gather_model() on every rank, then use the model on the first one"
+_REMEDY_OF_WRITES = (
+    "Write weights before the trainer is first used; or call trainer.gather_model() on every rank, write on the first "
+    "one, and make a new MerakTrainer with the model"
+)
+_MADE_OF_VALUES = frozenset("T H mT mH real imag".split())  # properties
+_SETTABLE = frozenset("requires_grad grad _grad".split())
+_METADATA = frozenset(  # functions that ask for no value
+    """size dim ndimension numel nelement element_size stride storage_offset is_contiguous dim_order is_floating_point
+    is_complex is_signed is_conj is_neg is_inference is_same_size get_device result_type requires_grad_ retain_grad
+    register_hook register_post_accumulate_grad_hook _has_compatible_shallow_copy_type has_names __len__
+    __dir__""".split()
+)
+_MOVES = frozenset("to cpu cuda xpu type float double half bfloat16".split())
+_LIKE_ANOTHER = frozenset("to type_as view_as reshape_as expand_as".split())  # of whose argument no value is needed
+_MADE_ALIKE = frozenset(
+    """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
+    new_tensor new_empty_strided""".split()
+)
+
+
+@dataclass(frozen=True)
+class _Note:
+    """name: of the parameter. ranks: over how many its values are divided. kind: the class that it had."""
+
+    name: str
+    ranks: int
+    kind: type[Tensor]
+
+
+def elsewhere(what: str, value: object, ranks: int, remedy: str = _REMEDY) -> ConfigError:
+    """The error for a use of a model whose trained weights are divided over ``ranks`` ranks."""
+    reason = f"the trained weights are divided over {ranks} ranks, and this model does not have them"
+    return ConfigError(what, value, reason, remedy)
+
+
+class Withheld:
+    """Mixed into the class of a tensor that is withheld."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name, owner = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
+        if name in ("__get__", "__set__"):
+            attribute = getattr(owner, "__name__", "(a property)")
+            return _get(func, args[0], attribute) if name == "__get__" else _set(func, *args, attribute)
+        own = any(map(is_withheld, tree_leaves(args[:1])))
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
+                return func(*args, **kwargs)
+            if name == "detach":
+                return _alike(args[0], func(*args))
+            if name in _MOVES and own:
+                return _moved(func, *args, **kwargs)
+            if name in _LIKE_ANOTHER and not own:
+                return func(*args, **kwargs)
+            if name in _MADE_ALIKE:
+                kwargs.setdefault("device", _withheld_of((args, kwargs)).device)
+                args, kwargs = tree_map_only(Withheld, _described, (args, kwargs))
+                return func(*args, **kwargs)
+        raise _refusal(name, (args, kwargs), own and _writes(name))
+
+    def __repr__(self) -> str:
+        note: _Note = vars(self)[_NOTE]
+        told = f"{tuple(self.shape)}, {self.dtype}, device={str(self.device)!r}"  # type: ignore[attr-defined]
+        return f"{note.name}: {told}, its values divided over {note.ranks} ranks"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise _refusal("pickled", self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        trained: bool = self.requires_grad  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            bare = Tensor.detach(self)  # type: ignore[arg-type]
+            made = bare if isinstance(bare, FakeTensor) else _hollow(bare, bare.dtype, bare.device)
+            made = nn.Parameter(made, trained) if isinstance(self, nn.Parameter) else made
+        memo[id(self)] = made
+        return _alike(self, made)  # type: ignore[return-value, arg-type]
+
+
+class _Parameter(Withheld, nn.Parameter):
+    """A parameter of a module."""
+
+
+class _Tensor(Withheld, Tensor):
+    """What ``data`` and ``detach`` of it give."""
+
+
+class _Fake(Withheld, FakeTensor):
+    """A parameter that never had memory."""
+
+
+_KINDS = MappingProxyType({nn.Parameter: _Parameter, Tensor: _Tensor, FakeTensor: _Fake})
+
+
+def withhold(model: nn.Module, ranks: int) -> dict[str, nn.Parameter]:
+    """Withhold the parameters of ``model``, and free their memory; those of another class than torch's keep theirs.
+
+    ranks: over how many the trained values are divided. Returns the parameters by name.
+    """
+    found = dict(model.named_parameters())
+    for name, parameter in found.items():
+        if is_withheld(parameter):
+            continue
+        if type(parameter) is nn.Parameter:
+            described, device = _described(parameter), parameter.device
+            parameter.data = parameter.data.new_empty(0)  # first, so that a device need not have room for both
+            parameter.data = _hollow(described, described.dtype, device)
+        _hide(parameter, _Note(name, ranks, type(parameter)))
+    return found
+
+
+def is_withheld(tensor: object) -> bool:
+    """Whether to read a value of it raises ConfigError."""
+    return isinstance(tensor, Withheld)
+
+
+def restore(parameter: nn.Parameter, values: Tensor | None) -> None:
+    """Let a parameter, withheld or not, have ``values``, and be of its own class. None: it never had memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if values is not None:
+            parameter.data = values
+    if is_withheld(parameter):
+        parameter.__class__ = vars(parameter).pop(_NOTE).kind  # type: ignore[assignment]
+
+
+def name_of(tensor: Tensor) -> str:
+    """Of the parameter that a withheld tensor is, or was made of."""
+    return vars(tensor)[_NOTE].name
+
+
+def check_values(model: nn.Module) -> None:
+    """Raises ConfigError where a parameter of ``model`` is withheld."""
+    for parameter in model.parameters():
+        if is_withheld(parameter):
+            raise _refusal("read", parameter)
+
+
+def _withheld_of(given: Any) -> Tensor:
+    return next(filter(is_withheld, tree_leaves(given)))
+
+
+def _refusal(use: str, given: Any, writes: bool = False) -> ConfigError:
+    note: _Note = vars(_withheld_of(given))[_NOTE]
+    return elsewhere(f"model.{note.name}", f"({use})", note.ranks, _REMEDY_OF_WRITES if writes else _REMEDY)
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of that name changes its first argument."""
+    if name.startswith("__"):
+        return name.startswith(("__i", "__setitem__")) and name not in ("__int__", "__index__", "__invert__")
+    return name.endswith("_")
+
+
+def _get(func: Callable, tensor: Tensor, attribute: str) -> Any:
+    if attribute in _MADE_OF_VALUES or attribute == "(a property)":
+        error = _refusal(attribute, tensor)
+        raise AbsentError(error.what, error.value, error.reason, error.remedy)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(tensor)
+        return _alike(tensor, found) if attribute == "data" else found
+
+
+def _set(func: Callable, tensor: Tensor, value: Any, attribute: str) -> None:
+    moved = attribute == "data" and is_withheld(value)  # as model.to(device) does
+    if not moved and attribute not in _SETTABLE:
+        raise _refusal(f"{attribute} set", tensor, writes=True)
+    with torch._C.DisableTorchFunctionSubclass():
+        func(tensor, value)
+
+
+def _alike(tensor: Tensor, made: Tensor) -> Tensor:
+    """``made``, which has no memory of its own, withheld like ``tensor``."""
+    return _hide(made, replace(vars(tensor)[_NOTE], kind=type(made)))
+
+
+def _hide(tensor: Tensor, note: _Note) -> Tensor:
+    vars(tensor)[_NOTE] = note
+    kind = _KINDS.get(note.kind) or type(note.kind.__name__, (Withheld, note.kind), {})
+    tensor.__class__ = kind  # type: ignore[assignment]
+    return tensor
+
+
+def _hollow(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of that shape and those strides, of no memory, which only this file may touch."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=device)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def _described(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _moved(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What ``to`` and its like make of a withheld tensor: of another dtype or device, and withheld."""
+    if isinstance(tensor, FakeTensor):
+        made = func(tensor, *args, **kwargs)
+        return tensor if made is tensor else _alike(tensor, made)
+    kwargs.pop("memory_format", None)
+    one = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    made = func(one, *args, **kwargs)
+    return tensor if made is one else _alike(tensor, _hollow(tensor, made.dtype, made.device))
+
+
+def _sent(tensor: Tensor) -> tuple[Callable, tuple]:
+    """A worker process of a DataLoader gets a collator's model as it is here; files are another matter."""
+    note: _Note = vars(tensor)[_NOTE]
+    with torch._C.DisableTorchFunctionSubclass():
+        return _received, (note, _described(tensor), tensor.device, tensor.requires_grad)
+
+
+def _received(note: _Note, described: Tensor, device: torch.device, trained: bool) -> Tensor:
+    made = _hollow(described, described.dtype, device)
+    return _hide(nn.Parameter(made, trained) if note.kind is nn.Parameter else made, note)
+
+
+ForkingPickler.register(_Parameter, _sent)
+ForkingPickler.register(_Tensor, _sent)
