@@ -428,6 +428,29 @@ REFUSED = [
         "Leave --sequence-parallel out.",
     ),
     (
+        {"parallel": {"rank_order": "tp-dp-xp"}},
+        1,
+        "--rank-order tp-dp-xp: there is no axis xp. Join tp, dp and pp by dashes, the innermost first, like tp-dp-pp "
+        "or tp-pp-dp.",
+    ),
+    (
+        {"parallel": {"rank_order": "tp-dp"}},
+        1,
+        "--rank-order tp-dp: pp is missing. Join tp, dp and pp by dashes, the innermost first, like tp-dp-pp or "
+        "tp-pp-dp.",
+    ),
+    (
+        {"parallel": {"rank_order": "tp-dp-pp-dp"}},
+        1,
+        "--rank-order tp-dp-pp-dp: dp is named twice. Join tp, dp and pp by dashes, the innermost first, like tp-dp-pp "
+        "or tp-pp-dp.",
+    ),
+    (
+        {"parallel": {"rank_order": "tp-dp-pp", "use_tp_pp_dp_mapping": True}},
+        1,
+        "--rank-order tp-dp-pp: contradicts --use-tp-pp-dp-mapping, which is tp-cp-pp-dp. Give only one of them.",
+    ),
+    (
         {"checkpoint": {"save_interval": 5}},
         1,
         "--save-interval 5: has no effect without --save. Give --save DIRECTORY, or leave it out.",

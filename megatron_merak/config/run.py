@@ -24,6 +24,7 @@ from .checks import (
 )
 from .hf import HFModelConfig
 from .optimizer import OptimizerConfig
+from .rank_order import check_order
 from .sections import (
     CheckpointConfig,
     DataConfig,
@@ -85,6 +86,7 @@ class RunConfig:
         self.check_model()
         check_precision(self.train)
         check_ranks(self.parallel, world_size)
+        check_order(self.parallel.rank_order, self.parallel.use_tp_pp_dp_mapping, "--rank-order")
         batches, replicas = self.batches(world_size), self.data_parallel_size(world_size)
         resumes = self.checkpoint.load is not None and not self.checkpoint.finetune  # checks what is to come, later
         check_sizes(self.train, batches, replicas, batches.sizes[-1][0] if resumes else 0)

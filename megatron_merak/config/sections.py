@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 from ..errors import ConfigError
+from .rank_order import PIPELINE_INSIDE, normal
 from .settings import Section, setting
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v", "auto")
@@ -119,6 +120,12 @@ class ParallelConfig(Section):
     """Ranks that share every layer."""
     pipeline_model_parallel_size: int = setting(1, least=1)
     """Pipeline stages; the layers are cut between them by cost."""
+    rank_order: str | None = setting(None, ours=True)
+    """Which axis of parallelism ranks run over first, joined by dashes: tp-dp-pp (Megatron-LM's tp-cp-ep-dp-pp) puts
+    replicas beside each other and pipelines across nodes, tp-pp-dp pipelines inside and replicas across (unset:
+    tp-dp-pp)."""
+    use_tp_pp_dp_mapping: bool = setting(False)
+    """The same as --rank-order tp-pp-dp."""
     plan: str | None = setting(None, ours=True)
     """Run this plan, a JSON file that tools/plan.py wrote and that may be edited; flags that it decides can be left
     out (unset: a plan is made from the flags)."""
@@ -175,6 +182,11 @@ class ParallelConfig(Section):
     """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's, where it is known)."""
     device_profile: str | None = setting(None, ours=True)
     """Plan with the rates that benchmarks/calibrate.py measured on this device and wrote into this JSON file."""
+
+    @property
+    def order(self) -> str:
+        """The rank order in effect, with all of its axes; of a given one that is sound."""
+        return PIPELINE_INSIDE if self.use_tp_pp_dp_mapping else normal(self.rank_order)
 
     @property
     def sharding(self) -> str:

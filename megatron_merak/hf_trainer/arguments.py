@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
+from ..config.rank_order import check_order
 from ..config.sections import BACKENDS, FP32_MATMULS, OF_GPUS, OVERLAPS, SCHEDULES, SHARDINGS
 from ..errors import ConfigError
 from ..parallel.launch import World, adopt, launch
@@ -118,7 +119,7 @@ POSITIVE = (
 FILES = ("plan", "schedule_file", "device_profile")  # fields that name a file, which hosts may have copies of
 PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
-    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile"),
+    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile", "rank_order"),
 )
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
@@ -156,6 +157,9 @@ class MerakArguments(TrainingArguments):
 
     tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share every layer."})
     pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Stages that the layers are cut into."})
+    rank_order: str | None = field(
+        default=None, metadata={"help": "Axes that ranks run over, the innermost first: tp-dp-pp (unset) or tp-pp-dp."}
+    )
     plan: str | None = field(
         default=None,
         metadata={
@@ -254,6 +258,7 @@ class MerakArguments(TrainingArguments):
     def __post_init__(self):
         _refuse_fields(self)
         self.sharding  # noqa: B018  what is refused is told now
+        check_order(self.rank_order, False, "rank_order")
         if self.warmup_ratio is not None:
             if self.warmup_steps or not 0 <= self.warmup_ratio < 1:
                 remedy = "Give a fraction below 1 and leave warmup_steps 0"

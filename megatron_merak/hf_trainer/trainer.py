@@ -37,6 +37,7 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import logging
 
+from ..config.rank_order import normal
 from ..errors import ConfigError
 from ..graph.capture.capture import accepts_num_items
 from ..parallel.agree import gather_json, together
@@ -123,7 +124,7 @@ class MerakTrainer(TrainerFace):
         if not isinstance(args, MerakArguments):
             raise ConfigError("args", type(args).__name__, "it has no degrees of parallelism", "Make MerakArguments")
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        grid = Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp)
+        grid = Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp, order=normal(args.rank_order))
         world = args.world
         timeout = datetime.timedelta(seconds=args.ddp_timeout)
         mesh = build_mesh(grid, world.rank, world.device, timeout, world.clock, world.collectives)
