@@ -27,7 +27,8 @@ def normal(order: str | None, context_ranks: int = 1) -> str:
 
     cp stands behind tp where it is not named, and where it has one rank (``context_ranks``).
     """
-    named = [axis for axis in (order or DEFAULT).lower().split("-") if axis in AXES and (axis != "cp" or context_ranks > 1)]
+    placed = [axis for axis in AXES if axis != "cp" or context_ranks > 1]
+    named = [axis for axis in (order or DEFAULT).lower().split("-") if axis in placed]
     if "cp" not in named:
         named.insert(named.index("tp") + 1, "cp")
     return "-".join(named)

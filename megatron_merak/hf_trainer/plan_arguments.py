@@ -49,8 +49,9 @@ def take_from_plan(args: Any) -> None:
         raise ConfigError(
             "fsdp_config: activation_checkpointing", True, f"the plan {args.plan} decides that", "Leave it out"
         )
+    order = args.rank_order and normal(args.rank_order)
+    effective = {"data_parallel_sharding_strategy": args.sharding, "rank_order": order}
     for name, value in DECIDES.items():
-        effective = {"data_parallel_sharding_strategy": args.sharding, "rank_order": args.rank_order and normal(args.rank_order)}
         given = effective.get(name, getattr(args, name))
         if given not in (defaults[name], value(plan)):
             reason = f"the plan {args.plan} says {value(plan)}"

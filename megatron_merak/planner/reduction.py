@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from megatron_merak.cluster import Link, all_gather, all_reduce, reduce_scatter
 from megatron_merak.plan import DTYPE_BYTES, Plan, Unit
 from megatron_merak.planner.cost import UnitCost
+from megatron_merak.planner.links import link_along
 
 
 def exposed_reduction(plan: Plan, mine: list[int], costs: tuple[UnitCost, ...]) -> float:
@@ -72,8 +73,7 @@ def _reduction(plan: Plan) -> Callable[[float], float]:
 
 def _link(plan: Plan) -> Link:
     """What the replicas are connected by."""
-    grid = plan.grid
-    return plan.cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
+    return link_along(plan.cluster, plan.grid, "dp")
 
 
 def _own_values(units: tuple[Unit, ...], mine: list[int]) -> list[tuple[int, int]]:

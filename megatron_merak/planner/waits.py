@@ -9,6 +9,7 @@ from megatron_merak.cluster import all_gather, reduce_scatter
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.plan import DTYPE_BYTES, Plan, StagePlan, held_parameters
 from megatron_merak.planner.cost import UnitCost
+from megatron_merak.planner.links import link_along
 from megatron_merak.planner.overlap import times
 
 
@@ -65,7 +66,7 @@ def durations(passes: Sequence[Sequence[Visit]]) -> tuple[list[float], float]:
 def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
     """Of each unit, the seconds of gathering its weights where they are sharded, and of reducing its gradient."""
     grid = plan.grid
-    link = plan.cluster.link([grid.rank(dp=0), grid.rank(dp=grid.dp - 1)])
+    link = link_along(plan.cluster, grid, "dp")
     found = []
     for unit in plan.units:
         shard = held_parameters([unit]) / grid.dp
