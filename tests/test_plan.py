@@ -12,7 +12,7 @@ from megatron_merak.cluster import CLUSTERS
 from megatron_merak.config.sections import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
-from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit, held_parameters
+from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit, held_parameters, placement
 
 degree = st.integers(1, 4)
 grids = st.builds(Grid, degree, degree, degree, degree)
@@ -168,6 +168,38 @@ def test_what_a_plan_derives():
     assert [plan.stages_of(rank) for rank in (0, 1)] == [(0,), (1,)]
     assert [plan.stage_parameters(stage) for stage in (0, 1)] == [140, 40 + 8 + 96]
     assert [unit.name for unit in plan.stage_units(1)] == ["layer.1", "head"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "node", "line"),
+    [
+        (Grid(2, 1, 2, 2), 8, ""),
+        (Grid(2, 1, 2, 2, "tp-pp-dp"), 8, "ranks are ordered tp-pp-dp"),
+        (
+            Grid(4, 1, 8, 12),
+            8,
+            "48 nodes of 8, ranks ordered tp-dp-pp: tp inside a node, dp 2 ranks in each of 4 nodes, "
+            "pp 1 rank in each of 12 nodes",
+        ),
+        (
+            Grid(4, 1, 8, 12, "tp-pp-dp"),
+            8,
+            "48 nodes of 8, ranks ordered tp-pp-dp: tp inside a node, dp 1 rank in each of 8 nodes, "
+            "pp 2 ranks in each of 6 nodes",
+        ),
+        (
+            Grid(3, 1, 4, 2),
+            8,
+            "3 nodes of 8, ranks ordered tp-dp-pp: tp over up to 2 nodes, dp over up to 2 nodes, "
+            "pp 1 rank in each of 2 nodes",
+        ),
+        (Grid(1, 1, 12, 1), 8, "2 nodes of 8, ranks ordered tp-dp-pp: dp over up to 2 nodes"),
+    ],
+)
+def test_a_plan_says_how_groups_lie_in_nodes(grid, node, line):
+    assert placement(grid, node) == line
+    made = replace(small_plan(), grid=replace(grid, pp=2), cluster=replace(CLUSTERS["laptop"], ranks_per_node=node))
+    assert placement(made.grid, node) in str(made)
 
 
 def test_a_stage_holds_one_copy_of_a_tied_tensor():

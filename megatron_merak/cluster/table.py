@@ -93,7 +93,7 @@ class Cluster:
         are nodes goes through the network. A node with fewer ranks of the group than others is the bound. The other
         ranks of a node are taken to send at the same time, so cards that they share are divided.
 
-        Source: NCCL's model of a ring, src/graph/tuning.cc (bandwidth: channels times that of one; steps between nodes).
+        Source: NCCL's own model of a ring, src/graph/tuning.cc (the sum of its channels; the steps between nodes).
         """
         held = Counter(rank // self.ranks_per_node for rank in ranks)
         nodes, fewest, steps = len(held), min(held.values()), len(ranks) - 1
@@ -214,13 +214,13 @@ _LINKS = (
 )
 LINKS: Mapping[str, Link] = MappingProxyType({link.name: link for link in _LINKS})
 
-_CLUSTERS = {  # profile -> device, ranks in a node, the link inside, a network card, how many of them a node has
+_CLUSTERS = {  # profile -> device, ranks in a node, the link inside, a network card, cards of a node (0: one a rank)
     "cpu": ("cpu", 64, "loopback", "ethernet-100g", 1),
-    "laptop": ("cpu", 1, "loopback", "ethernet-1g", 1),
+    "laptop": ("cpu", 1, "loopback", "ethernet-1g", 0),
     "rtx3090": ("RTX 3090", 8, "pcie4", "ethernet-100g", 1),
-    "dgx-a100": ("A100", 8, "nvlink3", "infiniband-hdr", 8),
-    "dgx-h100": ("H100", 8, "nvlink4", "infiniband-ndr", 8),
-    "dgx-h200": ("H200", 8, "nvlink4", "infiniband-ndr", 8),
+    "dgx-a100": ("A100", 8, "nvlink3", "infiniband-hdr", 0),
+    "dgx-h100": ("H100", 8, "nvlink4", "infiniband-ndr", 0),
+    "dgx-h200": ("H200", 8, "nvlink4", "infiniband-ndr", 0),
 }
 CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
     {

@@ -199,24 +199,6 @@ def check_precision(train: TrainConfig) -> None:
         raise ConfigError("--min-loss-scale", train.min_loss_scale, reason, remedy)
 
 
-def check_emulation(parallel: ParallelConfig) -> None:
-    emulated = parallel.distributed_backend == "emu"
-    if emulated and parallel.emulate is None:
-        raise ConfigError(
-            "--emulate",
-            "(missing)",
-            "is needed with --distributed-backend emu",
-            "Name a cluster, such as dgx-a100, rtx3090 or laptop, or a file *.json",
-        )
-    if not emulated and parallel.emulate is not None:
-        raise ConfigError(
-            "--emulate",
-            parallel.emulate,
-            f"has no effect with --distributed-backend {parallel.distributed_backend}",
-            "Add --distributed-backend emu, or leave it out",
-        )
-
-
 def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
     if train.skip_train:
         return

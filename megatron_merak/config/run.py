@@ -4,11 +4,11 @@ import dataclasses
 from typing import Any, Self
 
 from ..errors import ConfigError
+from .backend import check_backend
 from .batches import Batches, batches_of, check_length, check_sizes
 from .checks import (
     check_checkpoint,
     check_data,
-    check_emulation,
     check_model,
     check_optimizer,
     check_pipeline,
@@ -94,7 +94,7 @@ class RunConfig:
         check_recompute(self.parallel)
         check_schedule(self.parallel)
         check_sharding(self.parallel)
-        check_emulation(self.parallel)
+        check_backend(self.parallel, self.train)
         check_checkpoint(self.checkpoint)
         if training:
             check_optimizer(self.optimizer, self.train)

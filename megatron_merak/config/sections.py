@@ -9,7 +9,7 @@ from .rank_order import PIPELINE_INSIDE, normal
 from .settings import Section, setting
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v", "auto")
-BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "merak_peer", "gloo_cuda")
+BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "merak_peer", "gloo_cuda", "mpi")
 OF_GPUS = ("nccl", "merak_peer", "gloo_cuda")  # backends that carry tensors of GPUs
 FP32_MATMULS = ("auto", "highest", "high", "medium")
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
@@ -148,7 +148,7 @@ class ParallelConfig(Section):
     """Collective library; auto is nccl on GPUs and merak_shm on CPUs; merak_shm is gloo, and shared memory for tensor
     and data parallelism within a host; merak_peer is nccl, and within a host our own kernels for sums of up to 8 MiB
     and the copy engine between stages; gloo_cuda lets ranks share GPUs, to debug; emu moves data by gloo and models
-    the time."""
+    the time; mpi is torch's, where torch was built with it, for fp32 on CPUs."""
     emulate: str | None = setting(None, ours=True)
     """The cluster that --distributed-backend emu models: a name, or a JSON file."""
     distributed_timeout_minutes: int = setting(10, least=1)

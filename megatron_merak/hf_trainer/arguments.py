@@ -363,6 +363,8 @@ def _refuse_fields(args: TrainingArguments) -> None:
         raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", remedy)
     if args.use_cpu and args.ddp_backend in OF_GPUS:
         raise ConfigError("ddp_backend", args.ddp_backend, "use_cpu is set", "Leave one of the two out")
+    if args.ddp_backend == "mpi" and (args.bf16 or args.fp16):
+        raise ConfigError("ddp_backend", "mpi", "torch's MPI backend has no 16-bit numbers", "Train in fp32")
     if args.train_sampling_strategy == "batch_rebalance":
         reason = "a replica's batch would depend on the number of replicas"
         raise ConfigError("train_sampling_strategy", "batch_rebalance", reason, "Use random or group_by_length")

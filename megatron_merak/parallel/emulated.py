@@ -230,7 +230,8 @@ class EmulatedGroup(dist.ProcessGroup):
     def _launch(self, data: Work, cost: float, result: Any) -> Collective:
         stamp, latest = Stamp(self.clock.now()), dist.AllreduceOptions()
         latest.reduceOp = dist.ReduceOp.MAX
-        return Collective(data, stamp, self.gloo.allreduce([stamp.tensor], latest), cost, self.queue, self.clock, result)
+        stamping = self.gloo.allreduce([stamp.tensor], latest)
+        return Collective(data, stamp, stamping, cost, self.queue, self.clock, result)
 
     def allreduce(self, tensors, opts=None):
         work = self.gloo.allreduce(tensors, opts or dist.AllreduceOptions())

@@ -8,6 +8,7 @@ from ..data.build import build_datasets, build_tokenizer, vocabulary
 from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import build_mesh, control_group
+from ..parallel.nodes import find_nodes, located
 from ..plan import Plan
 from ..plan.fit import check_chain
 from ..planner import plan as make_plan
@@ -36,8 +37,9 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     control = control_group(world.size, timeout)
     agree(config, control)
+    nodes = find_nodes(world, control)
     with together(control, "cpu"):
-        cluster = cluster_of(world, config.parallel.device_profile)
+        cluster = located(cluster_of(world, config.parallel.device_profile), nodes)
         plan = plan_of(config, world.size, cluster)
         if plan is None:
             plan = make_plan(config, world.size, cluster, tensors(config))
@@ -45,7 +47,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
             plan = followed(plan, config)
     mesh = build_mesh(plan.grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
     if world.rank == 0:
-        print(opening(config, plan, world, notices), flush=True)
+        print(opening(config, plan, world, nodes, notices), flush=True)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)

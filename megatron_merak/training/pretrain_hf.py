@@ -24,6 +24,7 @@ from ..parallel.agree import together
 from ..parallel.buffers import Flat
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh, build_mesh, control_group
+from ..parallel.nodes import find_nodes, located
 from ..planner.make import grid_of
 from ..runtime.executor import Executor
 from ..stages.captured import CapturedTrainer
@@ -51,16 +52,17 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     control = control_group(world.size, timeout)
     agree(config, control)
+    nodes = find_nodes(world, control)
     grid = grid_of(config, world.size)
     mesh = build_mesh(grid, world.rank, world.device, timeout, world.clock, world.collectives, control)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size)
     with together(mesh.control, "cpu"):
-        cluster = cluster_of(world, config.parallel.device_profile)
+        cluster = located(cluster_of(world, config.parallel.device_profile), nodes)
     trainer = TokenTrainer(model, config, mesh, cluster)
     if world.rank == 0:
-        print(opening(config, trainer.plan, world, (*notices, *trainer.notes())), flush=True)
+        print(opening(config, trainer.plan, world, nodes, (*notices, *trainer.notes())), flush=True)
     report = None
     with together(mesh.control, "cpu"):
         if world.is_last:
