@@ -428,6 +428,11 @@ REFUSED = [
         "Leave --sequence-parallel out.",
     ),
     (
+        {"parallel": {"distributed_backend": "mpi"}, "train": {"bf16": True}},
+        1,
+        "--bf16 True: torch's MPI backend has no 16-bit numbers. Leave it out, or use --distributed-backend gloo.",
+    ),
+    (
         {"parallel": {"rank_order": "tp-dp-xp"}},
         1,
         "--rank-order tp-dp-xp: there is no axis xp. Join tp, dp and pp by dashes, the innermost first, like tp-dp-pp "
