@@ -34,7 +34,15 @@ def _link(link: Link) -> str:
 
 
 def clusters() -> str:
-    head = ("`--device`", "device", "memory", "ranks in a node", "inside a node, of a rank", "one network card", "cards")
+    head = (
+        "`--device`",
+        "device",
+        "memory",
+        "ranks in a node",
+        "inside a node, of a rank",
+        "one network card",
+        "cards",
+    )
     return _table(head, *(_row(name, cluster) for name, cluster in CLUSTERS.items()))
 
 

@@ -18,7 +18,7 @@ def mistake(order: str) -> str:
     if twice := [name for name in names if names.count(name) > 1]:
         return f"{twice[0]} is named twice"
     if missing := [name for name in AXES if name not in (*names, *_ALONE)]:
-        return f"{', '.join(missing)} is missing" if len(missing) == 1 else f"{', '.join(missing)} are missing"
+        return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
     return ""
 
 
@@ -39,6 +39,8 @@ def check_order(order: str | None, pipeline_inside: bool, name: str) -> None:
     otherwise. order: None where it was not given. name: what the user calls it."""
     if order is None:
         return
+    if not isinstance(order, str):
+        raise ConfigError(name, repr(order), "it is no text", REMEDY)
     if reason := mistake(order):
         raise ConfigError(name, order, reason, REMEDY)
     if pipeline_inside and normal(order) != PIPELINE_INSIDE:

@@ -187,7 +187,7 @@ def check_available(backend: str) -> None:
     """Raises LaunchError for a backend that this torch was built without."""
     if backend == MPI and not dist.is_mpi_available():
         reason = f"torch {torch.__version__} was built without MPI"
-        raise LaunchError("--distributed-backend", MPI, reason, "Use gloo, or build torch where MPI is installed")
+        raise LaunchError("backend", MPI, reason, "Use gloo, or build torch where MPI is installed")
 
 
 def _local_rank() -> int:
@@ -196,7 +196,12 @@ def _local_rank() -> int:
 
 
 def adopt(backend: str = "auto", fp32_matmul: str = "auto") -> World:
-    """This process in the job that the default process group already is, set up as ``launch`` does it."""
+    """This process in the job that the default process group already is, set up as ``launch`` does it.
+
+    Raises LaunchError for a ``backend`` that this job cannot have.
+    """
+    if backend == MPI and (job := dist.get_backend()) != MPI:
+        raise LaunchError("backend", MPI, f"the job is one of {job}", "Leave it out, or start the job with MPI")
     on_cpu = dist.get_backend() in ("gloo", MPI)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     collectives = own_collectives(backend, device, dist.get_world_size())

@@ -26,6 +26,12 @@ class Nodes:
         """The host of each rank."""
         return [host for host, size in enumerate(self.sizes) for _ in range(size)]
 
+    @property
+    def alike(self) -> bool:
+        """Whether all hosts have as many ranks, but for the last, which may have fewer."""
+        *others, last = self.sizes or (0,)
+        return not others or (len(set(others)) == 1 and last <= others[0])
+
     def __str__(self) -> str:
         """The sizes, as "8" or "8 and 4"."""
         return " and ".join(map(str, dict.fromkeys(self.sizes)))
@@ -63,8 +69,8 @@ def nodes_of(told: Sequence[Sequence[int]]) -> Nodes:
 
 
 def located(cluster: Cluster, nodes: Nodes) -> Cluster:
-    """A cluster with nodes of as many ranks as the hosts of the job have, where it has several and all have as many."""
-    several = len(nodes.sizes) > 1 and len(set(nodes.sizes)) == 1
+    """A cluster with nodes of as many ranks as the hosts of the job have, where it has several that are alike."""
+    several = len(nodes.sizes) > 1 and nodes.alike
     return replace(cluster, ranks_per_node=nodes.sizes[0]) if several else cluster
 
 
@@ -75,7 +81,7 @@ def notices(grid: Grid, nodes: Nodes, named: Callable[[str], str] = flag_name) -
     if len(nodes.sizes) < 2:
         return ()
     told = (far_apart(grid, nodes, named),) if reaches(grid, nodes, "tp") else ()
-    if len(set(nodes.sizes)) > 1:
+    if not nodes.alike:
         told += (f"Hosts have {nodes} ranks: step times are predicted as if all had as many.",)
     return told
 

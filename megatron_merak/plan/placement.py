@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from megatron_merak.plan.parts import AXES, Grid
 
 
-def samples(grid: Grid, axis: str, ranks_per_node: int, places: Sequence[int] | None = None) -> list[list[int]]:
+def placed_groups(grid: Grid, axis: str, ranks_per_node: int, places: Sequence[int] | None = None) -> list[list[int]]:
     """Of the groups along an axis one for each way of lying in nodes, its ranks less whole nodes. places: of those
     coordinates along the axis alone; None for all."""
     stride, extent = grid.stride(axis), getattr(grid, axis)
@@ -28,7 +28,7 @@ def placement(grid: Grid, ranks_per_node: int) -> str:
 
 
 def _spread(grid: Grid, axis: str, ranks_per_node: int) -> str:
-    counts = [Counter(rank // ranks_per_node for rank in group) for group in samples(grid, axis, ranks_per_node)]
+    counts = [Counter(rank // ranks_per_node for rank in group) for group in placed_groups(grid, axis, ranks_per_node)]
     nodes, held = max(map(len, counts)), {ranks for count in counts for ranks in count.values()}
     if nodes == 1:
         return "inside a node"

@@ -3,12 +3,12 @@
 import functools
 
 from megatron_merak.cluster import Cluster, Link
-from megatron_merak.plan import Grid, samples
+from megatron_merak.plan import Grid, placed_groups
 
 
 @functools.cache
 def link_along(cluster: Cluster, grid: Grid, axis: str, places: tuple[int, ...] | None = None) -> Link:
     """The link of a group along "tp", "dp" or "pp", of the group that is placed worst. places: of its ranks with these
     coordinates along the axis alone; None for all."""
-    links = map(cluster.link, samples(grid, axis, cluster.ranks_per_node, places))
+    links = map(cluster.link, placed_groups(grid, axis, cluster.ranks_per_node, places))
     return min(links, key=lambda link: (link.bandwidth, -link.latency))

@@ -121,7 +121,7 @@ def test_ranks_of_mpirun_join_over_any_backend():
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
 def test_mpi_is_refused_by_name_where_torch_was_built_without_it():
-    told = "--distributed-backend mpi: torch .* was built without MPI. Use gloo, or build torch where MPI is installed"
+    told = "backend mpi: torch .* was built without MPI. Use gloo, or build torch where MPI is installed"
     with pytest.raises(LaunchError, match=told):
         launch("mpi")
     assert not dist.is_initialized()

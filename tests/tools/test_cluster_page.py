@@ -1,4 +1,4 @@
-"""docs/cluster.md: its tables are what the tool writes, its plans what tools/plan.py prints, its sentences what these say."""
+"""docs/cluster.md: its tables are what the tool writes, its plans what tools/plan.py prints, its sentences are true."""
 
 import re
 
