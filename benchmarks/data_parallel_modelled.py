@@ -12,7 +12,7 @@ from two_lines_page import PageError, write
 
 from megatron_merak.cluster import GIB, find_cluster
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.plan import Plan, held_parameters
 from megatron_merak.planner import plan
 from megatron_merak.planner.memory import rank_memory

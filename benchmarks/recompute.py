@@ -79,6 +79,7 @@ class Case:
             "overlap": "weight-gradient",
             "micro_batch_size": self.samples,
             "sequence_length": SEQUENCE,
+            "sharding": "no_shard",
         }
         made = Layout(draft, Recompute("capacity"), MEMORY_GB * GIB).plans(MEMORY_GB)[-1]
         return priced(made).predicted_time

@@ -71,7 +71,6 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(),
             _BY_COST,
         ),
-        "--use-tp-pp-dp-mapping": "Leave it out: ranks are ordered tensor, data, pipeline parallel",
         "--window-size": "Train a model that has sliding windows with pretrain_hf.py",
         "--wandb-project": "Use --tensorboard-dir, or --metrics for a line per iteration",
         "--recompute-modules": "Leave it out: layers are recomputed whole",

@@ -17,7 +17,6 @@ MEANT: Mapping[str, str] = MappingProxyType(
             "--pp --pp-size --pipeline-parallel-size --pipeline-parallel".split(), "Use --pipeline-model-parallel-size"
         ),
         **dict.fromkeys("--dp --dp-size --data-parallel-size --num-gpus --nproc-per-node".split(), _REPLICAS),
-        "--rank-order": "Leave it out: ranks are ordered tensor, data, pipeline parallel, the first innermost",
         **dict.fromkeys("--zero --zero-stage --fsdp --deepspeed --deepspeed-config".split(), _SHARDED),
         **dict.fromkeys("--bs --batch-size --per-device-train-batch-size".split(), "Use --micro-batch-size"),
         "--gradient-accumulation-steps": "Use --global-batch-size: micro-batch size x replicas x accumulation steps",

@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import os
+from dataclasses import asdict, replace
 
 import pytest
 
-from megatron_merak.cluster import CLUSTERS, DEVICES, GIB, LINKS, Cluster, Device, find_cluster
+from megatron_merak.cluster import CLUSTERS, DEVICES, GIB, LINKS, Cluster, Device, all_reduce, find_cluster
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.training.plan_file import stored
 
@@ -17,13 +18,52 @@ def test_profiles_are_found_by_name_and_by_device():
     assert find_cluster("NVIDIA GeForce RTX 3090") == CLUSTERS["rtx3090"]
     assert find_cluster("A100 40GB").device.memory == 40 * GIB
     laptop = find_cluster("laptop")
-    assert laptop.device is find_cluster("cpu").device and laptop.link([0, 1]) is LINKS["ethernet-1g"]
+    assert laptop.device is find_cluster("cpu").device and laptop.link([0, 1]) == LINKS["ethernet-1g"]
     for name, cluster in CLUSTERS.items():
         assert cluster.name == name
         assert cluster.link(range(cluster.ranks_per_node)) is cluster.inside
-        assert cluster.link(range(cluster.ranks_per_node + 1)) is cluster.between
+        assert not cluster.crosses(range(cluster.ranks_per_node)) and cluster.crosses(range(cluster.ranks_per_node + 1))
     with pytest.raises(PlanError, match=r"cluster abacus: there is no such one\. Use one of .*laptop.*json"):
         find_cluster("abacus")
+
+
+# By hand, in GB/s: NVLink 240 and eight cards of 23 in a node, or PCIe 12 and one card of 11.
+PLACED = [
+    ("dgx-a100", [3, 7], 240, 4e-6),
+    ("dgx-a100", [7, 8], 23, 10e-6),
+    ("dgx-a100", range(0, 64, 8), 23, 10e-6),  # one rank in each of eight nodes
+    ("dgx-a100", range(0, 64, 4), 46, (7 * 10e-6 + 8 * 4e-6) / 15),  # two in each
+    ("dgx-a100", range(64), 184, (7 * 10e-6 + 56 * 4e-6) / 63),
+    ("dgx-h100", range(16), 360, (10e-6 + 14 * 4e-6) / 15),  # eight cards of 46 are more than NVLink
+    ("dgx-a100", range(6, 18), 46, (2 * 10e-6 + 9 * 4e-6) / 11),  # two, eight and two
+    ("rtx3090", [0, 8], 11 / 8, 20e-6),  # while the seven others use the card as well
+    ("rtx3090", range(16), 11, (20e-6 + 14 * 10e-6) / 15),
+    ("cpu", range(128), 1.7, (20e-6 + 126 * 170e-6) / 127),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "bandwidth", "latency"), PLACED)
+def test_a_group_has_the_network_cards_of_its_ranks(name, ranks, bandwidth, latency):
+    link = CLUSTERS[name].link(ranks)
+    assert (link.bandwidth, link.latency) == (pytest.approx(bandwidth * 1e9), pytest.approx(latency))
+
+
+def test_a_node_may_have_any_number_of_network_cards():
+    own = replace(CLUSTERS["dgx-a100"], ranks_per_node=4)
+    assert [replace(own, nics=cards).link([0, 4]).bandwidth / 1e9 for cards in (0, 1, 2, 4, 8)] == [
+        *(23, 5.75, 11.5, 23, 46)
+    ]
+    plain = asdict(own)
+    del plain["nics"]
+    assert Cluster.from_dict(plain, "cluster") == replace(own, nics=0), "as files said it before"
+
+
+def test_an_all_reduce_that_fills_nodes_is_as_fast_as_all_of_their_network_cards():
+    """The bus bandwidth, as nccl-tests define it, hardly depends on the number of nodes."""
+    for nodes, busy in ((1, 240e9), (2, 184e9), (16, 184e9)):
+        ranks, message = 8 * nodes, 8 * 2**30
+        seconds = all_reduce(ranks, message, CLUSTERS["dgx-a100"].link(range(ranks)))
+        assert 2 * (ranks - 1) / ranks * message / seconds == pytest.approx(busy, rel=0.02)
 
 
 def test_rtx_3090():
@@ -75,6 +115,8 @@ MISTAKES = [
     (_with("", "ranks_per_node", 2.5), "ranks_per_node 2.5: it is not a whole number"),
     (_with("", "ranks_per_node", True), "ranks_per_node True: it is not a whole number"),
     (_with("", "ranks_per_node", 0), "ranks_per_node 0: it cannot be"),
+    (_with("", "nics", -1), "nics -1: it cannot be. Use a finite number, at least 0"),
+    (_with("", "nics", 1.5), "nics 1.5: it is not a whole number"),
     (_with("", "inside", "string"), "inside string: it is not in the table"),
     (_with("", "inside", [1]), "inside: it is not an object"),
 ]

@@ -21,7 +21,7 @@ from megatron_merak.config import (
     TrainConfig,
 )
 from megatron_merak.config.checks import closest, divisors, multiples
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import ConfigError
 
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 32, "vocab_size": 1000}
@@ -445,6 +445,34 @@ REFUSED = [
         4,
         "--seq-length 3: is not a multiple of --tensor-model-parallel-size 4, and --sequence-parallel divides it. "
         "Leave --sequence-parallel out.",
+    ),
+    (
+        {"parallel": {"distributed_backend": "mpi"}, "train": {"bf16": True}},
+        1,
+        "--bf16 True: torch's MPI backend has no 16-bit numbers. Leave it out, or use --distributed-backend gloo.",
+    ),
+    (
+        {"parallel": {"rank_order": "tp-dp-xp"}},
+        1,
+        "--rank-order tp-dp-xp: there is no axis xp. Join tp, dp and pp by dashes, the innermost first, like tp-dp-pp "
+        "or tp-pp-dp.",
+    ),
+    (
+        {"parallel": {"rank_order": "tp-dp"}},
+        1,
+        "--rank-order tp-dp: pp is missing. Join tp, dp and pp by dashes, the innermost first, like tp-dp-pp or "
+        "tp-pp-dp.",
+    ),
+    (
+        {"parallel": {"rank_order": "tp-dp-pp-dp"}},
+        1,
+        "--rank-order tp-dp-pp-dp: dp is named twice. Join tp, dp and pp by dashes, the innermost first, like tp-dp-pp "
+        "or tp-pp-dp.",
+    ),
+    (
+        {"parallel": {"rank_order": "tp-dp-pp", "use_tp_pp_dp_mapping": True}},
+        1,
+        "--rank-order tp-dp-pp: contradicts --use-tp-pp-dp-mapping, which is tp-cp-pp-dp. Give only one of them.",
     ),
     (
         {"checkpoint": {"save_interval": 5}},

@@ -2,19 +2,22 @@
 
 import json
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_merak.cluster import CLUSTERS
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
-from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit, held_parameters
+from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit, held_parameters, placement
 
 degree = st.integers(1, 4)
 grids = st.builds(Grid, degree, degree, degree, degree)
+axes = ("tp", "cp", "dp", "pp")
+ordered = st.builds(Grid, degree, degree, degree, degree, st.permutations(axes).map("-".join))
 
 
 @given(grids)
@@ -32,7 +35,32 @@ def test_rank_order_is_a_reshaped_range(grid):
     assert next(ranks, None) is None
 
 
-@given(grids, st.sampled_from(["tp", "cp", "dp", "pp", "tp-pp", "dp-cp", "tp-cp-dp-pp"]))
+@given(ordered)
+@settings(max_examples=50, deadline=None)
+def test_ranks_run_over_the_axes_in_their_order(grid):
+    """Counting ranks up, the first axis moves at every step, the next when that is through, and so on."""
+    place = dict.fromkeys(axes, 0)
+    for rank in range(grid.size):
+        assert grid.rank(**place) == rank and grid.coordinates(rank) == tuple(place[axis] for axis in axes)
+        for axis in grid.order.split("-"):
+            assert getattr(grid, axis) == 1 or grid.rank(**{axis: 1}) == grid.stride(axis)
+            if place[axis] + 1 < getattr(grid, axis):
+                place[axis] += 1
+                break
+            place[axis] = 0
+    assert set(place.values()) == {0}
+
+
+def test_orders_that_place_ranks_alike_are_one():
+    same = "tp-dp-pp tp-cp-dp-pp tp-cp-ep-dp-pp tp-dp-cp-pp TP-DP-PP cp-tp-ep-dp-pp".split()
+    assert {Grid(2, 1, 2, 2, order=order) for order in same} == {Grid(2, 1, 2, 2)}
+    assert [Grid(2, 2, 2, 2, order).order for order in ("tp-dp-cp-pp", "dp-tp-pp")] == ["tp-dp-cp-pp", "dp-tp-cp-pp"]
+    every = ["-".join(names) for names in permutations(("tp", "dp", "pp"))]
+    grids = {tuple(map(Grid(2, 1, 3, 2, order=order).coordinates, range(12))) for order in every}
+    assert len(grids) == len(every)
+
+
+@given(ordered, st.sampled_from(["tp", "cp", "dp", "pp", "tp-pp", "dp-cp", "tp-cp-dp-pp"]))
 @settings(max_examples=100, deadline=None)
 def test_groups_split_the_ranks_along_their_axes(grid, axis):
     groups = grid.groups(axis)
@@ -60,6 +88,10 @@ def test_the_groups_of_eight_ranks():
         lambda: Grid(tp=2).coordinates(2),
         lambda: Grid(tp=2).rank(tp=2),
         lambda: Grid().groups("ep"),
+        lambda: Grid(order="tp-dp"),
+        lambda: Grid(order="tp-dp-pp-tp"),
+        lambda: Grid(order="tp-dp-pp-xp"),
+        lambda: Grid(order=""),
         lambda: StagePlan(2, 2),
         lambda: StagePlan(0, 2, recompute=(2,)),
         lambda: TensorSharding("w", (4, 4), dim=2),
@@ -138,6 +170,38 @@ def test_what_a_plan_derives():
     assert [unit.name for unit in plan.stage_units(1)] == ["layer.1", "head"]
 
 
+@pytest.mark.parametrize(
+    ("grid", "node", "line"),
+    [
+        (Grid(2, 1, 2, 2), 8, ""),
+        (Grid(2, 1, 2, 2, "tp-pp-dp"), 8, "ranks are ordered tp-pp-dp"),
+        (
+            Grid(4, 1, 8, 12),
+            8,
+            "48 nodes of 8, ranks ordered tp-dp-pp: tp inside a node, dp 2 ranks in each of 4 nodes, "
+            "pp 1 rank in each of 12 nodes",
+        ),
+        (
+            Grid(4, 1, 8, 12, "tp-pp-dp"),
+            8,
+            "48 nodes of 8, ranks ordered tp-pp-dp: tp inside a node, dp 1 rank in each of 8 nodes, "
+            "pp 2 ranks in each of 6 nodes",
+        ),
+        (
+            Grid(3, 1, 4, 2),
+            8,
+            "3 nodes of 8, ranks ordered tp-dp-pp: tp over up to 2 nodes, dp over up to 2 nodes, "
+            "pp 1 rank in each of 2 nodes",
+        ),
+        (Grid(1, 1, 12, 1), 8, "2 nodes of 8, ranks ordered tp-dp-pp: dp over up to 2 nodes"),
+    ],
+)
+def test_a_plan_says_how_groups_lie_in_nodes(grid, node, line):
+    assert placement(grid, node) == line
+    made = replace(small_plan(), grid=replace(grid, pp=2), cluster=replace(CLUSTERS["laptop"], ranks_per_node=node))
+    assert placement(made.grid, node) in str(made)
+
+
 def test_a_stage_holds_one_copy_of_a_tied_tensor():
     units = tuple(Unit(str(i), "layer", 5, 0, 0, 0, (("shared", 7), (f"pair{i // 2}", 1))) for i in range(4))
     assert [held_parameters(units[:end]) for end in range(5)] == [0, 13, 18, 24, 29]
@@ -166,6 +230,8 @@ def test_a_plan_prints_as_an_aligned_table():
         {"stages": [{"first": 0, "last": 4}]},
         {"grid": {"pp": 3}},
         {"grid": {"ep": 3}},
+        {"grid": {"tp": 2, "dp": 3, "pp": 2, "order": "tp-dp"}},
+        {"grid": {"tp": 2, "dp": 3, "pp": 2, "order": 3}},
         {"dtype": "float8"},
         {"dtype": "float32", "fp32_residual": True},
         {"dtype": "float32", "grad_reduce_in_bf16": True},
@@ -203,6 +269,15 @@ def test_a_plan_written_by_hand_may_name_clusters_devices_and_links():
     assert Plan.from_dict(plain | {"cluster": "dgx-a100"}).cluster is CLUSTERS["dgx-a100"]
     own = {"device": "A100", "ranks_per_node": 8, "inside": "nvlink3", "between": "infiniband-hdr", "name": "dgx-a100"}
     assert Plan.from_dict(plain | {"cluster": own}).cluster == CLUSTERS["dgx-a100"]
+
+
+def test_plans_stored_before_there_were_orders_have_the_default():
+    plain = small_plan().to_dict()
+    assert plain["grid"].pop("order") == "tp-cp-dp-pp"
+    assert Plan.from_json(json.dumps(plain)) == small_plan()
+    plain["grid"]["order"] = "tp-pp-dp"  # as a hand writes it
+    again = Plan.from_json(json.dumps(plain))
+    assert again.grid.groups("pp")[0] == [0, 2] and Plan.from_json(again.to_json()) == again
 
 
 @pytest.mark.parametrize("was, sharding", [(True, "optim"), (False, "no_shard"), (None, "no_shard")])

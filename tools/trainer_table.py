@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_merak.hf_trainer import arguments as merak_arguments  # noqa: E402
+from megatron_merak.hf_trainer import fields  # noqa: E402
 from megatron_merak.hf_trainer import overrides  # noqa: E402
 from megatron_merak.hf_trainer.trainer import MerakTrainer  # noqa: E402
 
@@ -48,10 +48,10 @@ def _refused() -> set[str]:
 
 def argument_rows() -> list[Row]:
     """The same of every field of ``TrainingArguments``."""
-    reasons = {name: overrides.Reason(*told) for name, told in merak_arguments.REFUSED.items()}
+    reasons = {name: overrides.Reason(*told) for name, told in fields.REFUSED.items()}
     names = sorted(field.name for field in dataclasses.fields(TrainingArguments))
-    refused = [name not in merak_arguments.HONOURED for name in names]
-    return [_row(n, reasons, merak_arguments.DIFFERENT, no) for n, no in zip(names, refused, strict=True)]
+    refused = [name not in fields.HONOURED for name in names]
+    return [_row(n, reasons, fields.DIFFERENT, no) for n, no in zip(names, refused, strict=True)]
 
 
 def _row(name: str, reasons: dict, different: dict[str, str], refused: bool) -> Row:

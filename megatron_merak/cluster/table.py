@@ -7,6 +7,7 @@ Rates are bytes and floating-point operations per second, times are seconds. GPU
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -54,7 +55,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A point-to-point connection as one rank sees it: seconds per message, and bytes per second each way."""
+    """A connection as one rank sees it, or a group of ranks: seconds per message, and bytes per second each way."""
 
     name: str
     latency: float
@@ -63,22 +64,47 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of ``ranks_per_node`` devices; ``inside`` joins ranks of one node, ``between`` those of two."""
+    """Equal nodes of ``ranks_per_node`` devices; ``inside`` joins ranks of one node, ``between`` is one network card.
+
+    ``nics``: network cards of a node, of which its ranks have equal shares; 0: each rank has one of its own.
+    """
 
     device: Device
     ranks_per_node: int
     inside: Link
     between: Link
     name: str = ""
+    nics: int = 0
 
     def __str__(self) -> str:
         """The device's name, and the cluster's own where that is another."""
         return self.device.name if self.name in ("", self.device.name) else f"{self.device.name} ({self.name})"
 
+    def crosses(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are of several nodes."""
+        return len({rank // self.ranks_per_node for rank in ranks}) > 1
+
     def link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link among these ranks."""
-        nodes = [rank // self.ranks_per_node for rank in ranks]
-        return self.inside if min(nodes) == max(nodes) else self.between
+        """What a collective over these ranks, or a message between two, goes by, as the formulas below take it.
+
+        A group with k ranks in each node it is on has the bandwidth of k ranks' network cards: its ranks lie on a ring
+        through all nodes, and NCCL lays as many such rings as there are cards, each with its part of the message. The
+        links inside bound it, as every ring uses them. Of the N - 1 steps once around the ring, one less than there
+        are nodes goes through the network. A node with fewer ranks of the group than others is the bound. The other
+        ranks of a node are taken to send at the same time, so cards that they share are divided.
+
+        Source: NCCL's own model of a ring, src/graph/tuning.cc (the sum of its channels; the steps between nodes).
+        """
+        held = Counter(rank // self.ranks_per_node for rank in ranks)
+        nodes, fewest, steps = len(held), min(held.values()), len(ranks) - 1
+        if nodes == 1:
+            return self.inside
+        cards = fewest * (self.nics / self.ranks_per_node if self.nics else 1)
+        bandwidth, outer = cards * self.between.bandwidth, nodes - 1
+        if outer == steps:
+            return replace(self.between, bandwidth=bandwidth)
+        latency = (outer * self.between.latency + (steps - outer) * self.inside.latency) / steps
+        return replace(self.between, latency=latency, bandwidth=min(bandwidth, self.inside.bandwidth))
 
     def to_json(self, path: str | Path) -> None:
         """Write a file that ``from_json`` reads."""
@@ -108,14 +134,14 @@ class Cluster:
 
         Raises ConfigError as ``from_json`` does.
         """
-        values = _fields(cls, found, where, {"name"})
+        values = _fields(cls, found, where, {"name", "nics"})
         values["device"] = device_of(values["device"], f"{where}: device")
         for key in ("inside", "between"):
             values[key] = _row(values[key], LINKS, f"{where}: {key}")
         return cls(**values)
 
 
-_ZERO_IS_FINE = ("memory", "dispatch", "latency")
+_ZERO_IS_FINE = ("memory", "dispatch", "latency", "nics")
 _KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
 
@@ -188,18 +214,18 @@ _LINKS = (
 )
 LINKS: Mapping[str, Link] = MappingProxyType({link.name: link for link in _LINKS})
 
-_CLUSTERS = {  # profile -> device, ranks in a node, the link inside, the link between
-    "cpu": ("cpu", 64, "loopback", "ethernet-100g"),
-    "laptop": ("cpu", 1, "loopback", "ethernet-1g"),
-    "rtx3090": ("RTX 3090", 8, "pcie4", "ethernet-100g"),
-    "dgx-a100": ("A100", 8, "nvlink3", "infiniband-hdr"),
-    "dgx-h100": ("H100", 8, "nvlink4", "infiniband-ndr"),
-    "dgx-h200": ("H200", 8, "nvlink4", "infiniband-ndr"),
+_CLUSTERS = {  # profile -> device, ranks in a node, the link inside, a network card, cards of a node (0: one a rank)
+    "cpu": ("cpu", 64, "loopback", "ethernet-100g", 1),
+    "laptop": ("cpu", 1, "loopback", "ethernet-1g", 0),
+    "rtx3090": ("RTX 3090", 8, "pcie4", "ethernet-100g", 1),
+    "dgx-a100": ("A100", 8, "nvlink3", "infiniband-hdr", 0),
+    "dgx-h100": ("H100", 8, "nvlink4", "infiniband-ndr", 0),
+    "dgx-h200": ("H200", 8, "nvlink4", "infiniband-ndr", 0),
 }
 CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
     {
-        name: Cluster(DEVICES[device], ranks, LINKS[inside], LINKS[between], name)
-        for name, (device, ranks, inside, between) in _CLUSTERS.items()
+        name: Cluster(DEVICES[device], ranks, LINKS[inside], LINKS[between], name, nics)
+        for name, (device, ranks, inside, between, nics) in _CLUSTERS.items()
     }
 )
 
@@ -229,7 +255,7 @@ def find_cluster(name: str) -> Cluster:
         choices = ", ".join(dict.fromkeys((*CLUSTERS, *DEVICES)))
         raise PlanError("cluster", name, "there is no such one", f"Use one of {choices}, or a file *.json") from error
     usual = next(row for row in CLUSTERS.values() if row.device.name.split()[0] == device.name.split()[0])
-    return Cluster(device, usual.ranks_per_node, usual.inside, usual.between, usual.name)
+    return replace(usual, device=device)
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float:

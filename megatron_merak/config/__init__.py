@@ -3,16 +3,9 @@
 from .batches import RAMP, STEPS, Batches, check_sizes
 from .hf import HFModelConfig
 from .optimizer import OptimizerConfig
+from .parallel import ParallelConfig
 from .run import Config, HFConfig, RunConfig
-from .sections import (
-    CheckpointConfig,
-    DataConfig,
-    HFCheckpointConfig,
-    LoggingConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from .sections import CheckpointConfig, DataConfig, HFCheckpointConfig, LoggingConfig, ModelConfig, TrainConfig
 from .servers import SNAPSHOT_INTERVAL, of_worker
 from .settings import flag_name, nearest, value_type
 

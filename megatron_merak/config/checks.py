@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from ..errors import ConfigError
 from .optimizer import OptimizerConfig
-from .sections import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from .parallel import ParallelConfig
+from .sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
 from .settings import flag_name
 
 
@@ -197,24 +198,6 @@ def check_precision(train: TrainConfig) -> None:
         reason = f"exceeds --initial-loss-scale {train.initial_loss_scale}"
         remedy = f"Use at most {train.initial_loss_scale}"
         raise ConfigError("--min-loss-scale", train.min_loss_scale, reason, remedy)
-
-
-def check_emulation(parallel: ParallelConfig) -> None:
-    emulated = parallel.distributed_backend == "emu"
-    if emulated and parallel.emulate is None:
-        raise ConfigError(
-            "--emulate",
-            "(missing)",
-            "is needed with --distributed-backend emu",
-            "Name a cluster, such as dgx-a100, rtx3090 or laptop, or a file *.json",
-        )
-    if not emulated and parallel.emulate is not None:
-        raise ConfigError(
-            "--emulate",
-            parallel.emulate,
-            f"has no effect with --distributed-backend {parallel.distributed_backend}",
-            "Add --distributed-backend emu, or leave it out",
-        )
 
 
 def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:

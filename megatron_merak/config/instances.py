@@ -2,7 +2,7 @@
 
 from ..errors import ConfigError
 from .checks import closest, divisors
-from .sections import ParallelConfig
+from .parallel import ParallelConfig
 
 FLAG = "--num-distributed-optimizer-instances"
 

@@ -4,11 +4,11 @@ import dataclasses
 from typing import Any, Self
 
 from ..errors import ConfigError
+from .backend import check_backend
 from .batches import Batches, batches_of, check_length, check_sizes
 from .checks import (
     check_checkpoint,
     check_data,
-    check_emulation,
     check_model,
     check_optimizer,
     check_pipeline,
@@ -25,15 +25,9 @@ from .checks import (
 from .hf import HFModelConfig
 from .instances import check_instances
 from .optimizer import OptimizerConfig
-from .sections import (
-    CheckpointConfig,
-    DataConfig,
-    HFCheckpointConfig,
-    LoggingConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from .parallel import ParallelConfig
+from .rank_order import check_order
+from .sections import CheckpointConfig, DataConfig, HFCheckpointConfig, LoggingConfig, ModelConfig, TrainConfig
 from .servers import check_servers, check_workers
 from .settings import Section, known_keys
 
@@ -88,6 +82,7 @@ class RunConfig:
         check_precision(self.train)
         check_servers(self.parallel, self.train, self.checkpoint, self.logging)
         (check_workers if self.parallel.num_parameter_servers else check_ranks)(self.parallel, world_size)
+        check_order(self.parallel.rank_order, self.parallel.use_tp_pp_dp_mapping, "--rank-order")
         batches, replicas = self.batches(world_size), self.data_parallel_size(world_size)
         resumes = self.checkpoint.load is not None and not self.checkpoint.finetune  # checks what is to come, later
         check_sizes(self.train, batches, replicas, batches.sizes[-1][0] if resumes else 0)
@@ -96,7 +91,7 @@ class RunConfig:
         check_schedule(self.parallel)
         check_sharding(self.parallel)
         check_instances(self.parallel, replicas)
-        check_emulation(self.parallel)
+        check_backend(self.parallel, self.train)
         check_checkpoint(self.checkpoint)
         if training:
             check_optimizer(self.optimizer, self.train)

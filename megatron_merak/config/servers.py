@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ..errors import ConfigError
-from .sections import CheckpointConfig, LoggingConfig, ParallelConfig, TrainConfig
+from .parallel import ParallelConfig
+from .sections import CheckpointConfig, LoggingConfig, TrainConfig
 from .settings import flag_name
 
 STRATEGY = "--data-parallel-strategy"
@@ -48,6 +49,9 @@ def check_servers(
     if parallel.distributed_backend == "emu":
         reason = f"models collectives, and {STRATEGY} {strategy} has none between workers"
         raise ConfigError("--distributed-backend", "emu", reason, "Use benchmarks/parameter_server.py to model it")
+    if parallel.distributed_backend == "mpi":
+        reason = f"has one group of all ranks, and {STRATEGY} {strategy} one for each worker"
+        raise ConfigError("--distributed-backend", "mpi", reason, "Use gloo")
 
 
 def check_workers(parallel: ParallelConfig, world_size: int) -> None:

@@ -6,125 +6,23 @@ accelerate is not needed; the job is joined when the arguments are made, as tran
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ..config.sections import BACKENDS, FP32_MATMULS, OF_GPUS, OVERLAPS, SCHEDULES, SHARDINGS
+from ..config.parallel import BACKENDS, OF_GPUS, OVERLAPS, SCHEDULES, SHARDINGS
+from ..config.rank_order import check_order
+from ..config.sections import FP32_MATMULS
 from ..errors import ConfigError
 from ..parallel.launch import World, adopt, launch
 from . import fsdp
+from .fields import EQUIVALENT, HONOURED, NOT_NEGATIVE, POSITIVE, REFUSED, UNKNOWN
 from .instances import check_instances
 from .keywords import checked
 from .plan_arguments import take_from_plan
-
-NEWER = frozenset(("activation_checkpointing", "activation_checkpointing_kwargs"))  # older releases lack these fields
-HONOURED = frozenset(
-    """output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
-    lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
-    gradient_accumulation_steps bf16 fp16 activation_checkpointing gradient_checkpointing logging_strategy logging_steps
-    logging_first_step logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica
-    log_on_each_node disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
-    trackio_static_space_id hub_private_repo eval_strategy eval_steps eval_delay prediction_loss_only eval_on_start
-    eval_do_concat_batches eval_accumulation_steps include_for_metrics save_only_model save_strategy save_steps
-    save_total_limit load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    restore_callback_states_from_checkpoint label_smoothing_factor full_determinism seed data_seed use_cpu
-    dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
-    dataloader_multiprocessing_context remove_unused_columns label_names
-    train_sampling_strategy length_column_name ddp_backend ddp_timeout do_train do_eval do_predict
-    resume_from_checkpoint local_rank fsdp fsdp_config""".split()
-)
-UNKNOWN = ("this field is not supported", "Leave it as it is")
-COMPILED = "the captured program is compiled by this library"
-DEGREES = "Set tensor_model_parallel_size and pipeline_model_parallel_size"
-# field -> (why, what to do); a value other than the field's default is refused.
-REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "optim": ("AdamW on flat buffers is the optimizer", "Use adamw_torch or adamw_torch_fused"),
-        "optim_args": ("AdamW takes none", "Use adam_beta1, adam_beta2 and adam_epsilon"),
-        "optim_target_modules": ("every trainable parameter is optimised", "Freeze parameters by requires_grad"),
-        "average_tokens_across_devices": ("the loss is always the mean over all tokens", "Leave it True"),
-        "fp16_full_eval": ("evaluation runs in the precision of training", "Use fp16"),
-        "bf16_full_eval": ("evaluation runs in the precision of training", "Use bf16"),
-        "tf32": ("it is a choice of the process", "Set fp32_matmul_precision"),
-        "activation_checkpointing_kwargs": ("recomputation is by unit of the plan", "Leave it unset"),
-        "gradient_checkpointing_kwargs": ("recomputation is by unit of the plan", "Leave it unset"),
-        "torch_compile": (COMPILED, "Leave it False"),
-        "torch_compile_backend": (COMPILED, "Leave it unset"),
-        "torch_compile_mode": (COMPILED, "Leave it unset"),
-        "use_liger_kernel": ("kernels are fused into the captured graph", "Leave it False"),
-        "liger_kernel_config": ("kernels are fused into the captured graph", "Leave it unset"),
-        "use_cache": ("training keeps no cache of keys and values", "Leave it False"),
-        "neftune_noise_alpha": ("hooks on the model are not captured", "Leave it unset"),
-        "torch_empty_cache_steps": ("buffers are allocated once", "Leave it unset"),
-        "auto_find_batch_size": ("the plan fixes the batch size", "Choose per_device_train_batch_size"),
-        "eval_use_gather_object": ("predictions travel as tensors", "Leave it False"),
-        "batch_eval_metrics": ("compute_metrics sees the whole evaluation", "Use preprocess_logits_for_metrics"),
-        "save_on_each_node": ("output_dir is one directory that all nodes see", "Leave it False"),
-        "enable_jit_checkpoint": ("checkpoints are collective", "Use save_steps"),
-        "push_to_hub": ("nothing is uploaded", "Call save_model, then huggingface_hub.upload_folder"),
-        "hub_token": ("nothing is uploaded", "Leave it unset"),
-        "hub_model_id": ("nothing is uploaded", "Leave it unset"),
-        "hub_strategy": ("nothing is uploaded", "Leave it unset"),
-        "hub_always_push": ("nothing is uploaded", "Leave it False"),
-        "hub_revision": ("nothing is uploaded", "Leave it unset"),
-        "accelerator_config": ("accelerate is not used", "Leave it unset"),
-        "parallelism_config": ("accelerate is not used", DEGREES),
-        "dataloader_persistent_workers": ("workers live for one epoch", "Leave it False"),
-        "dataloader_in_order": ("all ranks of a replica take the same batches", "Leave it True"),
-        "ddp_find_unused_parameters": ("gradients are reduced by this library", "Leave it unset"),
-        "ddp_bucket_cap_mb": ("gradients are reduced by this library", "Leave it unset"),
-        "ddp_broadcast_buffers": ("gradients are reduced by this library", "Leave it unset"),
-        "ddp_static_graph": ("gradients are reduced by this library", "Leave it unset"),
-        "deepspeed": ("sharding is this library's", "Set data_parallel_sharding_strategy or fsdp"),
-        "debug": ("hooks on the model are not captured", "Leave it empty"),
-        "skip_memory_metrics": ("memory is not tracked", "Leave it True"),
-    }
-)
-# What is honoured, but is not quite what it is in transformers.
-DIFFERENT: Mapping[str, str] = MappingProxyType(
-    {
-        "activation_checkpointing": "units of the plan recompute; see `recompute_method`",
-        "bf16": "no autocast: all computes in bf16; weights are trained and saved as given, see docs/weights.md",
-        "data_seed": "also seeds what datasets and collators draw at random, by epoch and batch",
-        "dataloader_num_workers": "of each rank",
-        "ddp_backend": "of all groups of the job; also `shm`, `emu` and others of this library",
-        "eval_accumulation_steps": "predictions always go to the CPU at once",
-        "fsdp": "as `data_parallel_sharding_strategy`; `hybrid_shard` shards inside a node; `offload` is refused",
-        "fsdp_config": "units of the plan are what is wrapped; keys that could not be honoured are refused by name",
-        "fp16": "no autocast: as `bf16`; the loss scale is torch's GradScaler's, for a model given in fp32",
-        "gradient_accumulation_steps": "the micro-batches that fill the pipeline",
-        "gradient_checkpointing": "as `activation_checkpointing`",
-        "ignore_data_skip": "batches are numbered, so nothing is loaded to be skipped",
-        "include_num_input_tokens_seen": "counted over replicas, not over ranks",
-        "logging_nan_inf_filter": "by step, not by micro-batch; without a finite loss in between nan is logged",
-        "optim": "`adamw_torch` and `adamw_torch_fused`; others are refused",
-        "per_device_eval_batch_size": "of a replica of the model",
-        "per_device_train_batch_size": "of a replica of the model: tensor x pipeline ranks",
-        "save_total_limit": "counts complete checkpoints",
-        "seed": "dropout draws by seed, step and place in the model, so that recomputation and pipelines repeat it",
-        "train_sampling_strategy": "`group_by_length` draws by seed and epoch; `batch_rebalance` is refused",
-    }
-)
-EQUIVALENT: Mapping[str, tuple] = MappingProxyType({"optim": ("adamw_torch", "adamw_torch_fused")})
-POSITIVE = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "max_consecutive_skipped_steps"),
-)
-FILES = ("plan", "schedule_file", "device_profile")  # fields that name a file, which hosts may have copies of
-PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
-    *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
-    *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile", "grad_reduce_in_bf16"),
-)
-NOT_NEGATIVE = (
-    *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
-    "replica_check_interval",
-)
 
 
 @dataclass(frozen=True)
@@ -157,6 +55,9 @@ class MerakArguments(TrainingArguments):
 
     tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share every layer."})
     pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Stages that the layers are cut into."})
+    rank_order: str | None = field(
+        default=None, metadata={"help": "Axes that ranks run over, the innermost first: tp-dp-pp (unset) or tp-pp-dp."}
+    )
     plan: str | None = field(
         default=None,
         metadata={
@@ -268,6 +169,7 @@ class MerakArguments(TrainingArguments):
     def __post_init__(self):
         _refuse_fields(self)
         self.sharding  # noqa: B018  what is refused is told now
+        check_order(self.rank_order, False, "rank_order")
         if self.warmup_ratio is not None:
             if self.warmup_steps or not 0 <= self.warmup_ratio < 1:
                 remedy = "Give a fraction below 1 and leave warmup_steps 0"
@@ -373,6 +275,8 @@ def _refuse_fields(args: TrainingArguments) -> None:
         raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", remedy)
     if args.use_cpu and args.ddp_backend in OF_GPUS:
         raise ConfigError("ddp_backend", args.ddp_backend, "use_cpu is set", "Leave one of the two out")
+    if args.ddp_backend == "mpi" and (args.bf16 or args.fp16):
+        raise ConfigError("ddp_backend", "mpi", "torch's MPI backend has no 16-bit numbers", "Train in fp32")
     if args.train_sampling_strategy == "batch_rebalance":
         reason = "a replica's batch would depend on the number of replicas"
         raise ConfigError("train_sampling_strategy", "batch_rebalance", reason, "Use random or group_by_length")

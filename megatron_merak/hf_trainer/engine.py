@@ -8,13 +8,15 @@ from ..config import OptimizerConfig, ParallelConfig
 from ..optimizer.loss_scale import scaler_of_torch
 from ..parallel.agree import together
 from ..parallel.mesh import Mesh
+from ..parallel.nodes import Nodes, located
 from ..stages.blueprint import draw, follow
 from ..stages.captured import CapturedTrainer
 from ..stages.devices import cluster_of
 from ..stages.parameter_groups import GroupOf
 from ..stages.precision import compute_dtype
 from ..stages.traced import Batch, OwnLoss, Traced
-from .arguments import PARALLEL_FIELDS, MerakArguments
+from .arguments import MerakArguments
+from .fields import PARALLEL_FIELDS
 from .instances import instances_of
 from .plan_arguments import plan_of_arguments
 
@@ -49,10 +51,20 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
 
 
 def build_engine(
-    model: nn.Module, example: Batch, args: MerakArguments, mesh: Mesh, group_of: GroupOf, loss: OwnLoss | None = None
+    model: nn.Module,
+    example: Batch,
+    args: MerakArguments,
+    mesh: Mesh,
+    group_of: GroupOf,
+    loss: OwnLoss | None = None,
+    nodes: Nodes | None = None,
 ) -> CapturedTrainer:
-    """Capture the model, follow the plan of the arguments or make one, and fill this rank's part. Collective."""
+    """Capture the model, follow the plan of the arguments or make one, and fill this rank's part. Collective.
+
+    nodes: the hosts of the job, None where nobody asked.
+    """
     asked = wishes(args)
+    asked["plan"]["cluster"] = located(asked["plan"]["cluster"], nodes or Nodes())
     traced = Traced(model, example, compute_dtype(model, args.bf16, args.fp16), args.bf16 or args.fp16, mesh, loss)
     with together(mesh.control, "cpu"):
         stored = plan_of_arguments(args, traced.dtype, asked["plan"]["cluster"])

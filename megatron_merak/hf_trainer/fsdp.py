@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..config.sections import SHARDINGS
+from ..config.parallel import SHARDINGS
 from ..errors import ConfigError
 
 STRATEGIES: Mapping[str, str] = MappingProxyType(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..config.instances import choices_of_instances, refused_instances
+from ..config.rank_order import normal
 from ..errors import ConfigError
 from ..plan import Grid
 from ..plan.fit import check_ranks
@@ -16,7 +17,7 @@ NAME = "num_distributed_optimizer_instances"
 def grid_of(args: Any) -> Grid:
     """The grid of ranks that the degrees of arguments make of the job."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    return Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp)
+    return Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp, order=normal(args.rank_order))
 
 
 def instances_of(args: Any) -> int:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..cluster import Cluster
+from ..config.rank_order import normal
 from ..errors import ConfigError, PlanError
 from ..plan import Plan
 from ..plan.fit import check_ranks
@@ -17,6 +18,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
     {
         "tensor_model_parallel_size": lambda plan: plan.grid.tp,
         "pipeline_model_parallel_size": lambda plan: plan.grid.pp,
+        "rank_order": lambda plan: plan.grid.order,
         "per_device_train_batch_size": lambda plan: plan.micro_batch_size,
         "gradient_accumulation_steps": lambda plan: plan.num_microbatches,
         "tp_comm_overlap": lambda plan: plan.overlap,
@@ -49,8 +51,10 @@ def take_from_plan(args: Any) -> None:
         raise ConfigError(
             "fsdp_config: activation_checkpointing", True, f"the plan {args.plan} decides that", "Leave it out"
         )
+    order = args.rank_order and normal(args.rank_order)
+    effective = {"data_parallel_sharding_strategy": args.sharding, "rank_order": order}
     for name, value in DECIDES.items():
-        given = args.sharding if name == "data_parallel_sharding_strategy" else getattr(args, name)
+        given = effective.get(name, getattr(args, name))
         if given not in (defaults[name], value(plan)):
             reason = f"the plan {args.plan} says {value(plan)}"
             raise ConfigError(name, given, reason, "Leave it out, or change the plan")

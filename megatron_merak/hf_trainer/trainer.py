@@ -43,14 +43,16 @@ from ..parallel.agree import gather_json, together
 from ..parallel.attendance import attend
 from ..parallel.launch import leave
 from ..parallel.mesh import Mesh, build_mesh, control_group
+from ..parallel.nodes import find_nodes, notices
 from ..stages.captured import CapturedTrainer
 from ..training.outputs import check_directory
 from ..training.same_files import check_same_files
 from . import trainer_state
-from .arguments import FILES, MerakArguments
+from .arguments import MerakArguments
 from .batches import Batch
 from .engine import build_engine, wishes
 from .feed import Feed
+from .fields import FILES
 from .instances import grid_of, instances_of
 from .loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
@@ -96,6 +98,7 @@ class MerakTrainer(TrainerFace):
         refuse_inputs(model, model_init, {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}, optimizers)
         refuse_overrides(type(self), MerakTrainer)
         self.mesh = self._build_mesh()
+        self._nodes = find_nodes(args.world, self.mesh.control)
         logging.set_verbosity(args.get_process_log_level())
         set_seed(args.seed)
         self.model_init = model_init
@@ -217,9 +220,11 @@ class MerakTrainer(TrainerFace):
         def group_of(name: str, shape: tuple[int, ...]) -> int:
             return int(name not in decayed)
 
-        engine = build_engine(self.model, example, self.args, self.mesh, group_of, loss)
+        engine = build_engine(self.model, example, self.args, self.mesh, group_of, loss, self._nodes)
         self._say(f"megatron_merak on {self.args.world}")
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
+        for note in notices(self.mesh.grid, self._nodes, str):
+            self._say(note)
         for note in engine.notes:
             self._say(f"{name}: {note}")
         engine.share_weights()

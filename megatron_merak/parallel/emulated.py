@@ -207,7 +207,9 @@ class EmulatedGroup(dist.ProcessGroup):
         super().__init__(gloo.rank(), gloo.size())
         self._name = name
         self.gloo, self.ranks, self.clock, self.n = gloo, ranks, clock, len(ranks)
-        self.link = clock.cluster.link(ranks)
+        cluster = clock.cluster
+        self.link = cluster.link(ranks)
+        self.queue = clock.queue(cluster.between if cluster.crosses(ranks) else cluster.inside)
         self._wires: dict[int, Wire] = {}
         self._stamps: deque[tuple[Work, Stamp]] = deque()
 
@@ -226,10 +228,10 @@ class EmulatedGroup(dist.ProcessGroup):
         self.gloo = None
 
     def _launch(self, data: Work, cost: float, result: Any) -> Collective:
-        queue = self.clock.queue(self.link)
         stamp, latest = Stamp(self.clock.now()), dist.AllreduceOptions()
         latest.reduceOp = dist.ReduceOp.MAX
-        return Collective(data, stamp, self.gloo.allreduce([stamp.tensor], latest), cost, queue, self.clock, result)
+        stamping = self.gloo.allreduce([stamp.tensor], latest)
+        return Collective(data, stamp, stamping, cost, self.queue, self.clock, result)
 
     def allreduce(self, tensors, opts=None):
         work = self.gloo.allreduce(tensors, opts or dist.AllreduceOptions())

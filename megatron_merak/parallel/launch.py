@@ -1,4 +1,4 @@
-"""The process's side of torchrun: who am I, on which device, joining and leaving the job. Only here is it asked."""
+"""The process's side of its launcher: who am I, on which device, joining and leaving the job. Only here is it asked."""
 
 import atexit
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,37 @@ from .shared_segment import Settings
 
 _PATIENCE = 60.0  # seconds that a rank at its end waits for the others
 _LAST_WORKS = 0.2  # seconds for the threads of collectives to finish
+MPI = "mpi"
+
+
+class Launcher(NamedTuple):
+    """The environment variables by which a launcher tells a process who it is: among the job, and on its host."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    by_mpi: bool = True
+
+
+_TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", by_mpi=False)
+_LAUNCHERS = (  # the first that has set one of its variables; torchrun may itself be started by another
+    _TORCHRUN,
+    Launcher("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel's MPI
+)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among ``size``; alone (``size`` 1, no process group) when it was not started by torchrun.
+    """This process among ``size``; alone (``size`` 1, no process group) when no launcher started it.
 
     ``cluster`` is the one that is emulated, None for real ones; ``clock`` is then the modelled time on it.
     ``collectives``: backend of the groups that share layers or hold the same parameters, None for the job's own.
-    ``setup``: what this process was set to. ``ranks_here``: how many ranks this host has, 0 where nobody said.
-    ``role``: with parameter servers, who this process is; ``rank`` and ``size`` are then those of its worker, or of
-    the servers. ``store``: what all ranks of the job see then.
+    ``setup``: what this process was set to. ``ranks_here``: how many ranks this host has, 0 where nobody said;
+    ``local_rank``: which of these this is, -1 where nobody said. ``role``: with parameter servers, who this process is;
+    ``rank`` and ``size`` are then those of its worker, or of the servers; ``store``: what all ranks see then.
     """
 
     rank: int
@@ -44,6 +64,7 @@ class World:
     collectives: str | None = None
     setup: Setup = field(default_factory=Setup, compare=False)
     ranks_here: int = field(default=0, compare=False)
+    local_rank: int = field(default=-1, compare=False)
     role: Role | None = None
     store: dist.Store | None = field(default=None, compare=False)
 
@@ -76,20 +97,26 @@ def _number(name: str, default: str) -> int:
     return int(text)
 
 
+def _launcher() -> Launcher:
+    return next((each for each in _LAUNCHERS if {each.rank, each.size} & os.environ.keys()), _TORCHRUN)
+
+
 def position() -> tuple[int, int]:
     """(rank, number of ranks) as the launcher says, before any process group exists. Raises LaunchError."""
-    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
+    launcher = _launcher()
+    rank, size = _number(launcher.rank, "0"), _number(launcher.size, "1")
     if not 0 <= rank < size:
-        raise LaunchError("environment variable RANK", rank, f"WORLD_SIZE is {size}", "Start ranks with torchrun")
+        what = f"environment variable {launcher.rank}"
+        raise LaunchError(what, rank, f"{launcher.size} is {size}", f"Start ranks with {launcher.name}")
     return rank, size
 
 
 def _device(backend: str, size: int) -> torch.device:
-    if backend in ("gloo", "emu", shared_memory.NAME) or (backend == "auto" and not torch.cuda.is_available()):
+    if backend in ("gloo", "emu", MPI, shared_memory.NAME) or (backend == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
-    local_rank, count = _number("LOCAL_RANK", "0" if size == 1 else ""), torch.cuda.device_count()
+    local_rank, count = _number(_launcher().local_rank, "0" if size == 1 else ""), torch.cuda.device_count()
     if backend == staged.NAME:
         return torch.device("cuda", local_rank % count)
     if local_rank >= count:
@@ -98,16 +125,24 @@ def _device(backend: str, size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _check_rendezvous() -> None:
+def _check_rendezvous(backend: str) -> None:
+    """Raises LaunchError where ranks could not find each other."""
+    launcher = _launcher()
+    if backend == MPI:
+        if not launcher.by_mpi:
+            reason = f"MPI numbers the ranks itself, and {launcher.name} started them"
+            raise LaunchError("--distributed-backend", MPI, reason, "Start them with mpirun, or use gloo")
+        return
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             reason = "ranks could not find each other"
-            raise LaunchError(f"environment variable {name}", "(unset)", reason, "Start ranks with torchrun")
+            remedy = "Name the first rank's host and a free port" if launcher.by_mpi else "Start ranks with torchrun"
+            raise LaunchError(f"environment variable {name}", "(unset)", reason, remedy)
 
 
 def _environment() -> Environment:
     malloc = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
-    ranks_here = _number("LOCAL_WORLD_SIZE", "0")
+    ranks_here = _number(_launcher().local_size, "0")
     return Environment(ranks_here, not _threads_by_torchrun(), any(name in os.environ for name in malloc))
 
 
@@ -137,6 +172,7 @@ def launch(
     ``use_cpu``: leave GPUs alone. ``served``: of a job with parameter servers, the role of a rank among so many; it
     joins its worker's ranks, and no others.
     """
+    check_available(backend)
     (rank, size), environment = position(), _environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
@@ -153,27 +189,42 @@ def launch(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if role is not None and role.only_serves:
-        setup = set_up(device, fp32_matmul, environment)
-        return World(rank, size, device, setup=setup, ranks_here=environment.ranks_here, role=role, store=store)
+        return World(rank, size, device, setup=set_up(device, fp32_matmul, environment), role=role, store=store)
     if size > 1:
-        _check_rendezvous()
+        _check_rendezvous(backend)
         job = _job_backend(backend, device)
         # Ranks outside of a new group split a bound device's communicator; for groups of our own they would be alone.
         bound = device if job == "nccl" and backend != peer_group.NAME else None
-        mine = {} if role is None else {"store": dist.PrefixStore(f"worker {role.worker}", store)}
-        mine |= {} if role is None else {"rank": rank, "world_size": size}
-        dist.init_process_group(job, timeout=timedelta(minutes=timeout_minutes), device_id=bound, **mine)
+        place = {} if job == MPI else {"rank": rank, "world_size": size}  # MPI knows them
+        place |= {} if role is None else {"store": dist.PrefixStore(f"worker {role.worker}", store)}
+        dist.init_process_group(job, timeout=timedelta(minutes=timeout_minutes), device_id=bound, **place)
+        if (found := (dist.get_rank(), dist.get_world_size())) != (rank, size):
+            reason = f"{_launcher().name} says rank {rank} of {size}"
+            raise LaunchError("place in the job", f"(rank {found[0]} of {found[1]})", reason, "Use torch's own MPI")
         atexit.register(_end)
         if job != "nccl":
             dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
     setup = set_up(device, fp32_matmul, environment)
     collectives = own_collectives(backend, device, size)
-    return World(rank, size, device, cluster, clock, collectives, setup, environment.ranks_here, role, store)
+    here = (environment.ranks_here, _local_rank())
+    return World(rank, size, device, cluster, clock, collectives, setup, *here, role, store)
+
+
+def check_available(backend: str) -> None:
+    """Raises LaunchError for a backend that this torch was built without."""
+    if backend == MPI and not dist.is_mpi_available():
+        reason = f"torch {torch.__version__} was built without MPI"
+        raise LaunchError("backend", MPI, reason, "Use gloo, or build torch where MPI is installed")
+
+
+def _local_rank() -> int:
+    name = _launcher().local_rank
+    return _number(name, "0") if name in os.environ else -1
 
 
 def _job_store(rank: int, timeout_minutes: float) -> dist.Store:
     """A key-value store for all ranks of the job: its launcher's, or else the first rank's. Raises LaunchError."""
-    _check_rendezvous()
+    _check_rendezvous("gloo")
     host, port, timeout = os.environ["MASTER_ADDR"], _number("MASTER_PORT", ""), timedelta(minutes=timeout_minutes)
     mine = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -185,13 +236,19 @@ def _job_store(rank: int, timeout_minutes: float) -> dist.Store:
 
 
 def adopt(backend: str = "auto", fp32_matmul: str = "auto") -> World:
-    """This process in the job that the default process group already is, set up as ``launch`` does it."""
-    on_cpu = dist.get_backend() == "gloo"
+    """This process in the job that the default process group already is, set up as ``launch`` does it.
+
+    Raises LaunchError for a ``backend`` that this job cannot have.
+    """
+    if backend == MPI and (job := dist.get_backend()) != MPI:
+        raise LaunchError("backend", MPI, f"the job is one of {job}", "Leave it out, or start the job with MPI")
+    on_cpu = dist.get_backend() in ("gloo", MPI)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     collectives = own_collectives(backend, device, dist.get_world_size())
     environment = _environment()
-    setup, here = set_up(device, fp32_matmul, environment), environment.ranks_here
-    return World(dist.get_rank(), dist.get_world_size(), device, collectives=collectives, setup=setup, ranks_here=here)
+    setup = set_up(device, fp32_matmul, environment)
+    here = {"ranks_here": environment.ranks_here, "local_rank": _local_rank()}
+    return World(dist.get_rank(), dist.get_world_size(), device, collectives=collectives, setup=setup, **here)
 
 
 def _job_backend(backend: str, device: torch.device) -> str:
@@ -201,7 +258,7 @@ def _job_backend(backend: str, device: torch.device) -> str:
         return backend
     if device.type == "cuda":
         return "nccl"
-    return "emu" if backend == "emu" else "gloo"
+    return backend if backend in ("emu", MPI) else "gloo"
 
 
 def own_collectives(backend: str, device: torch.device, size: int) -> str | None:
@@ -214,7 +271,7 @@ def own_collectives(backend: str, device: torch.device, size: int) -> str | None
     if backend == "auto" and device.type == "cpu" and size > 1 and shared_memory.compiled():
         backend = shared_memory.NAME
     if backend == shared_memory.NAME:
-        shared_memory.register(Settings(ranks_here=_number("LOCAL_WORLD_SIZE", "0")), one_host=asked)
+        shared_memory.register(Settings(ranks_here=_number(_launcher().local_size, "0")), one_host=asked)
     elif backend == peer_group.NAME:
         if device.type != "cuda":
             raise LaunchError("backend", backend, "the job runs on CPUs", f"Use {shared_memory.NAME} or gloo")

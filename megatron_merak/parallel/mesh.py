@@ -118,7 +118,9 @@ def control_group(world_size: int, timeout: timedelta | None = None) -> dist.Pro
     """All ranks of the job, over a backend that moves CPU tensors; None for one rank. Collective."""
     if world_size == 1:
         return None
-    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    if dist.get_backend() in ("gloo", "mpi"):
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def build_mesh(

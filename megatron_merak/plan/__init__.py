@@ -3,6 +3,7 @@
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.plan.frozen import Plan
 from megatron_merak.plan.parts import AXES, DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
+from megatron_merak.plan.placement import placed_groups, placement
 from megatron_merak.plan.replicas import UNSHARDED, Shards, refused_together
 from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.table import prediction, sharing, time_text
@@ -19,6 +20,8 @@ __all__ = [
     "Unit",
     "bytes_text",
     "held_parameters",
+    "placed_groups",
+    "placement",
     "prediction",
     "refused_together",
     "sharing",

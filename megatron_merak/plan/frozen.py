@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_merak.cluster import CLUSTERS, Cluster
-from megatron_merak.config.sections import OVERLAPS, SHARDINGS
+from megatron_merak.config.parallel import OVERLAPS, SHARDINGS
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.pipeline_parallel.ops import Schedule, ops_of
 from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters

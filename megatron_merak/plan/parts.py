@@ -1,30 +1,38 @@
 """What a plan is made of: the rank grid, the units of the chain, the stages that they are cut into."""
 
+import functools
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_merak.config.rank_order import AXES, DEFAULT, REMEDY, mistake, normal
 from megatron_merak.errors import PlanError
 
-AXES = ("tp", "cp", "dp", "pp")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The rank grid: tensor, context, data and pipeline parallel extents, the first varying fastest over the ranks.
+    """The rank grid: tensor, context, data and pipeline parallel extents, and the ``order`` in which ranks run over
+    these axes, the first varying fastest.
 
-    This is Megatron's default order, so rank = ((p * dp + d) * cp + c) * tp + t.
+    The default order is Megatron-LM's, so rank = ((p * dp + d) * cp + c) * tp + t.
     """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    order: str = DEFAULT
 
     def __post_init__(self):
         for axis in AXES:
             if getattr(self, axis) < 1:
                 raise PlanError(f"grid extent {axis}", getattr(self, axis), "an extent counts ranks", "Use 1 or more")
+        if reason := mistake(self.order):
+            raise PlanError("grid order", self.order, reason, REMEDY)
+        object.__setattr__(self, "order", normal(self.order, self.cp))
 
     @property
     def size(self) -> int:
@@ -35,18 +43,26 @@ class Grid:
         """The (tp, cp, dp, pp) coordinates of a rank."""
         if not 0 <= rank < self.size:
             raise PlanError("rank", rank, f"the grid has {self.size} ranks", f"Use 0 to {self.size - 1}")
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
+        extents = (self.tp, self.cp, self.dp, self.pp)
+        tp, cp, dp, pp = (rank // stride % extent for stride, extent in zip(self._strides, extents, strict=True))
         return tp, cp, dp, pp
 
     def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at these coordinates."""
-        for axis, place in zip(AXES, (tp, cp, dp, pp), strict=True):
+        places = (tp, cp, dp, pp)
+        for axis, place in zip(AXES, places, strict=True):
             extent = getattr(self, axis)
             if not 0 <= place < extent:
                 raise PlanError(f"{axis} coordinate", place, f"the extent is {extent}", f"Use 0 to {extent - 1}")
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+        return sum(map(operator.mul, places, self._strides))
+
+    def stride(self, axis: str) -> int:
+        """How many ranks neighbours along "tp", "cp", "dp" or "pp" are apart."""
+        return dict(zip(AXES, self._strides, strict=True))[axis]
+
+    @property
+    def _strides(self) -> tuple[int, ...]:
+        return _strides(self.order, self.tp, self.cp, self.dp, self.pp)
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks that differ only along ``axis``, one ascending list per group, groups by their first rank.
@@ -71,6 +87,14 @@ class Grid:
         """The ranks at the same place of every group of ``shard_groups``: they own the same shards."""
         size = self.dp // instances
         return [ranks[place::size] for ranks in self.groups("dp") for place in range(size)]
+
+
+@functools.cache
+def _strides(order: str, *extents: int) -> tuple[int, ...]:
+    """Of each axis in ``AXES``; so are the extents."""
+    inner = order.split("-")
+    of = dict(zip(AXES, extents, strict=True))
+    return tuple(math.prod(of[other] for other in inner[: inner.index(axis)]) for axis in AXES)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_merak.config.instances import refused_instances
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.plan.parts import Grid
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
+from megatron_merak.plan.placement import placement
 
 _SHARED = {
     "optim": "optimizer state",
@@ -37,6 +38,7 @@ def table(plan: Any, width: int = 120) -> str:
         f"global batch {plan.global_batch_size} = {plan.num_microbatches} micro-batches of {plan.micro_batch_size}"
         f"{tokens} on each of {grid.dp} replicas, {plan.dtype}{_precision(plan)}",
     ]
+    lines += [line] if (line := placement(grid, plan.cluster.ranks_per_node)) else []
     if plan.shardings:
         divided = sum(sharding.dim is not None for sharding in plan.shardings)
         lines.append(f"{len(plan.shardings)} tensors, {divided} of them divided over {grid.tp} tensor-parallel ranks")

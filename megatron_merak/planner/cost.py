@@ -9,6 +9,7 @@ from megatron_merak.config import ModelConfig
 from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters
 from megatron_merak.planner.arithmetic import arithmetic
 from megatron_merak.planner.attention import SHORT, causal_more
+from megatron_merak.planner.links import link_along
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
@@ -217,7 +218,7 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
     the host needs to start the operations comes on top where nothing hides it. In halves, weights are read and their
     gradients written once more, and every operation and collective starts twice.
     """
-    device, link = cluster.device, cluster.link(range(grid.tp))
+    device, link = cluster.device, link_along(cluster, grid, "tp")
     update = device.compute_time(0, optimizer_bytes(dtype), dtype)
     costs = []
     for unit in units:

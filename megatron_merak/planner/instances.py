@@ -3,16 +3,20 @@ instance, then over the ranks that own the same ones in the other instances."""
 
 from megatron_merak.cluster import Link, all_reduce
 from megatron_merak.plan import Plan
+from megatron_merak.planner.links import link_along, worst
 
 
 def link_inside(plan: Plan) -> Link:
     """What the replicas of an instance are connected by; of the only one, all replicas."""
-    return plan.cluster.link([plan.grid.rank(dp=0), plan.grid.rank(dp=plan.shard_ranks - 1)])
+    ranks = plan.shard_ranks
+    instances = [tuple(range(first, first + ranks)) for first in range(0, plan.grid.dp, ranks)]
+    return worst(link_along(plan.cluster, plan.grid, "dp", places) for places in instances)
 
 
 def link_across(plan: Plan) -> Link:
     """What the ranks that own the same shards are connected by."""
-    return plan.cluster.link([plan.grid.rank(dp=0), plan.grid.rank(dp=plan.grid.dp - plan.shard_ranks)])
+    owners = [tuple(range(place, plan.grid.dp, plan.shard_ranks)) for place in range(plan.shard_ranks)]
+    return worst(link_along(plan.cluster, plan.grid, "dp", places) for places in owners)
 
 
 class Across:

@@ -62,6 +62,7 @@ def grid_of(config: RunConfig, world_size: int) -> Grid:
         tp=parallel.tensor_model_parallel_size,
         dp=config.data_parallel_size(world_size),
         pp=parallel.pipeline_model_parallel_size,
+        order=parallel.order,
     )
 
 

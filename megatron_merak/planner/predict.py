@@ -7,6 +7,7 @@ from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
 from megatron_merak.plan import Plan, held_parameters
 from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
+from megatron_merak.planner.links import link_along
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.overlap import Times, times
 from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
@@ -46,8 +47,8 @@ def stage_costs(plan: Plan) -> StageCosts:
     costs = _unit_costs(plan)
     transfer, latency = [], []
     for border, stage in enumerate(plan.stages[:-1]):
-        ends = [plan.grid.rank(pp=plan.schedule.rank_of(border + side)) for side in (0, 1)]
-        link = plan.cluster.link(ends)
+        ends = tuple(plan.schedule.rank_of(border + side) for side in (0, 1))
+        link = link_along(plan.cluster, plan.grid, "pp", ends)
         transfer.append(plan.units[stage.last - 1].output_bytes / link.bandwidth)
         latency.append(link.latency)
     found = _stage_times(plan, costs)
@@ -126,7 +127,7 @@ def _tie_times(plan: Plan) -> list[float]:
             holders.setdefault(tensor, []).append(rank)
     seconds = [0.0] * plan.grid.pp
     for (_, values), ranks in holders.items():
-        link = plan.cluster.link([plan.grid.rank(pp=rank) for rank in ranks])
+        link = link_along(plan.cluster, plan.grid, "pp", tuple(ranks))
         for rank in ranks if len(ranks) > 1 else ():
             seconds[rank] += all_reduce(len(ranks), 4 * values / plan.shards.gradients, link)
     return seconds

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from megatron_merak.cluster import GIB, Device
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.plan import Plan, StagePlan, refused_together
 from megatron_merak.plan.replicas import FLAG
 from megatron_merak.planner.memory import overflowing_ranks, rank_memory

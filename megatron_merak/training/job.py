@@ -18,6 +18,7 @@ from ..errors import CheckpointError, ConfigError, DataError
 from ..parallel.agree import gather_json
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh
+from ..parallel.nodes import Nodes, notices
 from ..pipeline_parallel.ops import Schedule
 from ..pipeline_parallel.passes import resize
 from ..pipeline_parallel.pictures.files import write
@@ -61,17 +62,7 @@ def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:
                 raise DataError("data set", f"({part})", reason, "Give all hosts the same files")
 
 
-def far_apart(plan: Plan, ranks_here: int) -> str:
-    """What it costs that tensor-parallel groups reach over hosts of ``ranks_here`` ranks (0: unknown); empty if none
-    does."""
-    tp = plan.grid.tp
-    if ranks_here == 0 or ranks_here % tp == 0 or plan.grid.size <= ranks_here:
-        return ""
-    reach = f"Tensor-parallel groups of {tp} ranks reach over hosts of {ranks_here}: collectives of every layer go "
-    return reach + f"through the network. A --tensor-model-parallel-size that divides {ranks_here} keeps them inside."
-
-
-def opening(config: RunConfig, plan: Plan, world: World, notes: Sequence[str] = ()) -> str:
+def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Sequence[str] = ()) -> str:
     """What the first rank prints; ``notes`` are further lines."""
     parts = [
         f"megatron_merak on {world}",
@@ -81,7 +72,7 @@ def opening(config: RunConfig, plan: Plan, world: World, notes: Sequence[str] = 
         deviation_report(config),
         stand_in(world),
         "\n".join((*config.ignored(), *notes)),
-        far_apart(plan, world.ranks_per_node),
+        "\n".join(notices(plan.grid, nodes)),
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -22,6 +22,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
     {
         "tensor_model_parallel_size": lambda plan: plan.grid.tp,
         "pipeline_model_parallel_size": lambda plan: plan.grid.pp,
+        "rank_order": lambda plan: plan.grid.order,
         "micro_batch_size": lambda plan: plan.micro_batch_size,
         "global_batch_size": lambda plan: plan.global_batch_size,
         "seq_length": lambda plan: plan.sequence_length,
@@ -84,6 +85,8 @@ def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
         known -= {"global_batch_size"}
     if "--use-distributed-optimizer" in given:  # it says so alone
         known -= {"data_parallel_sharding_strategy"}
+    if "--use-tp-pp-dp-mapping" in given:
+        known -= {"rank_order"}
     return {name: value(plan) for name, value in DECIDES.items() if name in known}
 
 
@@ -107,10 +110,12 @@ def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None
     check_ranks(plan, world_size)
     settings = {flag.field: getattr(getattr(config, flag.section), flag.field) for flag in flags(type(config))}
     settings["global_batch_size"], steps = config.global_batch_size(world_size), config.train.step_batch_size_schedule
-    settings["data_parallel_sharding_strategy"] = parallel.sharding
+    settings["data_parallel_sharding_strategy"], settings["rank_order"] = parallel.sharding, parallel.order
     other_names = {"global_batch_size": STEPS} if steps else {}
     if parallel.data_parallel_sharding_strategy is None and parallel.use_distributed_optimizer:
         other_names["data_parallel_sharding_strategy"] = "--use-distributed-optimizer"
+    if parallel.rank_order is None and parallel.use_tp_pp_dp_mapping:
+        other_names["rank_order"] = "--use-tp-pp-dp-mapping"
     compare(plan, settings, lambda name: other_names.get(name) or flag_name(name))
     check_memory(plan, cluster)
     return plan

@@ -8,6 +8,7 @@ from ..data.build import build_datasets, build_tokenizer, vocabulary
 from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import build_mesh, control_group
+from ..parallel.nodes import find_nodes, located
 from ..plan import Plan
 from ..plan.fit import check_chain
 from ..planner import plan as make_plan
@@ -43,8 +44,9 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     control = control_group(world.size, timeout)
     agree(config, control)
     own = of_worker(config, workers)
+    nodes = find_nodes(world, control)
     with together(control, "cpu"):
-        cluster = cluster_of(world, config.parallel.device_profile)
+        cluster = located(cluster_of(world, config.parallel.device_profile), nodes)
         plan = plan_of(own, world.size, cluster)
         if plan is None:
             plan = make_plan(own, world.size, cluster, tensors(config))
@@ -54,7 +56,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     mesh = build_mesh(plan.grid, *where, plan.sharding_instances)
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     if world.rank == 0 and mesh.worker == 0:
-        print(opening(config, plan, world, notices), flush=True)
+        print(opening(config, plan, world, nodes, notices), flush=True)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)

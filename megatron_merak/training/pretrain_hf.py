@@ -24,6 +24,7 @@ from ..parallel.agree import together
 from ..parallel.buffers import Flat
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh, build_mesh, control_group
+from ..parallel.nodes import find_nodes, located
 from ..planner.make import grid_of
 from ..runtime.executor import Executor
 from ..stages.captured import CapturedTrainer
@@ -59,7 +60,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     control = control_group(world.size, timeout)
     agree(config, control)
     own = of_worker(config, workers)
-    grid = grid_of(own, world.size)
+    nodes, grid = find_nodes(world, control), grid_of(own, world.size)
     where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
     mesh = build_mesh(grid, *where, own.parallel.num_distributed_optimizer_instances)
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
@@ -67,12 +68,12 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)
     with together(mesh.control, "cpu"):
-        cluster = cluster_of(world, config.parallel.device_profile)
+        cluster = located(cluster_of(world, config.parallel.device_profile), nodes)
 
     def make(optimizer_of: OptimizerOf) -> HFJob:
         trainer = TokenTrainer(model, config, mesh, cluster, optimizer_of)
         if world.rank == 0 and mesh.worker == 0:
-            print(opening(config, trainer.plan, world, (*notices, *trainer.notes())), flush=True)
+            print(opening(config, trainer.plan, world, nodes, (*notices, *trainer.notes())), flush=True)
         return HFJob(trainer, datasets)
 
     run_job(make, config, world, lambda trainer: throughput(config, trainer.plan, world, trainer.flops()))

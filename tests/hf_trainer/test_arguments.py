@@ -5,10 +5,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from transformers import HfArgumentParser, TrainingArguments
 
-from megatron_merak.errors import ConfigError
-from megatron_merak.hf_trainer.arguments import HONOURED, NEWER, REFUSED, MerakArguments
+from megatron_merak.errors import ConfigError, LaunchError
+from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.fields import HONOURED, NEWER, REFUSED
 
 LACKING = NEWER - {field.name for field in dataclasses.fields(TrainingArguments)}
 
@@ -73,7 +75,10 @@ def test_a_misspelt_field_is_told():
         ({"warmup_ratio": 1.5}, "warmup_ratio"),
         ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
-        ({"ddp_backend": "mpi"}, "ddp_backend"),
+        ({"ddp_backend": "ucc"}, "ddp_backend"),
+        ({"ddp_backend": "mpi", "bf16": True}, "ddp_backend mpi: torch's MPI backend has no 16-bit numbers"),
+        ({"rank_order": "tp-pp"}, "rank_order tp-pp: dp is missing. Join tp, dp and pp"),
+        ({"rank_order": ("tp", "pp", "dp")}, "rank_order .*: it is no text"),
         ({"ddp_backend": "gloo_cuda"}, "ddp_backend gloo_cuda: use_cpu is set"),
         (
             {
@@ -90,6 +95,12 @@ def test_a_misspelt_field_is_told():
 def test_mistakes_are_told(named, told):
     with pytest.raises(ConfigError, match=told):
         MerakArguments("unused", use_cpu=True, **named)
+
+
+@pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
+def test_mpi_is_refused_where_torch_was_built_without_it():
+    with pytest.raises(LaunchError, match="backend mpi: torch .* was built without MPI"):
+        MerakArguments("unused", use_cpu=True, ddp_backend="mpi")
 
 
 def test_warmup_ratio_is_warmup_steps_below_one():

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron_merak.config.sections import OVERLAPS, SCHEDULES
+from megatron_merak.config.parallel import OVERLAPS, SCHEDULES
 from tests.hf_trainer.cases import CASES
 from tests.hf_trainer.runs import alike, merak_run, same_files, transformers_rank, transformers_run
 from tests.ranks import run_ranks

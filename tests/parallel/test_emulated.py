@@ -11,7 +11,9 @@ from megatron_merak.tensor_parallel.sequence import gather_single, reduce_scatte
 from tests.ranks import run_ranks
 
 # Two ranks in a node. In binary fractions of a second, so that sums of times are exact.
-INSIDE, BETWEEN = Link("inside", 2**-10, 2.0**12), Link("between", 2**-7, 2.0**9)
+INSIDE, BETWEEN = Link("inside", 2**-9, 2.0**12), Link("between", 2**-7, 2.0**9)
+# All four: two network cards in each node, and of three steps around the ring one crosses, (2**-7 + 2 * 2**-9) / 3.
+ACROSS = Link("across", 2**-8, 2.0**10)
 CLUSTER = Cluster(DEVICES["A100"], 2, INSIDE, BETWEEN, "test")
 SIZE = 2**10  # fp32 values that take 1 s inside and 8 s between
 GROUPS = {"world": [[0, 1, 2, 3]], "inside": [[0, 1], [2, 3]], "between": [[0, 2], [1, 3]]}
@@ -73,7 +75,7 @@ def collectives(rank, world_size):
     register(clock)
     real, modelled = groups(rank, "gloo"), groups(rank, "emu")
     for where, group in modelled.items():
-        link = INSIDE if where == "inside" else BETWEEN
+        link = {"inside": INSIDE, "between": BETWEEN, "world": ACROSS}[where]
         wanted = {name: run(True)[1] for name, run in calls(rank, real[where]).items()}
         for name in wanted:
             for wait in (True, False):

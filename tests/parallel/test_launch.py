@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from megatron_merak.parallel.launch import World, launch, leave, own_collectives
 from tests.ranks import run_ranks
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for name in VARIABLES:
+    for name in (*VARIABLES, "LOCAL_WORLD_SIZE", *OPEN_MPI, *MPICH):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -38,6 +42,9 @@ def test_without_torchrun_a_process_is_alone():
         ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["environment variable MASTER_ADDR (unset)", "torchrun"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, ["environment variable MASTER_PORT"]),
+        ({OPEN_MPI[0]: "2", OPEN_MPI[1]: "2"}, [f"{OPEN_MPI[0]} 2: {OPEN_MPI[1]} is 2. Start ranks with mpirun"]),
+        ({OPEN_MPI[0]: "0", OPEN_MPI[1]: "2"}, ["MASTER_ADDR (unset)", "Name the first rank's host and a free port"]),
+        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, ["environment variable PMI_RANK 'x'", "not a number"]),
     ],
 )
 def test_variables_that_do_not_fit(monkeypatch, variables, words):
@@ -82,6 +89,69 @@ def test_an_emulated_cluster_needs_a_name():
     assert world.clock.label == "modelled on rtx3090" and world.clock.now() == 0
     real = launch("gloo", emulate="rtx3090")
     assert real.cluster is None and real.clock.label == ""
+
+
+@pytest.mark.parametrize("names", [OPEN_MPI, MPICH])
+def test_a_launcher_of_mpi_is_asked_where_torchrun_is_not(monkeypatch, names):
+    for name, value in zip(names, "5834", strict=True):
+        monkeypatch.setenv(name, value)
+    assert position() == (5, 8)
+    monkeypatch.setenv("RANK", "1")  # a torchrun on each host, started by mpirun
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert position() == (1, 2)
+
+
+def by_mpirun(rank, world_size, port):
+    """Over gloo, as ranks of mpirun that were given the address of the first."""
+    dist.destroy_process_group()
+    values = (*map(str, (rank, world_size, rank, world_size)), "127.0.0.1", str(port))
+    os.environ.update(zip((*OPEN_MPI, *VARIABLES[3:]), values, strict=True))
+    for name in (*VARIABLES[:3], "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    world = launch("gloo")
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    leave(world)
+    return world.rank, world.size, world.ranks_here, world.local_rank, total.item()
+
+
+def test_ranks_of_mpirun_join_over_any_backend():
+    assert run_ranks(by_mpirun, 2, free_port()) == [(rank, 2, 2, rank, 3) for rank in range(2)]
+
+
+@pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
+def test_mpi_is_refused_by_name_where_torch_was_built_without_it():
+    told = "backend mpi: torch .* was built without MPI. Use gloo, or build torch where MPI is installed"
+    with pytest.raises(LaunchError, match=told):
+        launch("mpi")
+    assert not dist.is_initialized()
+
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from megatron_merak.parallel.launch import launch, leave
+from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.plan import Grid
+world = launch("mpi")
+mesh = build_mesh(Grid(tp=2, dp=world.size // 2), world.rank, world.device)
+for group in (mesh.tp, mesh.dp, mesh.control):
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [group.size()] * 3
+print("ranks", world.rank, world.size, dist.get_backend(mesh.tp), flush=True)
+leave(world)
+"""
+
+
+@pytest.mark.skipif(not dist.is_mpi_available(), reason=f"torch {torch.__version__} was built without MPI")
+def test_ranks_of_mpi(monkeypatch):
+    command = ["mpirun", "--oversubscribe", "-np", "4", sys.executable, "-c", PROGRAM]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": "."})
+    assert sorted(told.stdout.splitlines()) == [f"ranks {rank} 4 mpi" for rank in range(4)], told.stderr
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match="MPI numbers the ranks itself, and torchrun started them"):
+        launch("mpi")
 
 
 def emulate(rank, world_size, port):

@@ -8,7 +8,7 @@ from itertools import combinations, product
 from random import Random
 
 from megatron_merak.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 

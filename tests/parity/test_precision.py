@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from tests.ranks import run_ranks
 
 from .batches import replica_batch

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, all_gather, all_reduce, reduce_scatter
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.pairs import pair

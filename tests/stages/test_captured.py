@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_merak.config import OptimizerConfig, ParallelConfig
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages.blueprint import draw

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_merak.config.sections import SHARDINGS
+from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.parallel.buffers import ParameterBuffer, Sharding
 from megatron_merak.parallel.mesh import Mesh

@@ -51,6 +51,8 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
         pytest.param("native", BOTH, 1, [], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 4, [*TP2, *PP2], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 4, PP2, marks=pytest.mark.slow),  # two replicas
+        pytest.param("native", replace(BOTH, nics=1), 4, [], marks=pytest.mark.slow),
+        pytest.param("native", replace(BOTH, nics=3), 4, [*PP2, "--rank-order", "tp-pp-dp"], marks=pytest.mark.slow),
         pytest.param("native", LINKED, 2, TP2, marks=pytest.mark.slow),
         pytest.param("native", LINKED, 2, PP2, marks=pytest.mark.slow),
         pytest.param("native", LINKED, 2, [], marks=pytest.mark.slow),

@@ -5,6 +5,7 @@ import torch
 
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.parallel.launch import World
+from megatron_merak.parallel.nodes import Nodes
 from megatron_merak.planner import plan
 from megatron_merak.training.job import opening
 
@@ -15,8 +16,12 @@ CONFIG = Config(
 )
 
 
-@pytest.mark.parametrize(("ranks_here", "told"), [(4, True), (12, True), (8, False), (16, False), (0, False)])
-def test_tensor_parallel_groups_that_reach_over_hosts_are_told(ranks_here, told):
-    world = World(0, 32, torch.device("cpu"), collectives="merak_shm", ranks_here=ranks_here)
-    found = opening(CONFIG, plan(CONFIG, 32), world)
-    assert (f"Tensor-parallel groups of 8 ranks reach over hosts of {ranks_here}:" in found) == told
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [((4,) * 8, "4"), ((12, 12, 8), "12 and 8"), ((8,) * 4, None), ((16, 16), None), ((32,), None), ((), None)],
+)
+def test_tensor_parallel_groups_that_reach_over_hosts_are_told(sizes, told):
+    world = World(0, 32, torch.device("cpu"), collectives="merak_shm")
+    found = opening(CONFIG, plan(CONFIG, 32), world, Nodes(sizes))
+    assert ("Tensor-parallel groups of 8 ranks reach over hosts of" in found) == (told is not None)
+    assert told is None or f"reach over hosts of {told}: collectives" in found

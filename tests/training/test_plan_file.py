@@ -12,6 +12,7 @@ from megatron_merak.cluster import CLUSTERS, DEVICES
 from megatron_merak.config import Config, flag_name
 from megatron_merak.errors import ConfigError, MerakError, PlanError
 from megatron_merak.hf_trainer import plan_arguments
+from megatron_merak.hf_trainer.arguments import MerakArguments
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan
 from megatron_merak.stages.blueprint import draw, follow
@@ -116,6 +117,34 @@ def test_a_plan_decides_the_instances_and_a_flag_must_agree(tmp_path, capsys):
             instances("")
     path.write_text("\n".join(line for line in text.splitlines() if "sharding_instances" not in line))
     assert stored(str(path)).sharding_instances == 1, "plans were stored before there were instances"
+
+
+def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
+    path, mapping = tmp_path / "plan.json", "--use-tp-pp-dp-mapping"
+    layout = f"{NATIVE} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    made = planned(path, 8, f"{layout} {mapping}")
+    assert made.grid.groups("pp")[0] == [0, 2] and made.grid.groups("dp")[0] == [0, 4]
+    assert planned(path, 8, f"{layout} --rank-order tp-cp-ep-pp-dp") == made
+
+    def order(flags: str) -> str:
+        line = f"{NATIVE} --plan {path} {flags}".split()
+        config, _ = read(build_parser(), line, Config, decided(Config, line))
+        config.validate(8, training=False)
+        return plan_of(config, 8, CLUSTERS["cpu"]).grid.order
+
+    agreeing = ("", mapping, "--rank-order tp-pp-dp", f"--rank-order=tp-cp-pp-dp {mapping}")
+    assert {order(flags) for flags in agreeing} == {"tp-cp-pp-dp"}
+    with pytest.raises(ConfigError, match="^--rank-order tp-cp-dp-pp: the plan says tp-cp-pp-dp"):
+        order("--rank-order tp-dp-pp")
+    edit(path, grid=vars(made.grid) | {"order": "dp-tp-pp"})
+    with pytest.raises(ConfigError, match=f"^{mapping} tp-cp-pp-dp: the plan says dp-tp-cp-pp"):
+        order(mapping)
+    planned(path, 1, f"{NATIVE} --rank-order dp-tp-pp")
+    edit(path, graph_sharding="cut")
+    for given in (None, "dp-tp-cp-pp", "dp-tp-pp"):
+        assert MerakArguments("unused", use_cpu=True, plan=str(path), rank_order=given).rank_order == "dp-tp-cp-pp"
+    with pytest.raises(ConfigError, match="rank_order tp-cp-pp-dp: the plan .* says dp-tp-cp-pp"):
+        MerakArguments("unused", use_cpu=True, plan=str(path), rank_order="tp-pp-dp")
 
 
 def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):

@@ -1,0 +1,31 @@
+"""What settings ask of the backend of collectives."""
+
+from ..errors import ConfigError
+from .parallel import ParallelConfig
+from .sections import TrainConfig
+
+
+def check_backend(parallel: ParallelConfig, train: TrainConfig) -> None:
+    if parallel.distributed_backend == "mpi" and (train.bf16 or train.fp16):
+        flag = "--bf16" if train.bf16 else "--fp16"
+        reason = "torch's MPI backend has no 16-bit numbers"
+        raise ConfigError(flag, True, reason, "Leave it out, or use --distributed-backend gloo")
+    _check_emulation(parallel)
+
+
+def _check_emulation(parallel: ParallelConfig) -> None:
+    emulated = parallel.distributed_backend == "emu"
+    if emulated and parallel.emulate is None:
+        raise ConfigError(
+            "--emulate",
+            "(missing)",
+            "is needed with --distributed-backend emu",
+            "Name a cluster, such as dgx-a100, rtx3090 or laptop, or a file *.json",
+        )
+    if not emulated and parallel.emulate is not None:
+        raise ConfigError(
+            "--emulate",
+            parallel.emulate,
+            f"has no effect with --distributed-backend {parallel.distributed_backend}",
+            "Add --distributed-backend emu, or leave it out",
+        )

@@ -1,0 +1,108 @@
+"""Which ranks of a job share a host, as launchers tell each rank for itself, and which groups reach over hosts."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from ..cluster import Cluster
+from ..config import flag_name
+from ..plan import Grid
+from .agree import gather_json
+from .launch import World
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """sizes: how many ranks each host has, in the order of ranks; empty where that is not known. doubt: why not, where
+    what the ranks were told cannot be."""
+
+    sizes: tuple[int, ...] = ()
+    doubt: str = ""
+
+    @property
+    def of(self) -> list[int]:
+        """The host of each rank."""
+        return [host for host, size in enumerate(self.sizes) for _ in range(size)]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all hosts have as many ranks, but for the last, which may have fewer."""
+        *others, last = self.sizes or (0,)
+        return not others or (len(set(others)) == 1 and last <= others[0])
+
+    def __str__(self) -> str:
+        """The sizes, as "8" or "8 and 4"."""
+        return " and ".join(map(str, dict.fromkeys(self.sizes)))
+
+
+def find_nodes(world: World, control: dist.ProcessGroup | None) -> Nodes:
+    """The hosts of a job, or the nodes that it emulates. control: all ranks. Collective."""
+    if world.role is not None:
+        return Nodes()  # ranks of a worker may be some of a host's
+    if world.cluster is not None:
+        whole, rest = divmod(world.size, world.cluster.ranks_per_node)
+        return Nodes((world.cluster.ranks_per_node,) * whole + (rest,) * (rest > 0))
+    return nodes_of(gather_json([world.ranks_here, world.local_rank], control, "cpu"))
+
+
+def nodes_of(told: Sequence[Sequence[int]]) -> Nodes:
+    """Hosts from what each rank was told: (ranks of its host, 0 for nothing; its place among these, -1 for nothing)."""
+    if not any(size for size, _ in told):
+        return Nodes()
+    sizes: list[int] = []
+    while (first := sum(sizes)) < len(told):
+        size = told[first][0]
+        here = told[first : first + max(size, 1)]
+        odd = [rank for rank, (other, place) in enumerate(here) if other != size or place not in (-1, rank)]
+        if size == 0:
+            return Nodes(doubt=f"rank {first} was not told how many ranks its host has, and others were")
+        if odd:
+            other, place = here[odd[0]]
+            said = f"as {place} of {other}" if place >= 0 else f"among {other}"
+            reason = f"rank {first + odd[0]} should be rank {odd[0]} of {size} on its host, and was started {said}"
+            return Nodes(doubt=reason)
+        if len(here) < size:
+            reason = f"rank {first} was told that its host has {size} ranks, and the job ends with rank {len(told) - 1}"
+            return Nodes(doubt=reason)
+        sizes.append(size)
+    return Nodes(tuple(sizes))
+
+
+def located(cluster: Cluster, nodes: Nodes) -> Cluster:
+    """A cluster with nodes of as many ranks as the hosts of the job have, where it has several that are alike."""
+    several = len(nodes.sizes) > 1 and nodes.alike
+    return replace(cluster, ranks_per_node=nodes.sizes[0]) if several else cluster
+
+
+def notices(grid: Grid, nodes: Nodes, named: Callable[[str], str] = flag_name) -> tuple[str, ...]:
+    """What the first rank tells of hosts and groups, in sentences. named: what the user calls a setting."""
+    if nodes.doubt:
+        return (f"Which ranks share a host is unclear: {nodes.doubt}. Groups that leave their host are not told.",)
+    if len(nodes.sizes) < 2:
+        return ()
+    told = (far_apart(grid, nodes, named),) if reaches(grid, nodes, "tp") else ()
+    if not nodes.alike:
+        told += (f"Hosts have {nodes} ranks: step times are predicted as if all had as many.",)
+    return told
+
+
+def reaches(grid: Grid, nodes: Nodes, axis: str) -> bool:
+    """Whether some group along an axis is on several hosts."""
+    host = nodes.of
+    return any(len({host[rank] for rank in group}) > 1 for group in grid.groups(axis))
+
+
+def far_apart(grid: Grid, nodes: Nodes, named: Callable[[str], str]) -> str:
+    """What it costs that tensor-parallel groups reach over hosts, and what would keep them inside."""
+    text = f"Tensor-parallel groups of {grid.tp} ranks reach over hosts of {nodes}: collectives of every layer go "
+    text += "through the network. "
+    inside = "-".join(["tp", *(axis for axis in grid.order.split("-") if axis not in ("tp", "cp"))])
+    if not reaches(replace(grid, order=inside), nodes, "tp"):
+        return text + f"{named('rank_order')} {inside} keeps them inside."
+    return (
+        text
+        + f"A {named('tensor_model_parallel_size')} that divides {math.gcd(*nodes.sizes)} keeps them inside"
+        + ("." if grid.order.startswith("tp-") else f", with {named('rank_order')} {inside}.")
+    )

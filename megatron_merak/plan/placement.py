@@ -1,0 +1,38 @@
+"""How the groups of a rank grid lie in nodes: ranks are numbered node by node."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_merak.plan.parts import AXES, Grid
+
+
+def placed_groups(grid: Grid, axis: str, ranks_per_node: int, places: Sequence[int] | None = None) -> list[list[int]]:
+    """Of the groups along an axis one for each way of lying in nodes, its ranks less whole nodes. places: of those
+    coordinates along the axis alone; None for all."""
+    stride, extent = grid.stride(axis), getattr(grid, axis)
+    block = stride * extent
+    inner, outer = range(min(stride, ranks_per_node)), range(min(grid.size // block, ranks_per_node))
+    firsts = sorted({(block * above + below) % ranks_per_node for above in outer for below in inner})
+    return [[first + place * stride for place in (range(extent) if places is None else places)] for first in firsts]
+
+
+def placement(grid: Grid, ranks_per_node: int) -> str:
+    """A line on the nodes that a grid takes and how its groups lie in them; on one node, on its order, unless that is
+    the default."""
+    order = "-".join(axis for axis in grid.order.split("-") if axis != "cp" or grid.cp > 1)
+    nodes = -(-grid.size // ranks_per_node)
+    if nodes == 1:
+        return "" if grid.order == Grid().order else f"ranks are ordered {order}"
+    groups = [f"{axis} {_spread(grid, axis, ranks_per_node)}" for axis in AXES if getattr(grid, axis) > 1]
+    return f"{nodes} nodes of {ranks_per_node}, ranks ordered {order}: {', '.join(groups)}"
+
+
+def _spread(grid: Grid, axis: str, ranks_per_node: int) -> str:
+    counts = [Counter(rank // ranks_per_node for rank in group) for group in placed_groups(grid, axis, ranks_per_node)]
+    nodes, held = max(map(len, counts)), {ranks for count in counts for ranks in count.values()}
+    if nodes == 1:
+        return "inside a node"
+    if len({len(count) for count in counts}) > 1 or len(held) > 1:
+        return f"over up to {nodes} nodes"
+    (each,) = held
+    return f"{each} rank{'s' * (each > 1)} in each of {nodes} nodes"
