@@ -1,4 +1,4 @@
-"""The process's side of torchrun: who am I, on which device, joining and leaving the job. Only here is it asked."""
+"""The process's side of torchrun: on which device am I, joining and leaving the job. `position` says who I am."""
 
 import atexit
 import os
@@ -16,6 +16,8 @@ from ..cluster import Cluster, find_cluster
 from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
+from .position import number as _number
+from .position import position
 from .process import Environment, Setup, end_with_launcher, set_up
 from .shared_segment import Settings
 
@@ -50,21 +52,6 @@ class World:
     def is_last(self) -> bool:
         """Whether this rank prints the training log, as in Megatron-LM: it holds the loss."""
         return self.rank == self.size - 1
-
-
-def _number(name: str, default: str) -> int:
-    text = os.environ.get(name, default)
-    if not text.isdigit():
-        raise LaunchError(f"environment variable {name}", repr(text), "it is not a number", "Start ranks with torchrun")
-    return int(text)
-
-
-def position() -> tuple[int, int]:
-    """(rank, number of ranks) as the launcher says, before any process group exists. Raises LaunchError."""
-    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
-    if not 0 <= rank < size:
-        raise LaunchError("environment variable RANK", rank, f"WORLD_SIZE is {size}", "Start ranks with torchrun")
-    return rank, size
 
 
 def _device(backend: str, size: int) -> torch.device:
