@@ -7,11 +7,13 @@ The exit status is 1 when a compiled part is wanted but cannot be used (MERAK_EX
 """
 
 import argparse
+import importlib.util
 import json
 import platform
 import warnings
 from collections.abc import Sequence
 
+from .._native import REMEDY
 from .words import described
 
 ROWS = {
@@ -30,6 +32,9 @@ ROWS = {
 
 def findings() -> dict[str, tuple[bool | None, str]]:
     """Part -> whether it is active (None: a plain fact), and in words what it is or why it is not."""
+    if importlib.util.find_spec("torch") is None:
+        absent = "it is not installed. Install a build for this machine: pip install torch"
+        return {"python": (None, platform.python_version()), "torch": (False, absent)}
     import torch
 
     from .. import _native
@@ -88,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part, (active, detail) in found.items():
             mark = {None: "", True: "active", False: "off"}[active]
             print(f"{ROWS[part]:<18} {mark:<7} {detail}")
-    broken = [part for part in ("_C", "_ops_cpu") if not found[part][0] and found[part][1] != "MERAK_EXT=0"]
-    if broken and not options.json:
-        print("\nFor the parts that are off: pip install -e . --no-build-isolation (and a C++17 compiler)")
+    needed = [part for part in ("torch", "_C", "_ops_cpu") if part in found]
+    broken = [part for part in needed if found[part][0] is False and found[part][1] != "MERAK_EXT=0"]
+    if broken and "torch" not in broken and not options.json:
+        print(f"\nFor the parts that are off: {REMEDY}.")
     return int(bool(broken))

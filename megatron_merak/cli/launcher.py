@@ -30,7 +30,7 @@ def start(ranks: int, command: str, given: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # the agent's own words on ranks that have spoken for themselves
     script = [sys.argv[0]] if sys.argv[0].endswith(".py") else ["-m", "megatron_merak", command]
     options = run.parse_args(["--standalone", f"{FLAG}={ranks}", *script, *without_flag(given)])
     try:

@@ -141,6 +141,11 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
     except MerakError as error:
         tell(f"rank {rank}: {error}", alike=str(error))
         _abandon(1)
+    except ModuleNotFoundError as error:
+        if (error.name or "megatron_merak").partition(".")[0] == "megatron_merak":
+            raise
+        tell(f"{program()}: {error.name} is not installed. Install it: pip install {error.name}.")
+        _abandon(1)
     leave(world)
 
 
