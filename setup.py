@@ -8,7 +8,7 @@ brings torch. Environment:
 
     MERAK_CUDA=auto|0|1       build _ops_cuda when it can be built, never, or fail where it cannot
     TORCH_CUDA_ARCH_LIST      architectures of _ops_cuda (the GPUs there are, else "8.0;9.0;10.0+PTX")
-    MERAK_PORTABLE=1          for any CPU of x86-64-v3, with kernels for those of x86-64-v4 beside, and for any GPU of the
+    MERAK_PORTABLE=1          for any CPU of x86-64-v3, with kernels for x86-64-v4 beside, and for any GPU of the
                               architectures named above, instead of this very machine (wheels)
     MERAK_STRICT=1            a part that does not compile ends the build; else it is left out, with a warning
     MERAK_EXT=0               build none of them

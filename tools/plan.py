@@ -8,4 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_merak.cli.plan import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
+from ..pipeline_parallel.pictures.library import check_drawing
 from ..plan import Plan, prediction
 from ..planner.memory import StageMemory, rank_memory
 from ..planner.memory_picture import draw_memory
@@ -112,6 +113,7 @@ def check_picture(path: str) -> None:
     if not path.endswith(".png"):
         raise ConfigError("--picture", path, "it is not a PNG file", "Name a file that ends in .png")
     check_file("--picture", path)
+    check_drawing("--picture", path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

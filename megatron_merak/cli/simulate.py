@@ -44,7 +44,7 @@ from ..pipeline_parallel.check import peak_in_flight
 from ..pipeline_parallel.ops import Schedule
 from ..pipeline_parallel.passes import add_communication
 from ..pipeline_parallel.pictures.draw import draw_text
-from ..pipeline_parallel.pictures.files import write
+from ..pipeline_parallel.pictures.files import check_suffix, write
 from ..pipeline_parallel.pictures.palette import time_text
 from ..pipeline_parallel.pictures.table import aligned, rank_rows, summary_rows
 from ..pipeline_parallel.pictures.trace import from_trace
@@ -232,6 +232,7 @@ def main(given: Sequence[str] | None = None) -> None:
             check_file(flag, path)
             if Path(path).suffix.lower() != OUTPUTS[flag]:
                 raise ConfigError(flag, path, "its suffix says otherwise", f"Name a file that ends in {OUTPUTS[flag]}")
+            check_suffix(flag, path)
         shown = views(arguments)
     except (MerakError, OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"{program()}: {error}") from None
