@@ -175,9 +175,12 @@ def extensions() -> list[Extension]:
 class OptionalBuild(BuildExtension):
     """Leaves out, with a warning, what does not compile; ends with a summary, and a file of what was left out."""
 
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.results: dict[str, str] = {}  # part -> what came of it
+        self.reasons: dict[str, str] = {}  # part that was left out -> why
+
     def build_extensions(self) -> None:
-        self.results: dict[str, str] = {}
-        self.reasons: dict[str, str] = {}
         try:
             super().build_extensions()
         except Exception as error:  # before the first part: there is no compiler, or none that answers
