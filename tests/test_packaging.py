@@ -1,7 +1,6 @@
 """The package as users get it: a wheel and an editable install, without network and without the source on the path."""
 
 import ast
-import importlib.util
 import os
 import re
 import shutil
@@ -126,40 +125,37 @@ def test_cuda_kernels_that_are_asked_for_and_cannot_be_built(with_sources):
     assert done.returncode != 0 and "MERAK_CUDA=1: this build of torch has no CUDA. Install" in done.stderr
 
 
-@pytest.fixture
-def backend(monkeypatch):
-    """csrc/build_backend.py, as pip calls it: in the folder of pyproject.toml."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("MERAK_EXT", raising=False)
-    spec = importlib.util.spec_from_file_location("build_backend", ROOT / "csrc" / "build_backend.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def backend(code, **settings):
+    """What ``code`` prints in a process that has csrc/build_backend.py, in the folder of pyproject.toml."""
+    code = f"import sys; sys.path.insert(0, 'csrc'); import build_backend as backend\n{code}"
+    environment = {name: value for name, value in os.environ.items() if name != "MERAK_EXT"} | settings
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
-def test_a_build_asks_for_torch_only_where_there_is_none(backend, monkeypatch):
+def test_a_build_asks_for_torch_only_where_no_suitable_one_is():
     (requirement,) = [line for line in PROJECT["dependencies"] if line.startswith("torch")]
-    assert backend._torch() == []
-    monkeypatch.setattr(backend, "version", lambda name: "2.10.0")
-    assert backend._torch() == [requirement]
-    monkeypatch.setenv("MERAK_EXT", "0")
-    assert backend._torch() == []
+    older = "backend.version = lambda name: '2.10.0'\n"
+    assert backend("print(backend._torch())") == ["[]"]
+    assert backend(older + "print(backend._torch())") == [str([requirement])]
+    assert backend(older + "print(backend._torch())", MERAK_EXT="0") == ["[]"]
 
 
-def test_an_isolated_build_finds_the_torch_around_it(backend, monkeypatch):
-    """pip hides the environment's libraries by PYTHONPATH; a process without it sees them."""
-    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+def test_an_isolated_build_finds_the_torch_around_it():
+    """pip hides the environment's libraries from the process of the build; one that it starts itself can see them."""
     folder = str(Path(torch.__file__).parents[1])
-    assert folder in backend.around()
-
-    def hidden(name):
-        raise backend.PackageNotFoundError(name)
-
-    monkeypatch.setattr(backend, "version", hidden)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != folder])
-    assert backend._torch() == [] and folder in sys.path
-    monkeypatch.setattr(backend, "suitable", lambda found: False)
-    assert len(backend._torch()) == 1
+    code = f"""
+def hidden(name):
+    raise backend.PackageNotFoundError(name)
+backend.version = hidden
+import packaging.requirements
+sys.path = [entry for entry in sys.path if entry != {folder!r}]
+print(backend._torch(), {folder!r} in sys.path)
+backend.suitable = lambda found: False
+print(len(backend._torch()))"""
+    assert backend(code, PYTHONPATH="/nowhere") == ["[] True", "1"]
 
 
 def test_of_several_libraries_the_first_that_the_cpu_can_run_is_taken(monkeypatch, tmp_path):
