@@ -177,6 +177,7 @@ def test_of_several_libraries_the_first_that_the_cpu_can_run_is_taken(monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_wheel_of_the_source_distribution_has_the_kernels(tmp_path):
     """As `make wheel` builds them, of what git would give to others."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
