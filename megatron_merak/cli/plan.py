@@ -28,20 +28,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import RunConfig
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
-from ..pipeline_parallel.pictures.files import check_suffix, write
-from ..plan import Plan
-from ..planner.picture import view
-from ..planner.remedies import misfits
-from ..planner.tables import difference, memory_table, tensor_table
-from ..training.outputs import check_file
-from ..training.plan_file import stored
 from ..training.planned import configured, kind_of, planned
 from ..training.planned import parser as planned_parser
 from .words import described, program, told
+
+if TYPE_CHECKING:
+    from ..plan import Plan
 
 NAME = "merak-plan"
 USAGE = """merak-plan show --world-size N [--device NAME] [--save FILE.json] TRAINING FLAGS
@@ -56,7 +53,10 @@ def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
     return flags
 
 
-def shown(found: Plan, notes: Sequence[str] = ()) -> str:
+def shown(found: "Plan", notes: Sequence[str] = ()) -> str:
+    from ..planner.remedies import misfits
+    from ..planner.tables import memory_table, tensor_table
+
     parts = [str(found), "\n".join(notes), memory_table(found)]
     parts += [tensor_table(found)] if found.reasons else []
     parts += ["\n".join(misfits(found, found.cluster.device))]
@@ -66,6 +66,10 @@ def shown(found: Plan, notes: Sequence[str] = ()) -> str:
 def show(arguments: Sequence[str]) -> None:
     """Print the plan that flags describe."""
     config, own = configured(parser(kind_of(arguments)), arguments)
+    from ..pipeline_parallel.pictures.files import check_suffix, write
+    from ..planner.picture import view
+    from ..training.outputs import check_file
+
     save, picture = config.checkpoint.save, config.logging.timeline
     copies = {"--json": own.json, "--save": save if save and save.endswith(".json") else None}  # else a run's directory
     for flag, path in {**copies, "--timeline": picture}.items():
@@ -89,8 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if arguments[:1] == ["diff"]:
             if len(files) != 2 or len(arguments) != 3:
                 raise ConfigError("diff", " ".join(arguments[1:]), "it compares two stored plans", "Name two files")
+            from ..planner.tables import difference
+            from ..training.plan_file import stored
+
             print(difference(*map(stored, files)) or "the plans are equal")
         elif arguments[:1] == ["show"] and len(arguments) == 2 and files:
+            from ..training.plan_file import stored
+
             print(shown(stored(files[0])))
         else:
             show(arguments)

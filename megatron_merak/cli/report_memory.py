@@ -26,19 +26,15 @@ examples:
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
-from ..pipeline_parallel.pictures.library import check_drawing
-from ..plan import Plan, prediction
-from ..planner.memory import StageMemory, rank_memory
-from ..planner.memory_picture import draw_memory
-from ..planner.remedies import misfits
-from ..planner.tables import align, memory_table
-from ..training.outputs import check_file
-from ..training.plan_file import stored
 from ..training.planned import configured, kind_of, parser, planned
 from .words import described, program, told
+
+if TYPE_CHECKING:
+    from ..plan import Plan
 
 NAME = "merak-memory"
 USAGE = """merak-memory --world-size N [--device NAME] [--picture FILE.png] TRAINING FLAGS
@@ -47,8 +43,13 @@ USAGE = """merak-memory --world-size N [--device NAME] [--picture FILE.png] TRAI
 GIB, MIB, GB = 2**30, 2**20, 10**9
 
 
-def looked_at(plan: Plan, limit: float) -> str:
+def looked_at(plan: "Plan", limit: float) -> str:
     """The tables, the rank that needs most, and what does not fit."""
+    from ..plan import prediction
+    from ..planner.memory import rank_memory
+    from ..planner.remedies import misfits
+    from ..planner.tables import memory_table
+
     peaks = [memory.total for memory in rank_memory(plan)]
     rank = peaks.index(max(peaks))
     recomputed = [f"{len(stage.recompute)}/{len(stage.units)}" for stage in plan.stages]
@@ -67,6 +68,9 @@ def looked_at(plan: Plan, limit: float) -> str:
 
 def classic() -> str:
     """Figures to check a memory model against."""
+    from ..planner.memory import StageMemory
+    from ..planner.tables import align
+
     table, giant = 64000 * 5120, 175 * GB
     rows = [["", "fp32", "fp16"]]
     sizes = [[StageMemory.of(count, dtype, 0, 0, 0) for dtype in ("float32", "float16")] for count in (table, giant)]
@@ -97,6 +101,8 @@ def show(arguments: Sequence[str]) -> None:
     if given.picture is not None:
         check_picture(given.picture)
     if given.plan is not None:
+        from ..training.plan_file import stored
+
         found, notes, limit = stored(given.plan), (), 0.0
     else:
         config, values = configured(flags, arguments)
@@ -106,12 +112,17 @@ def show(arguments: Sequence[str]) -> None:
     limit = limit or found.cluster.device.memory
     print("\n\n".join(part for part in (looked_at(found, limit), "\n".join(notes)) if part))
     if given.picture is not None:
+        from ..planner.memory_picture import draw_memory
+
         draw_memory(found, given.picture, limit)
 
 
 def check_picture(path: str) -> None:
     if not path.endswith(".png"):
         raise ConfigError("--picture", path, "it is not a PNG file", "Name a file that ends in .png")
+    from ..pipeline_parallel.pictures.library import check_drawing
+    from ..training.outputs import check_file
+
     check_file("--picture", path)
     check_drawing("--picture", path)
 

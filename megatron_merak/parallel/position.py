@@ -60,9 +60,8 @@ def _write(text: str) -> None:
 
 def _meeting() -> Path | None:
     """The directory that torchrun made for this attempt of the job on this host: it is above that of each rank."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    directory = Path(file).parents[1] if file and len(Path(file).parents) > 1 else None
-    return directory if directory is not None and directory.is_dir() else None
+    directory = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return directory if directory.name.startswith("attempt_") and directory.is_dir() else None
 
 
 def _wait_for(mark: Path) -> None:
