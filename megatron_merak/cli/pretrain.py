@@ -33,6 +33,7 @@ from weights:        merak-pretrain-hf --nproc-per-node 8 --model DIRECTORY --da
 several hosts:       torchrun --nnodes 2 --nproc-per-node 8 ... -m megatron_merak pretrain-hf ... (the same flags)
 """
 INTERRUPTED = 128 + signal.SIGINT
+LIBRARIES = ("torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "safetensors")
 
 
 def gpt(arguments: Sequence[str] | None = None) -> None:
@@ -142,7 +143,7 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
         tell(f"rank {rank}: {error}", alike=str(error))
         _abandon(1)
     except ModuleNotFoundError as error:
-        if (error.name or "megatron_merak").partition(".")[0] == "megatron_merak":
+        if error.name not in LIBRARIES:
             raise
         tell(f"{program()}: {error.name} is not installed. Install it: pip install {error.name}.")
         _abandon(1)

@@ -1,5 +1,6 @@
 """What the launcher says of this process, read before torch is there: its rank, and where the ranks of a host meet."""
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -66,5 +67,6 @@ def _meeting() -> Path | None:
 
 def _wait_for(mark: Path) -> None:
     end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end and mark.exists() and not mark.stat().st_size:
-        time.sleep(0.01)
+    with contextlib.suppress(FileNotFoundError):  # torchrun cleans up
+        while time.monotonic() < end and not mark.stat().st_size:
+            time.sleep(0.01)
