@@ -1,4 +1,4 @@
-"""Pretrain a GPT with data x tensor x pipeline parallelism, on CPUs or GPUs.
+"""Pretrain a GPT with data x tensor x pipeline parallelism, on CPUs or GPUs: the command merak-pretrain, in a clone.
 
 one process:      python pretrain_gpt.py --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
                       --micro-batch-size 4 --train-iters 20 --lr 1e-3 --mock-data --vocab-size 1000 --log-interval 1
@@ -6,39 +6,7 @@ eight processes:  torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-par
                       --pipeline-model-parallel-size 2 --global-batch-size 32 ... (the same flags)
 """
 
-import sys
-
-from megatron_merak.arguments import parse
-from megatron_merak.errors import MerakError
-from megatron_merak.megatron_flags import without_effect
-from megatron_merak.parallel.launch import abandon, launch, leave, position
-from megatron_merak.training.plan_file import check_plan_ranks, decided
-from megatron_merak.training.pretrain import pretrain
-from megatron_merak.training.served import role_of
-
-
-def main() -> None:
-    config = parse(description=__doc__, defaults=decided)
-    rank: int | str = "?"
-    try:
-        rank, size = position()
-        check_plan_ranks(config, size)
-        config.validate(size)
-        parallel, train = config.parallel, config.train
-        world = launch(
-            parallel.distributed_backend,
-            parallel.distributed_timeout_minutes,
-            train.deterministic_mode,
-            parallel.emulate,
-            train.fp32_matmul_precision,
-            served=role_of(parallel),
-        )
-        pretrain(config, world, without_effect(sys.argv[1:])[1])
-    except MerakError as error:
-        sys.stderr.write(f"rank {rank}: {error}\n")
-        abandon(1)
-    leave(world)
-
+from megatron_merak.cli.pretrain import gpt as main
 
 if __name__ == "__main__":
     main()

@@ -1,17 +1,20 @@
 """Builds the compiled parts; everything else about the package is in pyproject.toml.
 
-    pip install -e . --no-build-isolation        python setup.py build_ext --inplace
+    pip install -e .        make wheel        python setup.py build_ext --inplace
 
 Three libraries in megatron_merak/, each optional at run time: ``_C`` (host-side cores), ``_ops_cpu`` (CPU kernels),
-``_ops_cuda`` (CUDA kernels, where torch has CUDA and nvcc is there). Environment:
+``_ops_cuda`` (CUDA kernels, where torch has CUDA and nvcc is there). pip comes by way of csrc/build_backend.py, which
+brings torch. Environment:
 
     MERAK_CUDA=auto|0|1       build _ops_cuda when it can be built, never, or fail where it cannot
     TORCH_CUDA_ARCH_LIST      architectures of _ops_cuda (the GPUs there are, else "8.0;9.0;10.0+PTX")
-    MERAK_PORTABLE=1          for any CPU of x86-64-v3 instead of this machine's own (wheels)
+    MERAK_PORTABLE=1          for any CPU of x86-64-v3, with kernels for x86-64-v4 beside, and for any GPU of the
+                              architectures named above, instead of this very machine (wheels)
     MERAK_STRICT=1            a part that does not compile ends the build; else it is left out, with a warning
     MERAK_EXT=0               build none of them
 """
 
+import json
 import os
 import platform
 import re
@@ -41,7 +44,10 @@ try:
     from setuptools import Extension
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 except ImportError as error:
-    print(f"megatron_merak: no compiled parts, {error}. Use --no-build-isolation where torch is.", file=sys.stderr)
+    print(
+        f"megatron_merak: no compiled parts, {error}. Install torch first, or let pip isolate the build.",
+        file=sys.stderr,
+    )
     if os.environ.get("MERAK_STRICT") == "1":
         sys.exit(1)
     setup()
@@ -58,13 +64,18 @@ DEPENDS = sorted(path.as_posix() for path in Path("csrc").rglob("*") if path.is_
 DEPENDS += ["setup.py", "megatron_merak/_native.py"]
 
 
+PORTABLE = os.environ.get("MERAK_PORTABLE") == "1"
+X86 = platform.machine() in ("x86_64", "AMD64")
+# Further kernels for the CPU, by the end of their library's name: _native.py takes the first that the CPU can run.
+VARIANTS = {"_avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]} if PORTABLE and X86 else {}
+LEFT_OUT = "_left_out.json"  # beside the libraries: what did not compile, and why; _native.py says it
+
+
 def machine() -> list[str]:
     """The instruction set to compile for. gcc prefers half-wide vectors on AVX-512 machines unless told."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if not X86:
         return []
-    if os.environ.get("MERAK_PORTABLE") == "1":
-        return ["-march=x86-64-v3"]
-    return ["-march=native", "-mprefer-vector-width=512"]
+    return ["-march=x86-64-v3"] if PORTABLE else ["-march=native", "-mprefer-vector-width=512"]
 
 
 def sources(folder: str, *suffixes: str) -> list[str]:
@@ -117,20 +128,20 @@ def host() -> Extension:
     )
 
 
-def cpu() -> Extension:
+def cpu(variant: str, instructions: list[str]) -> Extension:
     return CppExtension(
-        "megatron_merak._ops_cpu",
+        f"megatron_merak._ops_cpu{variant}",
         ["csrc/interface.cpp", *sources("cpu", ".cpp")],
         include_dirs=INCLUDE,
         define_macros=MACROS,
-        extra_compile_args=[STANDARD, *OPTIMISE, *machine(), STABLE_ABI],
+        extra_compile_args=[STANDARD, *OPTIMISE, *instructions, STABLE_ABI],
         py_limited_api=True,
         depends=DEPENDS,
     )
 
 
 def cuda() -> Extension:
-    if not torch.cuda.is_available():
+    if PORTABLE or not torch.cuda.is_available():
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
     return CUDAExtension(
         "megatron_merak._ops_cuda",
@@ -157,20 +168,41 @@ def extensions() -> list[Extension]:
         sys.exit(f"MERAK_CUDA=1: {problem}. Install a torch with CUDA and its toolkit, or set MERAK_CUDA=0.")
     if problem:
         print(f"megatron_merak: no _ops_cuda, {problem}", file=sys.stderr)
-    return [host(), cpu()] if problem else [host(), cpu(), cuda()]
+    kernels = [cpu(variant, flags) for variant, flags in ({"": machine()} | VARIANTS).items()]
+    return [host(), *kernels] if problem else [host(), *kernels, cuda()]
 
 
 class OptionalBuild(BuildExtension):
-    """Leaves out, with a warning, what does not compile; ends with a summary."""
+    """Leaves out, with a warning, what does not compile; ends with a summary, and a file of what was left out."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.results: dict[str, str] = {}  # part -> what came of it
+        self.reasons: dict[str, str] = {}  # part that was left out -> why
 
     def build_extensions(self) -> None:
-        self.results: dict[str, str] = {}
         try:
             super().build_extensions()
         except Exception as error:  # before the first part: there is no compiler, or none that answers
             self.leave_out(error, *self.extensions)
         for name, result in self.results.items():
             print(f"megatron_merak: {name} {result}", file=sys.stderr)
+        self.write_reasons(Path(self.build_lib, "megatron_merak"))
+
+    def copy_extensions_to_source(self) -> None:
+        """An editable install, or a build in place: nothing that an earlier one left there stays."""
+        super().copy_extensions_to_source()
+        self.write_reasons(Path("megatron_merak"))
+        for path in Path("megatron_merak").glob("_ops_cpu_*.so"):
+            if path.name.partition(".")[0].removeprefix("_ops_cpu") not in VARIANTS:
+                path.unlink()
+
+    def write_reasons(self, folder: Path) -> None:
+        if self.reasons:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / LEFT_OUT).write_text(json.dumps(self.reasons, indent=1), encoding="utf-8")
+        else:
+            (folder / LEFT_OUT).unlink(missing_ok=True)
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -184,7 +216,9 @@ class OptionalBuild(BuildExtension):
             raise error
         for ext in parts:
             ext.optional = True  # setuptools neither copies nor misses it
-            self.results[ext.name] = f"LEFT OUT, it did not compile: {str(error).splitlines()[0]}"
+            reason = f"it did not compile: {' '.join(str(error).split())[:200]}"
+            self.results[ext.name] = f"LEFT OUT, {reason}"
+            self.reasons[ext.name.removeprefix("megatron_merak.")] = reason
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuild})

@@ -13,6 +13,7 @@ _PUBLIC = {
     "init_empty_weights": "graph.capture.empty",
 }
 
+__version__ = "0.1.0.dev0"
 __all__ = ["MerakArguments", "MerakTrainer", "from_pretrained", "init_empty_weights"]
 
 

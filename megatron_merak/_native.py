@@ -3,7 +3,11 @@
 ``MERAK_EXT=0`` in the environment turns all of them off, ``MERAK_EXT=1`` makes a missing one an error.
 """
 
+import functools
+import json
 import os
+import platform
+import re
 import struct
 import sys
 from importlib import import_module
@@ -12,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 
 INTERFACE = 3  # another number whenever what Python and the compiled parts ask of each other changes
-REMEDY = "Build with `pip install -e . --no-build-isolation`, or set MERAK_EXT=0 to run without"
+REMEDY = "With a C++17 compiler, `pip install -e .` in a clone builds it; MERAK_EXT=0 runs without"
 _HOST = "megatron_merak._C"
 _HERE = Path(__file__).parent
+_VARIANTS = ("_avx512", "")  # ends of the names of one library's files, the fastest first; wheels have several
+_CPU = Path("/proc/cpuinfo")
 
 
 def wanted() -> bool:
@@ -28,8 +34,22 @@ def required() -> bool:
 
 
 def library(name: str) -> Path | None:
-    """The file of the operations ``name`` ("_ops_cpu", "_ops_cuda"), None where it was not built."""
-    return next((path for path in (_HERE / f"{name}.abi3.so", _HERE / f"{name}.so") if path.exists()), None)
+    """The file of the operations ``name`` ("_ops_cpu", "_ops_cuda"), None where it was not built.
+
+    Of several, the first that this CPU can run; where it can run none, the last.
+    """
+    names = (f"{name}{variant}{suffix}" for variant in _VARIANTS for suffix in (".abi3.so", ".so"))
+    paths = [path for path in map(_HERE.joinpath, names) if path.exists()]
+    return next((path for path in paths if not unfit(path)), paths[-1] if paths else None)
+
+
+def absent(name: str) -> str:
+    """That a part is not there, in words, and why where its build wrote that down."""
+    try:
+        reason = json.loads((_HERE / "_left_out.json").read_text(encoding="utf-8")).get(name, "")
+    except (OSError, ValueError):
+        reason = ""
+    return f"megatron_merak/{name} is not built" + (f" ({reason})" if reason else "")
 
 
 def unfit(path: Path) -> str:
@@ -39,7 +59,24 @@ def unfit(path: Path) -> str:
         return f"{path.name} is cut short"
     if f"merak interface {INTERFACE};".encode() not in content:
         return f"{path.name} was built from other sources than this code's"
+    needs = re.search(rb"merak needs ([a-z0-9_ ]*);", content)
+    there = _cpu_features()
+    lacking = [name for name in (needs[1].decode().split() if needs else ()) if there and name not in there]
+    if lacking:
+        return f"{path.name} was built for a CPU with {', '.join(lacking)}, which this one does not have"
     return ""
+
+
+@functools.cache
+def _cpu_features() -> frozenset[str]:
+    """What this CPU has, by Linux's names; empty where that is not known."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", _CPU.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return frozenset()
+    return frozenset(flags[1].split()) if flags else frozenset()
 
 
 def _elf_size(content: bytes) -> int:
@@ -69,7 +106,7 @@ def host_problem() -> str:
         return "MERAK_EXT=0"
     path = next((path for suffix in EXTENSION_SUFFIXES if (path := _HERE / f"_C{suffix}").exists()), None)
     if path is None:
-        return "megatron_merak/_C is not built for this Python"
+        return absent("_C") + " for this Python"
     if problem := unfit(path):
         return problem
     try:

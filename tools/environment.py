@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
-EVERYTHING = ("dependencies", "test", "lint", "tracking")  # what an environment that is made here has
-PINNED = ("dependencies", "accelerate", "peft")  # what --oldest chooses
+EVERYTHING = ("dependencies", "test", "lint", "tracking", "pictures")  # what an environment that is made here has
+PINNED = ("dependencies", "accelerate", "peft", "matplotlib")  # what --oldest chooses
 BUILT = ROOT / "build" / "compiled-parts"  # what building them said, newer than all sources that it was made from
 LIBRARIES = "libraries:\n"  # in it, before what they were built for and their sizes
 AGAINST = "import sys, importlib.metadata as m; print('Python', *sys.version_info[:2], 'torch', m.version('torch'))"

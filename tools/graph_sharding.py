@@ -7,18 +7,10 @@ python tools/graph_sharding.py llama t5          some of them
 import argparse
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from transformers import CONFIG_MAPPING
-
-from megatron_merak.graph.capture.capture import capture
-from megatron_merak.graph.capture.captured import Captured
-from megatron_merak.graph.capture.empty import init_empty_weights
-from megatron_merak.graph.partition.cut import ALGORITHMS, cut
-from megatron_merak.graph.partition.loads import unit_loads
-from megatron_merak.planner.partition import partition
+if TYPE_CHECKING:
+    from megatron_merak.graph.capture.captured import Captured
 
 LLAMA_405B = {
     "hidden_size": 16384,
@@ -49,7 +41,14 @@ SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 STAGES = (2, 4, 16)
 
 
-def captured_shape(kind: str, auto: str, length: int, sizes: Mapping[str, Any]) -> Captured:
+def captured_shape(kind: str, auto: str, length: int, sizes: Mapping[str, Any]) -> "Captured":
+    import torch
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    from megatron_merak.graph.capture.capture import capture
+    from megatron_merak.graph.capture.empty import init_empty_weights
+
     config = CONFIG_MAPPING[kind](**sizes)
     make = getattr(transformers, auto)
     make = make.from_config if auto.startswith("Auto") else make._from_config
@@ -69,7 +68,11 @@ def captured_shape(kind: str, auto: str, length: int, sizes: Mapping[str, Any]) 
     return capture(model.train(), batch)
 
 
-def row(name: str, algorithm: str, captured: Captured) -> str:
+def row(name: str, algorithm: str, captured: "Captured") -> str:
+    from megatron_merak.graph.partition.cut import cut
+    from megatron_merak.graph.partition.loads import unit_loads
+    from megatron_merak.planner.partition import partition
+
     chain = cut(captured, algorithm)
     loads = unit_loads(chain)
     counts = [sum(chain.kinds[value] == "main" for value in crossing) for crossing in chain.crossing]
@@ -90,6 +93,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"rows that start with it; of {', '.join(SHAPES)}")
     wanted = parser.parse_args().names
+    import transformers
+
+    from megatron_merak.graph.partition.cut import ALGORITHMS
+
     transformers.logging.set_verbosity_error()
     columns = ["model", "algorithm", "cuts", "values", "MB", "largest unit", *(f"K={stages}" for stages in STAGES)]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")

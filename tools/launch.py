@@ -1,71 +1,11 @@
-"""Starts the ranks of a job with parameter servers on this host, as torchrun does, but lets the job outlive its ranks.
+"""Start a job with parameter servers that outlives its ranks: the command merak-launch. --help says more."""
 
-A worker that dies is left, and the others go on; a parameter server that is killed is started again and goes on from
-its last snapshot (--save, --ps-snapshot-interval). See docs/parameter_server.md.
-
-examples:
-  # three workers and one server on this host
-  python tools/launch.py --nproc-per-node 4 pretrain_gpt.py --data-parallel-strategy ps-async \\
-      --num-parameter-servers 1 --save runs/served ... (the flags of pretrain_gpt.py)
-
-  # two hosts of eight ranks; the same on the other one with --node-rank 1
-  python tools/launch.py --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr host0 pretrain_hf.py ...
-"""
-
-import argparse
-import os
 import sys
 from pathlib import Path
 
-from megatron_merak.errors import LaunchError, MerakError
-from megatron_merak.parameter_server.supervisor import Hosts, Supervisor, command_of, servers_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools/launch.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--nproc-per-node", type=int, required=True, help="ranks on this host")
-    parser.add_argument("--nnodes", type=int, default=1, help="hosts, each with as many ranks (default: 1)")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this host is (default: 0)")
-    parser.add_argument("--master-addr", default="127.0.0.1", help="the first host (default: this one)")
-    parser.add_argument("--master-port", type=int, default=29500, help="a port of it that is free (default: 29500)")
-    parser.add_argument("--max-restarts", type=int, default=3, help="of each parameter server (default: 3)")
-    parser.add_argument("script", help="pretrain_gpt.py or pretrain_hf.py")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="its flags")
-    return parser.parse_args(given)
-
-
-def supervisor(asked: argparse.Namespace) -> Supervisor:
-    """Raises LaunchError for numbers that make no job."""
-    for flag, value, least in (
-        ("--nproc-per-node", asked.nproc_per_node, 1),
-        ("--nnodes", asked.nnodes, 1),
-        ("--node-rank", asked.node_rank, 0),
-        ("--max-restarts", asked.max_restarts, 0),
-    ):
-        if value < least:
-            raise LaunchError(flag, value, f"it is below {least}", f"Use {least} or more")
-    if asked.node_rank >= asked.nnodes:
-        raise LaunchError("--node-rank", asked.node_rank, f"there are {asked.nnodes} hosts", "Count them from 0")
-    if not Path(asked.script).is_file():
-        raise LaunchError("script", asked.script, "there is no such file", "Name pretrain_gpt.py or pretrain_hf.py")
-    hosts = Hosts(asked.nproc_per_node, asked.nnodes, asked.node_rank, asked.master_addr, asked.master_port)
-    command = command_of(asked.script, asked.flags)
-    say = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True)  # noqa: E731
-    return Supervisor(command, os.environ, hosts, servers_of(asked.flags), asked.max_restarts, say)
-
-
-def main() -> int:
-    try:
-        return supervisor(arguments()).run()
-    except MerakError as error:
-        print(error, file=sys.stderr)
-        return 1
-
+from megatron_merak.cli.launch import main
 
 if __name__ == "__main__":
     sys.exit(main())

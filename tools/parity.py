@@ -15,14 +15,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.zoo import heads  # noqa: E402
-from tests.zoo.measure import CELLS  # noqa: E402
-from tests.zoo.sweep import digest, read_cache, sweep  # noqa: E402
-from tests.zoo.table import cell, facts, markdown  # noqa: E402
-
 
 def main() -> None:
     options = parse()
+    from tests.zoo import heads
+    from tests.zoo.sweep import digest, read_cache, sweep
+    from tests.zoo.table import facts, markdown
+
     key = digest()
     done = read_cache(options.cache, None if options.any_source else key)
     chosen = [name for name in heads() if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)]
@@ -45,6 +44,9 @@ def main() -> None:
 
 
 def describe(row) -> str:
+    from tests.zoo.measure import CELLS
+    from tests.zoo.table import cell
+
     if "left_out" in row:
         return f"{row['type']}: left out, {row['left_out'][:150]}"
     if "how" not in row:

@@ -12,14 +12,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from transformers import Trainer, TrainingArguments
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
-from megatron_merak.hf_trainer import fields  # noqa: E402
-from megatron_merak.hf_trainer import overrides  # noqa: E402
-from megatron_merak.hf_trainer.trainer import MerakTrainer  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "trainer.md"
 HEAD = "<!-- written by tools/trainer_table.py --write -->"
@@ -36,6 +30,10 @@ def attributes(kind: type) -> set[str]:
 
 def trainer_rows() -> list[Row]:
     """(name, how it stands, what is said of it) of every public name of ``Trainer`` and its instances."""
+    from transformers import Trainer
+
+    from megatron_merak.hf_trainer import overrides
+
     parameters = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
     names = sorted(name for name in {*dir(Trainer), *attributes(Trainer), *parameters} if not name.startswith("_"))
     names += ["_get_train_sampler", "_get_eval_sampler"]
@@ -43,11 +41,18 @@ def trainer_rows() -> list[Row]:
 
 
 def _refused() -> set[str]:
+    from megatron_merak.hf_trainer import overrides
+    from megatron_merak.hf_trainer.trainer import MerakTrainer
+
     return {name for name, value in vars(MerakTrainer).items() if isinstance(value, overrides.Refused)}
 
 
 def argument_rows() -> list[Row]:
     """The same of every field of ``TrainingArguments``."""
+    from transformers import TrainingArguments
+
+    from megatron_merak.hf_trainer import fields, overrides
+
     reasons = {name: overrides.Reason(*told) for name, told in fields.REFUSED.items()}
     names = sorted(field.name for field in dataclasses.fields(TrainingArguments))
     refused = [name not in fields.HONOURED for name in names]
@@ -55,6 +60,8 @@ def argument_rows() -> list[Row]:
 
 
 def _row(name: str, reasons: dict, different: dict[str, str], refused: bool) -> Row:
+    from megatron_merak.hf_trainer import overrides
+
     if refused:
         reason = reasons.get(name, overrides.OTHER)
         return name, "refused", f"{reason.why}. {reason.instead}."

@@ -1,61 +1,11 @@
-"""Reads every byte of checkpoints and compares it with their manifests.
+"""Compare checkpoints with their manifests: the command merak-verify, in a clone. --help says more."""
 
-    python tools/verify.py DIRECTORY ...     of --save, an output_dir of MerakTrainer, or a single checkpoint
-
-One line per checkpoint, newest first. The exit status is 1 when one is damaged, or when there is none. Directories in
-which a save was interrupted do not count. Needs no GPU and no model, and changes nothing.
-"""
-
-import argparse
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_merak.checkpoint import directory as directories
-from megatron_merak.checkpoint import places, unit
-from megatron_merak.errors import CheckpointError
-
-
-def checkpoints(path: Path, faults: list[CheckpointError]) -> Iterator[Path]:
-    """``path`` itself if it has the name of a checkpoint, else those in it; ``faults``: of those not complete."""
-    if places.step_of(path) is not None or directories.iteration_of(path) >= 0:
-        yield path
-        return
-    yield from places.newest_first(path, faults)
-    yield from directories.complete_ones(path, faults)
-
-
-def verify(path: Path) -> None:
-    """Raises CheckpointError."""
-    if directories.iteration_of(path) >= 0:
-        directories.verify(path)
-    else:
-        unit.verify(path, unit.read(path, places.step_of(path)))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
-    count, faults = 0, []
-    for directory in parser.parse_args(arguments).directories:
-        try:
-            for path in checkpoints(directory, faults):
-                count += 1
-                try:
-                    verify(path)
-                    print(f"{path}: whole")
-                except CheckpointError as error:
-                    faults.append(error)
-        except CheckpointError as error:
-            faults.append(error)
-    for fault in faults:
-        print(f"damaged: {fault}")
-    if not count and not faults:
-        print("There is no checkpoint.")
-    return int(bool(faults) or not count)
-
+from megatron_merak.cli.verify import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -43,7 +43,7 @@ def _problem(name: str) -> str:
         return "MERAK_EXT=0"
     path = _native.library(name)
     if path is None:
-        return f"megatron_merak/{name} is not built"
+        return _native.absent(name)
     if name == "_ops_cuda" and torch.version.cuda is None:
         return "this build of torch has no CUDA"
     if problem := _native.unfit(path):

@@ -1,4 +1,4 @@
-"""The process's side of its launcher: who am I, on which device, joining and leaving the job. Only here is it asked."""
+"""The process's side of its launcher: on which device am I, joining and leaving the job. `position` says who I am."""
 
 import atexit
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from ..cluster import Cluster, find_cluster
 from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
+from .position import launcher, position
+from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
 from .roles import Role, job_keys
 from .shared_segment import Settings
@@ -24,25 +26,6 @@ from .shared_segment import Settings
 _PATIENCE = 60.0  # seconds that a rank at its end waits for the others
 _LAST_WORKS = 0.2  # seconds for the threads of collectives to finish
 MPI = "mpi"
-
-
-class Launcher(NamedTuple):
-    """The environment variables by which a launcher tells a process who it is: among the job, and on its host."""
-
-    name: str
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    by_mpi: bool = True
-
-
-_TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", by_mpi=False)
-_LAUNCHERS = (  # the first that has set one of its variables; torchrun may itself be started by another
-    _TORCHRUN,
-    Launcher("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel's MPI
-)
 
 
 @dataclass(frozen=True)
@@ -90,33 +73,12 @@ class World:
         return self.rank == self.size - 1
 
 
-def _number(name: str, default: str) -> int:
-    text = os.environ.get(name, default)
-    if not text.isdigit():
-        raise LaunchError(f"environment variable {name}", repr(text), "it is not a number", "Start ranks with torchrun")
-    return int(text)
-
-
-def _launcher() -> Launcher:
-    return next((each for each in _LAUNCHERS if {each.rank, each.size} & os.environ.keys()), _TORCHRUN)
-
-
-def position() -> tuple[int, int]:
-    """(rank, number of ranks) as the launcher says, before any process group exists. Raises LaunchError."""
-    launcher = _launcher()
-    rank, size = _number(launcher.rank, "0"), _number(launcher.size, "1")
-    if not 0 <= rank < size:
-        what = f"environment variable {launcher.rank}"
-        raise LaunchError(what, rank, f"{launcher.size} is {size}", f"Start ranks with {launcher.name}")
-    return rank, size
-
-
 def _device(backend: str, size: int) -> torch.device:
     if backend in ("gloo", "emu", MPI, shared_memory.NAME) or (backend == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
-    local_rank, count = _number(_launcher().local_rank, "0" if size == 1 else ""), torch.cuda.device_count()
+    local_rank, count = _number(launcher().local_rank, "0" if size == 1 else ""), torch.cuda.device_count()
     if backend == staged.NAME:
         return torch.device("cuda", local_rank % count)
     if local_rank >= count:
@@ -127,22 +89,22 @@ def _device(backend: str, size: int) -> torch.device:
 
 def _check_rendezvous(backend: str) -> None:
     """Raises LaunchError where ranks could not find each other."""
-    launcher = _launcher()
+    by = launcher()
     if backend == MPI:
-        if not launcher.by_mpi:
-            reason = f"MPI numbers the ranks itself, and {launcher.name} started them"
+        if not by.by_mpi:
+            reason = f"MPI numbers the ranks itself, and {by.name} started them"
             raise LaunchError("--distributed-backend", MPI, reason, "Start them with mpirun, or use gloo")
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             reason = "ranks could not find each other"
-            remedy = "Name the first rank's host and a free port" if launcher.by_mpi else "Start ranks with torchrun"
+            remedy = "Name the first rank's host and a free port" if by.by_mpi else "Start ranks with torchrun"
             raise LaunchError(f"environment variable {name}", "(unset)", reason, remedy)
 
 
 def _environment() -> Environment:
     malloc = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
-    ranks_here = _number(_launcher().local_size, "0")
+    ranks_here = _number(launcher().local_size, "0")
     return Environment(ranks_here, not _threads_by_torchrun(), any(name in os.environ for name in malloc))
 
 
@@ -199,7 +161,7 @@ def launch(
         place |= {} if role is None else {"store": dist.PrefixStore(f"worker {role.worker}", store)}
         dist.init_process_group(job, timeout=timedelta(minutes=timeout_minutes), device_id=bound, **place)
         if (found := (dist.get_rank(), dist.get_world_size())) != (rank, size):
-            reason = f"{_launcher().name} says rank {rank} of {size}"
+            reason = f"{launcher().name} says rank {rank} of {size}"
             raise LaunchError("place in the job", f"(rank {found[0]} of {found[1]})", reason, "Use torch's own MPI")
         atexit.register(_end)
         if job != "nccl":
@@ -218,7 +180,7 @@ def check_available(backend: str) -> None:
 
 
 def _local_rank() -> int:
-    name = _launcher().local_rank
+    name = launcher().local_rank
     return _number(name, "0") if name in os.environ else -1
 
 
@@ -271,7 +233,7 @@ def own_collectives(backend: str, device: torch.device, size: int) -> str | None
     if backend == "auto" and device.type == "cpu" and size > 1 and shared_memory.compiled():
         backend = shared_memory.NAME
     if backend == shared_memory.NAME:
-        shared_memory.register(Settings(ranks_here=_number(_launcher().local_size, "0")), one_host=asked)
+        shared_memory.register(Settings(ranks_here=_number(launcher().local_size, "0")), one_host=asked)
     elif backend == peer_group.NAME:
         if device.type != "cuda":
             raise LaunchError("backend", backend, "the job runs on CPUs", f"Use {shared_memory.NAME} or gloo")

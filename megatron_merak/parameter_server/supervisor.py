@@ -6,7 +6,6 @@ again, in its place, and goes on from its last snapshot.
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,7 +164,3 @@ def servers_of(arguments: Sequence[str]) -> int:
                 raise LaunchError(flag, value or "(missing)", "it is not a number", "Give a number of ranks")
             return int(value)
     return 0
-
-
-def command_of(script: str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-u", script, *arguments]

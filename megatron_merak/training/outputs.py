@@ -6,6 +6,7 @@ from pathlib import Path
 from ..config import HFCheckpointConfig, RunConfig
 from ..errors import ConfigError
 from ..pipeline_parallel.pictures.files import check_suffix
+from ..pipeline_parallel.pictures.library import check_drawing
 
 
 def check_directory(flag: str, value: str, directory: Path) -> None:
@@ -42,3 +43,5 @@ def check_outputs(config: RunConfig, reports: bool) -> None:
             check_file(flag, value)
     if logging.timeline is not None:
         check_suffix("--timeline", logging.timeline)
+    if logging.curve is not None:
+        check_drawing("--curve", logging.curve)

@@ -3,14 +3,15 @@
 import argparse
 import gc
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..arguments import build_parser, read
 from ..cluster import CLUSTERS, DEVICES, find_cluster, profiled
 from ..config import Config, HFConfig, RunConfig, check_sizes
 from ..errors import ConfigError
-from ..plan import Plan
-from ..planner import plan
-from ..planner.growth import growth_table
+
+if TYPE_CHECKING:
+    from ..plan import Plan
 
 
 def kind_of(arguments: Sequence[str]) -> type[RunConfig]:
@@ -37,12 +38,14 @@ def configured(flags: argparse.ArgumentParser, arguments: Sequence[str]) -> tupl
     return read(flags, arguments, kind_of(arguments))
 
 
-def planned(config: RunConfig, own: argparse.Namespace) -> tuple[Plan, tuple[str, ...]]:
+def planned(config: RunConfig, own: argparse.Namespace) -> tuple["Plan", tuple[str, ...]]:
     """The plan, and what its making brought to light."""
     ranks, cluster = world_size(own.world_size), profiled(find_cluster(own.device), config.parallel.device_profile)
     if config.parallel.plan is not None:
         raise ConfigError("--plan", config.parallel.plan, "it is made already", "Use: plan.py show FILE")
     if isinstance(config, Config):
+        from ..planner import plan  # here and below, so that a command line is answered before planning is loaded
+
         found = plan(config, ranks, cluster)
         return found, _growth(found, config, ranks)
     from .hf_model import blueprint_of, build_model, traced_of  # here, since it takes seconds
@@ -55,7 +58,9 @@ def planned(config: RunConfig, own: argparse.Namespace) -> tuple[Plan, tuple[str
     return found, notes + _growth(found, config, ranks)
 
 
-def _growth(found: Plan, config: RunConfig, ranks: int) -> tuple[str, ...]:
+def _growth(found: "Plan", config: RunConfig, ranks: int) -> tuple[str, ...]:
+    from ..planner.growth import growth_table
+
     check_sizes(config.train, config.batches(ranks), found.grid.dp)
     table = growth_table(found, config.phases(ranks))
     return (f"\n{table}",) if table else ()

@@ -1,12 +1,13 @@
 """Pictures as text and PNG, and files by their suffix."""
 
 import json
+import sys
 
 import pytest
 
 from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.pictures.draw import draw, draw_text
-from megatron_merak.pipeline_parallel.pictures.files import write
+from megatron_merak.pipeline_parallel.pictures.files import check_suffix, write
 from megatron_merak.pipeline_parallel.pictures.page import views_of
 from megatron_merak.pipeline_parallel.pictures.trace import from_trace
 
@@ -45,3 +46,12 @@ def test_the_suffix_says_what_is_written(tmp_path):
     with pytest.raises(ConfigError, match=r"a.svg: its suffix is none of .png, .html, .json"):
         write([shown], tmp_path / "a.svg")
     assert not (tmp_path / "a.svg").exists()
+
+
+def test_a_picture_that_nothing_can_draw_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"--timeline a.png: .* pip install 'megatron-merak\[pictures\]'\.$"):
+        check_suffix("--timeline", "a.png")
+    write([view("1f1b")], tmp_path / "a.html")
+    with pytest.raises(ConfigError, match="matplotlib, which is not installed"):
+        write([view("1f1b")], tmp_path / "a.png")

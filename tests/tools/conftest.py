@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -31,8 +32,9 @@ def tool(load, request) -> ModuleType:
 
 
 @pytest.fixture
-def run(tool, capsys) -> Callable[..., str]:
+def run(tool, request, monkeypatch, capsys) -> Callable[..., str]:
     """Arguments -> what the tool prints."""
+    monkeypatch.setattr(sys, "argv", [f"tools/{request.module.TOOL}.py"])
 
     def printed(*arguments: object) -> str:
         try:

@@ -18,7 +18,7 @@ def needs(target):
     """As the Makefile passes them."""
     said = dict(re.findall(r"^(\w+) = (.*)$", MAKEFILE, re.M))
     own = [line for names, line in re.findall(r"^([\w -]+): NEEDS = (.*)$", MAKEFILE, re.M) if target in names.split()]
-    return (own or [said["NEEDS"]])[0].replace("$(UNDRAWN)", said["UNDRAWN"]).split()
+    return (own or [said["NEEDS"]])[0].split()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.pictures.draw import draw
+from megatron_merak.pipeline_parallel.pictures.library import check_drawing
 from megatron_merak.pipeline_parallel.pictures.page import page
 from megatron_merak.pipeline_parallel.pictures.trace import to_trace
 from megatron_merak.pipeline_parallel.pictures.view import View
@@ -14,11 +15,13 @@ SUFFIXES = (".png", ".html", ".json")
 
 
 def check_suffix(flag: str, path: str) -> None:
-    """Raises ConfigError for a file that ``write`` does not know."""
+    """Raises ConfigError for a file that ``write`` does not know, and for a picture where nothing can draw it."""
     if Path(path).suffix.lower() not in SUFFIXES:
         reason = "its suffix is none of " + ", ".join(SUFFIXES)
         remedy = "Name a .png (a picture), an .html (a page to zoom into) or a .json (a trace for ui.perfetto.dev)"
         raise ConfigError(flag, path, reason, remedy)
+    if Path(path).suffix.lower() == ".png":
+        check_drawing(flag, path)
 
 
 def write(views: Sequence[View], path: str | Path, title: str = "") -> None:

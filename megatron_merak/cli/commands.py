@@ -1,0 +1,66 @@
+"""Every command by name, and ``python -m megatron_merak``, which lists and starts them."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+
+from .. import __version__
+from ..config import nearest
+from ..errors import ConfigError
+
+MODULE = "python -m megatron_merak"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command is for, in a few words; ``target`` is the function that it runs, as "module:function"."""
+
+    target: str
+    text: str
+
+
+# The entry point of each is merak- and its name (pyproject.toml).
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "pretrain": Command("megatron_merak.cli.pretrain:gpt", "pretrain a GPT (pretrain_gpt.py)"),
+        "pretrain-hf": Command("megatron_merak.cli.pretrain:hf", "train a HuggingFace language model (pretrain_hf.py)"),
+        "preprocess": Command("megatron_merak.cli.preprocess_data:main", "tokenize text into data sets"),
+        "launch": Command(
+            "megatron_merak.cli.launch:main", "start a job with parameter servers that outlives its ranks"
+        ),
+        "plan": Command("megatron_merak.cli.plan:main", "show how a training command would run, or a stored plan"),
+        "memory": Command("megatron_merak.cli.report_memory:main", "show what fills the memory of every rank"),
+        "simulate": Command("megatron_merak.cli.simulate:main", "simulate pipeline schedules and plans"),
+        "verify": Command("megatron_merak.cli.verify:main", "compare checkpoints with their manifests"),
+        "doctor": Command("megatron_merak.cli.doctor:main", "say what is active here, and why the rest is not"),
+    }
+)
+
+
+def listing() -> str:
+    """The commands, a line each."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.text}" for name, command in COMMANDS.items()]
+    head = [f"megatron_merak {__version__}", "", f"usage: {MODULE} COMMAND ...      (or merak-COMMAND ...)", ""]
+    return "\n".join([*head, *lines, "", f"{MODULE} COMMAND --help shows the flags of one."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    """Run the command that the first argument names, with the rest; the exit status is the command's."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("--help", "-h", "help"):
+        print(listing())
+        return 0
+    if given[0] == "--version":
+        print(__version__)
+        return 0
+    if given[0] not in COMMANDS:
+        close = nearest(given[0], COMMANDS)
+        remedy = f"The nearest is {close}" if close else f"{MODULE} lists them"
+        sys.stderr.write(f"{ConfigError('command', given[0], 'is not known', remedy)}\n")
+        return 2
+    module, _, function = COMMANDS[given[0]].target.partition(":")
+    sys.argv = [f"{MODULE} {given[0]}", *given[1:]]
+    return getattr(import_module(module), function)(given[1:])

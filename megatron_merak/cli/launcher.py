@@ -1,0 +1,46 @@
+"""``--nproc-per-node``: ranks on this host without torchrun's command, by its own agent, which says nothing itself."""
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+FLAG = "--nproc-per-node"
+
+
+def without_flag(given: Sequence[str]) -> list[str]:
+    """A command line without the number of ranks."""
+    left, rest = list(given), []
+    while left:
+        token = left.pop(0)
+        if token == FLAG:
+            del left[:1]
+        elif not token.startswith(f"{FLAG}="):
+            rest.append(token)
+    return rest
+
+
+def start(ranks: int, command: str, given: Sequence[str]) -> int:
+    """Run this command once per rank, and return the exit status: that of the first rank that failed, 0 without.
+
+    command: its name in ``COMMANDS``. given: its command line. What a rank has to say it says itself; only one that a
+    signal has ended cannot, and is spoken for. A signal that this process gets is passed on, and ends the ranks.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.CRITICAL)  # the agent's own words on ranks that have spoken for themselves
+    script = [sys.argv[0]] if sys.argv[0].endswith(".py") else ["-m", "megatron_merak", command]
+    options = run.parse_args(["--standalone", f"{FLAG}={ranks}", *script, *without_flag(given)])
+    try:
+        run.run(options)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            sys.stderr.write(f"rank {rank}: process {failure.pid} was ended by {name}\n")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0

@@ -1,0 +1,107 @@
+"""Shows how a training command would run: rank grid, stages, memory, schedule, predicted time. Needs no GPU.
+
+Takes every flag of pretrain_gpt.py (merak-pretrain), so a command line can be copied as it is; data and learning rate
+may be missing. With --model, a HuggingFace directory or config.json, it takes those of pretrain_hf.py, and shows which
+weights tensor parallelism divides, and why. A plan that was stored is shown again without being made again.
+
+examples:
+  # a small GPT on 8 CPU ranks
+  merak-plan show --world-size 8 --num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 256 \\
+      --vocab-size 8000 --micro-batch-size 4 --global-batch-size 64 --tensor-model-parallel-size 2 \\
+      --pipeline-model-parallel-size 2
+
+  # GPT-3 on 1,024 GPUs; the plan as JSON and its timeline as a picture
+  merak-plan show --world-size 1024 --device H100 --num-layers 96 --hidden-size 12288 \\
+      --num-attention-heads 96 --seq-length 2048 --vocab-size 50257 --micro-batch-size 1 --bf16 \\
+      --global-batch-size 1536 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 \\
+      --save plan.json --timeline plan.png
+
+  # an unmodified HuggingFace model of that size; then what a smaller tensor-parallel degree changes
+  merak-plan show --model examples/shapes/bloom-176b.json --world-size 384 --device A100 --seq-length 2048 \\
+      --micro-batch-size 2 --global-batch-size 2048 --bf16 --tensor-model-parallel-size 4 \\
+      --pipeline-model-parallel-size 12 --recompute-granularity full --save bloom.json
+  merak-plan show bloom.json
+  merak-plan diff bloom.json other.json
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import RunConfig
+from ..errors import ConfigError, MerakError
+from ..megatron_flags import without_effect
+from ..training.planned import configured, kind_of, planned
+from ..training.planned import parser as planned_parser
+from .words import described, program, told
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+NAME = "merak-plan"
+USAGE = """merak-plan show --world-size N [--device NAME] [--save FILE.json] TRAINING FLAGS
+       merak-plan show PLAN.json
+       merak-plan diff PLAN.json OTHER.json"""
+
+
+def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
+    flags, own = planned_parser(described(__doc__, NAME), described(USAGE, NAME), kind)
+    flags.add_argument("command", choices=("show", "diff"), help="print a plan, or what differs between two")
+    own.add_argument("--json", metavar="FILE", default=None, help="store the plan; so does --save FILE.json [unset]")
+    return flags
+
+
+def shown(found: "Plan", notes: Sequence[str] = ()) -> str:
+    from ..planner.remedies import misfits
+    from ..planner.tables import memory_table, tensor_table
+
+    parts = [str(found), "\n".join(notes), memory_table(found)]
+    parts += [tensor_table(found)] if found.reasons else []
+    parts += ["\n".join(misfits(found, found.cluster.device))]
+    return "\n\n".join(part for part in parts if part)
+
+
+def show(arguments: Sequence[str]) -> None:
+    """Print the plan that flags describe."""
+    config, own = configured(parser(kind_of(arguments)), arguments)
+    from ..pipeline_parallel.pictures.files import check_suffix, write
+    from ..planner.picture import view
+    from ..training.outputs import check_file
+
+    save, picture = config.checkpoint.save, config.logging.timeline
+    copies = {"--json": own.json, "--save": save if save and save.endswith(".json") else None}  # else a run's directory
+    for flag, path in {**copies, "--timeline": picture}.items():
+        if path is not None:
+            check_file(flag, path)
+    if picture is not None:
+        check_suffix("--timeline", picture)
+    found, notes = planned(config, own)
+    print(shown(found, (*without_effect(arguments)[1], *notes)))
+    for path in copies.values():
+        if path is not None:
+            Path(path).write_text(found.to_json(), encoding="utf-8")
+    if picture is not None:
+        write([view(found)], picture)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    files = [argument for argument in arguments[1:3] if not argument.startswith("-")]
+    try:
+        if arguments[:1] == ["diff"]:
+            if len(files) != 2 or len(arguments) != 3:
+                raise ConfigError("diff", " ".join(arguments[1:]), "it compares two stored plans", "Name two files")
+            from ..planner.tables import difference
+            from ..training.plan_file import stored
+
+            print(difference(*map(stored, files)) or "the plans are equal")
+        elif arguments[:1] == ["show"] and len(arguments) == 2 and files:
+            from ..training.plan_file import stored
+
+            print(shown(stored(files[0])))
+        else:
+            show(arguments)
+    except (MerakError, OSError) as error:
+        raise SystemExit(f"{program()}: {told(error)}") from None

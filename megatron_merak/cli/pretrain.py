@@ -1,0 +1,168 @@
+"""The two training commands: the command line, this process's place in the job, the job. torch is imported when the
+command line is understood; a mistake is told in one line, by one of the ranks that make it alike."""
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from ..arguments import build_parser, read
+from ..config import Config, HFConfig, RunConfig
+from ..errors import ConfigError, MerakError
+from ..megatron_flags import without_effect
+from ..parallel.position import launched, position, tell
+from .launch import supervise
+from .launcher import FLAG, start, without_flag
+from .words import described, program, told
+
+Run = TypeVar("Run", bound=RunConfig)
+
+GPT = """Pretrain a GPT with data x tensor x pipeline parallelism, on CPUs or GPUs.
+
+one process:      merak-pretrain --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
+                      --micro-batch-size 4 --train-iters 20 --lr 1e-3 --mock-data --vocab-size 1000 --log-interval 1
+eight processes:  merak-pretrain --nproc-per-node 8 --tensor-model-parallel-size 2 \\
+                      --pipeline-model-parallel-size 2 --global-batch-size 32 ... (the same flags)
+several hosts:    torchrun --nnodes 2 --nproc-per-node 8 ... -m megatron_merak pretrain ... (the same flags)
+"""
+HF = """Pretrain or fine-tune any HuggingFace causal language model with data x tensor x pipeline parallelism.
+
+from a config.json:  merak-pretrain-hf --model config.json --seq-length 128 --micro-batch-size 4 --train-iters 20 \\
+                         --lr 1e-3 --mock-data --log-interval 1
+from weights:        merak-pretrain-hf --nproc-per-node 8 --model DIRECTORY --data-path PREFIX \\
+                         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save-hf TRAINED ...
+several hosts:       torchrun --nnodes 2 --nproc-per-node 8 ... -m megatron_merak pretrain-hf ... (the same flags)
+"""
+INTERRUPTED = 128 + signal.SIGINT
+LIBRARIES = ("torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "safetensors")
+
+
+def gpt(arguments: Sequence[str] | None = None) -> None:
+    """The command merak-pretrain, and pretrain_gpt.py."""
+
+    def job(config: Config, world: Any, notices: tuple[str, ...]) -> None:
+        from ..training.pretrain import pretrain
+
+        pretrain(config, world, notices)
+
+    _command(Config, job, described(GPT, "merak-pretrain"), "pretrain", arguments)
+
+
+def hf(arguments: Sequence[str] | None = None) -> None:
+    """The command merak-pretrain-hf, and pretrain_hf.py."""
+
+    def job(config: HFConfig, world: Any, notices: tuple[str, ...]) -> None:
+        from ..training.pretrain_hf import pretrain_hf
+
+        pretrain_hf(config, world, notices)
+
+    _command(HFConfig, job, described(HF, "merak-pretrain-hf"), "pretrain-hf", arguments)
+
+
+def _command(
+    kind: type[Run],
+    job: Callable[[Run, Any, tuple[str, ...]], None],
+    description: str,
+    command: str,
+    arguments: Sequence[str] | None,
+) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        config, ranks = _understood(kind, description, given)
+        if ranks is None:
+            _train(config, job, without_effect(given)[1])
+        else:
+            sys.exit(_start(config, ranks, command, given))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal has sent already
+        tell(f"{program()}: interrupted")
+        _abandon(INTERRUPTED)
+
+
+def _understood(kind: type[Run], description: str, given: Sequence[str]) -> tuple[Run, int | None]:
+    """The configuration, and the number of ranks to start where the command line asks for them; exits with status 2
+    for a command line that cannot be read."""
+    parser = build_parser(description, kind)
+    parser.usage = f"{program()} [{FLAG} RANKS] FLAGS"
+    group = parser.add_argument_group("processes")
+    text = "start this many processes on this host, each a rank; several hosts are started by torchrun [unset]"
+    group.add_argument(FLAG, metavar="N", default=None, help=text)
+    try:
+        config, own = read(parser, given, kind, _decided(kind, given))
+        ranks = None if own.nproc_per_node is None else _ranks(own.nproc_per_node)
+        if ranks is not None:
+            _check(config, ranks)
+    except MerakError as error:
+        tell(told(error))
+        sys.exit(2)
+    return config, ranks
+
+
+def _start(config: RunConfig, ranks: int, command: str, given: Sequence[str]) -> int:
+    """The exit status of the ranks; with parameter servers they outlive each other."""
+    if not config.parallel.served:
+        return start(ranks, command, given)
+    return supervise(ranks, command, without_flag(given), config.parallel.num_parameter_servers)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(FLAG, text, "it is not a number of ranks", "Give it, 1 or more")
+    if launched():
+        raise ConfigError(FLAG, text, "torchrun has started this process", f"Give {FLAG} to one of them")
+    return int(text)
+
+
+def _decided(kind: type[RunConfig], given: Sequence[str]) -> dict[str, Any]:
+    """What a stored plan says of the settings."""
+    if not any(argument.partition("=")[0] == "--plan" for argument in given):
+        return {}
+    from ..training.plan_file import decided
+
+    return decided(kind, given)
+
+
+def _check(config: RunConfig, size: int) -> None:
+    """Raises a MerakError for a configuration that does not fit a job of ``size`` ranks."""
+    if config.parallel.plan is not None:
+        from ..training.plan_file import check_plan_ranks
+
+        check_plan_ranks(config, size)
+    config.validate(size)
+
+
+def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notices: tuple[str, ...]) -> None:
+    rank: int | str = "?"
+    try:
+        rank, size = position()
+        _check(config, size)
+        from ..parallel.launch import launch, leave
+        from ..training.served import role_of
+
+        parallel, train = config.parallel, config.train
+        world = launch(
+            parallel.distributed_backend,
+            parallel.distributed_timeout_minutes,
+            train.deterministic_mode,
+            parallel.emulate,
+            train.fp32_matmul_precision,
+            served=role_of(parallel),
+        )
+        job(config, world, notices)
+    except MerakError as error:
+        tell(f"rank {rank}: {error}", alike=str(error))
+        _abandon(1)
+    except ModuleNotFoundError as error:
+        if error.name not in LIBRARIES:
+            raise
+        tell(f"{program()}: {error.name} is not installed. Install it: pip install {error.name}.")
+        _abandon(1)
+    leave(world)
+
+
+def _abandon(status: int) -> NoReturn:
+    """End this process without the other ranks, at once where they may be connected."""
+    launch = sys.modules.get("megatron_merak.parallel.launch")
+    if launch is not None:
+        launch.abandon(status)
+    sys.exit(status)

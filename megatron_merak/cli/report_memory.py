@@ -1,0 +1,134 @@
+"""Shows what fills the memory of the ranks of a plan: a table per stage and rank, and a picture. Needs no GPU.
+
+Takes a stored plan, or every flag of pretrain_gpt.py, so that a command line can be copied as it is; with --model, a
+HuggingFace directory or config.json, those of pretrain_hf.py. All numbers are modelled:
+
+  weights      parameters in the compute type, tied ones once per rank
+  gradients    the fp32 buffer that all micro-batches add to
+  optimizer    both moments of AdamW in fp32, and an fp32 copy of 16-bit weights
+  activations  what micro-batches in flight keep for their backwards when the rank keeps most, under the plan's
+               schedule and recomputation: inputs of recomputed layers, tapes of the others, what waits for a W
+  working      what the largest unit needs only while it runs, such as logits and their gradient; where replicas share
+               weights or gradients, the whole ones of two units
+  transfers    activations and gradients on their way over the borders of stages
+
+examples:
+  # 20B parameters on 24 GB cards: what recomputing no more than necessary leaves room for
+  merak-memory --world-size 64 --device "RTX 3090" --num-layers 44 --hidden-size 6144 \\
+      --num-attention-heads 64 --seq-length 1024 --vocab-size 50257 --micro-batch-size 2 --global-batch-size 256 \\
+      --bf16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 16 --recompute-granularity full \\
+      --recompute-method capacity --device-memory-gb 22 --picture memory.png
+
+  merak-memory --plan plan.json --picture memory.png
+  merak-memory --classic
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, MerakError
+from ..megatron_flags import without_effect
+from ..training.planned import configured, kind_of, parser, planned
+from .words import described, program, told
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+NAME = "merak-memory"
+USAGE = """merak-memory --world-size N [--device NAME] [--picture FILE.png] TRAINING FLAGS
+       merak-memory --plan PLAN.json [--picture FILE.png]
+       merak-memory --classic"""
+GIB, MIB, GB = 2**30, 2**20, 10**9
+
+
+def looked_at(plan: "Plan", limit: float) -> str:
+    """The tables, the rank that needs most, and what does not fit."""
+    from ..plan import prediction, sharing
+    from ..planner.memory import rank_memory
+    from ..planner.remedies import misfits
+    from ..planner.tables import memory_table
+
+    peaks = [memory.total for memory in rank_memory(plan)]
+    rank = peaks.index(max(peaks))
+    recomputed = [f"{len(stage.recompute)}/{len(stage.units)}" for stage in plan.stages]
+    batches = f"{plan.num_microbatches} micro-batches of {plan.micro_batch_size}"
+    lines = [
+        f"{plan.grid.size} ranks, {plan.schedule.name}, {batches}, {plan.dtype}; every number is modelled, of one rank",
+        f"recomputed units per stage: {' '.join(recomputed)}",
+        *filter(None, [sharing(plan), prediction(plan)]),
+        "",
+        memory_table(plan),
+        "",
+        f"largest: pipeline rank {rank} with {peaks[rank] / GIB:.2f} GiB" + (f" of {limit / GIB:.2f}" if limit else ""),
+    ]
+    return "\n".join([*lines, *misfits(plan, plan.cluster.device)])
+
+
+def classic() -> str:
+    """Figures to check a memory model against."""
+    from ..planner.memory import StageMemory
+    from ..planner.tables import align
+
+    table, giant = 64000 * 5120, 175 * GB
+    rows = [["", "fp32", "fp16"]]
+    sizes = [[StageMemory.of(count, dtype, 0, 0, 0) for dtype in ("float32", "float16")] for count in (table, giant)]
+    rows.append(["64000 x 5120 embedding", *(f"{memory.weights / MIB:.0f} MB" for memory in sizes[0])])
+    rows.append(["its fp32 gradient", *(f"{memory.gradients / MIB:.0f} MB" for memory in sizes[0])])
+    rows.append(["its optimizer state", *(f"{memory.optimizer / MIB:.0f} MB" for memory in sizes[0])])
+    rows.append(["175B parameters", *(f"{memory.weights / GB:.0f} GB" for memory in sizes[1])])
+    rows.append(["with gradients and optimizer", *(f"{memory.total / GB:.0f} GB" for memory in sizes[1])])
+    return "\n".join([*align(rows), "", "MB are 2^20 bytes, GB 10^9, as these figures are usually quoted."])
+
+
+def show(arguments: Sequence[str]) -> None:
+    flags, own = parser(described(__doc__, NAME), described(USAGE, NAME), kind_of(arguments))
+    own.add_argument("--picture", metavar="FILE", default=None, help="draw a bar per rank into this PNG file [unset]")
+    own.add_argument("--classic", action="store_true", help="print well-known figures and end")
+    alone = argparse.ArgumentParser(add_help=False)
+    alone.add_argument("--plan")
+    alone.add_argument("--picture")
+    alone.add_argument("--classic", action="store_true")
+    given, rest = alone.parse_known_args(arguments)
+    if given.classic or given.plan is not None:
+        if rest:
+            reason = "it needs no training flags, and they would have no effect"
+            raise ConfigError("--classic" if given.classic else "--plan", " ".join(rest), reason, "Leave them out")
+    if given.classic:
+        print(classic())
+        return
+    if given.picture is not None:
+        check_picture(given.picture)
+    if given.plan is not None:
+        from ..training.plan_file import stored
+
+        found, notes, limit = stored(given.plan), (), 0.0
+    else:
+        config, values = configured(flags, arguments)
+        found, notes = planned(config, values)
+        notes = (*without_effect(arguments)[1], *notes)
+        limit = (config.parallel.device_memory_gb or 0) * GIB
+    limit = limit or found.cluster.device.memory
+    print("\n\n".join(part for part in (looked_at(found, limit), "\n".join(notes)) if part))
+    if given.picture is not None:
+        from ..planner.memory_picture import draw_memory
+
+        draw_memory(found, given.picture, limit)
+
+
+def check_picture(path: str) -> None:
+    if not path.endswith(".png"):
+        raise ConfigError("--picture", path, "it is not a PNG file", "Name a file that ends in .png")
+    from ..pipeline_parallel.pictures.library import check_drawing
+    from ..training.outputs import check_file
+
+    check_file("--picture", path)
+    check_drawing("--picture", path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    try:
+        show(sys.argv[1:] if arguments is None else arguments)
+    except (MerakError, OSError) as error:
+        raise SystemExit(f"{program()}: {told(error)}") from None

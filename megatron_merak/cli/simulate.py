@@ -1,0 +1,243 @@
+"""Simulates pipeline schedules and plans, and shows them, or a real run, side by side. Needs no GPU.
+
+How long a step takes, where the ranks wait, what they hold: as text, as a PNG, as one HTML page to zoom into, or as a
+trace for ui.perfetto.dev. Times are milliseconds of one micro-batch. One number of --forward, --backward, --weight and
+--recompute is the time of all that one pipeline rank holds, shared by its stages. A list ("10,10,10,14") is of that
+many pieces of the model, in order: as many as there are stages, or as the stages of the schedule with most. --transfer
+and --latency are per boundary between two stages: one number, or one less than there are stages.
+
+examples:
+  # 1F1B on 8 ranks: 7/32 of the time is bubble
+  merak-simulate --schedule 1f1b --ranks 8 --microbatches 25 --html 1f1b.html
+
+  # several schedules of one model on one time axis; W ops take half of the backward unless --weight says otherwise
+  merak-simulate --schedule 1f1b interleaved zb-h1 zb-v --microbatches 12 --transfer 1 --html side.html
+
+  # recomputation on all stages but the last, which is slower (it has the output layer)
+  merak-simulate --schedule 1f1b shifted --forward 10,10,10,14 --backward 20,20,20,28 --recompute 10,10,10,0
+
+  # a schedule searched for uneven stages and a slow link, in the memory of 1F1B, beside what formulas give
+  merak-simulate --schedule auto 1f1b zb-h1 --forward 10,10,10,14 --backward 20,20,20,28 --latency 4
+
+  # a schedule of one's own, before it is run with --schedule-file
+  merak-simulate --schedule mine.txt 1f1b --ranks 2 --microbatches 4 --html mine.html
+
+  # a slow link: the steady state pays for the round trip, not only the fill and the drain
+  merak-simulate --ranks 8 --microbatches 8 --forward 20 --backward 40 --latency 8.4
+
+  # plans that merak-plan stored, with the bytes that every rank holds
+  merak-simulate --plan one.json other.json --html plans.html
+
+  # a plan beside the step as it really ran
+  torchrun --nproc-per-node 4 pretrain_gpt.py ... --timeline run.json
+  merak-simulate --plan plan.json --trace run.json --html both.html
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ConfigError, MerakError, ScheduleError
+from ..pipeline_parallel.builders import BUILDERS, build_schedule
+from ..pipeline_parallel.check import peak_in_flight
+from ..pipeline_parallel.ops import Schedule
+from ..pipeline_parallel.passes import add_communication
+from ..pipeline_parallel.pictures.draw import draw_text
+from ..pipeline_parallel.pictures.files import check_suffix, write
+from ..pipeline_parallel.pictures.palette import time_text
+from ..pipeline_parallel.pictures.table import aligned, rank_rows, summary_rows
+from ..pipeline_parallel.pictures.trace import from_trace
+from ..pipeline_parallel.pictures.view import View
+from ..pipeline_parallel.schedule_files import read_schedule
+from ..pipeline_parallel.search.problem import Limits
+from ..pipeline_parallel.search.search import search
+from ..pipeline_parallel.simulate import StageCosts, simulate
+from ..planner.picture import view
+from ..training.outputs import check_file
+from ..training.plan_file import stored
+from .words import described, program
+
+OUTPUTS = {"--png": ".png", "--html": ".html", "--perfetto": ".json"}
+WIDTH = 160  # columns of text
+AUTO = "auto"
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    text = described(__doc__, "merak-simulate")
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what is shown, several after each other")
+    names = ", ".join([*BUILDERS, AUTO])
+    schedules = f"schedules by name ({names}: one that is searched for), or files with a schedule, as text or as CSV "
+    schedules += "of torch.distributed.pipelining [1f1b]"
+    what.add_argument("--schedule", "--pipeline-schedule", nargs="+", default=[], metavar="NAME", help=schedules)
+    what.add_argument("--plan", nargs="+", default=[], metavar="PLAN.json", help="stored plans, with their own costs")
+    traces = "steps as they ran, from --timeline FILE.json of a run, or from --perfetto"
+    what.add_argument("--trace", nargs="+", default=[], metavar="TRACE.json", help=traces)
+    size = parser.add_argument_group("the schedules")
+    size.add_argument("--ranks", "--stages", type=int, default=4, help="pipeline ranks [%(default)s]")
+    size.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step [%(default)s]")
+    size.add_argument("--chunks", type=int, help="stages per rank, of schedules that leave a choice [their own]")
+    size.add_argument("--group", type=int, help="micro-batches of an interleaved group [--ranks]")
+    held = "most micro-batches that each stage may hold in a searched schedule [as 1F1B]"
+    size.add_argument("--in-flight", metavar="N", help=held)
+    costs = parser.add_argument_group("their costs")
+    for name, default, text in (
+        ("forward", "10", "forward"),
+        ("backward", "20", "backward, with weight gradients"),
+        ("weight", None, "the part of the backward that a W op takes over [half]"),
+        ("recompute", "0", "recomputation before or inside the backward"),
+        ("transfer", "0", "how long one message occupies the link"),
+        ("latency", "0", "further delay of a message, during which the link is free"),
+    ):
+        known = "" if default is None else " [%(default)s]"
+        costs.add_argument(f"--{name}", default=default, metavar="MS", help=text + known)
+    hidden = "of ops run together, the share of the shorter that is hidden, 0 to 1 [%(default)s]"
+    costs.add_argument("--overlap", type=float, default=0.0, metavar="SHARE", help=hidden)
+    out = parser.add_argument_group("output")
+    out.add_argument("--png", metavar="FILE.png", help="write a picture")
+    out.add_argument("--html", metavar="FILE.html", help="write a page that needs nothing else, to zoom and compare")
+    out.add_argument("--perfetto", metavar="FILE.json", help="write a trace for ui.perfetto.dev")
+    out.add_argument("--text", action="store_true", help="print the timelines as text")
+    out.add_argument("--print-schedule", action="store_true", help="print every rank's ops, with communication")
+    return parser.parse_args(arguments)
+
+
+def numbers(flag: str, text: str) -> tuple[float, ...]:
+    """Seconds."""
+    try:
+        return tuple(float(value) / 1e3 for value in text.split(","))
+    except ValueError:
+        raise ConfigError(flag, text, "it is not a list of numbers", "Write 10 or 10,10,14") from None
+
+
+def of_stages(flag: str, text: str, stages: int, ranks: int) -> tuple[float, ...]:
+    """The seconds of each stage: a rank's share of one number, or the sum or the part of equal pieces of the model."""
+    values = numbers(flag, text)
+    if len(values) == 1:
+        return (values[0] * ranks / stages,) * stages
+    if len(values) % stages == 0:
+        pieces = len(values) // stages
+        return tuple(sum(values[stage * pieces : (stage + 1) * pieces]) for stage in range(stages))
+    if stages % len(values) == 0:
+        share = stages // len(values)
+        return tuple(values[stage // share] / share for stage in range(stages))
+    reason = f"{len(values)} values do not fit {stages} stages"
+    raise ConfigError(flag, text, reason, f"Give 1 or {stages} values, or a multiple")
+
+
+def of_borders(flag: str, text: str, borders: int) -> tuple[float, ...]:
+    values = numbers(flag, text)
+    if len(values) not in (1, borders):
+        raise ConfigError(flag, text, f"{len(values)} values, {borders} or 1 are needed", "Correct the list")
+    return values * borders if len(values) == 1 else values
+
+
+def stage_costs(arguments: argparse.Namespace, schedule: Schedule) -> StageCosts:
+    size = schedule.stages, len(schedule.ranks)
+    found = {name: of_stages(f"--{name}", getattr(arguments, name), *size) for name in ("forward", "backward")}
+    if arguments.weight is None:
+        found["weight"] = tuple(value / 2 for value in found["backward"])
+    else:
+        found["weight"] = of_stages("--weight", arguments.weight, *size)
+    found["recompute"] = of_stages("--recompute", arguments.recompute, *size)
+    for name in ("transfer", "latency"):
+        found[name] = of_borders(f"--{name}", getattr(arguments, name), schedule.stages - 1)
+    return StageCosts(**found)
+
+
+def words(arguments: argparse.Namespace) -> str:
+    """The costs as they were given, those that are not 0."""
+    given = {name: getattr(arguments, name) for name in ("forward", "backward", "weight", "recompute", "transfer")}
+    given["latency"] = arguments.latency
+    return ", ".join(f"{name} {value} ms" for name, value in given.items() if value not in (None, "0"))
+
+
+def searched(arguments: argparse.Namespace) -> View:
+    """The best schedule found for the costs, one stage per rank, within the micro-batches that stages may hold."""
+    ranks, microbatches = arguments.ranks, arguments.microbatches
+    built = build_schedule("1f1b", ranks, microbatches)
+    held = peak_in_flight(built)
+    if arguments.in_flight is not None:
+        given = tuple(round(1e3 * value) for value in numbers("--in-flight", arguments.in_flight))
+        if len(given) not in (1, ranks):
+            reason = f"{len(given)} values, {ranks} or 1 are needed"
+            raise ConfigError("--in-flight", arguments.in_flight, reason, "Correct the list")
+        held = given * ranks if len(given) == 1 else given
+    costs = stage_costs(arguments, built)
+    found = search(costs, microbatches, limits=Limits.in_flight(held), split_weights=True)
+    detail = f"{words(arguments)}; no schedule is below {time_text(found.bound)}, {found.builder} takes "
+    detail += time_text(found.builder_makespan)
+    return View(simulate(found.schedule, costs, arguments.overlap), detail=detail)
+
+
+def scheduled(arguments: argparse.Namespace, name: str) -> View:
+    """A schedule by name or from a file, with the costs of the command line."""
+    if name == AUTO:
+        return searched(arguments)
+    if name in BUILDERS:
+        builder = BUILDERS[name]
+        chunks = arguments.chunks if builder.chunked else None
+        group = arguments.group if builder.grouped else None
+        schedule = build_schedule(name, arguments.ranks, arguments.microbatches, chunks, group)
+    elif Path(name).exists():
+        schedule = read_schedule(name, "--schedule")
+    else:
+        reason = f"it is no file, and no schedule of {', '.join([*BUILDERS, 'auto'])}"
+        raise ScheduleError("--schedule", name, reason, "Name one of them, or a file")
+    timeline = simulate(schedule, stage_costs(arguments, schedule), arguments.overlap)
+    return View(timeline, detail=words(arguments))
+
+
+def planned(path: str) -> View:
+    plan = stored(path)
+    return view(plan, f"{Path(path).stem}: {plan.schedule.name}")
+
+
+def traced(path: str) -> tuple[View, ...]:
+    try:
+        return from_trace(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, ScheduleError) as error:
+        reason = error.reason if isinstance(error, ScheduleError) else str(error)
+        remedy = "Name a file that --timeline FILE.json of a run wrote, or --perfetto of this tool"
+        raise ConfigError("--trace", path, reason, remedy) from error
+
+
+def views(arguments: argparse.Namespace) -> list[View]:
+    names = arguments.schedule or ([] if arguments.plan or arguments.trace else ["1f1b"])
+    found = [scheduled(arguments, name) for name in names]
+    found += [planned(path) for path in arguments.plan]
+    found += [one for path in arguments.trace for one in traced(path)]
+    return found
+
+
+def report(shown: View, arguments: argparse.Namespace) -> str:
+    timeline = shown.timeline
+    head = f"{shown.name}: {shown.size}\n{shown.clock} makespan {timeline.makespan * 1e3:.3f} ms, "
+    parts = [head + f"bubble {timeline.bubble:.1%}" + (f"\n{shown.detail}" if shown.detail else "")]
+    if arguments.print_schedule:
+        schedule = timeline.schedule
+        parts.append(str(schedule if schedule.has_communication else add_communication(schedule)))
+    if arguments.text:
+        shortest = min((event.end - event.start for event in timeline.events if event.end > event.start), default=1.0)
+        parts.append(draw_text(timeline, max(shortest, 3 * timeline.makespan / WIDTH)))
+    return "\n\n".join([*parts, aligned(rank_rows(shown))])
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(given)
+    outputs = {flag: path for flag in OUTPUTS if (path := getattr(arguments, flag[2:])) is not None}
+    try:
+        for flag, path in outputs.items():
+            check_file(flag, path)
+            if Path(path).suffix.lower() != OUTPUTS[flag]:
+                raise ConfigError(flag, path, "its suffix says otherwise", f"Name a file that ends in {OUTPUTS[flag]}")
+            check_suffix(flag, path)
+        shown = views(arguments)
+    except (MerakError, OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{program()}: {error}") from None
+    print("\n\n".join(report(one, arguments) for one in shown))
+    if len(shown) > 1:
+        print(f"\n{aligned(summary_rows(shown))}")
+    for path in outputs.values():
+        write(shown, path)

@@ -1,0 +1,60 @@
+"""Reads every byte of checkpoints and compares it with their manifests.
+
+    merak-verify DIRECTORY ...     of --save, an output_dir of MerakTrainer, or a single checkpoint
+
+One line per checkpoint, newest first. The exit status is 1 when one is damaged, or when there is none. Directories in
+which a save was interrupted do not count. Needs no GPU and no model, and changes nothing.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .words import described
+
+
+def checkpoints(path: Path, faults: list[CheckpointError]) -> Iterator[Path]:
+    """``path`` itself if it has the name of a checkpoint, else those in it; ``faults``: of those not complete."""
+    from ..checkpoint import directory as directories
+    from ..checkpoint import places
+
+    if places.step_of(path) is not None or directories.iteration_of(path) >= 0:
+        yield path
+        return
+    yield from places.newest_first(path, faults)
+    yield from directories.complete_ones(path, faults)
+
+
+def verify(path: Path) -> None:
+    """Raises CheckpointError."""
+    from ..checkpoint import directory as directories
+    from ..checkpoint import places, unit
+
+    if directories.iteration_of(path) >= 0:
+        directories.verify(path)
+    else:
+        unit.verify(path, unit.read(path, places.step_of(path)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    text = described(__doc__, "merak-verify")
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
+    count, faults = 0, []
+    for directory in parser.parse_args(arguments).directories:
+        try:
+            for path in checkpoints(directory, faults):
+                count += 1
+                try:
+                    verify(path)
+                    print(f"{path}: whole")
+                except CheckpointError as error:
+                    faults.append(error)
+        except CheckpointError as error:
+            faults.append(error)
+    for fault in faults:
+        print(f"damaged: {fault}")
+    if not count and not faults:
+        print("There is no checkpoint.")
+    return int(bool(faults) or not count)
