@@ -12,9 +12,8 @@ from tests.ranks import run_ranks
 
 def build(rank, world_size, directory):
     os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")  # as torchrun says it to ranks of two hosts
-    args = MerakArguments(
-        directory, use_cpu=True, report_to="none", rank_order="dp-tp-pp", tensor_model_parallel_size=2
-    )
+    degrees = {"tensor_model_parallel_size": 2, "rank_order": "dp-tp-pp"}
+    args = MerakArguments(directory, use_cpu=True, ddp_backend="gloo", report_to="none", **degrees)
     trainer = MerakTrainer(tiny_llama(), args, collate, samples(4))
     with redirect_stderr(io.StringIO()) as said:
         plan = trainer.engine.plan
