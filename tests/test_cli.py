@@ -85,7 +85,12 @@ def test_the_number_of_ranks_is_left_out_where_ranks_are_started():
     [
         (["--nproc-per-node", "3", "--tensor-model-parallel-size", "2"], 2, "the number of ranks 3: is not a multiple"),
         (["--nproc-per-node", "many"], 2, "--nproc-per-node many: it is not a number of ranks"),
-        (["--nproc-per-node", "2", "--load", "nowhere", "--exit-on-missing-checkpoint"], 1, "rank . --load nowhere: "),
+        pytest.param(
+            ["--nproc-per-node", "2", "--load", "nowhere", "--exit-on-missing-checkpoint"],
+            1,
+            "rank . --load nowhere: ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_mistake_is_told_once_and_nothing_else_is(flags, status, told):
