@@ -27,7 +27,7 @@ PY = $(shell $(ENVIRONMENT) --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help environment install train test test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm fuzz-graph clean
+.PHONY: help environment install train test test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -50,6 +50,7 @@ help:
 	@echo "make bench-paper      Merak's paper on modelled clusters, into docs/paper.md (5 minutes)"
 	@echo "make bench-ops        compiled operations beside PyTorch's and torch.compile's"
 	@echo "make bench-performance  a training step with and without compiled kernels, into docs/performance.md (30 minutes)"
+	@echo "make bench-servers    parameter servers beside all-reduce, modelled, into docs/parameter_server.md (2 minutes)"
 	@echo "make doctor           what is compiled and active here, and why the rest is not"
 	@echo "make gpu              on a machine with a GPU: its tests, none of them skipped, then its kernels' speed into docs/gpu.md"
 	@echo "make install      only the set-up that all of these share; idempotent"
@@ -60,7 +61,7 @@ environment:
 
 install: environment
 
-train parity bench-search: NEEDS = dependencies
+train parity bench-search bench-servers: NEEDS = dependencies
 install test test-oldest parity-full test-native test-slow fuzz-graph: NEEDS = dependencies test
 bench bench-two-lines: NEEDS = $(UNDRAWN) accelerate
 lint: NEEDS = lint
@@ -137,6 +138,9 @@ bench-ops: environment
 
 bench-performance: environment
 	@$(PY) benchmarks/performance.py $(ARGS)
+
+bench-servers: environment
+	@$(PY) benchmarks/parameter_server.py --into docs/parameter_server.md $(ARGS)
 
 doctor: environment
 	@$(PY) tools/doctor.py $(ARGS)
