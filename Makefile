@@ -26,7 +26,11 @@ PY = $(shell $(ENVIRONMENT) --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
+<<<<<<< HEAD
 .PHONY: help environment install wheel train test test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm fuzz-graph clean
+=======
+.PHONY: help environment install train test test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
+>>>>>>> psbench
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -49,6 +53,7 @@ help:
 	@echo "make bench-paper      Merak's paper on modelled clusters, into docs/paper.md (5 minutes)"
 	@echo "make bench-ops        compiled operations beside PyTorch's and torch.compile's"
 	@echo "make bench-performance  a training step with and without compiled kernels, into docs/performance.md (30 minutes)"
+	@echo "make bench-servers    parameter servers beside all-reduce, modelled, into docs/parameter_server.md (2 minutes)"
 	@echo "make doctor           what is compiled and active here, and why the rest is not"
 	@echo "make gpu              on a machine with a GPU: its tests, none of them skipped, then its kernels' speed into docs/gpu.md"
 	@echo "make wheel        a source distribution in dist/, and a wheel of it: compiled for any x86-64-v3 CPU, faster on AVX-512 (2 minutes)"
@@ -60,7 +65,11 @@ environment:
 
 install: environment
 
+<<<<<<< HEAD
 train bench-search: NEEDS = dependencies pictures
+=======
+train parity bench-search bench-servers: NEEDS = dependencies
+>>>>>>> psbench
 install test test-oldest parity-full test-native test-slow fuzz-graph: NEEDS = dependencies test
 bench bench-two-lines: NEEDS = dependencies accelerate
 lint: NEEDS = lint
@@ -138,6 +147,9 @@ bench-ops: environment
 
 bench-performance: environment
 	@$(PY) benchmarks/performance.py $(ARGS)
+
+bench-servers: environment
+	@$(PY) benchmarks/parameter_server.py --into docs/parameter_server.md $(ARGS)
 
 doctor: environment
 	@$(PY) tools/doctor.py $(ARGS)

@@ -174,6 +174,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.workers < 1 or given.servers < 0 or given.steps < 2:
         parser.error("give at least one worker, no negative number of servers, and two steps")
+    if any(value is not None and value <= 0 for value in (given.model_elements, given.compute)):
+        parser.error("--model-elements and --compute are above 0")
     if any(worker >= given.workers for worker in given.slow):
         parser.error(f"--slow names a worker that is not among 0 to {given.workers - 1}")
     return given
@@ -187,7 +189,8 @@ def main(argv: list[str] | None = None) -> int:
             page(given.cluster, given.into, given.steps)
             return 0
         one = setup(given.cluster, given.workers, given.servers, given.slow)
-        one = replace(one, elements=given.model_elements or one.elements, compute=given.compute or one.compute)
+        own = {"elements": given.model_elements, "compute": given.compute}
+        one = replace(one, **{name: value for name, value in own.items() if value is not None})
         print(opening(one), "\n")
         who = ", ".join(f"{worker} takes {factor:g} x" for worker, factor in given.slow.items()) or "equal"
         print(curves_table({who: curves(one, Bytes(SAMPLES), given.steps)}))

@@ -32,11 +32,11 @@ def staleness_and_times(
     figure, save = _figure(6.4)
     above, below = figure.subplots(2, 2, sharey="row")
     for axes, (who, some) in zip(above, found.items(), strict=True):
-        counters = some["ps-async"].staleness
+        counters, setup = some["ps-async"].staleness, some["ps-async"].trace.setup
         width = 0.8 / len(counters)
         for worker, ages in enumerate(counters):
             shares = [100 * ages[age] / ages.total() for age in sorted(ages)]
-            slow = some["ps-async"].trace.setup.slow[worker] > 1
+            slow = setup.computing(worker) > setup.compute
             color = COLORS["ps-sync"] if slow else (0.17, 0.42, 0.69, 0.4 + 0.6 * worker / len(counters))
             places = [age + width * (worker - (len(counters) - 1) / 2) for age in sorted(ages)]
             axes.bar(places, shares, width, color=color, label=f"worker {worker}" + (", slow" if slow else ""))

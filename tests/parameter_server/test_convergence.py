@@ -1,8 +1,8 @@
 """Gradients that are old still lead to the optimum, as fast as theory promises of the rule by which servers apply them.
 
 The rule is x <- x - eta_k g_k with g_k a gradient at weights that were read d_k updates ago, and eta_k the learning
-rate divided by 1 + d_k. AdamW without memory (both betas 0) and with an eps far above any gradient is this rule: its step is
-lr g / (|g| + eps). So what is tested here is what servers run, no stand-in for it.
+rate divided by 1 + d_k. AdamW without memory (both betas 0) and with an eps far above any gradient is this rule: its
+step is lr g / (|g| + eps). So what is tested here is what servers run, no stand-in for it.
 """
 
 import math
