@@ -26,11 +26,7 @@ PY = $(shell $(ENVIRONMENT) --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-<<<<<<< HEAD
-.PHONY: help environment install wheel train test test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance doctor gpu bench-shm fuzz-graph clean
-=======
-.PHONY: help environment install train test test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
->>>>>>> psbench
+.PHONY: help environment install wheel train test test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -65,11 +61,7 @@ environment:
 
 install: environment
 
-<<<<<<< HEAD
-train bench-search: NEEDS = dependencies pictures
-=======
-train parity bench-search bench-servers: NEEDS = dependencies
->>>>>>> psbench
+train bench-search bench-servers: NEEDS = dependencies pictures
 install test test-oldest parity-full test-native test-slow fuzz-graph: NEEDS = dependencies test
 bench bench-two-lines: NEEDS = dependencies accelerate
 lint: NEEDS = lint
