@@ -143,12 +143,11 @@ def plan_chain(
 
     ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
-    is taken. ``chunks`` and ``group``: see ``build_schedule``. ``bucket_size``: None is the default. ``memory_gb`` is
-    the memory of a rank in GiB; without it the device's own is respected where some cut does. ``reasons``: of each
-    tensor, why it is divided as it is. ``precision``: ``grad_reduce_in_bf16`` and ``fp32_residual``. The rest are
-    fields of ``Plan``. Raises PlanError for more stages than units,
-    where ``memory_gb`` does not suffice, and where ``sharding``, ``sharding_instances`` and ``overlap`` do not go
-    together; ScheduleError for an unknown schedule or one that is not defined for these numbers.
+    is taken. ``chunks``, ``group``: see ``build_schedule``. ``bucket_size``: None is the default. ``memory_gb``: of a
+    rank, in GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is
+    divided as it is. The rest, with ``grad_reduce_in_bf16`` and ``fp32_residual``, are fields of ``Plan``. Raises
+    PlanError for more stages than units, where ``memory_gb`` does not suffice, and for fields that do not go together;
+    ScheduleError for an unknown schedule or one that is not defined for these numbers.
     """
     check_instances(sharding_instances, grid.dp, sharding)
     units, recompute = tuple(units), recompute or Recompute()
@@ -161,9 +160,9 @@ def plan_chain(
     found: list[Plan] = []
     for mode in _modes(overlap, grid, built, micro_batch_size, given, sharding):
         order = pair(built) if mode == "pair" and not given else built
-        draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode}
+        draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode, "cluster": cluster}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
-        draft |= {"cluster": cluster, "overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
+        draft |= {"overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
         draft |= {"recompute_activations": recompute_activations, "overlap_param_gather": overlap_param_gather}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
         draft |= {"sharding": sharding, "sharding_instances": sharding_instances, **precision}

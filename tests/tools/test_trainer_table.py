@@ -5,13 +5,13 @@ import inspect
 import pytest
 from transformers import Trainer, TrainingArguments
 
-from megatron_merak.hf_trainer import arguments as merak_arguments
+from megatron_merak.hf_trainer import fields as of_fields
 from megatron_merak.hf_trainer import overrides
 from megatron_merak.hf_trainer.arguments import MerakArguments
 from tests.hf_trainer.stand_in import EagerTrainer, collate, tiny_llama
 from tools import trainer_table
 
-LACKING = merak_arguments.NEWER - TrainingArguments.__dataclass_fields__.keys()
+LACKING = of_fields.NEWER - TrainingArguments.__dataclass_fields__.keys()
 LATER = {  # of other releases of transformers 5
     *("current_gradient_accumulation_steps", "optimizer_step", "end", "is_distributed_loading_by_transformers"),
     *("loss_is_scaled_for_ga", "_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters"),
@@ -36,8 +36,8 @@ def test_the_tables_name_nothing_that_transformers_has_not():
     known = {*dir(Trainer), *trainer_table.attributes(Trainer), *inspect.signature(Trainer.__init__).parameters}
     assert {*overrides.REFUSED, *overrides.DIFFERENT} - known <= LATER
     fields = {*TrainingArguments.__dataclass_fields__} | LACKING
-    assert {*merak_arguments.REFUSED, *merak_arguments.HONOURED, *merak_arguments.DIFFERENT} <= fields
-    assert not {*merak_arguments.REFUSED} & {*merak_arguments.HONOURED}
+    assert {*of_fields.REFUSED, *of_fields.HONOURED, *of_fields.DIFFERENT} <= fields
+    assert not {*of_fields.REFUSED} & {*of_fields.HONOURED}
     assert not {*overrides.REFUSED} & {*overrides.DIFFERENT}
 
 
