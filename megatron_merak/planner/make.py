@@ -146,8 +146,7 @@ def plan_chain(
     is taken. ``chunks``, ``group``: see ``build_schedule``. ``bucket_size``: None is the default. ``memory_gb``: of a
     rank, in GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is
     divided as it is. The rest, with ``grad_reduce_in_bf16`` and ``fp32_residual``, are fields of ``Plan``. Raises
-    PlanError for more stages than units, where ``memory_gb`` does not suffice, and for fields that do not go together;
-    ScheduleError for an unknown schedule or one that is not defined for these numbers.
+    PlanError where these do not go together or no cut fits, ScheduleError for one not defined for these numbers.
     """
     check_instances(sharding_instances, grid.dp, sharding)
     units, recompute = tuple(units), recompute or Recompute()
@@ -162,10 +161,10 @@ def plan_chain(
         order = pair(built) if mode == "pair" and not given else built
         draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode, "cluster": cluster}
         draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
-        draft |= {"overlap_grad_reduce": overlap_grad_reduce, "loss_chunk": loss_chunk}
-        draft |= {"recompute_activations": recompute_activations, "overlap_param_gather": overlap_param_gather}
+        draft |= {"overlap_grad_reduce": overlap_grad_reduce, "overlap_param_gather": overlap_param_gather}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
-        draft |= {"sharding": sharding, "sharding_instances": sharding_instances, **precision}
+        draft |= {"recompute_activations": recompute_activations, "loss_chunk": loss_chunk, "sharding": sharding}
+        draft |= {"sharding_instances": sharding_instances, **precision}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))
             if schedule == "auto":

@@ -140,7 +140,7 @@ def test_a_run_goes_on_with_servers_or_without(tmp_path):
             equal(resumed, unbroken)
         else:
             assert rows[0]["iteration"] == 3 and 8 <= rows[0]["consumed_samples"] - 2 <= 10
-        back = tmp_path / f"back from {strategy.split()[-1]}"
+        back = tmp_path / f"back-from-{strategy.split()[-1]}"
         run(2, f"--train-iters 6 {CONSTANT} --load {resumed / 'run'}", back)
         assert [row["iteration"] for row in records(back)] == [5, 6]
 
