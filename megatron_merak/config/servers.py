@@ -70,6 +70,16 @@ def check_workers(parallel: ParallelConfig, world_size: int) -> None:
         raise ConfigError("--num-parameter-servers", servers, reason, f"Use {' or '.join(map(str, near))}")
 
 
+def told_of_worker(parallel: ParallelConfig, workers: int) -> str:
+    """What a plan made by `of_worker` does not say."""
+    servers = f"{parallel.num_parameter_servers} parameter server(s)"
+    where = servers if parallel.num_parameter_servers else "servers beside the workers' ranks"
+    return (
+        f"The plan is that of one of {workers} workers ({STRATEGY} {parallel.data_parallel_strategy}): its times are "
+        f"without the exchange with {where}, which keep the optimizer's state that its memory counts."
+    )
+
+
 def of_worker(config: Run, workers: int) -> Run:
     """The configuration of one worker of a job: that of a job of its own, which has its part of every batch."""
     train = config.train

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..arguments import deviation_report
 from ..checkpoint import store
 from ..checkpoint.lock import DirectoryLock
-from ..config import RunConfig, check_sizes, flag_name
+from ..config import RunConfig, check_sizes, flag_name, told_of_worker
 from ..data.build import Datasets
 from ..data.identity import difference, identity
 from ..data.loader import BatchLoader
@@ -73,6 +73,7 @@ def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Se
         stand_in(world),
         "\n".join((*config.ignored(), *notes)),
         "\n".join(notices(plan.grid, nodes)),
+        "" if world.role is None else told_of_worker(config.parallel, world.role.workers),
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..arguments import build_parser, read
 from ..cluster import CLUSTERS, DEVICES, find_cluster, profiled
-from ..config import Config, HFConfig, RunConfig, check_sizes
+from ..config import Config, HFConfig, RunConfig, check_sizes, of_worker, told_of_worker
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,20 +41,25 @@ def configured(flags: argparse.ArgumentParser, arguments: Sequence[str]) -> tupl
 def planned(config: RunConfig, own: argparse.Namespace) -> tuple["Plan", tuple[str, ...]]:
     """The plan, and what its making brought to light."""
     ranks, cluster = world_size(own.world_size), profiled(find_cluster(own.device), config.parallel.device_profile)
+    notes: tuple[str, ...] = ()
+    if config.parallel.served:
+        workers = config.data_parallel_size(ranks)
+        notes = (told_of_worker(config.parallel, workers),)
+        config, ranks = of_worker(config, workers), config.parallel.ranks_of_replica
     if config.parallel.plan is not None:
         raise ConfigError("--plan", config.parallel.plan, "it is made already", "Use: plan.py show FILE")
     if isinstance(config, Config):
         from ..planner import plan  # here and below, so that a command line is answered before planning is loaded
 
         found = plan(config, ranks, cluster)
-        return found, _growth(found, config, ranks)
+        return found, notes + _growth(found, config, ranks)
     from .hf_model import blueprint_of, build_model, traced_of  # here, since it takes seconds
 
     gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
     config.validate(ranks, training=False)
     traced, _ = traced_of(build_model(config.model), config)
     found = blueprint_of(traced, config, ranks, cluster).plan
-    notes = (f"Captured {traced.captured.how}.", *traced.captured.notes)
+    notes += (f"Captured {traced.captured.how}.", *traced.captured.notes)
     return found, notes + _growth(found, config, ranks)
 
 
