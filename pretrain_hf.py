@@ -14,8 +14,8 @@ from megatron_merak.errors import MerakError
 from megatron_merak.megatron_flags import without_effect
 from megatron_merak.parallel.launch import abandon, launch, leave, position
 from megatron_merak.training.plan_file import check_plan_ranks, decided
-from megatron_merak.training.served import role_of
 from megatron_merak.training.pretrain_hf import pretrain_hf
+from megatron_merak.training.served import role_of
 
 
 def main() -> None:

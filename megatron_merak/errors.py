@@ -56,5 +56,9 @@ class NumericsError(MerakError):
     """Gradients or weights that are not finite, where training cannot go on."""
 
 
+class ServerError(MerakError):
+    """What a parameter server refused, or could not do."""
+
+
 class TraceError(MerakError):
     """A model whose forward cannot be captured as one graph, or would be captured wrongly."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _SHARDED = "Use --data-parallel-sharding-strategy: optim is ZeRO stage 1, optim_grads 2, optim_grads_params 3 (FSDP)"
-_AVERAGED = "Leave it out: gradients are averaged by all-reduce, or reduce-scattered"
 _REPLICAS = "Leave it out: ranks that tensor and pipeline parallelism leave are data parallel"
 
 # Flag -> what to do instead.
@@ -19,7 +18,6 @@ MEANT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys("--dp --dp-size --data-parallel-size --num-gpus --nproc-per-node".split(), _REPLICAS),
         "--rank-order": "Leave it out: ranks are ordered tensor, data, pipeline parallel, the first innermost",
-        **dict.fromkeys("--data-parallel-strategy --num-parameter-servers".split(), _AVERAGED),
         **dict.fromkeys("--zero --zero-stage --fsdp --deepspeed --deepspeed-config".split(), _SHARDED),
         **dict.fromkeys("--bs --batch-size --per-device-train-batch-size".split(), "Use --micro-batch-size"),
         "--gradient-accumulation-steps": "Use --global-batch-size: micro-batch size x replicas x accumulation steps",

@@ -33,6 +33,7 @@ LEVELS = {
     "optimizer": 6,
     "data": 6,
     "checkpoint": 6,
+    "parameter_server": 7,
     "stages": 7,
     "training": 8,
     "hf_trainer": 9,

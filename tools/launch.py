@@ -13,6 +13,7 @@ examples:
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def supervisor(asked: argparse.Namespace) -> Supervisor:
     hosts = Hosts(asked.nproc_per_node, asked.nnodes, asked.node_rank, asked.master_addr, asked.master_port)
     command = command_of(asked.script, asked.flags)
     say = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True)  # noqa: E731
-    return Supervisor(command, hosts, servers_of(asked.flags), asked.max_restarts, say)
+    return Supervisor(command, os.environ, hosts, servers_of(asked.flags), asked.max_restarts, say)
 
 
 def main() -> int:

@@ -161,14 +161,7 @@ def check_recompute(parallel: ParallelConfig) -> None:
 
 
 def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
-    tp, pp, servers = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.num_parameter_servers,
-    )
-    if servers:
-        _check_workers(servers, world_size, tp * pp)
-        return
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world_size < 1 or world_size % (tp * pp):
         raise ConfigError(
             "the number of ranks",
@@ -176,19 +169,6 @@ def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
             f"is not a multiple of --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp}",
             f"Start {multiples(world_size, tp * pp)} ranks, or change the degrees",
         )
-
-
-def _check_workers(servers: int, world_size: int, replica: int) -> None:
-    """Whether the ranks that parameter servers leave over make workers of ``replica`` ranks each."""
-    left = world_size - servers
-    if left < replica:
-        reason = f"leaves {max(left, 0)} of {world_size} ranks, and a worker takes {replica} (tensor x pipeline parallel)"
-        remedy = f"Use at most {world_size - replica}" if world_size > replica else f"Start {replica + servers} ranks"
-        raise ConfigError("--num-parameter-servers", servers, reason, remedy)
-    if left % replica:
-        near = [n for n in (servers + left % replica - replica, servers + left % replica) if n >= 0]
-        reason = f"leaves {left} of {world_size} ranks, not a multiple of the {replica} ranks of a worker"
-        raise ConfigError("--num-parameter-servers", servers, reason, f"Use {' or '.join(map(str, near))}")
 
 
 def check_sharding(parallel: ParallelConfig) -> None:

@@ -33,7 +33,7 @@ from .sections import (
     ParallelConfig,
     TrainConfig,
 )
-from .servers import check_servers
+from .servers import check_servers, check_workers
 from .settings import Section, known_keys
 
 
@@ -86,7 +86,7 @@ class RunConfig:
         self.check_model()
         check_precision(self.train)
         check_servers(self.parallel, self.train, self.checkpoint, self.logging)
-        check_ranks(self.parallel, world_size)
+        (check_workers if self.parallel.num_parameter_servers else check_ranks)(self.parallel, world_size)
         batches, replicas = self.batches(world_size), self.data_parallel_size(world_size)
         resumes = self.checkpoint.load is not None and not self.checkpoint.finetune  # checks what is to come, later
         check_sizes(self.train, batches, replicas, batches.sizes[-1][0] if resumes else 0)
@@ -136,6 +136,9 @@ class RunConfig:
         if parallel.ddp_bucket_size is not None and parallel.sharding in ("optim_grads", "optim_grads_params"):
             why = "has no effect: sharded gradients are reduced one unit of the model at a time."
             told.append(f"--ddp-bucket-size {parallel.ddp_bucket_size} {why}")
+        if parallel.data_parallel_strategy == "ps-async" and self.data.num_workers:
+            why = "has no effect: a worker of --data-parallel-strategy ps-async loads the part that it has claimed."
+            told.append(f"--num-workers {self.data.num_workers} {why}")
         return tuple(told)
 
 

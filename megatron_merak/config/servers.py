@@ -50,12 +50,26 @@ def check_servers(
         raise ConfigError("--distributed-backend", "emu", reason, "Use benchmarks/parameter_server.py to model it")
 
 
+def check_workers(parallel: ParallelConfig, world_size: int) -> None:
+    """Raise ConfigError where the ranks that parameter servers leave over make no workers."""
+    servers, replica = parallel.num_parameter_servers, parallel.ranks_of_replica
+    left = world_size - servers
+    if left < replica:
+        reason = (
+            f"leaves {max(left, 0)} of {world_size} ranks, and a worker takes {replica} (tensor x pipeline parallel)"
+        )
+        remedy = f"Use at most {world_size - replica}" if world_size > replica else f"Start {replica + servers} ranks"
+        raise ConfigError("--num-parameter-servers", servers, reason, remedy)
+    if left % replica:
+        near = [n for n in (servers + left % replica - replica, servers + left % replica) if n >= 0]
+        reason = f"leaves {left} of {world_size} ranks, not a multiple of the {replica} ranks of a worker"
+        raise ConfigError("--num-parameter-servers", servers, reason, f"Use {' or '.join(map(str, near))}")
+
+
 def of_worker(config: Run, workers: int) -> Run:
     """The configuration of one worker of a job: that of a job of its own, which has its part of every batch."""
     train = config.train
     size = None if train.global_batch_size is None else train.global_batch_size // workers
     alone = {"data_parallel_strategy": "allreduce", "num_parameter_servers": 0}
     alone |= {"ps_max_staleness": None, "ps_snapshot_interval": None}
-    return replace(
-        config, parallel=replace(config.parallel, **alone), train=replace(train, global_batch_size=size)
-    )
+    return replace(config, parallel=replace(config.parallel, **alone), train=replace(train, global_batch_size=size))

@@ -50,7 +50,13 @@ class World:
     def __str__(self) -> str:
         groups = self.collectives or ("emulated" if self.cluster else dist.get_backend() if self.size > 1 else "")
         sums = f", tensor- and data-parallel collectives by {groups}" if groups else ""
-        return f"{self.size} {self.device.type} rank(s){sums}\n{self.setup}"
+        return f"{self._ranks()}{sums}\n{self.setup}"
+
+    def _ranks(self) -> str:
+        if self.role is None:
+            return f"{self.size} {self.device.type} rank(s)"
+        servers = f"{self.role.servers} parameter server(s)" if self.role.servers else "parameters served by themselves"
+        return f"{self.role.workers} worker(s) of {self.size} {self.device.type} rank(s), {servers}"
 
     @property
     def is_last(self) -> bool:

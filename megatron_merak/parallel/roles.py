@@ -68,7 +68,6 @@ class Role:
         return () if self.servers else self.endpoints
 
 
-
 def job_keys(store: dist.Store, attempt: str = "0") -> dist.Store:
     """What the ranks of one attempt at a job write into a store that its launcher may use for several."""
     return dist.PrefixStore(f"megatron_merak, attempt {attempt}", store)

@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import LaunchError, MerakError
+from ..errors import LaunchError, ServerError
 from ..parallel.roles import Role
 from .layout import Layout, Span
 from .piece import KINDS
 from .server import born_key, connection_name
 from .wire import CLIENT, NUMBERS, POLL, Connection, ConnectionLost, Kind, Message
-
-
-class ServerError(MerakError):
-    """What a server refused, or could not do."""
 
 
 class Answer(NamedTuple):
@@ -80,9 +76,7 @@ class Client:
         say: Callable[[str], object] = print,
     ):
         self.role, self.store, self.timeout, self.say = role, store, timeout, say
-        self.ends = [
-            _End(server, span, layout) for server, (span, layout) in zip(role.endpoints, pieces, strict=True)
-        ]
+        self.ends = [_End(server, span, layout) for server, (span, layout) in zip(role.endpoints, pieces, strict=True)]
         self._pool = ThreadPoolExecutor(len(self.ends), "servers")
         self.sequence = 0
         self._all(lambda end: self._connect(end))

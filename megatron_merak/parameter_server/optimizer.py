@@ -64,9 +64,9 @@ class ServedAdamW(Optimizer):
             self.buffer.drop_master()
         self.pull()
 
-    def pull(self) -> None:
-        """Take the newest weights."""
-        self._take(self.client.pull, ())
+    def pull(self) -> Answer:
+        """Take the newest weights. Collective over the ranks of this worker."""
+        return self._settled(self._take(self.client.pull, ()))
 
     def refresh_master(self) -> None:
         self._stored = False
@@ -99,10 +99,9 @@ class ServedAdamW(Optimizer):
         told, (square,) = read(sums, self.square_norm())
         norm, factor = self._clipped(square)
         if factor is None:
-            answer = self._take(self.client.pull, ())
+            answer = self.pull()
         else:
-            answer = self._take(self.client.push, (self._on_cpu(), factor, rates))
-        self._agree_on_copies()
+            answer = self._settled(self._take(self.client.push, (self._on_cpu(), factor, rates)))
         return told, replace(self._result(norm, factor is None), staleness=answer.staleness, late=answer.late)
 
     def _together(self, sums: Tensor | None, rates: Sequence[float]) -> tuple[list[float], StepResult]:
@@ -143,15 +142,16 @@ class ServedAdamW(Optimizer):
         return answer
 
     @torch.no_grad()
-    def _agree_on_copies(self) -> None:
-        """What several ranks of this worker hold, their servers updated in orders of their own: the first one's is
-        everybody's."""
-        for names, group in self.held.copies:
+    def _settled(self, answer: Answer) -> Answer:
+        """What several ranks of this worker hold, servers that do not wait updated in orders of their own: the first
+        one's is everybody's."""
+        for names, group in [] if self.sync else self.held.copies:
             views = [self.buffer.parameter(name) for name in names]
             joined = torch.cat([view.reshape(-1) for view in views])
             dist.broadcast(joined, group=group, group_src=0)
             for view, part in zip(views, joined.split([view.numel() for view in views]), strict=True):
                 view.copy_(part.view_as(view))
+        return answer
 
 
 def _in_order(rows: Tensor) -> Tensor:
@@ -160,4 +160,3 @@ def _in_order(rows: Tensor) -> Tensor:
     for row in rows[1:]:
         total += row
     return total
-

@@ -51,5 +51,3 @@ def read_snapshot(path: Path, layout: Layout) -> tuple[Piece, dict[int, int]]:
     piece.version, piece.steps = words["version"], words["steps"]
     piece.refresh()
     return piece, {int(worker): sequence for worker, sequence in words["sequences"]}
-
-

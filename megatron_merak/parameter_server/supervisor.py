@@ -4,12 +4,11 @@ torchrun ends all ranks when one dies. Here a worker that dies is left: the othe
 again, in its place, and goes on from its last snapshot.
 """
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed import TCPStore
@@ -57,10 +56,11 @@ class Hosts:
 
 @dataclass
 class Supervisor:
-    """command: of every rank. hosts: where they run. servers: how many ranks, the last ones, only serve. restarts: how
-    often each of these is started again. say: is told what happens to ranks."""
+    """command, environment: of every rank. hosts: where they run. servers: how many ranks, the last ones, only serve.
+    restarts: how often each of these is started again. say: is told what happens to ranks."""
 
     command: Sequence[str]
+    environment: Mapping[str, str]
     hosts: Hosts
     servers: int
     restarts: int = 3
@@ -105,7 +105,7 @@ class Supervisor:
         return rank >= self.hosts.size - self.servers
 
     def _start(self, rank: int) -> None:
-        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | self.hosts.environment(rank)
+        environment = {"OMP_NUM_THREADS": "1"} | dict(self.environment) | self.hosts.environment(rank)
         self.running[rank] = subprocess.Popen(self.command, env=environment)
 
     def _ended(self, rank: int, status: int) -> None:

@@ -52,7 +52,7 @@ class ConnectionLost(Exception):
 
 
 def comes(store: dist.Store, name: str, side: int, unless: str, timeout: timedelta) -> bool:
-    """Whether the ``side`` of a connection comes, which may take its time, before the key ``unless`` is in the store."""
+    """Whether the ``side`` of a connection comes within ``timeout``, and before the key ``unless`` is in the store."""
     deadline, key = time.monotonic() + timeout.total_seconds(), _coming(name, side)
     while not store.check([key]):
         if store.check([unless]) or time.monotonic() > deadline:

@@ -248,7 +248,9 @@ class Job:
         iterations, trainer, dataset = self.config.train.eval_iters, self.trainer, getattr(self.datasets, kind)
         if dataset is None or iterations == 0:
             return
-        loader = self._loader(dataset, self.mesh.dp_rank, self.plan.grid.dp, lambda consumed: trainer.global_batch_size, 0)
+        loader = self._loader(
+            dataset, self.mesh.dp_rank, self.plan.grid.dp, lambda consumed: trainer.global_batch_size, 0
+        )
         losses = [trainer.evaluate(batches) for _, batches in zip(range(iterations), loader, strict=False)]
         loader.close()
         if self.report is not None and losses:

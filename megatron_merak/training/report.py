@@ -72,7 +72,10 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     ]
     if detailed:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}{modelled}")
-    fields += [f"learning rate: {interval.learning_rate:.6E}", f"global batch size: {progress.batch or progress.samples:5d}"]
+    fields += [
+        f"learning rate: {interval.learning_rate:.6E}",
+        f"global batch size: {progress.batch or progress.samples:5d}",
+    ]
     if not math.isnan(interval.loss):
         fields.append(f"lm loss: {interval.loss:.6E}")
     fields += [f"loss scale: {interval.loss_scale:.1f}", f"grad norm: {interval.grad_norm:.3f}"]
@@ -102,6 +105,7 @@ class Report:
         self.config, self.work, self.out = config, work, out or sys.stdout
         self.records: list[dict] = []
         self._pending: list[dict] = []
+        self._before: int | None = None  # the iteration of the step before
         self._metrics = None if config.metrics is None else open(config.metrics, "a", buffering=1)
         self._board = self._tensorboard(config.tensorboard_dir)
 
@@ -128,7 +132,9 @@ class Report:
     def step(self, progress: Progress, seconds: float, report) -> None:
         """One training step (``report``: a StepReport with a loss); prints a line at each log interval."""
         iteration = progress.iteration
-        values = {k: v for k, v in asdict(report).items() if v is not None and k != "zeros" and (k, v) != ("late", False)}
+        values = {
+            k: v for k, v in asdict(report).items() if v is not None and k != "zeros" and (k, v) != ("late", False)
+        }
         time = {"modelled_seconds" if self.work.clock else "seconds": seconds}
         self.note("train", iteration, consumed_samples=progress.consumed_samples, **time, **values)
         self._pending.append({"samples": progress.samples, "seconds": seconds, **values})
@@ -137,7 +143,7 @@ class Report:
         if report.skipped:
             scale = "" if report.loss_scale is None else f"; the loss scale is now {report.loss_scale:.1f}"
             self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped{scale}")
-        if iteration % self.config.log_interval == 0 or iteration == progress.iterations:
+        if self._due(iteration, progress.iterations):
             self.print(
                 console_line(
                     self._interval(progress, report.zeros),
@@ -147,6 +153,13 @@ class Report:
                 )
             )
             self._pending.clear()
+
+    def _due(self, iteration: int, last: int) -> bool:
+        """Whether a log interval has passed since the step before: of workers that do not wait for each other, one may
+        take several steps of an iteration, or none."""
+        before = iteration - 1 if self._before is None else self._before
+        self._before, interval = iteration, self.config.log_interval
+        return iteration // interval > before // interval or (iteration == last and before < last)
 
     def _interval(self, progress: Progress, zeros: int | None) -> Interval:
         pending = self._pending

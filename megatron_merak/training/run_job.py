@@ -15,7 +15,8 @@ from .state import RunState
 def run_job(
     make: Callable[[OptimizerOf], Job], config: RunConfig, world: World, work: Callable[[RunState], Throughput]
 ) -> None:
-    """Make and run a job; ``make`` is given who keeps the optimizer's state. ``work``: that of a sample, for the report.
+    """Make and run a job; ``make`` is given who keeps the optimizer's state. ``work``: of a sample, for the report.
+
     Raises a MerakError on every rank of the job, or of the worker, alike."""
     worker = None if world.role is None else Worker(config, world)
     job = make(adamw_of if worker is None else worker.optimizer)

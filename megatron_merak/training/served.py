@@ -6,6 +6,7 @@ batch; with ps-async it claims one part after the other, whose numbers all worke
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from ..checkpoint.lock import DirectoryLock
 from ..config import SNAPSHOT_INTERVAL, OptimizerConfig, ParallelConfig, RunConfig
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, DirectoryLockedError
 from ..optimizer.loss_scale import LossScaler
 from ..parallel.agree import broadcast_json, together
 from ..parallel.launch import World
@@ -30,6 +31,7 @@ from .report import Report
 
 _CLAIMS = "parts of batches that workers claimed"
 _JOB = "what workers train, and on what"
+_ATTEMPTS, _PAUSE = 50, 0.2  # to take a lock over, and seconds between two
 
 
 def role_of(parallel: ParallelConfig) -> Callable[[int, int], Role] | None:
@@ -51,7 +53,9 @@ def serve(config: RunConfig, world: World) -> None:
     """Run a rank that only serves, until all workers have left or are gone. Raises what went wrong."""
     server = Server(world.role, world.store, server_settings(config))
     if world.rank == 0:
-        print(f"megatron_merak: {world.role.servers} parameter server(s) for {world.role.workers} worker(s)", flush=True)
+        print(
+            f"megatron_merak: {world.role.servers} parameter server(s) for {world.role.workers} worker(s)", flush=True
+        )
     server.wait()
     print(server.told(), flush=True)
 
@@ -124,6 +128,7 @@ class WorkerJob:
         self.trainer, self.mesh, self.config = job.trainer, job.mesh, job.config
         self.optimizer: ServedAdamW = job.trainer.optimizer
         self.leads, self.leading = False, ExitStack()
+        self.start = self.consumed = 0  # iteration and samples that the run started at
         self.saved = self.evaluated = 0  # iterations of the last checkpoint and evaluation
 
     def run(self) -> None:
@@ -140,13 +145,22 @@ class WorkerJob:
     def _lead(self, leads: bool) -> None:
         if not leads or self.leads:
             return
-        self.leads, save = True, self.config.checkpoint.save
-        if save is not None:
-            self.job.lock = self.leading.enter_context(DirectoryLock(save, self.mesh.control))
+        self.leads = True
+        if self.config.checkpoint.save is not None:
+            self.job.lock = self.leading.enter_context(self._lock(self.config.checkpoint.save))
         with together(self.mesh.control, "cpu"):
             self.job.report = self.make_report()
         if self.worker.role.worker > 0:
             self.job.say(f"worker {self.worker.role.worker} leads: those before it are gone")
+
+    def _lock(self, directory: str) -> DirectoryLock:
+        """The one who led before may be dying still."""
+        for _ in range(_ATTEMPTS if self.worker.role.worker > 0 else 0):
+            try:
+                return DirectoryLock(directory, self.mesh.control)
+            except DirectoryLockedError:
+                time.sleep(_PAUSE)
+        return DirectoryLock(directory, self.mesh.control)
 
     def _next(self, start: int, last: int) -> int | None:
         """The next step to take, of ``last``: with ps-async the next part of a batch that nobody took; None at the
@@ -164,16 +178,17 @@ class WorkerJob:
         start, last = trainer.iteration, trainer.iterations
         if train.exit_interval:
             last = min(last, (start // train.exit_interval + 1) * train.exit_interval)
-        size, before = trainer.global_batch_size, trainer.consumed_samples
-        self.saved = self.evaluated = start
-        part_size = size // workers
-        shape = (self.mesh.replica, workers, size) if self.worker.sync else (0, 1, part_size)
+        sync, size, before = self.worker.sync, trainer.global_batch_size, trainer.consumed_samples
+        self.saved = self.evaluated = self.start = start
+        self.consumed, part_size = before, size // workers
+        shape = (self.mesh.replica, workers, size) if sync else (0, 1, part_size)
         loader = job.training_data(*shape[:2], lambda consumed: shape[2])
         try:
             while (part := self._next(start, last)) is not None:
-                if not self.worker.sync:
-                    trainer.iteration, trainer.consumed_samples = part // workers, part * part_size
-                batches = next(loader, None) if self.worker.sync else loader.at(part * part_size)
+                if not sync:
+                    trainer.iteration = part // workers
+                    trainer.consumed_samples = self.consumed + (part - start * workers) * part_size
+                batches = next(loader, None) if sync else loader.at(trainer.consumed_samples)
                 if batches is None:
                     reason = f"the training data ends at {trainer.consumed_samples} samples"
                     raise DataError("--train-iters", train.train_iters, reason, "Lower it, or give more data")
@@ -183,7 +198,12 @@ class WorkerJob:
                     self._after_step(last)
         finally:
             loader.close()
-        trainer.iteration, trainer.consumed_samples = last, trainer.consumed_samples + (last - trainer.iteration) * size
+        self._stand_at(last)
+
+    def _stand_at(self, iteration: int) -> None:
+        """All parts of the batches up to there are taken, as far as a checkpoint can say."""
+        self.trainer.iteration = iteration
+        self.trainer.consumed_samples = self.consumed + (iteration - self.start) * self.trainer.global_batch_size
 
     def _after_step(self, last: int) -> None:
         """Save and evaluate when an interval has passed, since this worker does not see all steps."""
@@ -198,6 +218,7 @@ class WorkerJob:
         if not self.worker.sync:
             self.optimizer.client.freeze()
             self.optimizer.pull()
+            self._stand_at(self.trainer.iteration)
         self.saved = self.job.save()
         if not self.worker.sync:
             self.optimizer.client.thaw()

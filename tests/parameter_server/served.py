@@ -62,5 +62,3 @@ def serving(workers: int, servers: int, directory: Path | None = None) -> Iterat
     yield job, started
     for server in started:
         server.wait()
-
-

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_merak.config import OptimizerConfig
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, ServerError
 from megatron_merak.optimizer.adamw import AdamW
-from megatron_merak.parameter_server.client import Contribution, ServerError
+from megatron_merak.parameter_server.client import Contribution
 from megatron_merak.parameter_server.snapshot import read_snapshot, snapshot_path
 
 from .served import SIZE, Job, layouts, new_buffer, serving
@@ -78,7 +78,9 @@ def test_old_gradients_count_less_and_too_old_ones_nothing():
         before = weights.clone()
         answer = slow.push(flat(6), 0.5, RATES, others)
         assert (answer.staleness, answer.late, answer.version) == (3, True, 6)
-        assert torch.equal(others, before), "a gradient that is too old changes nothing, and its sender gets new weights"
+        assert torch.equal(others, before), (
+            "a gradient that is too old changes nothing, and its sender gets new weights"
+        )
         answer = slow.push(flat(6), 0.5, RATES, others)
         assert (answer.staleness, answer.late) == (0, False)
         fast.leave()
