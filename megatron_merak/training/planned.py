@@ -43,6 +43,7 @@ def planned(config: RunConfig, own: argparse.Namespace) -> tuple["Plan", tuple[s
     ranks, cluster = world_size(own.world_size), profiled(find_cluster(own.device), config.parallel.device_profile)
     notes: tuple[str, ...] = ()
     if config.parallel.served:
+        config.validate(ranks, training=False)
         workers = config.data_parallel_size(ranks)
         notes = (told_of_worker(config.parallel, workers),)
         config, ranks = of_worker(config, workers), config.parallel.ranks_of_replica
