@@ -20,11 +20,12 @@ from .wire import Connection, Kind, Message
 @dataclass(frozen=True)
 class Snapshots:
     """path: of the piece's file, None: none are written. interval: updates between two. restores: this server takes the
-    place of one that ended."""
+    place of one that ended. say: is told of one that cannot be written."""
 
     path: Path | None = None
     interval: int = 0
     restores: bool = False
+    say: Callable[[str], object] = print
 
 
 @dataclass
@@ -88,8 +89,7 @@ class Service:
 
     def close(self) -> None:
         """Wait for the snapshot that is being written."""
-        if self._written is not None:
-            self._written.result()
+        self._settle()
 
     def _hello(self, worker: int, connection: Connection, message: Message) -> None:
         layout = Layout.from_json(message.text)
@@ -196,15 +196,22 @@ class Service:
             self._snapshot()
 
     def _snapshot(self, wait: bool = False) -> None:
-        """Begin to write one, unless the last one is still on its way."""
+        """Begin to write one, unless the last one is still on its way. wait: until it is there; raises CheckpointError
+        where it cannot be written."""
         if self.snapshots.path is None or (self._written is not None and not self._written.done()):
             return
-        if self._written is not None:
-            self._written.result()
+        self._settle()
         copy = self.piece.copy()
         self._written = self.pool.submit(write_snapshot, self.snapshots.path, copy, dict(self.sequences))
         if wait:
             self._written.result()
+
+    def _settle(self) -> None:
+        """Wait for the last snapshot. One that cannot be written is told, and training goes on with the one before."""
+        error = None if self._written is None else self._written.exception()
+        self._written = None
+        if error is not None:
+            self.snapshots.say(f"{error} The snapshot before it stays.")
 
 
 def _pairs(rates: Sequence[float]) -> list[tuple[float, float]]:

@@ -221,6 +221,24 @@ def test_a_server_goes_on_from_its_snapshot_and_clients_find_it(tmp_path):
     assert again.services[0].record.restored == 2
 
 
+def test_a_snapshot_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, capsys):
+    job = Job(1, 1, tmp_path / "snapshots")
+    server, client, weights = job.server(1), job.client(0), torch.empty(SIZE)
+    client.store_state("master", flat(0))
+    client.ready(0)
+    path = snapshot_path(tmp_path / "snapshots", 1, 0)
+    before = path.read_bytes()
+    path.with_suffix(".partial").mkdir()  # where the next one would be written
+    reference = adamw(flat(0))
+    for step in range(3):
+        client.push(flat(step), 0.5, RATES, weights)
+        assert torch.equal(weights, apply(reference, flat(step)))
+    client.leave()
+    server.wait()
+    assert "server-1-place-0.safetensors: it cannot be written" in capsys.readouterr().out
+    assert path.read_bytes() == before
+
+
 class Dead:
     """What is left of a connection to a process that was killed; test_launch.py kills real ones."""
 
