@@ -13,19 +13,14 @@ examples:
 """
 
 import argparse
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, MerakError
+from .pretrain import check_command
+from .supervised import TRAINING, supervised
 from .words import described, program, told
-
-if TYPE_CHECKING:
-    from ..parameter_server.supervisor import Hosts
-
-TRAINING = ("pretrain", "pretrain-hf")
 
 
 def _arguments(given: Sequence[str]) -> argparse.Namespace:
@@ -70,30 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ..parameter_server.supervisor import Hosts, servers_of
 
         hosts = Hosts(asked.nproc_per_node, asked.nnodes, asked.node_rank, asked.master_addr, asked.master_port)
-        return _supervised(asked.script, asked.flags, hosts, servers_of(asked.flags), asked.max_restarts)
+        if asked.script in TRAINING:
+            check_command(asked.script, asked.flags, hosts.size)
+        return supervised(asked.script, asked.flags, hosts, servers_of(asked.flags), asked.max_restarts)
     except MerakError as error:
         print(f"{program()}: {told(error)}", file=sys.stderr)
         return 1
-
-
-def supervise(ranks: int, command: str, flags: Sequence[str], servers: int) -> int:
-    """Run one of TRAINING on this host alone, the last ``servers`` ranks of which only serve; the job's exit status."""
-    from ..parameter_server.supervisor import Hosts
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return _supervised(command, flags, Hosts(ranks, port=port), servers)
-
-
-def _supervised(script: str, flags: Sequence[str], hosts: "Hosts", servers: int, restarts: int = 3) -> int:
-    from ..parallel.position import environment
-    from ..parameter_server.supervisor import Supervisor
-
-    start = ["-m", "megatron_merak", script] if script in TRAINING else [script]
-    command = [sys.executable, "-u", *start, *flags]
-    return Supervisor(command, environment(), hosts, servers, restarts, _say).run()
-
-
-def _say(text: str) -> None:
-    print(f"launch: {text}", file=sys.stderr, flush=True)

@@ -11,8 +11,8 @@ from ..config import Config, HFConfig, RunConfig
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
 from ..parallel.position import launched, position, tell
-from .launch import supervise
 from .launcher import FLAG, start, without_flag
+from .supervised import supervise
 from .words import described, program, told
 
 Run = TypeVar("Run", bound=RunConfig)
@@ -103,6 +103,12 @@ def _start(config: RunConfig, ranks: int, command: str, given: Sequence[str]) ->
     if not config.parallel.served:
         return start(ranks, command, given)
     return supervise(ranks, command, without_flag(given), config.parallel.num_parameter_servers)
+
+
+def check_command(command: str, given: Sequence[str], ranks: int) -> None:
+    """Raises a MerakError for a command line of "pretrain" or "pretrain-hf" that cannot run on so many ranks."""
+    kind = Config if command == "pretrain" else HFConfig
+    _check(read(build_parser("", kind), given, kind, _decided(kind, given))[0], ranks)
 
 
 def _ranks(text: str) -> int:

@@ -175,6 +175,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         arguments = self._places(given, dense.nbytes), dense.data_ptr(), dense.nbytes, *how
         return self._launch(self._core.reduce_scatter, arguments, [output], [given, dense], copies, opts.asyncOp)
 
+    # By gloo, and not by the base class: that one keeps the interpreter while it waits for gloo's lock, which a thread
+    # of gloo may hold that waits for the interpreter to let go of a tensor.
+    def alltoall_base(self, output, input, output_splits, input_splits, opts=None, **_):
+        return self.gloo.alltoall_base(output, input, output_splits, input_splits)
+
+    all_to_all_single = alltoall_base  # its name since torch 2.13
+
     def allreduce_coalesced(self, tensors, opts=None):
         each = dist.AllreduceOptions()
         each.reduceOp = opts.reduceOp if opts else dist.ReduceOp.SUM

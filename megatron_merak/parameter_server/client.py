@@ -1,5 +1,7 @@
 """One worker's rank and its servers: every call goes to all of them at once, each with its piece."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LaunchError, ServerError
-from ..parallel.roles import Role
+from ..parallel.roles import Role, ended_key
 from .layout import Layout, Span
 from .piece import KINDS
-from .server import born_key, connection_name
+from .server import BEATS, born_key, connection_name
 from .wire import CLIENT, NUMBERS, POLL, Connection, ConnectionLost, Kind, Message
 
 
@@ -79,7 +81,9 @@ class Client:
         self.ends = [_End(server, span, layout) for server, (span, layout) in zip(role.endpoints, pieces, strict=True)]
         self._pool = ThreadPoolExecutor(len(self.ends), "servers")
         self.sequence = 0
+        self._calling, self._left = threading.Lock(), threading.Event()
         self._all(lambda end: self._connect(end))
+        threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def store_state(self, kind: str, flat: Tensor) -> None:
         """Let the servers' state of one of KINDS be ``flat``."""
@@ -156,6 +160,11 @@ class Client:
         self._all(lambda end: self._simple(end, Kind.ALONE))
 
     def leave(self) -> None:
+        self._left.set()
+        with self._calling:
+            self._leave()
+
+    def _leave(self) -> None:
         for end in self.ends:
             try:
                 end.connection.send(Kind.LEAVE)
@@ -183,7 +192,8 @@ class Client:
         return answer
 
     def _answer(self, end: _End) -> Message:
-        message = end.connection.receive()
+        while (message := end.connection.receive()).kind is Kind.WAIT:
+            pass
         if message.kind is Kind.ERROR:
             reason = message.text.rstrip(".")
             raise ServerError("parameter server", f"(rank {end.server})", reason, "Correct that, and start again")
@@ -199,7 +209,20 @@ class Client:
                 except ConnectionLost as error:
                     self._connect(end, error)
 
-        return [*self._pool.map(persist, self.ends)]
+        with self._calling:
+            return [*self._pool.map(persist, self.ends)]
+
+    def _beat(self) -> None:
+        """Between two calls, tell the servers now and then that this rank is at work."""
+        while not self._left.wait(self.timeout.total_seconds() / BEATS):
+            if not self._calling.acquire(blocking=False):
+                continue
+            try:
+                for end in self.ends if not self._left.is_set() else ():
+                    with contextlib.suppress(ConnectionLost):  # the next call will find out
+                        end.connection.send(Kind.BEAT)
+            finally:
+                self._calling.release()
 
     def _connect(self, end: _End, lost: Exception | None = None) -> None:
         """Connect to a server that was started since this rank last knew of it; wait until there is one."""
@@ -208,9 +231,9 @@ class Client:
             birth = int(self.store.get(key)) if self.store.check([key]) else 0
             if birth > end.birth:
                 break
-            if time.monotonic() > deadline:
-                reason = "it did not come" if lost is None else f"it is gone, and was not started again ({lost})"
-                remedy = "Resume from the last checkpoint; tools/launch.py starts servers that end again"
+            if time.monotonic() > deadline or self.store.check([ended_key(end.server)]):
+                reason = "it did not come" if lost is None else f"it is gone, or gave this rank up ({lost})"
+                remedy = "Resume from the last checkpoint; merak-launch starts servers that are killed again"
                 raise LaunchError("parameter server", f"(rank {end.server})", reason, remedy)
             time.sleep(POLL)
         end.birth, end.contributed, before = birth, -1, end.version

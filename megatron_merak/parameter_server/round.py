@@ -44,10 +44,15 @@ class Rounds:
         self._receiving = False
 
     def contribute(
-        self, worker: int, step: int, told: tuple[float, ...], receive: Callable[[Tensor], None]
+        self,
+        worker: int,
+        step: int,
+        told: tuple[float, ...],
+        receive: Callable[[Tensor], None],
+        wait: Callable[[Callable[[], bool]], None],
     ) -> tuple[_Round | None, Sum]:
         """Add a worker's gradient, which ``receive`` writes into a tensor, when it is its turn; return when all of the
-        round's are there. The round is None where the step was lost."""
+        round's are there. ``wait`` returns when something holds. The round is None where the step was lost."""
         with self._turn(worker) as mine:
             receive(self.incoming)
             with self.changed:
@@ -62,7 +67,8 @@ class Rounds:
                 mine.told[worker] = told
         with self.changed:
             self.changed.notify_all()
-            self.changed.wait_for(lambda: mine is not self.round or mine.square is not None or self._complete(mine))
+        wait(lambda: mine is not self.round or mine.square is not None or self._complete(mine))
+        with self.changed:
             if mine is not self.round and mine.square is None:
                 return None, Sum()
             if mine.square is None:

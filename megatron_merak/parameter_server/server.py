@@ -1,9 +1,11 @@
 """A serving rank: a thread for every rank that it serves, from its first message until it leaves or is gone."""
 
+import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,6 +14,9 @@ from ..parallel.roles import Role, ended_key
 from .service import Service, Snapshots
 from .snapshot import snapshot_path
 from .wire import CLIENT, SERVER, Connection, ConnectionLost, Kind, comes
+
+_JOB = "word for this job"
+BEATS = 4  # signs of life within the time after which a side that is silent counts as gone
 
 
 def born_key(server: int) -> str:
@@ -39,6 +44,7 @@ class Server:
     def __init__(self, role: Role, store: dist.Store, settings: Settings):
         self.role, self.store, self.settings = role, store, settings
         self.birth = store.add(born_key(role.rank), 1)
+        self._job = store.compare_set(_JOB, "", secrets.token_hex(8)).decode()
         self.lost: list[int] = []
         self.failure: Exception | None = None
         self._pool = ThreadPoolExecutor(1, "snapshots")
@@ -80,8 +86,9 @@ class Server:
         directory, path = self.settings.directory, None
         if directory is not None:
             path = snapshot_path(directory, self.role.rank, place)
-        snapshots = Snapshots(path, self.settings.interval, self.birth > 1)
-        return Service(self.role.workers, snapshots, self._pool)
+        say = partial(print, flush=True)
+        snapshots = Snapshots(path, self._job, self.settings.interval, self.birth > 1, say)
+        return Service(self.role.workers, snapshots, self._pool, self.settings.timeout.total_seconds() / BEATS)
 
     def _run(self, client: int) -> None:
         worker, service = client // self.role.places, self.services[self._place(client)]
@@ -92,11 +99,16 @@ class Server:
                 raise ConnectionLost(f"rank {client} did not come")
             connection = Connection(self.store, name, SERVER, timeout)
             service.serve(worker, connection)
-        except ConnectionLost:
+        except ConnectionLost as error:
             self.lost.append(client)
+            print(f"parameter server (rank {self.role.rank}): rank {client} is gone ({_first_line(error)})", flush=True)
         except Exception as error:  # nobody looks at what a thread raises
             self.failure = error
             if connection is not None:
                 connection.send(Kind.ERROR, text=f"{type(error).__name__}: {error}")
         finally:
             service.gone(worker)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition("] ")[2] or str(error)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,10 +20,11 @@ from .wire import Connection, Kind, Message
 
 @dataclass(frozen=True)
 class Snapshots:
-    """path: of the piece's file, None: none are written. interval: updates between two. restores: this server takes the
-    place of one that ended. say: is told of one that cannot be written."""
+    """path: of the piece's file, None: none are written. job: which one it is of. interval: updates between two.
+    restores: this server takes the place of one that ended. say: is told of one that cannot be written."""
 
     path: Path | None = None
+    job: str = ""
     interval: int = 0
     restores: bool = False
     say: Callable[[str], object] = print
@@ -41,11 +43,12 @@ class Record:
 class Service:
     """One piece, for the ranks at one place of all workers; a thread for each of them calls `answer`.
 
-    workers: how many there are. snapshots: when the piece goes to disk. pool: writes it.
+    workers: how many there are. snapshots: when the piece goes to disk. pool: writes it. patience: seconds after which
+    a client that waits is told so.
     """
 
-    def __init__(self, workers: int, snapshots: Snapshots, pool: ThreadPoolExecutor):
-        self.changed = threading.Condition()
+    def __init__(self, workers: int, snapshots: Snapshots, pool: ThreadPoolExecutor, patience: float = 60.0):
+        self.changed, self.patience = threading.Condition(), patience
         self.live = set(range(workers))
         self.snapshots, self.pool, self.record = snapshots, pool, Record()
         self.piece: Piece | None = None
@@ -71,6 +74,8 @@ class Service:
         mine = None  # the round that it contributed to
         while (message := connection.receive()).kind is not Kind.LEAVE:
             try:
+                if message.kind is Kind.BEAT:
+                    continue
                 if message.kind is Kind.CONTRIBUTE:
                     mine = self._contribute(worker, connection, message)
                 elif message.kind is Kind.APPLY:
@@ -103,7 +108,7 @@ class Service:
 
     def _begin(self, layout: Layout) -> None:
         if self.snapshots.restores:
-            self.piece, self.sequences = read_snapshot(self.snapshots.path, layout)
+            self.piece, self.sequences = read_snapshot(self.snapshots.path, layout, self.snapshots.job)
             self.record.restored, self.ready = self.piece.version, True
         else:
             self.piece = Piece(layout)
@@ -130,8 +135,8 @@ class Service:
         connection.send(Kind.READY)
 
     def _pull(self, worker: int, connection: Connection, message: Message) -> None:
+        self._wait(connection, lambda: self.ready or 0 not in self.live)
         with self.changed:
-            self.changed.wait_for(lambda: self.ready or 0 not in self.live)
             if not self.ready:
                 reason = "it ended before the weights were there"
                 raise LaunchError("worker", 0, reason, "See what it said, and start again")
@@ -155,7 +160,8 @@ class Service:
 
     def _contribute(self, worker: int, connection: Connection, message: Message):
         step, told = int(message.numbers[0]), message.numbers[1:]
-        mine, total = self.rounds.contribute(worker, step, told, connection.receive_tensor)
+        wait = partial(self._wait, connection)
+        mine, total = self.rounds.contribute(worker, step, told, connection.receive_tensor, wait)
         connection.send(Kind.CONTRIBUTE, (total.square, len(total.told)))
         if total.told:
             connection.send_tensor(torch.tensor([numbers for _, numbers in total.told], dtype=torch.float64).flatten())
@@ -176,9 +182,16 @@ class Service:
         connection.send(Kind.THAW)
 
     def _alone(self, worker: int, connection: Connection, message: Message) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.live <= {worker})
+        self._wait(connection, lambda: self.live <= {worker})
         connection.send(Kind.ALONE)
+
+    def _wait(self, connection: Connection, until: Callable[[], bool]) -> None:
+        """Return when something holds, of which ``changed`` is notified; tell the client now and then that it waits."""
+        while True:
+            with self.changed:
+                if self.changed.wait_for(until, self.patience):
+                    return
+            connection.send(Kind.WAIT)
 
     def _send_weights(
         self, kind: Kind, connection: Connection, worker: int = -1, numbers: Sequence[float] = ()
@@ -202,7 +215,9 @@ class Service:
             return
         self._settle()
         copy = self.piece.copy()
-        self._written = self.pool.submit(write_snapshot, self.snapshots.path, copy, dict(self.sequences))
+        self._written = self.pool.submit(
+            write_snapshot, self.snapshots.path, copy, dict(self.sequences), self.snapshots.job
+        )
         if wait:
             self._written.result()
 

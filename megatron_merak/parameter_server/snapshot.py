@@ -17,10 +17,10 @@ def snapshot_path(directory: Path, server: int, place: int) -> Path:
     return directory / f"server-{server}-place-{place}.safetensors"
 
 
-def write_snapshot(path: Path, piece: Piece, sequences: dict[int, int]) -> None:
-    """``sequences``: of each worker, the number of its last gradient that is in the piece. Raises CheckpointError; the
-    file that was there before stays then."""
-    words = {"version": piece.version, "steps": piece.steps, "sequences": list(sequences.items())}
+def write_snapshot(path: Path, piece: Piece, sequences: dict[int, int], job: str) -> None:
+    """``sequences``: of each worker, the number of its last gradient that is in the piece. ``job``: a word that no
+    other job has. Raises CheckpointError; the file that was there before stays then."""
+    words = {"job": job, "version": piece.version, "steps": piece.steps, "sequences": list(sequences.items())}
     metadata = {"layout": piece.layout.to_json(), "state": json.dumps(words)}
     partial = path.with_suffix(".partial")
     try:
@@ -34,18 +34,19 @@ def write_snapshot(path: Path, piece: Piece, sequences: dict[int, int]) -> None:
         raise CheckpointError("parameter server's snapshot", path, f"it cannot be written: {error}", remedy) from error
 
 
-def read_snapshot(path: Path, layout: Layout) -> tuple[Piece, dict[int, int]]:
-    """What `write_snapshot` was given. Raises CheckpointError for a file that is missing, damaged or of another run."""
+def read_snapshot(path: Path, layout: Layout, job: str) -> tuple[Piece, dict[int, int]]:
+    """What `write_snapshot` was given. Raises CheckpointError for a file that is missing, damaged or of another job."""
     piece = Piece(layout)
     remedy = "Start the job again from its last checkpoint"
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            if Layout.from_json(metadata["layout"]) != layout:
-                raise CheckpointError("parameter server's snapshot", path, "it is one of another run", remedy)
+            words = json.loads(metadata["state"])
+            if words["job"] != job or Layout.from_json(metadata["layout"]) != layout:
+                reason = "it is one of another job, and this one has none yet"
+                raise CheckpointError("parameter server's snapshot", path, reason, remedy)
             for kind in KINDS:
                 piece.state[kind].copy_(file.get_tensor(kind))
-            words = json.loads(metadata["state"])
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError("parameter server's snapshot", path, f"it cannot be read: {error}", remedy) from error
     piece.version, piece.steps = words["version"], words["steps"]

@@ -6,9 +6,11 @@ again, in its place, and goes on from its last snapshot.
 
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch.distributed import TCPStore
 
@@ -67,6 +69,8 @@ class Supervisor:
     running: dict[int, subprocess.Popen] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     restarted: dict[int, int] = field(default_factory=dict)
+    meeting: tempfile.TemporaryDirectory = field(default_factory=tempfile.TemporaryDirectory)
+    _stopping: bool = False
 
     def run(self) -> int:
         """Start the ranks of this host and return when all have ended: 0 where a worker came to its end, else the first
@@ -88,6 +92,7 @@ class Supervisor:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             self.store = None
+            self.meeting.cleanup()
         return self._status()
 
     def _store(self):
@@ -104,26 +109,28 @@ class Supervisor:
         return rank >= self.hosts.size - self.servers
 
     def _start(self, rank: int) -> None:
+        meeting = Path(self.meeting.name) / "attempt_0" / str(rank)
+        meeting.mkdir(parents=True, exist_ok=True)
         environment = {"OMP_NUM_THREADS": "1"} | dict(self.environment) | self.hosts.environment(rank)
+        environment["TORCHELASTIC_ERROR_FILE"] = str(meeting / "error.json")  # where ranks agree on who tells a mistake
         self.running[rank] = subprocess.Popen(self.command, env=environment)
 
     def _ended(self, rank: int, status: int) -> None:
         del self.running[rank]
         self.ended[rank] = status
-        if not self._serves(rank):
-            self.store.set(ended_key(rank), str(status))
-        if status == 0:
-            return
         kind = "server" if self._serves(rank) else "worker's rank"
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         again = self.restarted.get(rank, 0)
-        # A status above 0 is an error that was told, such as a wrong flag: it would come again.
-        if self._serves(rank) and status < 0 and again < self.restarts:
+        # A status above 0 is an error that the rank told itself, such as a wrong flag: it would come again.
+        if self._serves(rank) and status < 0 and again < self.restarts and not self._stopping:
             self.restarted[rank] = again + 1
-            self.say(f"{kind} {rank} {how}: started again ({again + 1} of {self.restarts})")
+            self.say(f"{kind} {rank} was killed by signal {-status}: started again ({again + 1} of {self.restarts})")
             self._start(rank)
-        else:
-            self.say(f"{kind} {rank} {how}" + ("" if self._serves(rank) else ": the other workers go on"))
+            return
+        self.store.set(ended_key(rank), str(status))
+        if status < 0 and not self._stopping:
+            others = any(not self._serves(other) for other in self.running)
+            more = ": the other workers go on" if others and not self._serves(rank) else ""
+            self.say(f"{kind} {rank} was killed by signal {-status}{more}")
 
     def _end_servers(self) -> None:
         """Once no worker of this host runs: servers end by themselves when none of any host does."""
@@ -134,11 +141,12 @@ class Supervisor:
                     if (status := process.poll()) is not None:
                         self._ended(rank, status)
                 time.sleep(_POLL)
+            self._stopping = True
             self._kill(signal.SIGTERM)
 
     def _stop(self, number: int, _frame: object) -> None:
+        self._stopping = True
         self._kill(number)
-        self.restarts = 0
 
     def _kill(self, number: int) -> None:
         for process in self.running.values():
@@ -149,18 +157,18 @@ class Supervisor:
         workers = [status for rank, status in sorted(self.ended.items()) if not self._serves(rank)]
         if 0 in workers:
             return 0
-        bad = [abs(status) for status in workers or self.ended.values() if status]
-        return bad[0] if bad else 0
+        bad = [status for status in workers or self.ended.values() if status]
+        return (bad[0] if bad[0] > 0 else 128 - bad[0]) if bad else 0
 
 
 def servers_of(arguments: Sequence[str]) -> int:
     """How many ranks only serve, by the flags of a script. Raises LaunchError."""
-    flag = "--num-parameter-servers"
+    flag, found = "--num-parameter-servers", 0
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == flag:
             value = value if equals else next(iter(arguments[place + 1 :]), "")
             if not value.isdigit():
                 raise LaunchError(flag, value or "(missing)", "it is not a number", "Give a number of ranks")
-            return int(value)
-    return 0
+            found = int(value)
+    return found

@@ -22,7 +22,8 @@ POLL = 0.2  # seconds between two looks into the store
 
 
 class Kind(IntEnum):
-    """What a message says. The server answers each one but LEAVE with a message of the same kind, or ERROR."""
+    """What a message says. The server answers each one but LEAVE and BEAT with a message of the same kind, or ERROR,
+    and maybe some WAIT before it. So whoever is silent for too long is gone, however long a step takes."""
 
     HELLO = 1  # text: the client's layout
     STORE = 2  # a tensor of the state: one kind of it, from the client
@@ -37,6 +38,8 @@ class Kind(IntEnum):
     ALONE = 11  # answered once every other worker has left
     LEAVE = 12
     ERROR = 13  # text: what is wrong
+    WAIT = 14  # from the server: the answer will come, others are waited for
+    BEAT = 15  # from the client: it is at work
 
 
 class Message(NamedTuple):

@@ -208,9 +208,11 @@ class WorkerJob:
     def _after_step(self, last: int) -> None:
         """Save and evaluate when an interval has passed, since this worker does not see all steps."""
         train, done, checkpoint = self.config.train, self.trainer.iteration, self.config.checkpoint
+        if done >= last:
+            return  # the last ones follow when all workers are done
         if checkpoint.save_interval and done // checkpoint.save_interval > self.saved // checkpoint.save_interval:
             self._save()
-        if train.eval_interval and done // train.eval_interval > self.evaluated // train.eval_interval and done < last:
+        if train.eval_interval and done // train.eval_interval > self.evaluated // train.eval_interval:
             self.job.evaluate("valid")
             self.evaluated = done
 

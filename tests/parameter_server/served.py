@@ -38,7 +38,7 @@ class Job:
     def __init__(self, workers: int, servers: int, directory: Path | None = None, interval: int = 1):
         self.size, self.servers = workers + servers, servers
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.settings = Settings(directory, interval, TIMEOUT)
+        self.settings, self.timeout = Settings(directory, interval, TIMEOUT), TIMEOUT
         self.said: list[str] = []
 
     def role(self, rank: int) -> Role:
@@ -50,7 +50,7 @@ class Job:
     def client(self, worker: int, **changes) -> Client:
         role = self.role(worker)
         pieces = layouts(role.workers, len(role.endpoints), **changes)
-        return Client(role, self.store.clone(), pieces, TIMEOUT, self.said.append)
+        return Client(role, self.store.clone(), pieces, self.timeout, self.said.append)
 
 
 @contextmanager

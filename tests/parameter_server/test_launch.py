@@ -108,6 +108,7 @@ def test_a_server_that_does_not_come_back_ends_the_job_with_an_error(tmp_path):
     job.after(5).kill(2)  # without --save there is no snapshot
     assert job.end() != 0
     assert "Start the job again from its last checkpoint" in job.told
+    assert "launch: server 2 was killed by signal 9: started again (1 of 3)" in job.told
 
 
 @pytest.mark.slow
@@ -119,6 +120,16 @@ def test_a_rank_that_serves_and_trains_takes_its_part_along(tmp_path):
     assert "parameter server (rank 1): it is gone, and was not started again" in job.told
 
 
+def test_a_wrong_flag_is_told_once_before_ranks_start():
+    command = [sys.executable, str(ROOT / "tools/launch.py"), "--nproc-per-node", "3", "pretrain", *SMALL.split()]
+    command += ["ps-sync", "--num-parameter-servers", "1", "--train-iters", "2", "--ps-max-staleness", "3"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "--ps-max-staleness 3: has no effect with --data-parallel-strategy ps-sync" in done.stderr
+
+
 def test_hosts_and_flags_say_who_is_who():
     hosts = Hosts(ranks_here=4, nodes=2, node=1, address="first", port=1234)
     assert (hosts.size, hosts.ranks) == (8, range(4, 8))
@@ -126,5 +137,6 @@ def test_hosts_and_flags_say_who_is_who():
     assert [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == list("5814")
     assert servers_of(["--lr", "1", "--num-parameter-servers", "2"]) == 2
     assert servers_of(["--num-parameter-servers=3"]) == 3 and servers_of([]) == 0
+    assert servers_of(["--num-parameter-servers", "1", "--num-parameter-servers", "2"]) == 2, "as argparse takes it"
     with pytest.raises(LaunchError, match="--num-parameter-servers x: it is not a number"):
         servers_of(["--num-parameter-servers", "x"])

@@ -2,7 +2,9 @@
 
 import math
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -178,6 +180,29 @@ def test_the_last_worker_knows_when_it_is_alone():
         first.leave()
 
 
+def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(monkeypatch, capsys):
+    """The time after which whoever is silent is gone is 2 s here; the slow worker's step takes 5."""
+    monkeypatch.setattr("tests.parameter_server.served.TIMEOUT", timedelta(seconds=2))
+    job = Job(3, 1)
+    server = job.server(3)
+    clients = [job.client(worker, sync=True) for worker in range(3)]
+    clients[0].store_state("master", flat(0))
+    clients[0].ready(0)
+    clients[2]._left.set()  # it sends no more signs of life
+
+    def step(worker: int):
+        time.sleep(5 * (worker == 1))
+        return clients[worker].contribute(Contribution(0, flat(worker), (worker,)))
+
+    with ThreadPoolExecutor(2) as pool:
+        for total in pool.map(step, [0, 1]):
+            assert [row[0] for row in total.told] == [0, 1]
+    for client in clients[:2]:
+        client.leave()
+    server.wait()
+    assert server.lost == [2] and "parameter server (rank 3): rank 2 is gone" in capsys.readouterr().out
+
+
 def test_workers_with_other_parameters_are_refused():
     with serving(2, 1) as (job, _):
         first = job.client(0)
@@ -246,7 +271,7 @@ class Dead:
         raise RuntimeError("Connection closed by peer")
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "of another run"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "of another layout", "of another job"])
 def test_snapshots_that_cannot_serve_are_refused(tmp_path, damage):
     job = Job(1, 1, tmp_path)
     server, client = job.server(1), job.client(0)
@@ -256,12 +281,15 @@ def test_snapshots_that_cannot_serve_are_refused(tmp_path, damage):
     server.wait()
     path = snapshot_path(tmp_path, 1, 0)
     ((_, wanted),) = layouts(1, 1)
-    assert read_snapshot(path, wanted)[0].steps == 0
+    assert read_snapshot(path, wanted, server._job)[0].steps == 0
+    word = server._job
     if damage == "missing":
         path.unlink()
+    elif damage == "of another job":
+        word = "another"
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])
     else:
         ((_, wanted),) = layouts(1, 1, eps=1e-6)
     with pytest.raises(CheckpointError, match="parameter server's snapshot .*server-1-place-0"):
-        read_snapshot(path, wanted)
+        read_snapshot(path, wanted, word)
