@@ -16,7 +16,7 @@ from megatron_merak.parameter_server.supervisor import Hosts, servers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
-    --global-batch-size 6 --lr 1e-2 --mock-data --vocab-size 60 --log-interval 1 --eval-iters 1 --ps-snapshot-interval 5
+    --global-batch-size 6 --lr 1e-2 --mock-data --vocab-size 60 --log-interval 1 --eval-iters 1
     --distributed-timeout-minutes 1 --data-parallel-strategy"""
 
 
@@ -86,6 +86,7 @@ def test_killed_workers_and_servers_do_not_end_the_job(tmp_path, strategy):
     if strategy == "two servers":
         servers, strategy = 2, "ps-async"
     flags = f"{strategy} --num-parameter-servers {servers} --train-iters {iterations} --save {tmp_path / 'run'}"
+    flags += " --ps-snapshot-interval 5"
     job = Launched(3 + servers, flags, tmp_path)
     job.after(20).kill(3)  # a server
     job.after(job.iteration + 40).kill(1)  # a worker
