@@ -43,6 +43,11 @@ def take_from_plan(args: Any) -> None:
     made from.
     """
     plan = stored(args.plan)
+    if not plan.graph_sharding:
+        raise ConfigError("plan", args.plan, "it is one of the native model", "Make it by tools/plan.py show --model")
+    if (hybrid := fsdp.hybrid_of(args)) and plan.sharding_instances == 1 < plan.grid.dp:
+        remedy = "Leave it out, or make the plan with --num-distributed-optimizer-instances"
+        raise ConfigError(f"fsdp: {hybrid}", repr(args.fsdp), f"the plan {args.plan} has one instance", remedy)
     defaults = {each.name: each.default for each in dataclasses.fields(args)}
     for name in (name for name in MAKES if name in defaults):
         if getattr(args, name) != defaults[name]:

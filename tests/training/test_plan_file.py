@@ -140,6 +140,8 @@ def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
     with pytest.raises(ConfigError, match=f"^{mapping} tp-cp-pp-dp: the plan says dp-tp-cp-pp"):
         order(mapping)
     planned(path, 1, f"{NATIVE} --rank-order dp-tp-pp")
+    with pytest.raises(ConfigError, match="plan .*: it is one of the native model. Make it by tools/plan.py"):
+        MerakArguments("unused", use_cpu=True, plan=str(path))
     edit(path, graph_sharding="cut")
     for given in (None, "dp-tp-cp-pp", "dp-tp-pp"):
         assert MerakArguments("unused", use_cpu=True, plan=str(path), rank_order=given).rank_order == "dp-tp-cp-pp"
