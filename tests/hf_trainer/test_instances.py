@@ -27,6 +27,7 @@ class Asked:
     data_parallel_sharding_strategy: str | None = None
     use_distributed_optimizer: bool = False
     fsdp_config: dict | None = None
+    rank_order: str | None = None
 
     sharding = MerakArguments.sharding
 
