@@ -25,7 +25,7 @@ INPUT = "Put what changes into the batch, as an entry that the loss reads"
 # What a trainer has of its own: what stays as it is while it trains, and what does not.
 STAYS = frozenset(
     """args mesh model processing_class data_collator train_dataset eval_dataset compute_metrics model_init facts feed
-    preprocess_logits_for_metrics compute_loss_func label_smoother model_accepts_loss_kwargs
+    preprocess_logits_for_metrics compute_loss_func label_smoother model_accepts_loss_kwargs _nodes
     loss_is_scaled_for_ga""".split()
 )
 CHANGES = frozenset(
