@@ -33,7 +33,7 @@ def steps(rank, world_size, dtype, sharded, overlap, in_bf16=False):
         generator = torch.Generator().manual_seed(len(name) + ord(name[-1]) + ord(name[6 % len(name)]))
         buffer.parameter(name).copy_(torch.randn(buffer.slots[name].shape, generator=generator))
     buffer.refresh_master()
-    reducer, gatherer = GradientReducer(buffer, group, True, in_bf16), ShardGatherer(buffer, group, overlap)
+    reducer, gatherer = GradientReducer(buffer, group, True, in_bf16=in_bf16), ShardGatherer(buffer, group, overlap)
     optimizer = AdamW(buffer, CONFIG, None, group)
     norms = []
     for step in range(3):

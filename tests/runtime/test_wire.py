@@ -101,7 +101,7 @@ def types_sent(rank, world_size):
         for shards in (False, True):
             entries = [[BufferEntry(f"{unit}.weight", (64, 64), 0)] for unit in range(2)]
             buffer = ParameterBuffer(entries, torch.float32, "cpu", 4096, *((world_size, rank) if shards else (1, 0)))
-            reducer = GradientReducer(buffer, dist.group.WORLD, True, in_bf16)
+            reducer = GradientReducer(buffer, dist.group.WORLD, True, in_bf16=in_bf16)
             with Types() as types:
                 for name in reversed(buffer.slots):
                     reducer.ready(name)
