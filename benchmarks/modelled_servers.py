@@ -7,11 +7,13 @@ So nothing depends on the values of gradients, and a trace can be followed with 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from modelled_network import Clock, Network
 
 from megatron_merak.cluster import Cluster, Link, all_reduce
 from megatron_merak.parallel.roles import Role
+from megatron_merak.parameter_server.round import AHEAD
 from megatron_merak.plan import DTYPE_BYTES
 from megatron_merak.planner.cost import optimizer_bytes
 
@@ -213,8 +215,8 @@ class _Alone(_Job):
 
 
 class _Together(_Job):
-    """ps-sync: a server receives and adds gradients in the order of the workers, one at a time. When all servers have
-    said so, the first worker that knows lets them apply the sums, and all receive weights."""
+    """ps-sync: a server lets some gradients come in at a time, and adds them in the order of the workers. When all
+    servers have said so, the first worker that knows lets them apply the sums, and all receive weights."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -222,9 +224,11 @@ class _Together(_Job):
         self._begin()
 
     def _begin(self) -> None:
-        self.ready = [False] * self.setup.workers
-        self.turn = [0] * len(self.endpoints)  # the worker whose gradient each server receives
-        self.busy = [False] * len(self.endpoints)
+        servers = range(len(self.endpoints))
+        self.next = [0 for _ in servers]  # the worker whose gradient each server adds next
+        self.asking: list[set[int]] = [set() for _ in servers]  # workers that may not send yet
+        self.arrived: list[set[int]] = [set() for _ in servers]
+        self.incoming, self.adding = [0 for _ in servers], [False for _ in servers]
         self.summed = self.applied = 0
 
     def compute(self, worker: int) -> None:
@@ -233,25 +237,40 @@ class _Together(_Job):
             self.clock.after(self.setup.computing(worker), lambda: self._contribute(worker))
 
     def _contribute(self, worker: int) -> None:
-        self.ready[worker], self.missing[worker] = True, len(self.endpoints)
-        for server in range(len(self.endpoints)):
-            self._receive(server)
+        self.missing[worker] = len(self.endpoints)
+        for server, node in enumerate(self.endpoints):
+            asked = 0.0 if node == worker else 2 * self.setup.link.latency
+            self.clock.after(asked, lambda s=server: self._ask(s, worker))
 
-    def _receive(self, server: int) -> None:
-        worker = self.turn[server]
-        if self.busy[server] or worker == self.setup.workers or not self.ready[worker]:
-            return
-        self.busy[server] = True
-        self.network.send(worker, self.endpoints[server], self.setup.pushed, lambda: self._add(server))
+    def _ask(self, server: int, worker: int) -> None:
+        self.asking[server].add(worker)
+        self._admit(server)
+
+    def _admit(self, server: int) -> None:
+        for worker in sorted(self.asking[server]):
+            if self.incoming[server] < AHEAD or worker == self.next[server]:
+                self.asking[server].remove(worker)
+                self.incoming[server] += 1
+                arrived = partial(self._arrive, server, worker)
+                self.network.send(worker, self.endpoints[server], self.setup.pushed, arrived)
+
+    def _arrive(self, server: int, worker: int) -> None:
+        self.arrived[server].add(worker)
+        self._add(server)
 
     def _add(self, server: int) -> None:
-        moved = 12 if self.turn[server] else 8  # bytes per element: the first one is copied
+        if self.adding[server] or self.next[server] not in self.arrived[server]:
+            return
+        self.adding[server] = True
+        moved = 12 if self.next[server] else 8  # bytes per element: the first one is copied
 
         def added() -> None:
-            self.busy[server] = False
-            self.turn[server] += 1
-            self._receive(server)
-            if self.turn[server] == self.setup.workers:
+            self.adding[server] = False
+            self.incoming[server] -= 1
+            self.next[server] += 1
+            self._admit(server)
+            self._add(server)
+            if self.next[server] == self.setup.workers:
                 self.cores[server].work(self.setup.working(4), self._sum)
 
         self.cores[server].work(self.setup.working(moved), added)

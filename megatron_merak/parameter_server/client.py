@@ -173,7 +173,7 @@ class Client:
         self._pool.shutdown()
 
     def _contribute(self, end: _End, mine: Contribution) -> Total:
-        end.connection.send(Kind.CONTRIBUTE, (mine.step, *mine.told))
+        self._simple(end, Kind.CONTRIBUTE, (mine.step, *mine.told))  # answered when the gradient may come
         end.connection.send_tensor(mine.gradient[slice(*end.span)])
         square, count = self._answer(end).numbers[:2]
         heard = torch.empty(int(count) * (NUMBERS - 1), dtype=torch.float64)

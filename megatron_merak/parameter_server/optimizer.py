@@ -28,7 +28,7 @@ class ServedAdamW(Optimizer):
     are. sync: they step together; their gradients, of which each is one part of the sum, are added in their order and
     applied once. Else each gradient is applied when it comes.
 
-    leader: the first worker that lives, as far as servers know. updates: of the servers' first piece.
+    leader: the first worker that lives, as far as servers know.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class ServedAdamW(Optimizer):
     ):
         super().__init__(held.buffer, config, held.mesh.model, None, scaler)
         self.held, self.client, self.workers, self.sync = held, client, workers, sync
-        self.leader = self.updates = 0
+        self.leader = 0
         self._taken = 0  # steps that this worker took
-        self._whole = wire_dtype(held) == torch.float32  # weights come in fp32
+        self._in_fp32 = wire_dtype(held) == torch.float32  # weights come in fp32
         self._stored = False  # the servers have a master copy that was loaded
         self._on_host = self.buffer.device.type != "cpu"
         pinned = self._on_host and torch.cuda.is_available()
@@ -60,7 +60,7 @@ class ServedAdamW(Optimizer):
             if not self._stored:
                 self.client.store_state("master", self.buffer.master.detach().cpu())
             self.client.ready(self.steps)
-        if self.buffer.rounds and not self._whole:
+        if self.buffer.rounds and not self._in_fp32:
             self.buffer.drop_master()
         self.pull()
 
@@ -131,14 +131,14 @@ class ServedAdamW(Optimizer):
     def _take(self, call: Callable[..., Answer], given: Iterable) -> Answer:
         """``call`` a server so that its answer is in the buffer."""
         buffer = self.buffer
-        into = (buffer.master if self._whole else buffer.data).detach()
+        into = (buffer.master if self._in_fp32 else buffer.data).detach()
         weights = into if self._weights is None else self._weights
         answer = call(*given, weights)
         if weights is not into:
             into.copy_(weights)
-        if self._whole and buffer.rounds:
+        if self._in_fp32 and buffer.rounds:
             buffer.data.copy_(into)
-        self.steps, self.leader, self.updates = answer.steps, answer.leader, answer.version
+        self.steps, self.leader = answer.steps, answer.leader
         return answer
 
     @torch.no_grad()

@@ -2,13 +2,15 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .piece import Piece, Update
+
+AHEAD = 4  # gradients that a piece has memory for, beside their sum
+Wait = Callable[[Callable[[], bool]], None]
 
 
 @dataclass
@@ -39,34 +41,28 @@ class Rounds:
 
     def __init__(self, piece: Piece, changed: threading.Condition, live: set[int], done: Callable[[], None]):
         self.piece, self.changed, self.live, self.done = piece, changed, live, done
-        self.sum, self.incoming = torch.zeros(piece.layout.elements), torch.empty(piece.layout.elements)
+        self.sum = torch.zeros(piece.layout.elements)
         self.round = _Round()
-        self._receiving = False
+        self._incoming = 0  # gradients that are coming in, or wait to be added
 
     def contribute(
-        self,
-        worker: int,
-        step: int,
-        told: tuple[float, ...],
-        receive: Callable[[Tensor], None],
-        wait: Callable[[Callable[[], bool]], None],
+        self, worker: int, step: int, told: tuple[float, ...], receive: Callable[[], Tensor], wait: Wait
     ) -> tuple[_Round | None, Sum]:
-        """Add a worker's gradient, which ``receive`` writes into a tensor, when it is its turn; return when all of the
-        round's are there. ``wait`` returns when something holds. The round is None where the step was lost."""
-        with self._turn(worker) as mine:
-            receive(self.incoming)
+        """Add a worker's gradient, which ``receive`` brings, behind those of the workers before it; return when all of
+        the round's are there. ``wait`` returns when something holds, of which ``changed`` is notified. The round is
+        None where the step was lost."""
+        wait(lambda: self._admits(worker))
+        try:
+            gradient = receive()
+            wait(lambda: self._is_next(worker))
             with self.changed:
-                if mine is not self.round:  # it ended meanwhile, without this worker
-                    return None, Sum()
-                if step < mine.step:
-                    return None, Sum()
-                if step > mine.step and mine.told:  # those that contributed are late: their step is over elsewhere
-                    mine = self.round = _Round()
-                mine.step = step
-                self.sum.copy_(self.incoming) if not mine.told else self.sum.add_(self.incoming)
-                mine.told[worker] = told
-        with self.changed:
-            self.changed.notify_all()
+                mine = self._add(worker, step, told, gradient)
+        finally:
+            with self.changed:
+                self._incoming -= 1
+                self.changed.notify_all()
+        if mine is None:
+            return None, Sum()
         wait(lambda: mine is not self.round or mine.square is not None or self._complete(mine))
         with self.changed:
             if mine is not self.round and mine.square is None:
@@ -87,23 +83,28 @@ class Rounds:
                 self.done()
             self.changed.notify_all()
 
+    def _admits(self, worker: int) -> bool:
+        """Whether a gradient may come in, which counts then: so many at a time, and the next one in any case."""
+        admits = self._incoming < AHEAD or self._is_next(worker)
+        self._incoming += admits
+        return admits
+
+    def _is_next(self, worker: int) -> bool:
+        """Whether every live worker before this one has contributed to the round."""
+        earlier = {other for other in self.live if other < worker}
+        return worker not in self.round.told and earlier <= self.round.told.keys()
+
+    def _add(self, worker: int, step: int, told: tuple[float, ...], gradient: Tensor) -> _Round | None:
+        """The round that a gradient was added to; None where its step is over for others."""
+        if step < self.round.step:
+            return None
+        if step > self.round.step and self.round.told:  # those that contributed are late: their step is over elsewhere
+            self.round = _Round()
+        mine = self.round
+        mine.step = step
+        self.sum.add_(gradient) if mine.told else self.sum.copy_(gradient)
+        mine.told[worker] = told
+        return mine
+
     def _complete(self, mine: _Round) -> bool:
         return self.live <= mine.told.keys()
-
-    @contextmanager
-    def _turn(self, worker: int):
-        """The round, when every live worker before this one has contributed to it and none is at it."""
-
-        def mine() -> bool:
-            earlier = {other for other in self.live if other < worker}
-            return not self._receiving and worker not in self.round.told and earlier <= self.round.told.keys()
-
-        with self.changed:
-            self.changed.wait_for(mine)
-            self._receiving, now = True, self.round
-        try:
-            yield now
-        finally:
-            with self.changed:
-                self._receiving = False
-                self.changed.notify_all()

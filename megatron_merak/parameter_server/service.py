@@ -33,7 +33,7 @@ class Snapshots:
 @dataclass
 class Record:
     """What a server tells at its end. staleness: how many gradients were so many updates old. dropped: of those, the
-    ones that were too old. rounds: updates by all workers together."""
+    ones that were too old. restored: the version of the snapshot that it began with."""
 
     staleness: dict[int, int] = field(default_factory=dict)
     dropped: int = 0
@@ -160,8 +160,14 @@ class Service:
 
     def _contribute(self, worker: int, connection: Connection, message: Message):
         step, told = int(message.numbers[0]), message.numbers[1:]
-        wait = partial(self._wait, connection)
-        mine, total = self.rounds.contribute(worker, step, told, connection.receive_tensor, wait)
+
+        def receive() -> Tensor:
+            connection.send(Kind.CONTRIBUTE)  # it may come
+            gradient = torch.empty(self.piece.layout.elements)
+            connection.receive_tensor(gradient)
+            return gradient
+
+        mine, total = self.rounds.contribute(worker, step, told, receive, partial(self._wait, connection))
         connection.send(Kind.CONTRIBUTE, (total.square, len(total.told)))
         if total.told:
             connection.send_tensor(torch.tensor([numbers for _, numbers in total.told], dtype=torch.float64).flatten())

@@ -31,7 +31,7 @@ class Kind(IntEnum):
     READY = 4  # the state is complete: others may pull
     PULL = 5  # the newest weights
     PUSH = 6  # asynchronous: a gradient, to be applied at once; answered with weights
-    CONTRIBUTE = 7  # synchronous: a gradient, to be added to those of the other workers
+    CONTRIBUTE = 7  # synchronous: a gradient, to be added to those of the other workers; answered before it and behind
     APPLY = 8  # synchronous: let the sum be applied; answered with weights
     FREEZE = 9  # keep a copy of the state, which FETCH and PULL then read
     THAW = 10

@@ -68,8 +68,8 @@ def test_messages_share_the_ends_that_they_meet_at(benchmark):
 def test_steps_of_two_workers_and_one_server_by_hand(benchmark):
     # 4e6 bytes of gradients take 0.5 s, 2e6 bytes of weights 0.25 s, each behind a latency of 0.5 s.
     sync = follow(benchmark, 2, 1, strategy="ps-sync", steps=2)
-    pushed, pulled = 0.5 + 0.5, 0.5 + 2 * 0.25  # one worker after the other; both at once
-    step = 10 + 2 * pushed + 2 * 0.5 + pulled  # in between the norm, and the word to apply
+    pushed, pulled = 0.5 + 2 * 0.5, 0.5 + 2 * 0.25  # both workers at once
+    step = 10 + 2 * 0.5 + pushed + 2 * 0.5 + pulled  # a gradient is announced; in between the norm, and to apply it
     assert sync.finished[0] == pytest.approx([step, 2 * step], abs=1e-3) and sync.finished[0] == sync.finished[1]
     assert sync.sent == {0: 4e6, 1: 4e6, 2: 4e6} and sync.received == {0: 2e6, 1: 2e6, 2: 8e6}
 

@@ -180,7 +180,8 @@ def test_the_last_worker_knows_when_it_is_alone():
         first.leave()
 
 
-def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(monkeypatch, capsys):
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(slow, monkeypatch, capsys):
     """The time after which whoever is silent is gone is 2 s here; the slow worker's step takes 5."""
     monkeypatch.setattr("tests.parameter_server.served.TIMEOUT", timedelta(seconds=2))
     job = Job(3, 1)
@@ -191,7 +192,7 @@ def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(
     clients[2]._left.set()  # it sends no more signs of life
 
     def step(worker: int):
-        time.sleep(5 * (worker == 1))
+        time.sleep(5 * (worker == slow))
         return clients[worker].contribute(Contribution(0, flat(worker), (worker,)))
 
     with ThreadPoolExecutor(2) as pool:
