@@ -143,7 +143,7 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
         rank, size = position()
         _check(config, size)
         from ..parallel.launch import launch, leave
-        from ..training.served import role_of
+        from ..training.served import role_of, serve
 
         parallel, train = config.parallel, config.train
         world = launch(
@@ -154,7 +154,10 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
             train.fp32_matmul_precision,
             served=role_of(parallel),
         )
-        job(config, world, notices)
+        if world.role is not None and world.role.only_serves:
+            serve(config, world)
+        else:
+            job(config, world, notices)
     except MerakError as error:
         tell(f"rank {rank}: {error}", alike=str(error))
         _abandon(1)

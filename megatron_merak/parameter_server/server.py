@@ -101,7 +101,7 @@ class Server:
             service.serve(worker, connection)
         except ConnectionLost as error:
             self.lost.append(client)
-            print(f"parameter server (rank {self.role.rank}): rank {client} is gone ({_first_line(error)})", flush=True)
+            print(f"parameter server (rank {self.role.rank}): rank {client} is gone ({_first_sentence(error)})", flush=True)
         except Exception as error:  # nobody looks at what a thread raises
             self.failure = error
             if connection is not None:
@@ -110,5 +110,7 @@ class Server:
             service.gone(worker)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition("] ")[2] or str(error)
+def _first_sentence(error: Exception) -> str:
+    """Of what gloo says, without the place in its sources."""
+    text = str(error).partition("\n")[0]
+    return (text.partition("] ")[2] or text).partition(". ")[0]

@@ -21,7 +21,7 @@ from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .plan_file import plan_of
 from .run_job import run_job
-from .served import mesh_of_worker, serve
+from .served import mesh_of_worker
 from .trainer import Trainer
 
 
@@ -30,11 +30,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
 
     notices: further lines for the first rank to print at the start.
     """
-    role = world.role
-    if role is not None and role.only_serves:
-        serve(config, world)
-        return
-    workers = 1 if role is None else role.workers
+    role, workers = world.role, 1 if world.role is None else world.role.workers
     of_worker(config, workers).validate(world.size)
     tokenizer = build_tokenizer(config)
     config = dataclasses.replace(

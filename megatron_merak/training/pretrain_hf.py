@@ -37,7 +37,7 @@ from .hf_model import blueprint_of, build_model, known_tokens, outer_names, trac
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .run_job import run_job
-from .served import mesh_of_worker, serve
+from .served import mesh_of_worker
 from .state import RunState
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -48,11 +48,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
 
     notices: further lines for the first rank to print at the start.
     """
-    role = world.role
-    if role is not None and role.only_serves:
-        serve(config, world)
-        return
-    workers = 1 if role is None else role.workers
+    role, workers = world.role, 1 if world.role is None else world.role.workers
     of_worker(config, workers).validate(world.size)
     model = build_model(config.model)
     config, tokenizer = with_tokenizer(config, model)

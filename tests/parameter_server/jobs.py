@@ -13,7 +13,7 @@ from megatron_merak.config import Config, RunConfig
 from megatron_merak.parallel.launch import launch
 from megatron_merak.training.pretrain import pretrain
 from megatron_merak.training.pretrain_hf import pretrain_hf
-from megatron_merak.training.served import role_of
+from megatron_merak.training.served import role_of, serve
 from tests.training.jobs import RUN, SHAPE
 
 
@@ -39,5 +39,8 @@ def job(rank: int, size: int, flags: str, config: type[RunConfig] = Config) -> s
     world = launch("gloo", 1, served=role_of(settings.parallel))
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
-        (pretrain if config is Config else pretrain_hf)(settings, world)
+        if world.role is not None and world.role.only_serves:
+            serve(settings, world)
+        else:
+            (pretrain if config is Config else pretrain_hf)(settings, world)
     return told.getvalue()
