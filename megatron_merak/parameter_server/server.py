@@ -101,7 +101,8 @@ class Server:
             service.serve(worker, connection)
         except ConnectionLost as error:
             self.lost.append(client)
-            print(f"parameter server (rank {self.role.rank}): rank {client} is gone ({_first_sentence(error)})", flush=True)
+            reason = _first_sentence(error)
+            print(f"parameter server (rank {self.role.rank}): rank {client} is gone ({reason})", flush=True)
         except Exception as error:  # nobody looks at what a thread raises
             self.failure = error
             if connection is not None:
