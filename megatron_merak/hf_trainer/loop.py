@@ -189,6 +189,7 @@ class TrainingLoop:
         self._tell("on_step_begin")
         prepared = trainer.prepare_step(batches)
         told = self.engine.backward(prepared)
+        trainer._note_reports(batches, prepared)
         for _ in batches[1:]:
             self._tell("on_substep_end")
         self._tell("on_pre_optimizer_step")

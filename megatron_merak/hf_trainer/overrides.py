@@ -171,17 +171,17 @@ def refuse_inputs(model: object, model_init: object, given: dict[str, object], o
         raise ConfigError(both, f"({type(model).__name__})", "exactly one of the two is needed", "Give one")
 
 
-def refuse_overrides(kind: type, base: type) -> None:
+def refuse_overrides(kind: type, base: type, adapted: Collection[type] = ()) -> None:
     """Raises ConfigError for a name in ``kind``, a class derived from ``base``, that ``base`` refuses.
 
-    kind: the user's class, other classes that it is mixed from included.
+    kind: the user's class, other classes that it is mixed from included. adapted: classes whose overrides are known.
     """
     for each in kind.__mro__[: kind.__mro__.index(base)]:
-        for name in vars(each):
+        for name in () if each in adapted else vars(each):
             if isinstance(refused := vars(base).get(name), Refused):
                 why = f"it would have no effect, for {refused.reason.why}"
                 raise ConfigError(f"{each.__name__}.{name}", "(overridden)", why, refused.reason.instead)
-    if issubclass(kind, Trainer):
+    if issubclass(kind, Trainer) and not adapted:
         remedy = f"Derive it from {base.__name__} alone"
         raise ConfigError(kind.__name__, "(a transformers.Trainer)", "its methods would not be called", remedy)
 

@@ -95,9 +95,13 @@ class LossOfTrainer:
             adds_up = True
         return OwnLoss(self.compute, trainer.counts_items, adds_up, self.overridden)
 
+    def wants_outputs(self, model: nn.Module) -> bool:
+        """Whether a captured forward of ``model`` returns outputs beside the loss."""
+        return not model.training
+
     def compute(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
         """(loss, outputs) of a batch; outputs in evaluation only. Raises TraceError for what would not be the same."""
-        trainer, whole = self.trainer, not model.training
+        trainer, whole = self.trainer, self.wants_outputs(model)
         items = batch.get("num_items_in_batch")
         inputs = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         before = self._picture()

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import DataError
 
 IGNORED = -100  # the label that no loss of transformers counts
-ENCODER = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask")
+ENCODER = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "completion_mask")
 DECODER = ("decoder_input_ids", "decoder_attention_mask")
 TARGETS = ("labels", "shift_labels")
 UNPADDED = ("cu_seq_lens_q", "cu_seq_lens_k")

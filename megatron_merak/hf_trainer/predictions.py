@@ -73,13 +73,21 @@ class EvaluationBatches:
             yield first, count, list(islice(mine, len(range(loading.replica, count, loading.replicas))))
 
 
+@dataclass(frozen=True)
+class Report:
+    """name: of the outputs. take: called with a batch as it was loaded, as it ran, and what it handed out."""
+
+    name: str
+    take: Callable[[Batch, Batch, Mapping[str, Tensor]], None]
+
+
 @dataclass
 class Evaluation:
     """One evaluation. ``run`` is collective over all ranks.
 
     engine: a CapturedTrainer, whose ``evaluate`` gives outputs, and whose ``output_rank`` tells whose outputs count.
     loss_only: predictions are not asked for. everyone: all ranks keep predictions, else the first. after_batch: called
-    once per batch, for progress.
+    once per batch, for progress. report: takes outputs that are no predictions.
     """
 
     batches: EvaluationBatches
@@ -91,6 +99,7 @@ class Evaluation:
     everyone: bool
     after_batch: Callable[[], None]
     preprocess: Callable | None = None
+    report: Report | None = None
     losses: list[tuple[int, float, int]] = field(default_factory=list)
     samples: int = 0
 
@@ -133,7 +142,7 @@ class Evaluation:
         """Outputs of this replica's batches of a round; on ranks without them, an empty list."""
         has_loss = bool(batches) and self.facts.has_loss(batches[0])
         wanted = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
-        wanted = wanted or ("loss",)
+        wanted = (wanted or ("loss",)) + (() if self.report is None else (self.report.name,))
         plain = [self._counted(batch, has_loss) for batch in batches]
         padded = self._padded(plain, wanted)
         outputs = self.engine.evaluate(padded, wanted)
@@ -145,6 +154,8 @@ class Evaluation:
             rows = self.batches.samples(number) or find_batch_size(batches[row]) or 1
             if self.rank == self.engine.output_rank(loading.replica):
                 self.losses.append((number, float(output["loss"]) if has_loss else None, rows))
+                if self.report is not None:
+                    self.report.take(batches[row], full, output)
             if not self.loss_only:
                 cropped = {name: self.neutral.crop(name, x, batch, full, wanted) for name, x in output.items()}
                 results.append(self._result(batches[row], cropped))

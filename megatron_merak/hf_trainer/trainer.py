@@ -60,7 +60,7 @@ from .neutral import NeutralPadding
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
 from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, is_overridden, label_smoother
 from .padding import Padding
-from .predictions import Evaluation, EvaluationBatches
+from .predictions import Evaluation, EvaluationBatches, Report
 from .recapture import check_model, check_step, check_training
 from .right_masks import RightMasks
 from .run_directory import RunDirectory, write_text
@@ -77,6 +77,9 @@ class MerakTrainer(TrainerFace):
     ``predict``, ``save_model`` and ``train`` are collective: every rank of the job calls them. Losses, metrics and
     logs are the same on every rank; ``compute_metrics`` runs on the first one.
     """
+
+    beside = ""  # a submodule that is captured with the model and is not saved with it
+    adapted: tuple[type, ...] = ()  # classes of the MRO whose overrides of refused names are dealt with
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class MerakTrainer(TrainerFace):
     ):
         self.args = args = MerakArguments("tmp_trainer") if args is None else args
         refuse_inputs(model, model_init, {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}, optimizers)
-        refuse_overrides(type(self), MerakTrainer)
+        refuse_overrides(type(self), MerakTrainer, self.adapted)
         self.mesh = self._build_mesh()
         self._nodes = find_nodes(args.world, self.mesh.control)
         logging.set_verbosity(args.get_process_log_level())
@@ -175,12 +178,19 @@ class MerakTrainer(TrainerFace):
 
     def _describe(self) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        scripted = has_scripted_loss(self, MerakTrainer)
-        self.facts = ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
+        scripted = self._sees_padding()
+        self.facts = self._facts_of_model()
         padding = Padding(None) if scripted else padding_of(self.model, self.facts, self.args, tokenizer)
         neutral = NeutralPadding(padding, self.mesh)
         masks = RightMasks("the loss of the script may see what stands at padding" if scripted else "")
         self.feed = Feed(self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer, masks=masks)
+
+    def _facts_of_model(self) -> ModelFacts:
+        return ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
+
+    def _sees_padding(self) -> bool:
+        """Whether the loss may see what stands at padding."""
+        return has_scripted_loss(self, MerakTrainer)
 
     # The job
 
@@ -213,8 +223,7 @@ class MerakTrainer(TrainerFace):
         began, name = time.time(), type(self.model).__name__
         decayed = frozenset(self.get_decay_parameter_names(self.model))
         self._built_by = wishes(self.args)
-        own = has_own_loss(self, MerakTrainer)
-        self.own_loss = LossOfTrainer(self, is_overridden(self, MerakTrainer)) if own else None
+        self.own_loss = self._loss_of_script()
         loss = None if self.own_loss is None else self.own_loss.own_loss()
 
         def group_of(name: str, shape: tuple[int, ...]) -> int:
@@ -229,6 +238,11 @@ class MerakTrainer(TrainerFace):
             self._say(f"{name}: {note}")
         engine.share_weights()
         return engine
+
+    def _loss_of_script(self) -> LossOfTrainer | None:
+        """What captures the loss, None for the model's own."""
+        own = has_own_loss(self, MerakTrainer)
+        return LossOfTrainer(self, is_overridden(self, MerakTrainer)) if own else None
 
     def gather_model(self) -> nn.Module:
         """The model, with the trained weights on the first rank; there they need memory for all of it. Collective.
@@ -301,6 +315,12 @@ class MerakTrainer(TrainerFace):
         self.current_flos += 6 * elements * self._parameters_used
         return prepared
 
+    def _note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
+        """After the backwards of a step: what its micro-batches handed out is in ``engine.reports``.
+
+        batches: as they were loaded; prepared: as they ran.
+        """
+
     @functools.cached_property
     def _parameters_used(self) -> int:
         count = getattr(self.model, "num_parameters", None)
@@ -361,12 +381,17 @@ class MerakTrainer(TrainerFace):
             everyone,
             self._predicted,
             self.preprocess_logits_for_metrics,
+            self._report_of_evaluation(),
         )
         self.engine.share_statistics()
         output = evaluation.run(self.compute_metrics, prefix)
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
         output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
         return output
+
+    def _report_of_evaluation(self) -> Report | None:
+        """What takes more than predictions of each batch of an evaluation."""
+        return None
 
     def _predicted(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -378,5 +403,5 @@ class MerakTrainer(TrainerFace):
         attend("save_model", self.control_group)
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         check_model(self, saves=True)
-        self.engine.save_hf(directory, self.feed.tokenizer)
+        self.engine.save_hf(directory, self.feed.tokenizer, self.beside)
         write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)

@@ -203,7 +203,7 @@ class Programs:
         self._made: dict[tuple, list[tuple[Guards | None, Program]]] = {}
 
     def __call__(self, batch: Batch, training: bool) -> Program:
-        outputs = ("loss",) if training else self.wanted
+        outputs = self.blueprint.traced.outputs if training else self.wanted
         drops = self.drops or not (training and self._random)
         made = self._made.setdefault((training, outputs, drops, shapes_of(batch)), [])
         line = ""

@@ -43,7 +43,7 @@ from .same_plan import check_same_plan
 from .saved_run import is_count
 from .step_report import StepReport
 from .traced import Batch
-from .user_model import UserModel
+from .user_model import UserModel, left_out
 
 
 class CapturedTrainer:
@@ -54,7 +54,8 @@ class CapturedTrainer:
     parameter, of which each step says learning rate and weight decay. replica_check_interval: optimizer steps between
     two comparisons of the replicas' weights, 0 for none. scaler: of the loss, in fp16. optimizer_of: who keeps the
     optimizer's state.
-    ``iteration``: optimizer steps done. Building is collective over all ranks.
+    ``iteration``: optimizer steps done. ``reports``: what the last training micro-batches handed out beside their
+    losses, by name, on ranks of the last stage. Building is collective over all ranks.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class CapturedTrainer:
         check_same_plan(self.plan, mesh.control)
         self._check_halves()
         # Whether micro-batches run in halves; None: a step will find out.
-        asked = self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
+        one = len(blueprint.traced.outputs) == 1  # halves would hand out halves
+        asked = one and self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
         self.halves: bool | None = None if asked and len(halve(example)) > 1 else False
         self.running = RunningStatistics(self.blueprint, mesh)
         self.holdings = Holdings(self.blueprint, mesh, group_of)
@@ -95,6 +97,7 @@ class CapturedTrainer:
             for programs in self.programs.values():
                 programs(example, True)
         self.iteration = 0
+        self.reports: list[dict[str, Tensor]] = []
         self.user_model: UserModel | None = None
 
     def share_weights(self) -> UserModel:
@@ -186,6 +189,7 @@ class CapturedTrainer:
         executor.per_token = weights is not None or self.blueprint.traced.adds_up(batches[0])
         prepared, scale = [*map(self.blueprint.traced.prepared, batches)], self.optimizer.begin()
         loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale)
+        self.reports = [] if loss is None else self._named(executor, prepared, True)
         self.parameters.finish_step()
         self.running.count(len(batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -236,14 +240,19 @@ class CapturedTrainer:
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         if executor.run(prepared, self.iteration, training=False) is None:
             return None
+        named = self._named(executor, prepared, False)
+        return [{"loss": loss[0]} | found for loss, found in zip(executor.losses, named, strict=True)]
+
+    def _named(self, executor: Executor, prepared: Sequence[Batch], training: bool) -> list[dict[str, Tensor]]:
+        """What a run handed out beside the losses, per micro-batch and by name; the executor forgets it."""
         results, executor.results = executor.results, []  # logits may be the largest tensors of all
         programs = self.programs[self.plan.schedule.stages - 1]
         found = []
-        for batch, loss, result in zip(prepared, executor.losses, results, strict=True):
-            program = programs(batch, False)
+        for batch, result in zip(prepared, results, strict=True):
+            program = programs(batch, training)
             named = zip(program.results, program.named, strict=True)
             called = {each: result[value] for value, names in named if value in result for each in names.split(SAME)}
-            found.append({"loss": loss[0]} | called)
+            found.append({name: value.detach() for name, value in called.items()})
         return found
 
     def _most(self, batches: int) -> int:
@@ -360,14 +369,14 @@ class CapturedTrainer:
         self.optimizer.scaler.load(meta.get("loss_scale"))
         return meta["extra"]
 
-    def save_hf(self, directory: str | Path, processing_class=None) -> None:
+    def save_hf(self, directory: str | Path, processing_class=None, without: str = "") -> None:
         """Write a directory that ``from_pretrained`` of plain transformers, or of peft, opens, weights in the dtypes
-        of the model that was given. Collective."""
+        of the model that was given. without: a submodule that is left out, "" for none. Collective."""
         self.replicas.check()
         weights = self.exported()
         control, held = self.mesh.control, self.user_model
         if not has_adapters(self.model):
-            with unguarded(self.model):
+            with unguarded(self.model), left_out(self.model, without):
                 save_hf(directory, self.model, weights, control, "cpu", processing_class=processing_class)
         elif held is not None and held.shared:
             save_adapters(Path(directory), self.model, (), (), control, processing_class)

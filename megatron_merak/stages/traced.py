@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import PlanError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
-from ..graph.capture.outputs import LossFunction
+from ..graph.capture.outputs import EVERY, LossFunction
 from ..graph.ir.nodes import attends_causally, is_op
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
@@ -61,13 +61,14 @@ class OwnLoss:
 
     compute: computes it, as of ``capture``. counts: it takes ``num_items_in_batch``, as an entry of the batch. adds_up:
     losses of micro-batches are shares of the step's and add up; None: those that count its items do. sees_batch: it may
-    read any entry, so that none is left out.
+    read any entry, so that none is left out. reports: training, too, hands out what it returns beside the loss.
     """
 
     compute: LossFunction
     counts: bool
     adds_up: bool | None
     sees_batch: bool
+    reports: bool = False
 
 
 class Traced:
@@ -79,7 +80,7 @@ class Traced:
     captured the same; None: nothing is compared. loss: in place of the model's own. Collective over these ranks. Raises
     TraceError, ConfigError, PlanError.
 
-    ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
+    ``outputs``: what training hands out. ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
     length in tokens. ``is_causal``: without an attention mask no token looks at later ones.
     """
 
@@ -93,6 +94,7 @@ class Traced:
         loss: OwnLoss | None = None,
     ):
         self.model, self.dtype, self._loss = model, dtype, loss
+        self.outputs = ("loss", EVERY) if loss is not None and loss.reports else ("loss",)
         self.accepts_num_items = accepts_num_items(model) if loss is None else loss.counts
         self._shared: dict[str, Tensor] = {}
         self._cast = cast_of(model, DTYPES[dtype])
@@ -121,10 +123,10 @@ class Traced:
         """The capture of the first batch; decides whether a mask that masks nothing is left out."""
         self.drops_full_mask = self.is_causal = False
         if self._loss is not None and self._loss.sees_batch:
-            return self.capture(example, training=True, outputs=("loss",))
+            return self.capture(example, training=True, outputs=self.outputs)
         bare = without_mask(example)
         try:
-            maskless = self.capture(bare, training=True, outputs=("loss",))
+            maskless = self.capture(bare, training=True, outputs=self.outputs)
         except TraceError:
             if len(bare) == len(example):
                 raise
@@ -133,7 +135,7 @@ class Traced:
         self.is_causal = self.drops_full_mask and attends_causally(maskless.module.graph)
         if len(self.prepared(example)) == len(bare):
             return maskless
-        return self.capture(example, training=True, outputs=("loss",))
+        return self.capture(example, training=True, outputs=self.outputs)
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch as it is captured and run."""

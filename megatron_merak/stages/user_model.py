@@ -180,3 +180,14 @@ def take(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 def _written(parameter: nn.Parameter) -> tuple[int, int]:
     """What changes when its values do, wherever it is moved."""
     return (0, 0) if is_fake(parameter) else (id(parameter), parameter._version)
+
+
+@contextmanager
+def left_out(model: nn.Module, name: str) -> Iterator[None]:
+    """Let ``model`` be without its submodule ``name``, "" for none, for what goes by its names."""
+    part = model._modules.pop(name) if name else None
+    try:
+        yield
+    finally:
+        if name:
+            model._modules[name] = part

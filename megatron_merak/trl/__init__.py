@@ -1,0 +1,5 @@
+"""TRL's trainers under a plan: ``from megatron_merak.trl import parallelize``."""
+
+from .parallelize import parallelize
+
+__all__ = ["parallelize"]

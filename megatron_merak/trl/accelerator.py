@@ -1,0 +1,57 @@
+"""What TRL's trainers ask of accelerate, answered by this library's ranks: a process is a replica of the model."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import AbsentError
+from ..parallel.mesh import Mesh
+
+
+class Accelerator:
+    """``trainer.accelerator`` of a parallelized trainer.
+
+    gather: what becomes of the tensors that metrics are made of; whoever computes them sets it.
+    """
+
+    parallelism_config = None  # degrees are MerakArguments'
+
+    def __init__(self, mesh: Mesh):
+        self.device, self.num_processes, self.process_index = mesh.device, mesh.grid.dp, mesh.dp_rank
+        self.is_main_process = self.is_local_main_process = mesh.rank == 0
+        self.gather: Callable[[Any], Any] = lambda value: value
+
+    def gather_for_metrics(self, value: Any) -> Any:
+        return self.gather(value)
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def prepare_model(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
+        """A reference model, as it is: it is captured with the model that is trained."""
+        return model.eval() if evaluation_mode else model
+
+    def autocast(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AbsentError(f"accelerator.{name}", "(read)", "accelerate is not used", "Ask trainer.args or trainer.mesh")
+
+
+def over_replicas(mesh: Mesh) -> Callable[[Tensor], Tensor]:
+    """As accelerate gathers: the tensors of all replicas one after the other, of numbers a vector."""
+
+    def gather(value: Tensor) -> Tensor:
+        if mesh.dp is None:
+            return value
+        mine = value.detach().reshape(value.shape or (1,)).contiguous()
+        sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
+        found = [torch.empty_like(sent) for _ in range(mesh.grid.dp)]
+        dist.all_gather(found, sent, group=mesh.dp)
+        return torch.cat(found).to(mine.dtype)
+
+    return gather

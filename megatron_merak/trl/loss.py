@@ -1,0 +1,151 @@
+"""The ``compute_loss`` of a TRL trainer: captured for its gradient, and run again on what that handed out, for metrics.
+
+    capture    compute_loss(model)            -> loss; per forward log_probs, entropy, ... leave the graph beside it
+    a step     compute_loss(what they were)   -> trainer._metrics, by TRL's own code, on real numbers
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl.trainer.utils import FusedCausalLMOutput
+
+from ..hf_trainer.batches import Batch
+from ..hf_trainer.own_loss import LossOfTrainer
+from ..stages.traced import OwnLoss
+from .scores import Told, head, of_tokens
+from .unread import Unread
+
+METRICS = ("_metrics", "_total_train_tokens")  # what a TRL trainer counts
+REPORTS = "reports"  # the graph's outputs are reports.FORWARD.FIELD
+_ASIDE = frozenset((*(f"trainer.{name}" for name in METRICS), "trainer.ref_model", "trainer.accelerator"))
+
+
+class LossOfTrl(LossOfTrainer):
+    """As of ``LossOfTrainer``, for a trainer of TRL.
+
+    fields: what its fused LM head tells, or ("logits",) where it has none. reference: the name of the submodule that is
+    its reference model, "" without one.
+    """
+
+    def __init__(self, trainer: Any, fields: Sequence[str], reference: str = ""):
+        super().__init__(trainer, overridden=False)
+        self.name = f"{type(trainer).__name__}.compute_loss"
+        self.fields, self.reference = tuple(fields), reference
+
+    def own_loss(self) -> OwnLoss:
+        trainer = self.trainer
+        return OwnLoss(self.compute, trainer.counts_items, trainer.loss_is_scaled_for_ga, False, reports=True)
+
+    def wants_outputs(self, model: nn.Module) -> bool:
+        return not model.training and self.trainer.predicts
+
+    def compute(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
+        trainer, told = self.trainer, []
+        if "attention_mask" not in batch and trainer.facts.main_input in batch:
+            batch = batch | {"attention_mask": Unread()}  # of padding that the graph does without
+        before = {name: getattr(trainer, name) for name in METRICS}
+        trainer._metrics = {mode: _Sink() for mode in before["_metrics"]}
+        try:
+            with ExitStack() as heads, self._referring(model), self._gathering(lambda value: Unread()):
+                heads.enter_context(head(base_model(model), self.fields, told))
+                if self.reference:
+                    heads.enter_context(head(model.get_submodule(self.reference), self.fields, told))
+                loss, outputs = super().compute(model, batch)
+        finally:
+            vars(trainer).update(before)
+        found = dict(outputs) if isinstance(outputs, Mapping) else {}
+        return loss, found | {REPORTS: {str(place): each for place, each in enumerate(told)}}
+
+    @contextmanager
+    def _gathering(self, gather: Any) -> Iterator[None]:
+        accelerator = self.trainer.accelerator
+        before, accelerator.gather = accelerator.gather, gather
+        try:
+            yield
+        finally:
+            accelerator.gather = before
+
+    @contextmanager
+    def _referring(self, model: nn.Module) -> Iterator[None]:
+        trainer = self.trainer
+        if not self.reference:
+            yield
+            return
+        before, trainer.ref_model = trainer.ref_model, model.get_submodule(self.reference)
+        try:
+            yield
+        finally:
+            trainer.ref_model = before
+
+    def _picture(self, names: Collection[str] | None = None) -> dict[str, Any]:
+        return {name: value for name, value in super()._picture(names).items() if name not in _ASIDE}
+
+    @torch.no_grad()
+    def count(self, batch: Batch, reported: Mapping[str, Tensor], gather: Any) -> None:
+        """Let the trainer count its metrics of a micro-batch as it was loaded, from what its graph handed out.
+
+        gather: over the replicas that compute micro-batches together; collective as that is.
+        """
+        trainer, told = self.trainer, _by_forward(reported)
+        inputs = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
+        answers = _Answers(trainer.model, told)
+        model, reference = trainer.model, vars(trainer).get("ref_model")
+        vars(trainer)["model"] = answers
+        if reference is not None:
+            vars(trainer)["ref_model"] = answers
+        try:
+            with self._gathering(gather):
+                trainer.compute_loss(answers, inputs, num_items_in_batch=batch.get("num_items_in_batch"))
+        finally:
+            vars(trainer)["model"] = model
+            if reference is not None:
+                vars(trainer)["ref_model"] = reference
+
+
+class _Sink(dict):
+    """Metrics of a capture, which are none."""
+
+    def __missing__(self, name: str) -> list:
+        return []
+
+
+class _Answers:
+    """In place of a model, what its captured forwards told, in their order."""
+
+    def __init__(self, model: nn.Module, told: Sequence[Told]):
+        self._model, self._told = model, iter(told)
+
+    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        told = next(self._told, {}) if fused_lm_head else None
+        if told is not None:
+            return FusedCausalLMOutput(**of_tokens(told))
+        return _Logits(self._told)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class _Logits(Unread):
+    """Outputs of a forward without a fused head; only their logits can have been told."""
+
+    def __init__(self, told: Iterator[Told]):
+        self.logits = next(told, {}).get("logits", Unread())
+
+
+def _by_forward(reported: Mapping[str, Tensor]) -> list[Told]:
+    """reports.0.log_probs, ... -> [{log_probs: ...}, ...]"""
+    found: dict[int, Told] = {}
+    for name, value in reported.items():
+        kind, _, rest = name.partition(".")
+        if kind == REPORTS:
+            place, field = rest.split(".")
+            found.setdefault(int(place), {})[field] = value
+    return [found[place] for place in sorted(found)]
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """What of a model of peft has the LM head, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]

@@ -1,0 +1,176 @@
+"""A trainer of TRL whose model trains under a plan: data preparation, collators, losses and metrics are TRL's.
+
+    class Parallel(trl.SFTTrainer, _Adapter)      SFTTrainer.__init__ and log, its compute_loss, ...
+          _Adapter(MerakTrainer, Trainer)         what SFTTrainer calls by super() comes here, nothing reaches Trainer
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+import trl
+
+from ..errors import ConfigError
+from ..hf_trainer.arguments import MerakArguments
+from ..hf_trainer.batches import Batch
+from ..hf_trainer.model_facts import ModelFacts
+from ..hf_trainer.own_loss import LossOfTrainer
+from ..hf_trainer.predictions import Report
+from ..hf_trainer.trainer import MerakTrainer
+from ..parallel.agree import gather_json
+from .accelerator import Accelerator, over_replicas
+from .loss import REPORTS, LossOfTrl, base_model
+from .scores import take_head
+
+# Names that MerakTrainer refuses and these trainers override: what each override does is done here another way.
+_KNOWN = frozenset(
+    """prediction_step training_step _save_checkpoint _set_signature_columns_if_needed create_model_card
+    loss_is_scaled_for_ga""".split()
+)
+_TRAINERS = {"SFTTrainer": trl.SFTTrainer, "DPOTrainer": trl.DPOTrainer, "RewardTrainer": trl.RewardTrainer}
+REFERENCE = "merak_reference"
+
+
+def parallelize(kind: type) -> type:
+    """``kind`` under a plan: of TRL's trainers and classes derived from them, and of their configs, which get the fields
+    of ``MerakArguments`` beside their own.
+
+        Trainer, Config = parallelize(trl.SFTTrainer), parallelize(trl.SFTConfig)
+        Trainer(model, Config("out", tensor_model_parallel_size=2), train_dataset=...).train()
+
+    Raises ConfigError for other classes.
+    """
+    if issubclass(kind, TrainingArguments):
+        return _config(kind)
+    base = next((each for each in kind.__mro__ if each in _TRAINERS.values()), None)
+    if base is None:
+        name, remedy = kind.__name__, f"Use {', '.join(_TRAINERS)}, or MerakTrainer for a script of transformers"
+        raise ConfigError("parallelize", name, "it is no trainer that can run under a plan", remedy)
+    adapted = tuple(each for each in base.__mro__ if each.__module__.partition(".")[0] == "trl")
+    unknown = sorted(name for each in adapted for name in vars(each) if _is_refused(name) and name not in _KNOWN)
+    if unknown:
+        reason = f"{base.__name__} of trl {trl.__version__} overrides {', '.join(unknown)}, and its effect is not known"
+        raise ConfigError("trl", trl.__version__, reason, "Install a release of trl that pyproject.toml allows")
+
+    class Parallel(kind, _Adapter):  # type: ignore[misc, valid-type]
+        __doc__ = kind.__doc__
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self._adopt()
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            self._share_metrics()
+            super().log(logs, start_time)
+
+    Parallel.adapted = (Parallel, *adapted, _Adapter)
+    return _named(Parallel, kind)
+
+
+def _is_refused(name: str) -> bool:
+    return type(vars(MerakTrainer).get(name)).__name__ == "Refused"
+
+
+def _config(kind: type) -> type:
+    class Parallel(kind, MerakArguments):  # type: ignore[misc, valid-type]
+        __doc__ = kind.__doc__
+
+        def __post_init__(self) -> None:
+            if getattr(self, "pad_to_multiple_of", None) == "auto":
+                self.pad_to_multiple_of = None  # as TRL has it on CPUs and GPUs
+            super().__post_init__()
+
+    return _named(dataclass(Parallel), kind)
+
+
+def _named(made: type, kind: type) -> type:
+    made.__name__ = made.__qualname__ = kind.__name__
+    return made
+
+
+class _Adapter(MerakTrainer, Trainer):
+    """What stands behind a trainer of TRL in place of ``transformers.Trainer``."""
+
+    is_fsdp_enabled = is_deepspeed_enabled = False
+    accelerator: Any = None
+    ref_model: Any = None
+    _signature_columns: list[str] | None = None
+    _fields: tuple[str, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.accelerator = Accelerator(self.mesh)
+
+    def _adopt(self) -> None:
+        """After TRL has made all that it needs: models without its fused head, the reference a part of the other."""
+        self._fields = take_head(base_model(self.model)) or ("logits",)
+        if self.ref_model is not None:
+            take_head(base_model(self.ref_model))
+            self.model.add_module(REFERENCE, self.ref_model.requires_grad_(False))
+            self.beside = REFERENCE
+        if self.args.recomputes and hasattr(self.model, "peft_config"):
+            self.model.disable_input_require_grads()  # TRL's hook for torch.utils.checkpoint
+
+    def _send_telemetry(self) -> None:
+        """TRL's count of its users is not taken part in."""
+
+    def get_tp_size(self) -> int:
+        """Ranks of accelerate that share a batch: its processes are replicas."""
+        return 1
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        return self.args.gradient_accumulation_steps
+
+    @property
+    def predicts(self) -> bool:
+        """Whether evaluations need more than losses and TRL's metrics."""
+        return self.compute_metrics is not None and not self.args.prediction_loss_only
+
+    # What MerakTrainer asks
+
+    def _facts_of_model(self) -> ModelFacts:
+        facts = super()._facts_of_model()
+        self._signature_columns = None
+        self._set_signature_columns_if_needed()
+        columns = (*(self._signature_columns or facts.columns),)
+        labelled = "labels" in columns
+        facts = replace(facts, columns=columns, predictions=(*facts.predictions, f"!{REPORTS}"))
+        return facts if labelled else replace(facts, label_names=(), return_loss=True)
+
+    def _sees_padding(self) -> bool:
+        """TRL masks what stands at padding."""
+        return False
+
+    def _loss_of_script(self) -> LossOfTrainer:
+        return LossOfTrl(self, self._fields, self.beside)
+
+    def _note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
+        for batch, ran, reported in zip(batches, prepared, self.engine.reports, strict=False):
+            self._count(batch, ran, reported, over_replicas(self.mesh))
+
+    def _report_of_evaluation(self) -> Report:
+        return Report(REPORTS, lambda batch, ran, reported: self._count(batch, ran, reported, lambda value: value))
+
+    def _count(self, batch: Batch, ran: Batch, reported: Mapping[str, Tensor], gather: Any) -> None:
+        mask = {"attention_mask": batch["attention_mask"]} if "attention_mask" in batch else {}
+        self.own_loss.count({**ran, **mask}, reported, gather)
+
+    def _share_metrics(self) -> None:
+        """Let every rank have the metrics that ranks of the last stage counted: in training replicas have gathered
+        them, in an evaluation each has those of its batches. Collective."""
+        if self._engine is None or self.mesh.control is None:
+            return
+        mode = "train" if self.model.training else "eval"
+        replicas = range(1 if mode == "train" else self.mesh.grid.dp)
+        told = gather_json([dict(self._metrics[mode]), self._total_train_tokens], self.mesh.control, "cpu")
+        merged: dict[str, list] = defaultdict(list)
+        for replica in replicas:
+            found, self._total_train_tokens = told[self.engine.output_rank(replica)]
+            for name, values in found.items():
+                merged[name] += values
+        self._metrics[mode] = merged

@@ -1,0 +1,111 @@
+"""What TRL's fused LM head tells of each token, computed from the logits of the model's own forward.
+
+TRL multiplies hidden states by the head's weight itself, tile by tile, in an autograd function. A captured graph shards
+the head, and fuses what follows it, where it sees the operations.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from trl.trainer.utils import FusedCausalLMOutput
+
+from ..errors import ConfigError
+from .unread import Unread
+
+IGNORED = -100
+TRAINED = ("log_probs", "log_sum_sq_probs", "label_mask", "aux_loss")  # what a loss reads; the rest is for metrics
+
+Told = dict[str, Tensor]  # field -> values of a forward
+
+
+def scores(logits: Tensor, labels: Tensor, fields: Sequence[str]) -> Told:
+    """Per token [b, s - 1], zero where the next one is no target: its log-probability and what else is asked for.
+
+    logits: [b, s, v]. labels: [b, s] int64. fields: as of ``FusedCausalLMOutput``. Entropy, mean_logits,
+    log_sum_sq_probs and is_top1 have no gradient.
+    """
+    logits, labels = logits[:, :-1].float(), labels[:, 1:]
+    mask = labels != IGNORED
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    found = {"log_probs": -losses.view_as(labels), "label_mask": mask}
+    logits = logits.detach()
+    if "entropy" in fields or "log_sum_sq_probs" in fields:
+        logs = F.log_softmax(logits, dim=-1)
+        if "entropy" in fields:
+            found["entropy"] = -(logs.exp() * logs).sum(-1)
+        if "log_sum_sq_probs" in fields:
+            found["log_sum_sq_probs"] = torch.logsumexp(2 * logs, dim=-1)
+    if "mean_logits" in fields:
+        found["mean_logits"] = logits.mean(-1)
+    if "is_top1" in fields:
+        found["is_top1"] = logits.argmax(-1) == labels
+    return {name: value if name == "log_probs" else value.masked_fill(~mask, 0) for name, value in found.items()}
+
+
+def at_tokens(found: Told) -> Told:
+    """Scores [b, s - 1] at the tokens that they are of, [b, s]: there an output can be padded with its batch."""
+    return {name: torch.cat((x.new_zeros(len(x), 1), x), 1) if x.dim() == 2 else x for name, x in found.items()}
+
+
+def of_tokens(told: Told) -> Told:
+    """What ``at_tokens`` was given."""
+    return {name: x[:, 1:] if x.dim() == 2 else x for name, x in told.items()}
+
+
+def take_head(model: nn.Module) -> tuple[str, ...]:
+    """Give ``model`` back the forward it had before TRL's ``add_fused_lm_head``; returns which fields that computed."""
+    forward = getattr(model.forward, "__func__", model.forward)
+    if "fused_lm_head" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+        return ()
+    known = inspect.getclosurevars(forward).nonlocals
+    if known.get("temperature", 1.0) != 1.0 or known.get("cast_lm_head_to_fp32", False):
+        remedy = "Leave temperature and cast_lm_head_to_fp32 as they are"
+        raise ConfigError("add_fused_lm_head", "(its arguments)", "logits are those of the model's forward", remedy)
+    original = known["original_forward"]
+    if getattr(original, "__func__", None) is type(model).forward:
+        del model.forward
+    else:
+        model.forward = original  # type: ignore[method-assign]
+    return ("log_probs", *(name for name in known["outputs"] if name != "log_probs"))
+
+
+@contextmanager
+def head(model: nn.Module, fields: Sequence[str], told: list[Told]) -> Iterator[None]:
+    """Let ``model`` answer ``fused_lm_head=True`` while its loss is captured.
+
+    fields: what it tells; only ("logits",): outputs as they are, without a fused head. told: takes what each forward
+    tells, in order. What only metrics read is ``Unread`` in the answer.
+    """
+    own = vars(model).get("forward")
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def answer(*args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, Unread)}
+        if not fused_lm_head:
+            outputs = forward(*args, **kwargs, **({} if labels is None else {"labels": labels}))
+            if fields == ("logits",):
+                told.append({"logits": outputs.logits.detach()})
+            return outputs
+        outputs = forward(*args, **kwargs)
+        found = scores(outputs.logits, labels, fields)
+        if getattr(outputs, "aux_loss", None) is not None and kwargs.get("output_router_logits"):
+            found["aux_loss"] = outputs.aux_loss
+        told.append({name: value.detach() for name, value in at_tokens(found).items()})
+        seen = {name: Unread() for name in found if name not in TRAINED}
+        return FusedCausalLMOutput(**{name: found[name] for name in found if name in TRAINED}, **seen)
+
+    model.forward = answer  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own  # type: ignore[method-assign]

@@ -1,0 +1,36 @@
+"""What stands for values that TRL computes for its metrics alone while a loss is captured."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Unread:
+    """Whatever is computed from one is another one; as a number it is 1, as a condition true.
+
+    A captured graph has no use for metrics, which TRL brings to the host at every step: they are computed afterwards,
+    from what the graph hands out.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., "Unread"]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._same
+
+    def _same(self, *args: Any, **kwargs: Any) -> "Unread":
+        return self
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple["Unread", ...]:
+        return (self,) * chunks
+
+    def item(self) -> float:
+        return 1.0
+
+    def __bool__(self) -> bool:
+        return True
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> "Unread":
+        return cls()
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
+    __and__ = __rand__ = __or__ = __neg__ = __invert__ = __floordiv__ = __lt__ = __le__ = __gt__ = __ge__ = _same
