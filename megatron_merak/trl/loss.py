@@ -49,7 +49,7 @@ class LossOfTrl(LossOfTrainer):
         before = {name: getattr(trainer, name) for name in METRICS}
         trainer._metrics = {mode: _Sink() for mode in before["_metrics"]}
         try:
-            with ExitStack() as heads, self._referring(model), self._gathering(lambda value: Unread()):
+            with ExitStack() as heads, self._referring(model), self._capturing(model.training):
                 heads.enter_context(head(base_model(model), self.fields, told))
                 if self.reference:
                     heads.enter_context(head(model.get_submodule(self.reference), self.fields, told))
@@ -58,6 +58,17 @@ class LossOfTrl(LossOfTrainer):
             vars(trainer).update(before)
         found = dict(outputs) if isinstance(outputs, Mapping) else {}
         return loss, found | {REPORTS: {str(place): each for place, each in enumerate(told)}}
+
+    @contextmanager
+    def _capturing(self, training: bool) -> Iterator[None]:
+        accelerator = self.trainer.accelerator
+        before = accelerator.num_processes
+        accelerator.num_processes = before if training else 1  # whose losses an evaluation has, whatever the layout
+        try:
+            with self._gathering(lambda value: Unread()):
+                yield
+        finally:
+            accelerator.num_processes = before
 
     @contextmanager
     def _gathering(self, gather: Any) -> Iterator[None]:
