@@ -103,17 +103,13 @@ class LossOfTrl(LossOfTrainer):
         trainer, told = self.trainer, _by_forward(reported)
         inputs = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         answers = _Answers(trainer.model, told)
-        model, reference = trainer.model, vars(trainer).get("ref_model")
-        vars(trainer)["model"] = answers
-        if reference is not None:
-            vars(trainer)["ref_model"] = answers
+        before = {"model": trainer.model, "ref_model": trainer.ref_model}
+        vars(trainer).update(dict.fromkeys(before, answers))
         try:
             with self._gathering(gather):
                 trainer.compute_loss(answers, inputs, num_items_in_batch=batch.get("num_items_in_batch"))
         finally:
-            vars(trainer)["model"] = model
-            if reference is not None:
-                vars(trainer)["ref_model"] = reference
+            vars(trainer).update(before)
 
 
 class _Sink(dict):

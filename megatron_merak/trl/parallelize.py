@@ -95,7 +95,7 @@ def _named(made: type, kind: type) -> type:
 class _Adapter(MerakTrainer, Trainer):
     """What stands behind a trainer of TRL in place of ``transformers.Trainer``."""
 
-    is_fsdp_enabled = is_deepspeed_enabled = False
+    is_fsdp_enabled = is_deepspeed_enabled = can_return_loss = False
     accelerator: Any = None
     ref_model: Any = None
     _signature_columns: list[str] | None = None
