@@ -1,7 +1,7 @@
 """Two replicas with and without parameter servers, on this machine through pretrain_gpt.py: tokens per second.
 
-    python benchmarks/parameter_server_measured.py --json result.json    # 3 repeats in turns; 15 minutes on two idle cores
-    python benchmarks/parameter_server_measured.py --quick               # a tiny model, once: does it all still run?
+    python benchmarks/parameter_server_measured.py --json result.json  # 3 repeats in turns; 15 minutes on 2 idle cores
+    python benchmarks/parameter_server_measured.py --quick             # a tiny model, once: does it all still run?
     python benchmarks/parameter_server_measured.py --from result.json --into docs/parameter_server.md
 
 Servers are co-located: both ranks train. The first iteration of a run is left out.
@@ -28,7 +28,10 @@ WAYS = {
 }
 FULL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 32000 --train-iters 8"
 QUICK = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 96 --train-iters 3"
-COMMON = "--nproc-per-node 2 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --mock-data --log-interval 1 --eval-iters 0"
+COMMON = (
+    "--nproc-per-node 2 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --mock-data --log-interval 1 "
+    "--eval-iters 0"
+)
 BEGIN, END = "<!-- written by benchmarks/parameter_server_measured.py -->", "<!-- end of parameter_server_measured -->"
 
 

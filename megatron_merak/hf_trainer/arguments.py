@@ -42,6 +42,7 @@ class _Place:
         return self.process_index == 0
 
     is_local_main_process = is_main_process
+    distributed_type = "NO"  # to accelerate: what spreads a model over devices is this library
 
 
 @dataclass

@@ -55,12 +55,12 @@ from .feed import Feed
 from .fields import FILES
 from .instances import grid_of, instances_of
 from .loop import TrainingLoop
-from .model_facts import ModelFacts, padding_of
+from .model_facts import padding_of
 from .neutral import NeutralPadding
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
 from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, is_overridden, label_smoother
 from .padding import Padding
-from .predictions import Evaluation, EvaluationBatches, Report
+from .predictions import Evaluation, EvaluationBatches
 from .recapture import check_model, check_step, check_training
 from .right_masks import RightMasks
 from .run_directory import RunDirectory, write_text
@@ -184,9 +184,6 @@ class MerakTrainer(TrainerFace):
         neutral = NeutralPadding(padding, self.mesh)
         masks = RightMasks("the loss of the script may see what stands at padding" if scripted else "")
         self.feed = Feed(self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer, masks=masks)
-
-    def _facts_of_model(self) -> ModelFacts:
-        return ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
 
     def _sees_padding(self) -> bool:
         """Whether the loss may see what stands at padding."""
@@ -315,12 +312,6 @@ class MerakTrainer(TrainerFace):
         self.current_flos += 6 * elements * self._parameters_used
         return prepared
 
-    def _note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
-        """After the backwards of a step: what its micro-batches handed out is in ``engine.reports``.
-
-        batches: as they were loaded; prepared: as they ran.
-        """
-
     @functools.cached_property
     def _parameters_used(self) -> int:
         count = getattr(self.model, "num_parameters", None)
@@ -388,10 +379,6 @@ class MerakTrainer(TrainerFace):
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
         output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
         return output
-
-    def _report_of_evaluation(self) -> Report | None:
-        """What takes more than predictions of each batch of an evaluation."""
-        return None
 
     def _predicted(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

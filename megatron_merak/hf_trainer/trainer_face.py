@@ -25,11 +25,13 @@ from transformers.trainer_utils import number_of_arguments, speed_metrics
 
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
+from .batches import Batch
 from .feed import Feed
 from .model_facts import ModelFacts, decayed_parameters
 from .overrides import OPTIMIZER, refuse_gradients
 from .own_loss import compute_loss
 from .parameter_groups import ParameterGroups
+from .predictions import Report
 from .rates import LearningRate, schedule
 from .recapture import Moments
 
@@ -124,6 +126,21 @@ class TrainerFace:
     ) -> Any:
         """The loss of a batch, or (loss, outputs). Captured with the model: it runs once, before the first step."""
         return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    # What a trainer over this one changes
+
+    def _facts_of_model(self) -> ModelFacts:
+        return ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
+
+    def _note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
+        """After the backwards of a step: what its micro-batches handed out is in ``engine.reports``.
+
+        batches: as they were loaded; prepared: as they ran.
+        """
+
+    def _report_of_evaluation(self) -> Report | None:
+        """What takes more than predictions of each batch of an evaluation."""
+        return None
 
     # Place among the ranks
 

@@ -80,8 +80,9 @@ class Traced:
     captured the same; None: nothing is compared. loss: in place of the model's own. Collective over these ranks. Raises
     TraceError, ConfigError, PlanError.
 
-    ``outputs``: what training hands out. ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
-    length in tokens. ``is_causal``: without an attention mask no token looks at later ones.
+    ``outputs``: what training hands out. ``captured``: of the example. ``batch``: that as it runs. ``example``: its
+    shapes. ``size``: its samples and its length in tokens. ``is_causal``: without an attention mask no token looks at
+    later ones.
     """
 
     def __init__(

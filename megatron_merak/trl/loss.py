@@ -1,7 +1,7 @@
 """The ``compute_loss`` of a TRL trainer: captured for its gradient, and run again on what that handed out, for metrics.
 
-    capture    compute_loss(model)            -> loss; per forward log_probs, entropy, ... leave the graph beside it
-    a step     compute_loss(what they were)   -> trainer._metrics, by TRL's own code, on real numbers
+capture    compute_loss(model)            -> loss; per forward log_probs, entropy, ... leave the graph beside it
+a step     compute_loss(what they were)   -> trainer._metrics, by TRL's own code, on real numbers
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from ..hf_trainer.batches import Batch
 from ..hf_trainer.own_loss import LossOfTrainer
 from ..stages.traced import OwnLoss
 from .scores import Told, head, of_tokens
-from .unread import Unread
+from .unread import Missing, Unread
 
 METRICS = ("_metrics", "_total_train_tokens")  # what a TRL trainer counts
 REPORTS = "reports"  # the graph's outputs are reports.FORWARD.FIELD
@@ -124,22 +124,17 @@ class _Answers:
 
     def __init__(self, model: nn.Module, told: Sequence[Told]):
         self._model, self._told = model, iter(told)
+        self._logits = any("logits" in each for each in told)
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        told = next(self._told, {}) if fused_lm_head else None
-        if told is not None:
-            return FusedCausalLMOutput(**of_tokens(told))
-        return _Logits(self._told)
+        if fused_lm_head:
+            return FusedCausalLMOutput(**of_tokens(next(self._told)))
+        outputs = Missing()  # of a forward without a fused head only logits can have been told
+        outputs.logits = next(self._told)["logits"] if self._logits else Missing()
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-
-class _Logits(Unread):
-    """Outputs of a forward without a fused head; only their logits can have been told."""
-
-    def __init__(self, told: Iterator[Told]):
-        self.logits = next(told, {}).get("logits", Unread())
 
 
 def _by_forward(reported: Mapping[str, Tensor]) -> list[Told]:

@@ -1,7 +1,7 @@
 """A trainer of TRL whose model trains under a plan: data preparation, collators, losses and metrics are TRL's.
 
-    class Parallel(trl.SFTTrainer, _Adapter)      SFTTrainer.__init__ and log, its compute_loss, ...
-          _Adapter(MerakTrainer, Trainer)         what SFTTrainer calls by super() comes here, nothing reaches Trainer
+class Parallel(trl.SFTTrainer, _Adapter)      SFTTrainer.__init__ and log, its compute_loss, ...
+      _Adapter(MerakTrainer, Trainer)         what SFTTrainer calls by super() comes here, nothing reaches Trainer
 """
 
 from collections import defaultdict
@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import trl
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
-
-import trl
 
 from ..errors import ConfigError
 from ..hf_trainer.arguments import MerakArguments
@@ -31,13 +30,18 @@ _KNOWN = frozenset(
     """prediction_step training_step _save_checkpoint _set_signature_columns_if_needed create_model_card
     loss_is_scaled_for_ga""".split()
 )
+_REFUSED = {  # fields of TRL's configs -> (why, what to do)
+    "activation_offloading": ("activations stay on the device", "Set gradient_checkpointing"),
+    "precompute_ref_log_probs": ("the model runs under its plan only", "Leave it False: the reference runs beside it"),
+    "sync_ref_model": ("a reference model is frozen", "Leave it False"),
+}
 _TRAINERS = {"SFTTrainer": trl.SFTTrainer, "DPOTrainer": trl.DPOTrainer, "RewardTrainer": trl.RewardTrainer}
 REFERENCE = "merak_reference"
 
 
 def parallelize(kind: type) -> type:
-    """``kind`` under a plan: of TRL's trainers and classes derived from them, and of their configs, which get the fields
-    of ``MerakArguments`` beside their own.
+    """``kind`` under a plan: one of TRL's trainers or a class derived from one, or its config, which gets the fields of
+    ``MerakArguments`` beside its own.
 
         Trainer, Config = parallelize(trl.SFTTrainer), parallelize(trl.SFTConfig)
         Trainer(model, Config("out", tensor_model_parallel_size=2), train_dataset=...).train()
@@ -71,6 +75,12 @@ def parallelize(kind: type) -> type:
     return _named(Parallel, kind)
 
 
+def _refuse(args: Any) -> None:
+    for name, (reason, remedy) in _REFUSED.items():
+        if getattr(args, name, False):
+            raise ConfigError(name, getattr(args, name), reason, remedy)
+
+
 def _is_refused(name: str) -> bool:
     return type(vars(MerakTrainer).get(name)).__name__ == "Refused"
 
@@ -102,7 +112,11 @@ class _Adapter(MerakTrainer, Trainer):
     _fields: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
+        _refuse(kwargs.get("args"))
         super().__init__(*args, **kwargs)
+        if getattr(self, "_is_vision_dataset", False):
+            remedy = "Train on text, or with MerakTrainer and a collator that makes the model's inputs"
+            raise ConfigError("train_dataset", "(with images)", "TRL's image batches were never tried", remedy)
         self.accelerator = Accelerator(self.mesh)
 
     def _adopt(self) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import ConfigError
+
 
 class Unread:
     """Whatever is computed from one is another one; as a number it is 1, as a condition true.
@@ -34,3 +36,17 @@ class Unread:
 
     __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
     __and__ = __rand__ = __or__ = __neg__ = __invert__ = __floordiv__ = __lt__ = __le__ = __gt__ = __ge__ = _same
+
+
+class Missing(Unread):
+    """Stands for outputs that a captured graph did not hand out, when metrics are computed: as a number it raises
+    ConfigError."""
+
+    def item(self) -> float:
+        remedy = "Let compute_loss make metrics of what TRL's own makes them of, or use compute_metrics"
+        raise ConfigError(
+            "compute_loss", "(a metric)", "it is made of outputs that the graph does not hand out", remedy
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.item())

@@ -91,6 +91,7 @@ def lora() -> LoraConfig:
 CASES: dict[str, tuple[type, type, Callable, Callable, Callable, dict]] = {
     "sft": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {}),
     "sft-completions": (trl.SFTTrainer, trl.SFTConfig, llama, completions, dict, {"loss_type": "dft"}),
+    "sft-smooth": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {"label_smoothing_factor": 0.1}),
     "sft-moe": (trl.SFTTrainer, trl.SFTConfig, mixtral, passages, dict, {}),
     "sft-lora": (trl.SFTTrainer, trl.SFTConfig, llama, passages, lambda: {"peft_config": lora()}, {}),
     "dpo": (trl.DPOTrainer, trl.DPOConfig, llama, pairs, lambda: {"ref_model": llama()}, {}),
