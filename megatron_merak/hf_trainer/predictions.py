@@ -80,6 +80,9 @@ class Report:
     name: str
     take: Callable[[Batch, Batch, Mapping[str, Tensor]], None]
 
+    def has(self, output: str) -> bool:
+        return output.partition(".")[0] == self.name
+
 
 @dataclass
 class Evaluation:
@@ -157,7 +160,8 @@ class Evaluation:
                 if self.report is not None:
                     self.report.take(batches[row], full, output)
             if not self.loss_only:
-                cropped = {name: self.neutral.crop(name, x, batch, full, wanted) for name, x in output.items()}
+                told = {name: x for name, x in output.items() if not (self.report and self.report.has(name))}
+                cropped = {name: self.neutral.crop(name, x, batch, full, wanted) for name, x in told.items()}
                 results.append(self._result(batches[row], cropped))
         return results
 

@@ -35,7 +35,11 @@ _REFUSED = {  # fields of TRL's configs -> (why, what to do)
     "precompute_ref_log_probs": ("the model runs under its plan only", "Leave it False: the reference runs beside it"),
     "sync_ref_model": ("a reference model is frozen", "Leave it False"),
 }
-_TRAINERS = {"SFTTrainer": trl.SFTTrainer, "DPOTrainer": trl.DPOTrainer, "RewardTrainer": trl.RewardTrainer}
+_TRAINERS = {  # -> what it gives to compute_metrics as labels
+    trl.SFTTrainer: ("labels",),
+    trl.DPOTrainer: ("input_ids",),
+    trl.RewardTrainer: (),
+}
 REFERENCE = "merak_reference"
 
 
@@ -50,9 +54,10 @@ def parallelize(kind: type) -> type:
     """
     if issubclass(kind, TrainingArguments):
         return _config(kind)
-    base = next((each for each in kind.__mro__ if each in _TRAINERS.values()), None)
+    base = next((each for each in kind.__mro__ if each in _TRAINERS), None)
     if base is None:
-        name, remedy = kind.__name__, f"Use {', '.join(_TRAINERS)}, or MerakTrainer for a script of transformers"
+        names = ", ".join(each.__name__ for each in _TRAINERS)
+        name, remedy = kind.__name__, f"Use {names}, or MerakTrainer for a script of transformers"
         raise ConfigError("parallelize", name, "it is no trainer that can run under a plan", remedy)
     adapted = tuple(each for each in base.__mro__ if each.__module__.partition(".")[0] == "trl")
     unknown = sorted(name for each in adapted for name in vars(each) if _is_refused(name) and name not in _KNOWN)
@@ -152,9 +157,8 @@ class _Adapter(MerakTrainer, Trainer):
         self._signature_columns = None
         self._set_signature_columns_if_needed()
         columns = (*(self._signature_columns or facts.columns),)
-        labelled = "labels" in columns
-        facts = replace(facts, columns=columns, predictions=(*facts.predictions, f"!{REPORTS}"))
-        return facts if labelled else replace(facts, label_names=(), return_loss=True)
+        labels = next(names for kind, names in _TRAINERS.items() if isinstance(self, kind))
+        return replace(facts, columns=columns, predictions=("logits",), label_names=labels, return_loss=True)
 
     def _sees_padding(self) -> bool:
         """TRL masks what stands at padding."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError
 
 
@@ -12,6 +14,12 @@ class Unread:
     A captured graph has no use for metrics, which TRL brings to the host at every step: they are computed afterwards,
     from what the graph hands out.
     """
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    @property
+    def shape(self) -> "Unread":
+        return self
 
     def __getattr__(self, name: str) -> Callable[..., "Unread"]:
         if name.startswith("__"):
@@ -44,9 +52,8 @@ class Missing(Unread):
 
     def item(self) -> float:
         remedy = "Let compute_loss make metrics of what TRL's own makes them of, or use compute_metrics"
-        raise ConfigError(
-            "compute_loss", "(a metric)", "it is made of outputs that the graph does not hand out", remedy
-        )
+        reason = "it is made of outputs that the captured graph does not hand out"
+        raise ConfigError("compute_loss", "(a metric)", reason, remedy)
 
     def __bool__(self) -> bool:
         return bool(self.item())

@@ -1,0 +1,123 @@
+"""What TRL's trainers do around training, parallelized; what cannot be so is refused by name."""
+
+import pytest
+import torch
+import trl
+from transformers import AutoModelForCausalLM
+
+from megatron_merak.errors import ConfigError
+from megatron_merak.trl import parallelize
+from tests.trl_trainers.cases import COMMON, llama, pairs, passages, tokenizer
+from tests.trl_trainers.test_parity import history, parallel
+
+
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch):
+    monkeypatch.setenv("CI", "1")
+
+
+def sft(directory, kind=None, made=parallelize, model=None, **more):
+    args = made(trl.SFTConfig)(str(directory), **COMMON | more)
+    trainer = made(kind or trl.SFTTrainer)
+    return trainer(model or llama(), args=args, train_dataset=passages(24), eval_dataset=passages(8), processing_class=tokenizer())  # fmt: skip
+
+
+def test_resumes(tmp_path):
+    told = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+    through = sft(tmp_path, **told)
+    through.train()
+    resumed = sft(tmp_path / "again", **told)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert history(resumed)[-2]["loss"] == history(through)[-2]["loss"]
+
+
+def test_a_directory_in_bf16(tmp_path):
+    """As shipped: TRL trains in bf16 unless told not to, and loads the model of a directory itself."""
+    llama().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    curves = []
+    for made in (parallelize, lambda kind: kind):
+        args = made(trl.SFTConfig)(str(tmp_path / "out"), **COMMON | {"bf16": None})
+        trainer = made(trl.SFTTrainer)(str(tmp_path / "model"), args, train_dataset=passages(24), eval_dataset=passages(8))
+        trainer.train()
+        trainer.save_model(str(tmp_path / "saved"))
+        curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert curves[0] == pytest.approx(curves[1], rel=5e-3)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def accuracy(prediction):
+    return {"right": float((prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean())}
+
+
+def test_metrics_of_logits(tmp_path):
+    def run(made):
+        args = made(trl.SFTConfig)(str(tmp_path), **COMMON | {"per_device_eval_batch_size": 4})
+        trainer = made(trl.SFTTrainer)(
+            llama(), args, train_dataset=passages(8), eval_dataset=passages(8), processing_class=tokenizer(),
+            compute_metrics=accuracy,
+        )  # fmt: skip
+        return trainer.evaluate()
+
+    ours, theirs = run(parallelize), run(lambda kind: kind)
+    for name in ("eval_loss", "eval_right", "eval_entropy", "eval_mean_token_accuracy"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+
+
+class Penalized(trl.SFTTrainer):
+    """A script's own loss over TRL's, with a metric of its own."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        outputs = model(**inputs, fused_lm_head=True)
+        self._metrics["train" if self.model.training else "eval"]["least"].append(
+            self.accelerator.gather(outputs.log_probs.detach()).min().item()
+        )
+        return loss + 0.1 * (outputs.log_probs**2).mean()
+
+
+def test_a_class_derived_from_trls(tmp_path):
+    runs = [sft(tmp_path, Penalized, made) for made in (parallelize, lambda kind: kind)]
+    for trainer in runs:
+        trainer.train()
+    ours, theirs = map(history, runs)
+    for entry, other in zip(ours, theirs, strict=True):
+        assert entry == pytest.approx(other, rel=2e-4, abs=2e-5)
+
+
+class FromLogits(trl.SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        self._metrics["train"]["largest"].append(self.accelerator.gather(outputs.logits.detach()).max().item())
+        return outputs.logits.float().logsumexp(-1).mean()
+
+
+class Steps(trl.SFTTrainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "run, what",
+    [
+        (lambda d: parallelize(trl.GRPOTrainer), "GRPOTrainer"),
+        (lambda d: sft(d, made=lambda kind: parallelize(kind) if kind is trl.SFTTrainer else kind), "args"),
+        (lambda d: sft(d, activation_offloading=True), "activation_offloading"),
+        (lambda d: sft(d, Steps), "training_step"),
+        (lambda d: sft(d, FromLogits, eval_strategy="no").train(), "handed out|hand out"),
+        (lambda d: parallelize(trl.DPOTrainer)(llama(), llama(), parallelize(trl.DPOConfig)(str(d), **COMMON, sync_ref_model=True), train_dataset=pairs(8), processing_class=tokenizer()), "sync_ref_model"),
+    ],
+)  # fmt: skip
+def test_refused(run, what, tmp_path):
+    with pytest.raises(ConfigError, match=what):
+        run(tmp_path)
+
+
+def test_adapters_are_saved_alone(tmp_path):
+    parallel("sft-lora", str(tmp_path))
+    assert (tmp_path / "adapter_model.safetensors").exists() and not (tmp_path / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_config(llama().config)
+    from peft import PeftModel
+
+    loaded = PeftModel.from_pretrained(base, tmp_path)
+    assert any("lora_B" in name and torch.any(value != 0) for name, value in loaded.named_parameters())
