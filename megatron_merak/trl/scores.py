@@ -6,7 +6,7 @@ the head, and fuses what follows it, where it sees the operations.
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,26 +82,18 @@ def head(model: nn.Module, fields: Sequence[str], told: list[Told]) -> Iterator[
     The logits of one input are computed once, where TRL runs another forward for them. fields: what it tells; only ("logits",): outputs as they are, without a fused head. told: takes what each forward
     tells, in order. What only metrics read is ``Unread`` in the answer.
     """
-    own, forward = vars(model).get("forward"), model.forward
-    known: list[tuple[list[Tensor], Any]] = []  # tensors that a forward without labels was given, and its outputs
-
-    def unlabelled(*args: Any, **kwargs: Any) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        for others, outputs in known:
-            if len(given) == len(others) and all(one is other for one, other in zip(given, others, strict=True)):
-                return outputs
-        known.append((given, forward(*args, **kwargs)))
-        return known[-1][1]
+    own = vars(model).get("forward")
+    forward = _once(model, model.forward)
 
     @functools.wraps(forward)
     def answer(*args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, Unread)}
         if not fused_lm_head:
-            outputs = unlabelled(*args, **kwargs) if labels is None else forward(*args, labels=labels, **kwargs)
+            outputs = forward(*args, **kwargs) if labels is None else forward(*args, labels=labels, **kwargs)
             if fields == ("logits",):
                 told.append({"logits": outputs.logits.detach()})
             return outputs
-        outputs = unlabelled(*args, **kwargs)
+        outputs = forward(*args, **kwargs)
         found = scores(outputs.logits, labels, fields)
         if getattr(outputs, "aux_loss", None) is not None and kwargs.get("output_router_logits"):
             found["aux_loss"] = outputs.aux_loss
@@ -117,3 +109,32 @@ def head(model: nn.Module, fields: Sequence[str], told: list[Told]) -> Iterator[
             del model.forward
         else:
             model.forward = own  # type: ignore[method-assign]
+
+
+def _once(model: nn.Module, forward: Callable) -> Callable:
+    """``forward``, which is not run again for the same tensors and arguments by the same weights: what a run without
+    gradients gave serves runs without gradients only."""
+    known: list[tuple[list[Any], bool, Any]] = []
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(part for pair in sorted(kwargs.items()) for part in pair), _adapters(model)]
+        for others, differentiable, outputs in known:
+            if (differentiable or not torch.is_grad_enabled()) and len(given) == len(others):
+                if all(map(_same, given, others)):
+                    return outputs
+        known.append((given, torch.is_grad_enabled(), forward(*args, **kwargs)))
+        return known[-1][2]
+
+    return run
+
+
+def _same(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, Tensor) or isinstance(other, Tensor)
+    return one is other or (not tensors and one == other)
+
+
+def _adapters(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Of each layer with adapters of peft, whether they are off and which are active."""
+    layers = [each for each in model.modules() if hasattr(each, "_disable_adapters")]
+    return [(each._disable_adapters, getattr(each, "_active_adapter", None)) for each in layers]

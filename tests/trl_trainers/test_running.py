@@ -38,7 +38,9 @@ def test_a_directory_in_bf16(tmp_path):
     curves = []
     for made in (parallelize, lambda kind: kind):
         args = made(trl.SFTConfig)(str(tmp_path / "out"), **COMMON | {"bf16": None})
-        trainer = made(trl.SFTTrainer)(str(tmp_path / "model"), args, train_dataset=passages(24), eval_dataset=passages(8))
+        trainer = made(trl.SFTTrainer)(
+            str(tmp_path / "model"), args, train_dataset=passages(24), eval_dataset=passages(8)
+        )
         trainer.train()
         trainer.save_model(str(tmp_path / "saved"))
         curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
