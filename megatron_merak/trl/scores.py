@@ -79,8 +79,9 @@ def take_head(model: nn.Module) -> tuple[str, ...]:
 def head(model: nn.Module, fields: Sequence[str], told: list[Told]) -> Iterator[None]:
     """Let ``model`` answer ``fused_lm_head=True`` while its loss is captured.
 
-    The logits of one input are computed once, where TRL runs another forward for them. fields: what it tells; only ("logits",): outputs as they are, without a fused head. told: takes what each forward
-    tells, in order. What only metrics read is ``Unread`` in the answer.
+    The logits of one input are computed once, where TRL runs another forward for them. fields: what it tells; only
+    ("logits",): outputs as they are, without a fused head. told: takes what each forward tells, in order. What only
+    metrics read is ``Unread`` in the answer.
     """
     own = vars(model).get("forward")
     forward = _once(model, model.forward)

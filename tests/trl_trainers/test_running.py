@@ -18,8 +18,14 @@ def no_telemetry(monkeypatch):
 
 def sft(directory, kind=None, made=parallelize, model=None, **more):
     args = made(trl.SFTConfig)(str(directory), **COMMON | more)
-    trainer = made(kind or trl.SFTTrainer)
-    return trainer(model or llama(), args=args, train_dataset=passages(24), eval_dataset=passages(8), processing_class=tokenizer())  # fmt: skip
+    data = {"train_dataset": passages(24), "eval_dataset": passages(8), "processing_class": tokenizer()}
+    return made(kind or trl.SFTTrainer)(model or llama(), args=args, **data)
+
+
+def dpo(directory, **more):
+    args = parallelize(trl.DPOConfig)(str(directory), **COMMON | {"eval_strategy": "no"} | more)
+    data = {"train_dataset": pairs(8), "processing_class": tokenizer()}
+    return parallelize(trl.DPOTrainer)(llama(), llama(), args=args, **data)
 
 
 def test_resumes(tmp_path):
