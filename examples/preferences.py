@@ -78,7 +78,7 @@ def main() -> None:
 
     pairs = [{"prompt": f"{draw.choice(WORDS)} ", "word": draw.choice(WORDS)} for _ in range(256)]
     pairs = [{"prompt": p["prompt"], "chosen": p["word"].upper(), "rejected": p["word"]} for p in pairs]
-    args = DPOConfig(preferring, max_steps=options.steps // 2, learning_rate=5e-3, beta=0.5, **settings)
+    args = DPOConfig(preferring, max_steps=options.steps // 2, learning_rate=1e-3, beta=0.5, **settings)
     adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
     learning = DPOTrainer(tuned, args=args, train_dataset=Dataset.from_list(pairs), peft_config=adapters)
     learning.train()

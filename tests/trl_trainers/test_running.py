@@ -113,9 +113,10 @@ class Steps(trl.SFTTrainer):
         (lambda d: sft(d, activation_offloading=True), "activation_offloading"),
         (lambda d: sft(d, Steps), "training_step"),
         (lambda d: sft(d, FromLogits, eval_strategy="no").train(), "handed out|hand out"),
-        (lambda d: parallelize(trl.DPOTrainer)(llama(), llama(), parallelize(trl.DPOConfig)(str(d), **COMMON, sync_ref_model=True), train_dataset=pairs(8), processing_class=tokenizer()), "sync_ref_model"),
+        (lambda d: dpo(d, sync_ref_model=True), "sync_ref_model"),
+        (lambda d: dpo(d, precompute_ref_log_probs=True), "precompute_ref_log_probs"),
     ],
-)  # fmt: skip
+)
 def test_refused(run, what, tmp_path):
     with pytest.raises(ConfigError, match=what):
         run(tmp_path)
