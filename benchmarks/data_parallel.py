@@ -6,12 +6,14 @@
 
 The script is that of two_lines.py. HuggingFace's Trainer runs it under DistributedDataParallel; on CPUs it ignores fsdp
 without a word, so that FSDP2 and DDP with ZeroRedundancyOptimizer are torch's own, out of the box, over HuggingFace's
-model (peer_sharded.py). MerakTrainer has all state on every replica, or optimizer state shared, or everything.
+model (peer_sharded.py), as is DeepSpeed's ZeRO stage 1 where deepspeed is installed (peer_deepspeed.py). MerakTrainer
+has all state on every replica, or optimizer state shared, or everything.
 """
 
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -27,6 +29,8 @@ SCRIPTS = {  # contestant -> training arguments beside those of the script
     f"{OURS}, fsdp full_shard": {"fsdp": "full_shard"},
 }
 PEERS = {"torch DDP, ZeroRedundancyOptimizer": "torch-zero-1", "torch FSDP2": "torch-fsdp2"}
+if find_spec("deepspeed"):
+    PEERS["DeepSpeed, ZeRO stage 1"] = "deepspeed-zero-1"
 WAYS = ("HF Trainer, DDP", *PEERS, *list(SCRIPTS)[1:])
 BEGIN, END = "<!-- written by benchmarks/data_parallel.py -->", "<!-- end of data_parallel -->"
 

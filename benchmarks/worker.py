@@ -20,6 +20,7 @@ PEERS = {
     "huggingface-ddp": "peer_ddp",
     "torch-fsdp2": "peer_sharded",
     "torch-zero-1": "peer_sharded",
+    "deepspeed-zero-1": "peer_deepspeed",
     "torch-pipelining": "peer_pipelining",
     "torch-tensor-parallel": "peer_tensor",
     "megatron-core": "peer_megatron",
