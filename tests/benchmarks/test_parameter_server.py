@@ -170,3 +170,11 @@ def test_the_page_has_the_times_that_are_modelled(benchmark, capsys):
     assert module.main(given) == 0
     shown = capsys.readouterr().out
     assert "1 million parameters" in shown and "| 1 takes 1.5 x | ps-async |" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_measurement_through_the_script_runs(benchmark, capsys):
+    assert benchmark("parameter_server_measured").main(["--quick"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+    assert len(rows) == 4 and all(float(row.split("|")[2].split()[0]) > 0 for row in rows)
