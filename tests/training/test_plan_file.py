@@ -149,6 +149,14 @@ def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
         MerakArguments("unused", use_cpu=True, plan=str(path), rank_order="tp-pp-dp")
 
 
+def test_hybrid_sharding_beside_a_plan_of_one_instance_is_refused(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    planned(path, 4, f"{NATIVE} --data-parallel-sharding-strategy optim_grads_params")
+    edit(path, graph_sharding="cut")
+    with pytest.raises(ConfigError, match="fsdp: hybrid_shard .*: the plan .* has one instance. Leave it out, or make"):
+        MerakArguments("unused", use_cpu=True, plan=str(path), fsdp="hybrid_shard")
+
+
 def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
     path = tmp_path / "plan.json"
     planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
