@@ -20,7 +20,9 @@ from .unread import Missing, Unread
 
 METRICS = ("_metrics", "_total_train_tokens")  # what a TRL trainer counts
 REPORTS = "reports"  # the graph's outputs are reports.FORWARD.FIELD
-_ASIDE = frozenset((*(f"trainer.{name}" for name in METRICS), "trainer.ref_model", "trainer.accelerator"))
+MICRO_BATCHES = "micro_batches_of_step"  # an entry of batches, [] fp32: what TRL divides losses of experts by
+_STEPS = "current_gradient_accumulation_steps"
+_ASIDE = frozenset(f"trainer.{name}" for name in (*METRICS, "ref_model", "accelerator", _STEPS))
 
 
 class LossOfTrl(LossOfTrainer):
@@ -43,11 +45,12 @@ class LossOfTrl(LossOfTrainer):
         return not model.training and self.trainer.predicts
 
     def compute(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
-        trainer, told = self.trainer, []
+        trainer, told, batch = self.trainer, [], dict(batch)
         if "attention_mask" not in batch and trainer.facts.main_input in batch:
-            batch = batch | {"attention_mask": Unread()}  # of padding that the graph does without
-        before = {name: getattr(trainer, name) for name in METRICS}
+            batch["attention_mask"] = Unread()  # of padding that the graph does without
+        before = {name: getattr(trainer, name) for name in (*METRICS, _STEPS)}
         trainer._metrics = {mode: _Sink() for mode in before["_metrics"]}
+        setattr(trainer, _STEPS, batch.pop(MICRO_BATCHES, before[_STEPS]))
         try:
             with ExitStack() as heads, self._referring(model), self._capturing(model.training):
                 heads.enter_context(head(base_model(model), self.fields, told))
@@ -101,7 +104,7 @@ class LossOfTrl(LossOfTrainer):
         gather: over the replicas that compute micro-batches together; collective as that is.
         """
         trainer, told = self.trainer, _by_forward(reported)
-        inputs = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
+        inputs = {k: v for k, v in batch.items() if k not in ("num_items_in_batch", MICRO_BATCHES)}
         answers = _Answers(trainer.model, told)
         before = {"model": trainer.model, "ref_model": trainer.ref_model}
         vars(trainer).update(dict.fromkeys(before, answers))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import trl
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
@@ -22,7 +23,7 @@ from ..hf_trainer.predictions import Report
 from ..hf_trainer.trainer import MerakTrainer
 from ..parallel.agree import gather_json
 from .accelerator import Accelerator, over_replicas
-from .loss import REPORTS, LossOfTrl, base_model
+from .loss import MICRO_BATCHES, REPORTS, LossOfTrl, base_model
 from .scores import take_head
 
 # Names that MerakTrainer refuses and these trainers override: what each override does is done here another way.
@@ -112,6 +113,7 @@ class _Adapter(MerakTrainer, Trainer):
 
     is_fsdp_enabled = is_deepspeed_enabled = can_return_loss = False
     accelerator: Any = None
+    current_gradient_accumulation_steps = 1
     ref_model: Any = None
     _signature_columns: list[str] | None = None
     _fields: tuple[str, ...] = ()
@@ -123,6 +125,7 @@ class _Adapter(MerakTrainer, Trainer):
             remedy = "Train on text, or with MerakTrainer and a collator that makes the model's inputs"
             raise ConfigError("train_dataset", "(with images)", "TRL's image batches were never tried", remedy)
         self.accelerator = Accelerator(self.mesh)
+        self.current_gradient_accumulation_steps: int | Tensor = self.args.gradient_accumulation_steps
 
     def _adopt(self) -> None:
         """After TRL has made all that it needs: models without its fused head, the reference a part of the other."""
@@ -140,10 +143,6 @@ class _Adapter(MerakTrainer, Trainer):
     def get_tp_size(self) -> int:
         """Ranks of accelerate that share a batch: its processes are replicas."""
         return 1
-
-    @property
-    def current_gradient_accumulation_steps(self) -> int:
-        return self.args.gradient_accumulation_steps
 
     @property
     def predicts(self) -> bool:
@@ -166,6 +165,13 @@ class _Adapter(MerakTrainer, Trainer):
 
     def _loss_of_script(self) -> LossOfTrainer:
         return LossOfTrl(self, self._fields, self.beside)
+
+    def prepare_step(self, batches: list[Batch]) -> list[Batch]:
+        prepared = super().prepare_step(batches)
+        if not getattr(self, "aux_loss_enabled", False):
+            return prepared
+        count = torch.tensor(float(len(batches)))  # the last step of an epoch may have fewer
+        return [batch | {MICRO_BATCHES: count} for batch in prepared]
 
     def _note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
         for batch, ran, reported in zip(batches, prepared, self.engine.reports, strict=False):

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_merak.errors import ConfigError
 from megatron_merak.trl import parallelize
-from tests.trl_trainers.cases import COMMON, llama, pairs, passages, tokenizer
+from tests.trl_trainers.cases import COMMON, llama, mixtral, pairs, passages, tokenizer
 from tests.trl_trainers.test_parity import history, parallel
 
 
@@ -52,6 +52,19 @@ def test_a_directory_in_bf16(tmp_path):
         curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert curves[0] == pytest.approx(curves[1], rel=5e-3)
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_a_step_of_fewer_micro_batches_balances_experts_as_trl_does(tmp_path):
+    """Five batches of an epoch in steps of two: the loss of the experts is a mean over one in the third."""
+    curves = []
+    for made in (parallelize, lambda kind: kind):
+        args = made(trl.SFTConfig)(str(tmp_path), **COMMON | {"eval_strategy": "no", "router_aux_loss_coef": 0.5})
+        trainer = made(trl.SFTTrainer)(mixtral(), args, train_dataset=passages(20), processing_class=tokenizer())
+        trainer.train()
+        curves.append(
+            [entry[name] for entry in trainer.state.log_history[:3] for name in ("loss", "grad_norm", "aux_loss")]
+        )
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
 def accuracy(prediction):
