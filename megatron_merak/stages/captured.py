@@ -18,7 +18,7 @@ from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, PlanError
 from ..graph.capture.outputs import SAME
-from ..optimizer.adamw import Rates, StepResult
+from ..optimizer.base import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
 from ..parallel.buffers import Bucket, Sharding
@@ -137,6 +137,7 @@ class CapturedTrainer:
             {name: shared[name,] for name in trained if (name,) in shared},
             {unit: [name for name in holdings.reads(unit) if name in self.buffer.slots] for unit in holdings.units},
             plan.grad_reduce_in_bf16,
+            self.blueprint.sharding.tensors,
         )
 
     def _stage(self, index: int, programs: Programs) -> Stage:

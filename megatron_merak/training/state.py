@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..config import RunConfig
-from ..optimizer.adamw import Optimizer, Rates, StepResult
+from ..optimizer.base import Optimizer, Rates, StepResult
 from ..parallel.buffers import Flat, ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..parameter_server.kinds import served_kinds
