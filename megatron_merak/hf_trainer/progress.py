@@ -10,7 +10,6 @@ from ..errors import CheckpointError
 from ..stages.saved_run import is_count
 from .trainer_state import Check, is_amount, is_number
 
-RATES = 4  # learning rate and weight decay of both groups of parameters
 _ODD = "float"  # the key of an object that stands for a number which JSON does not have
 
 
@@ -60,7 +59,8 @@ def _is_pair(check: Check, other: Check) -> Check:
 
 
 def _is_rates(value: object) -> bool:
-    return isinstance(value, list) and len(value) == RATES and all(map(is_amount, value))
+    """Learning rate and weight decay of each group of parameters."""
+    return isinstance(value, list) and len(value) % 2 == 0 and all(map(is_amount, value))
 
 
 def _is_fingerprint(value: object) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 
 class Chained(torch.optim.Optimizer):
-    """``Chained([torch.optim.Muon(matrices), torch.optim.AdamW(others)])``: its groups are theirs, one behind the other.
+    """``Chained([torch.optim.Muon(matrices), torch.optim.AdamW(others)])``: its groups are theirs, in that order.
 
     It steps by itself, too, so that any training loop of torch can have it.
     """

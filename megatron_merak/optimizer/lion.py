@@ -7,8 +7,8 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum, with decoupled weight decay (https://arxiv.org/abs/2302.06675, algorithm 2); the
-    arithmetic of the 32-bit Lion of bitsandbytes, in fp32 on any device.
+    """Sign of an interpolated momentum, with decoupled weight decay (https://arxiv.org/abs/2302.06675, algorithm 2);
+    the arithmetic of the 32-bit Lion of bitsandbytes, in fp32 on any device.
 
     betas: of the interpolation whose sign is the update, and of the momentum.
     """

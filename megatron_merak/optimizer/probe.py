@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 
-_EXTENTS = (3, 5, 2, 7, 11, 13, 17)  # all different, so that a dimension of state tells which one of the parameter it is
+_EXTENTS = (
+    3,
+    5,
+    2,
+    7,
+    11,
+    13,
+    17,
+)  # all different, so that a dimension of state tells which one of the parameter it is
 _SCALES = (0.1, 1.0, 100.0)  # of the gradients of three steps
 _LEFT_OUT = ("params", "param_names", "initial_lr")
 _OWN = "Give one of torch.optim's, or one that steps each parameter by its own gradient"

@@ -31,6 +31,8 @@ class ServedAdamW(Optimizer):
     leader: the first worker that lives, as far as servers know.
     """
 
+    name = "AdamW"
+
     def __init__(
         self,
         held: RankParameters,

@@ -40,7 +40,7 @@ from .proofs import difference
 from .replicas import Replicas
 from .running import RunningStatistics
 from .same_plan import check_same_plan
-from .saved_run import is_count
+from .saved_run import check_same_optimizer, is_count
 from .step_report import StepReport
 from .traced import Batch
 from .user_model import UserModel
@@ -328,7 +328,7 @@ class CapturedTrainer:
         when replicas have different weights, everywhere."""
         self.replicas.check()
         meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
-        meta["loss_scale"] = self.optimizer.scaler.state()
+        meta |= {"loss_scale": self.optimizer.scaler.state(), "optimizer": self.optimizer.name}
         return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
 
     def load(
@@ -351,6 +351,7 @@ class CapturedTrainer:
                     "optimizer_steps, extra or loss_scale is missing from what it says of its run, or of another kind"
                 )
                 raise CheckpointError("training state", root, reason, "Resume from another checkpoint")
+            check_same_optimizer(meta, self.optimizer)
             check(meta["extra"])
 
         meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify, check=checked)
