@@ -49,10 +49,10 @@ class TorchOptimizer(KeptOptimizer):
         whole = Whole(buffer, name, tensor or TensorSharding(name, slot.shape), mesh.tp, mesh.sharing)
         first, last = own_span(buffer, name)
         grad = values = self.master[:0]
-        for (start, stop, offset), own in zip(buffer.owned, buffer.own_grads, strict=True):
+        for (start, stop, offset), own, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
             if start <= first < last <= stop:
-                grad = own[first - start : last - start]
-                values = self.master[offset + first - start : offset + last - start]
+                here, place = slice(first - start, last - start), slice(offset + first - start, offset + last - start)
+                grad, values = own[here], self.master[place] if buffer.rounds else data[here]
         entries = self.recipe.groups[slot.group].entries(len(slot.shape))
         return Share(name, slot.group, whole, grad, values, dict(entries))
 
