@@ -169,7 +169,7 @@ def refuse_inputs(model: object, model_init: object, optimizer_class: object, op
     if model_init is not None and (optimizer, scheduler) != (None, None):
         reason = "its parameters are of no model that model_init makes"
         raise ConfigError("optimizers", type(optimizer).__name__, reason, "Override create_optimizer instead")
-    if scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer:
+    if scheduler is not None and (optimizer is None or getattr(scheduler, "optimizer", None) is not optimizer):
         reason = "the scheduler moves the rates of another optimizer than the one given"
         raise ConfigError("optimizers", type(scheduler).__name__, reason, "Give both, or override create_scheduler")
 

@@ -134,7 +134,9 @@ def run(kind, arguments, name, directory, changes, resume=None, model=tiny_llama
 
 def expected(name, directory):
     """What transformers does."""
-    return run(Trainer, TrainingArguments, name, directory, {"per_device_train_batch_size": 4, "save_strategy": "no"})[1]
+    return run(Trainer, TrainingArguments, name, directory, {"per_device_train_batch_size": 4, "save_strategy": "no"})[
+        1
+    ]
 
 
 def moved(weights):

@@ -126,7 +126,7 @@ def steps(rank, world_size, layout, name):
             mine = local(tensors[key], whole, mesh.tp_rank, tp) if tp > 1 else whole
             low, high = own_span(buffer, key)
             start = buffer.slots[key].start
-            for (first, last, offset), values in zip(buffer.owned, buffer.own_data, strict=True):
+            for (first, last, _), values in zip(buffer.owned, buffer.own_data, strict=True):
                 if first <= low < high <= last:
                     if not torch.equal(values[low - first : high - first], mine.flatten()[low - start : high - start]):
                         return key, step
