@@ -65,6 +65,11 @@ class OptimizerConfig(Section):
     """Decay of Lion's momentum."""
 
     @property
+    def state_bytes(self) -> float:
+        """What the optimizer keeps of a parameter in fp32, beside its value."""
+        return {"adam": 8.0, "lion": 4.0, "sgd": 4.0 if self.sgd_momentum else 0.0}[self.optimizer]
+
+    @property
     def final_lr(self) -> float:
         """``min_lr``, or a tenth of ``lr`` when it is unset; needs one of them."""
         return self.min_lr if self.min_lr is not None else 0.1 * self.lr

@@ -71,6 +71,7 @@ def build_engine(
     """
     asked, adam = wishes(args), adam_of(recipe)
     check_layout(recipe, mesh.grid.tp * mesh.grid.pp, asked["plan"]["parallel"].sharding != "no_shard")
+    asked["plan"]["state_bytes"] = recipe.state_bytes
     asked["plan"]["cluster"] = located(asked["plan"]["cluster"], nodes or Nodes())
     traced = Traced(model, example, compute_dtype(model, args.bf16, args.fp16), args.bf16 or args.fp16, mesh, loss)
     with together(mesh.control, "cpu"):

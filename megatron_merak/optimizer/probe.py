@@ -7,6 +7,7 @@ few steps on random parameters of a dozen elements do.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from math import prod
 from typing import Any
 
 import torch
@@ -44,9 +45,13 @@ class Entry:
 
     def zeros(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """What is loaded into, for a parameter of ``shape``."""
-        place = device if self.placed else "cpu"
-        extents = [1 if dim is None else shape[dim] for dim in self.dims]
-        return torch.zeros(extents, dtype=self.dtype, device=place)
+        return torch.zeros(self._extents(shape), dtype=self.dtype, device=device if self.placed else "cpu")
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        return prod(self._extents(shape)) * self.dtype.itemsize
+
+    def _extents(self, shape: Sequence[int]) -> list[int]:
+        return [1 if dim is None else (*shape, 1)[dim] for dim in self.dims]
 
     def stored(self, value: Any) -> Tensor:
         """A copy of a value as a tensor."""

@@ -14,11 +14,13 @@ from .probe import Entry, Traits, options_of, probe, remake
 
 @dataclass(frozen=True)
 class Group:
-    """One of ``param_groups``: ``options`` are its hyperparameters, ``traits`` what its class is like with them."""
+    """One of ``param_groups``: ``options`` are its hyperparameters, ``traits`` what its class is like with them, and
+    ``shapes`` those of its parameters that are trained."""
 
     prototype: torch.optim.Optimizer
     options: Mapping[str, Any]
     traits: Traits
+    shapes: Sequence[torch.Size]
 
     def entries(self, dims: int) -> Mapping[str, Entry]:
         """The state of a parameter of so many dimensions."""
@@ -61,13 +63,21 @@ class Recipe:
         if unknown is not None:
             reason = f"a parameter of shape {tuple(unknown.shape)} in its groups is none of the model's"
             raise ConfigError("optimizer", kind, reason, "Make it of model.parameters()")
-        dims = [p.dim() for p in group["params"] if p.requires_grad]
+        shapes = [p.shape for p in group["params"] if p.requires_grad]
+        traits = probe(prototype, options, map(len, shapes), self._device)
         self._group |= {name: len(self.groups) for p in group["params"] for name in names[id(p)]}
-        self.groups.append(Group(prototype, options, probe(prototype, options, dims, self._device)))
+        self.groups.append(Group(prototype, options, traits, shapes))
 
     def group_of(self, name: str, shape: tuple[int, ...] = ()) -> int:
         """The number of a parameter's group; behind the last one for those that are not trained."""
         return self._group.get(name, len(self.groups))
+
+    @property
+    def state_bytes(self) -> float:
+        """What is kept of an element of a parameter on average, beside its value."""
+        shapes = [(shape, group.entries(len(shape))) for group in self.groups for shape in group.shapes]
+        kept = sum(entry.nbytes(shape) for shape, entries in shapes for entry in entries.values())
+        return kept / max(sum(shape.numel() for shape, _ in shapes), 1)
 
     def make(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """An optimizer of ``parameters``, by the number of their groups, which have one prototype."""

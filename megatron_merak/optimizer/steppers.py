@@ -37,7 +37,7 @@ class Share:
         """One entry, to be saved or to be loaded into."""
         if self.entries[key].alike:
             return self.kept.setdefault(key, torch.zeros_like(self.values))
-        zeros = self.entries[key].zeros(self.whole.shape or (1,), self.values.device)
+        zeros = self.entries[key].zeros(self.whole.shape, self.values.device)
         return self.others.setdefault(key, zeros)
 
     def live(self) -> dict:

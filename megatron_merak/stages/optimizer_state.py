@@ -6,12 +6,14 @@ A checkpoint does not show whether data-parallel ranks share state, or what they
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..checkpoint.store import Kind, Shard, Turn
 from ..config import OptimizerConfig
 from ..optimizer.adamw import AdamW
 from ..optimizer.base import KeptOptimizer, Optimizer
+from ..optimizer.lion import Lion
 from ..optimizer.loss_scale import LossScaler
 from ..optimizer.recipe import Recipe
 from ..optimizer.torch_optimizer import TorchOptimizer
@@ -23,6 +25,7 @@ from ..runtime.shards import ShardGatherer
 # The shards that a flat tensor [buffer.size] holds of the parameters of these names.
 Parts = Callable[[Flat, Collection[str]], Iterable[Shard]]
 Step = Callable[[Sequence[Bucket]], object]
+_GROUPS = 4  # of a run, at most, see `groups_of_run`
 # Makes the optimizer of a rank's parameters.
 OptimizerOf = Callable[[RankParameters, OptimizerConfig, LossScaler | None], Optimizer]
 
@@ -39,6 +42,19 @@ def torch_optimizer_of(recipe: Recipe) -> OptimizerOf:
         return TorchOptimizer(held.buffer, config, recipe, held.mesh, held.tensors, scaler)
 
     return make
+
+
+def optimizer_of_run(config: OptimizerConfig) -> OptimizerOf:
+    """That of --optimizer, for the groups of parameters that each step has rates of."""
+    if config.optimizer == "adam":
+        return adamw_of
+    groups = [{"params": [nn.Parameter(torch.empty((1,) * dims)) for dims in range(1, 6)]} for _ in range(_GROUPS)]
+    if config.optimizer == "sgd":
+        made: torch.optim.Optimizer = torch.optim.SGD(groups, lr=config.lr or 0.0, momentum=config.sgd_momentum)
+    else:
+        made = Lion(groups, lr=config.lr or 0.0, betas=(config.lion_beta1, config.lion_beta2))
+    named = [(f"{number} {p.dim()}", p) for number, group in enumerate(groups) for p in group["params"]]
+    return torch_optimizer_of(Recipe(made, named, "cpu"))
 
 
 def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> Kind:

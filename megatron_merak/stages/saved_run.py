@@ -59,11 +59,11 @@ class SavedRun:
         )
 
 
-def check_same_optimizer(meta: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raises CheckpointError where what a checkpoint has is the state of another one."""
+def check_same_optimizer(meta: Mapping[str, Any], optimizer: Optimizer, otherwise: str = "") -> None:
+    """Raises CheckpointError where what a checkpoint has is the state of another one. otherwise: what else helps."""
     theirs = meta.get("optimizer", "AdamW")  # the only one of earlier versions
     if theirs != optimizer.name:
-        remedy = "Give that one, or start a new run from the checkpoint's weights"
+        remedy = f"Give that one{otherwise}, or start a new run from the checkpoint's weights"
         raise CheckpointError("optimizer", optimizer.name, f"the checkpoint's run had {theirs}", remedy)
 
 

@@ -1,7 +1,6 @@
 """Short runs with every optimizer, through transformers.Trainer and through MerakTrainer."""
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Adafactor, Trainer, TrainingArguments
 
@@ -143,7 +142,3 @@ def moved(weights):
     """How far weights went from where they began: [n]."""
     begun = dict(tiny_llama().state_dict())
     return torch.cat([(value - begun[name]).flatten() for name, value in sorted(weights.items())])
-
-
-def is_matrix(parameter: nn.Parameter) -> bool:
-    return parameter.dim() == 2

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Adafactor, Trainer, TrainerCallback, TrainingArguments
 
+from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.hf_trainer.arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
-from tests.hf_trainer.optimizer_cases import CASES, expected, moved, run
+from tests.hf_trainer.optimizer_cases import CASES, RUN, expected, moved, run
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
 
@@ -30,6 +33,16 @@ def check(name, found, wanted, directory, reference):
     assert way.any() and (other - way).norm() < (5e-3 if name == "muon" else 1e-3) * way.norm(), name
 
 
+def kept_bytes(trainer):
+    """Of the optimizer's state, for an element of the parameters that it trains."""
+    optimizer, slots = trainer.engine.optimizer, trainer.engine.buffer.slots
+    if optimizer.name == "AdamW":
+        return 8
+    tensors = [tensor for state in optimizer.state().values() for tensor in state.parts.values()]
+    tensors += [tensor for kind in optimizer.others().values() for tensor in kind.values()]
+    return sum(tensor.nbytes for tensor in tensors) / sum(slot.stop - slot.start for slot in slots.values())
+
+
 ALWAYS = ("momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "own groups", "some")
 
 
@@ -40,10 +53,11 @@ def cases(names, chosen):
 @pytest.mark.parametrize("name", cases(CASES, ALWAYS))
 def test_on_one_rank_it_is_the_same_optimizer(tmp_path, name):
     wanted = expected(name, tmp_path / "theirs")
-    found = ours(name, tmp_path / "ours", {"per_device_train_batch_size": 4})[1]
+    trainer, found = ours(name, tmp_path / "ours", {"per_device_train_batch_size": 4})
     check(name, found, wanted, tmp_path / "ours", tmp_path / "theirs")
     resumed = ours(name, tmp_path / "resumed", {"per_device_train_batch_size": 4}, f"{tmp_path}/ours/checkpoint-3")[1]
     assert resumed == found
+    assert kept_bytes(trainer) == pytest.approx(trainer.engine.plan.state_bytes, rel=0.05)
     assert all(map(torch.equal, weights(tmp_path / "resumed").values(), weights(tmp_path / "ours").values()))
 
 
@@ -87,3 +101,62 @@ def test_under_every_layout_it_is_the_same_optimizer(tmp_path, layout, names):
         assert all(map(torch.equal, weights(here / "again").values(), weights(here / "whole").values()))
         back = ours(name, here / "back", one, f"{here}/whole/checkpoint-3")[1]
         check(name, back, wanted[name], here / "back", here / "theirs")
+
+
+class Creates:
+    """Methods of a script, for either trainer."""
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            super().create_optimizer()
+            self.optimizer.param_groups[1]["lr"] = 5e-3
+        return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return kind, {**options, "momentum": 0.5}
+
+
+class Rates(TrainerCallback):
+    """A third of the second group's rate in the fourth step."""
+
+    def on_step_begin(self, args, state, control, optimizer=None, **more):
+        if state.global_step == 3:
+            optimizer.param_groups[1]["lr"] /= 3
+
+
+def test_a_script_may_make_it(tmp_path):
+    def play(kind, arguments):
+        args = arguments(str(tmp_path), optim="sgd", per_device_train_batch_size=4, **RUN)
+        data = samples(24, ragged=False)
+        trainer = kind(tiny_llama(), args, collate, data, callbacks=[Rates()])
+        trainer.train()
+        assert [group["momentum"] for group in trainer.optimizer.param_groups] == [0.5, 0.5]
+        return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if "loss" in entry]
+
+    theirs = play(type("Theirs", (Creates, Trainer), {}), TrainingArguments)
+    assert play(type("Mine", (Creates, MerakTrainer), {}), MerakArguments) == pytest.approx(theirs, rel=1e-5)
+
+
+def test_what_cannot_be_taken_is_named(tmp_path):
+    def made(optimizer, **more):
+        args = MerakArguments(str(tmp_path), per_device_train_batch_size=4, **{**RUN, **more})
+        trainer = MerakTrainer(model, args, collate, samples(24, ragged=False), optimizers=(optimizer, None))
+        trainer.train()
+        return trainer
+
+    model, other = tiny_llama(), tiny_llama()
+    with pytest.raises(ConfigError, match="SGD: a parameter of shape .* is none of the model's"):
+        made(torch.optim.SGD(other.parameters()))
+    with pytest.raises(ConfigError, match="LBFGS: a step of it fails"):
+        made(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match=r"Adafactor: .* no learning rate.* relative_step=False"):
+        made(Adafactor(model.parameters()))
+    trainer = made(torch.optim.SGD(model.parameters(), lr=0.1), max_steps=1)
+    with pytest.raises(ConfigError, match="MerakTrainer.optimizer"):
+        trainer.optimizer = torch.optim.SGD(model.parameters())
+    args = MerakArguments(str(tmp_path), optim="rmsprop", per_device_train_batch_size=4, **RUN)
+    resuming = MerakTrainer(tiny_llama(), args, collate, samples(24, ragged=False))
+    with pytest.raises(CheckpointError, match="optimizer RMSprop: the checkpoint's run had SGD"):
+        resuming.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-1")

@@ -153,6 +153,32 @@ def test_shards_are_stepped_as_torch_steps_whole_parameters(layout):
         assert found == dict.fromkeys(MADE)
 
 
+@pytest.mark.parametrize("name", ["muon", "momentum"])
+def test_16_bit_parameters_are_rounded_from_fp32_ones(name):
+    named = parameters()
+    made = Recipe(MADE[name](named), named.items(), "cpu")
+    entries = [[BufferEntry(key, tuple(p.shape), made.group_of(key)) for key, p in named.items()]]
+    buffer = ParameterBuffer(entries, torch.bfloat16, "cpu")
+    for key, p in named.items():
+        p.data = p.data.bfloat16().float()
+        buffer.parameter(key).copy_(p.data)
+    ours = TorchOptimizer(buffer, OptimizerConfig(clip_grad=1.0), made, build_mesh(Grid(), 0, torch.device("cpu")), {})
+    theirs = MADE[name](named)
+    for step in range(STEPS):
+        for key, gradient in gradients(step).items():
+            named[key].grad = gradient.clone()
+            buffer.grad(key).copy_(gradient)
+        norm = nn.utils.clip_grad_norm_(named.values(), 1.0).item()
+        result = ours.step([(LR, group.options["weight_decay"]) for group in made.groups])
+        assert result.grad_norm == pytest.approx(norm, rel=1e-6) and norm > 1
+        theirs.step()
+        for key, p in named.items():
+            assert torch.allclose(buffer.view(buffer.master, key), p, rtol=0, atol=1e-2 if name == "muon" else 1e-6), (
+                key
+            )
+            assert torch.equal(buffer.parameter(key), buffer.view(buffer.master, key).bfloat16())
+
+
 def recipe(optimizer, named):
     return Recipe(optimizer, named.items(), "cpu")
 
