@@ -1,5 +1,10 @@
 """Every optimizer through transformers.Trainer and MerakTrainer, under every layout, resumed under another one."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,6 +16,8 @@ from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.optimizer_cases import CASES, RUN, expected, moved, run
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def ours(name, directory, changes, resume=None):
@@ -160,3 +167,18 @@ def test_what_cannot_be_taken_is_named(tmp_path):
     resuming = MerakTrainer(tiny_llama(), args, collate, samples(24, ragged=False))
     with pytest.raises(CheckpointError, match="optimizer RMSprop: the checkpoint's run had SGD"):
         resuming.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_example_tells_what_it_says_and_does_so_on_two_ranks(tmp_path):
+    def told(ranks, *changes):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "examples/muon.py"]
+        more = ["--output_dir", str(tmp_path), "--disable_tqdm", "true", *changes]
+        done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True)
+        return [float(loss) for loss in re.findall(r"(?:adamw_torch|muon) += +([\d.]+)", done.stdout)]
+
+    page = (ROOT / "examples" / "muon.py").read_text()
+    assert told(1) == pytest.approx([float(loss) for loss in re.findall(r"= (\d\.\d{4})", page)], abs=0.05)
+    few = told(1, "--max_steps", "8")
+    assert told(2, "--max_steps", "8", "--tensor_model_parallel_size", "2") == pytest.approx(few, abs=2e-3)
