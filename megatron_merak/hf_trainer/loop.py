@@ -94,7 +94,7 @@ class TrainingLoop:
         path = directory / run_directory.TRAINING_STATE
 
         def progress_of(extra: dict) -> Progress:
-            return Progress.of_json(extra, path, self.rate.scheduler.state_dict())
+            return Progress.of_json(extra, path, self.rate.state())
 
         # All of the directory was verified when it was found.
         extra = self.engine.load(

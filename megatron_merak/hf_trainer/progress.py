@@ -34,8 +34,9 @@ class Progress:
         return _encode(asdict(self))
 
     @staticmethod
-    def of_json(values: object, path: Path, scheduler: Mapping) -> "Progress":
-        """``scheduler``: the present one's state, whose kind the saved one must be. Raises CheckpointError."""
+    def of_json(values: object, path: Path, rate: Mapping) -> "Progress":
+        """``rate``: the present one of ``LearningRate.state()``, whose kind the saved one must be. Raises
+        CheckpointError."""
         remedy = "Resume from another checkpoint"
         try:
             values = _decode(values)
@@ -47,6 +48,11 @@ class Progress:
             progress = Progress(**{name: values[name] for name in _CHECKS})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError("training state", path, str(error), remedy) from error
+        theirs, groups = len(progress.rate["rates"]) // 2, len(rate["rates"]) // 2
+        if theirs != groups:
+            reason = f"the checkpoint's optimizer has {theirs} groups of parameters"
+            raise CheckpointError("optimizer.param_groups", groups, reason, "Give the optimizer of the checkpoint's run")
+        scheduler = rate["scheduler"]
         for name in sorted({*progress.rate["scheduler"], *scheduler}):
             if not _alike(name, progress.rate["scheduler"].get(name), scheduler.get(name)):
                 reason = f"the checkpoint's schedule is of another kind: its {name} does not fit"
