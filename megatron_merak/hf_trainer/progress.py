@@ -51,7 +51,9 @@ class Progress:
         theirs, groups = len(progress.rate["rates"]) // 2, len(rate["rates"]) // 2
         if theirs != groups:
             reason = f"the checkpoint's optimizer has {theirs} groups of parameters"
-            raise CheckpointError("optimizer.param_groups", groups, reason, "Give the optimizer of the checkpoint's run")
+            raise CheckpointError(
+                "optimizer.param_groups", groups, reason, "Give the optimizer of the checkpoint's run"
+            )
         scheduler = rate["scheduler"]
         for name in sorted({*progress.rate["scheduler"], *scheduler}):
             if not _alike(name, progress.rate["scheduler"].get(name), scheduler.get(name)):

@@ -80,19 +80,32 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def remake(prototype: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
     """An optimizer like ``prototype`` for other parameters. Raises ConfigError where its class cannot be called so."""
-    kind = type(prototype)
-    known = [name for name in signature(kind.__init__).parameters if name in prototype.defaults]
+    kind, known = type(prototype), {**vars(prototype), **prototype.defaults}
+    named = [name for name in signature(kind.__init__).parameters if name in known]
     try:
-        made = kind([dict(group) for group in groups], **{name: prototype.defaults[name] for name in known})
+        return kind([dict(group) for group in groups], **{name: known[name] for name in named})
     except Exception as error:
         reason = f"it cannot be made for shards of the parameters: {_told(error)}"
         remedy = "Let its __init__ take param_groups, and its defaults as keywords"
         raise ConfigError("optimizer", kind.__name__, reason, remedy) from error
-    held = [name for name, value in vars(made).items() if isinstance(value, torch.optim.Optimizer)]
-    if held or any(isinstance(each, torch.optim.Optimizer) for value in vars(made).values() for each in _items(value)):
-        reason = "it hands its parameters to other optimizers"
-        raise ConfigError("optimizer", kind.__name__, reason, "Join them by megatron_merak.optimizer.chained.Chained")
-    return made
+
+
+def check_remade(prototype: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:
+    """Raises ConfigError where ``made``, which `remake` made, does not do what ``prototype`` would have done."""
+    kind, hooks = type(prototype).__name__, (prototype._optimizer_step_pre_hooks, prototype._optimizer_step_post_hooks)
+    if any(hooks):
+        raise ConfigError("optimizer", kind, "it has hooks, which others like it have not", "Use a callback instead")
+    if callable(getattr(prototype, "train", None)) and callable(getattr(prototype, "eval", None)):
+        reason = "it has a train() and an eval(): its weights in an evaluation are others than in training"
+        raise ConfigError("optimizer", kind, reason, "Take one whose weights are the same in both")
+    for name, value in vars(prototype).items():
+        if isinstance(value, torch.optim.Optimizer) or any(isinstance(x, torch.optim.Optimizer) for x in _items(value)):
+            remedy = "Join them by megatron_merak.optimizer.chained.Chained"
+            raise ConfigError("optimizer", kind, f"it hands its parameters to other optimizers ({name})", remedy)
+        plain = isinstance(value, bool | int | float | str) and not name.startswith("_")
+        if plain and vars(made).get(name) != value:
+            reason = f"{name} is {value!r}, and {vars(made).get(name)!r} in others of its class"
+            raise ConfigError("optimizer", kind, reason, f"Let its __init__ take {name}, or keep it in its defaults")
 
 
 def probe(
@@ -118,6 +131,7 @@ def probe(
                 raise ConfigError("optimizer", kind, f"a step of it fails: {_told(error)}", _OWN) from error
             if not torch.equal(after, repeated):
                 raise ConfigError("optimizer", kind, "its steps are random, and ranks would drift apart", _OWN)
+            check_remade(prototype, made)
             alone &= _same(after, again)
             elementwise &= _is_elementwise(prototype, own, values, grads, after)
             state[count] = _entries(kind, made, shape)

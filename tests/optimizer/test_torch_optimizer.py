@@ -236,6 +236,46 @@ def test_what_cannot_be_divided_is_named(kind, told):
         recipe(kind([*named.values()], lr=LR), named)
 
 
+class Flag(torch.optim.SGD):
+    """Keeps what it was given where nobody looks for it; ``hidden`` under another name."""
+
+    def __init__(self, params, lr, flag=False, hidden=1):
+        super().__init__(params, lr)
+        self.flag, self.other = flag, hidden
+
+    def step(self, closure=None):
+        super().step()
+
+
+class Holds(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.inner = [torch.optim.SGD(self.param_groups, lr)]
+
+
+class Free(torch.optim.SGD):
+    def train(self):
+        pass
+
+    eval = train
+
+
+def test_what_another_one_would_not_do_is_named():
+    named = parameters()
+    mine = [*named.values()]
+    assert recipe(Flag(mine, LR, True), named).make({0: mine}).flag
+    with pytest.raises(ConfigError, match="Flag: other is 2, and 1 in others of its class"):
+        recipe(Flag(mine, LR, hidden=2), named)
+    with pytest.raises(ConfigError, match=r"Holds: it hands its parameters to other optimizers \(inner\)"):
+        recipe(Holds(mine, LR), named)
+    with pytest.raises(ConfigError, match=r"Free: it has a train\(\) and an eval\(\)"):
+        recipe(Free(mine, LR), named)
+    hooked = torch.optim.SGD(mine, LR)
+    hooked.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="SGD: it has hooks"):
+        recipe(hooked, named)
+
+
 def test_an_optimizer_of_all_parameters_is_for_ranks_that_have_all():
     named = parameters()
     coupled = recipe(Together([*named.values()], lr=LR), named)
