@@ -73,8 +73,9 @@ LAYOUTS = {
     "pp2": {"pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
     "optim": {"use_distributed_optimizer": True, "per_device_train_batch_size": 2},
     "full": {"fsdp": "full_shard", "per_device_train_batch_size": 2},
+    "tp2 full": {"tensor_model_parallel_size": 2, "fsdp": "full_shard", "per_device_train_batch_size": 2},
 }
-FEW = {"tp2": ("adafactor", "muon"), "full": ("momentum", "muon", "signs")}
+FEW = ("muon",)
 ALL = ("momentum", "adafactor", "muon", "signs", "lengths", "adam", "adafactor with momentum", "own adamw")
 
 
@@ -90,7 +91,7 @@ def divided(rank, world_size, directory, layout, names):
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [*FEW.items(), *(pytest.param(layout, ALL, marks=pytest.mark.slow) for layout in LAYOUTS)],
+    [("tp2 full", FEW), *(pytest.param(layout, ALL, marks=pytest.mark.slow) for layout in LAYOUTS)],
     ids=lambda part: part if isinstance(part, str) else "all" if part is ALL else "few",
 )
 def test_under_every_layout_it_is_the_same_optimizer(tmp_path, layout, names):
@@ -98,8 +99,8 @@ def test_under_every_layout_it_is_the_same_optimizer(tmp_path, layout, names):
     for name in names:
         wanted[name] = expected(name, tmp_path / name / "theirs")
         ours(name, tmp_path / name / "one", one)
-    ranks = run_ranks(divided, 2, str(tmp_path), layout, names, timeout=280)
-    assert ranks[0] == ranks[1]
+    ranks = run_ranks(divided, 4 if layout == "tp2 full" else 2, str(tmp_path), layout, names, timeout=280)
+    assert all(found == ranks[0] for found in ranks)
     for name, (whole, again, moved_here) in ranks[0].items():
         here = tmp_path / name
         check(name, whole, wanted[name], here / "whole", here / "theirs")
