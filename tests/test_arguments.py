@@ -183,8 +183,9 @@ def test_the_flags_that_the_scripts_share_mean_the_same():
         ),
         (["--hidden-size", "-3"], "--hidden-size -3: is out of range. Use a value at least 1."),
         (
-            ["--optimizer", "sgd"],
-            "--optimizer sgd: is a choice of Megatron-LM that megatron_merak does not have yet. Use adam.",
+            ["--optimizer", "muon"],
+            "--optimizer muon: is a choice of Megatron-LM that megatron_merak does not have yet. Use adam or sgd or "
+            "lion.",
         ),
         (["--swiglu=true"], "--swiglu with a value: is a switch. Give it alone."),
         (["--swiglu", "true"], "argument true: belongs to no flag. Leave it out; switches take no value."),

@@ -177,7 +177,8 @@ def verify(directory: Path) -> Manifest:
     """
     _, manifest = read_manifest(directory)
     kinds = sorted(manifest.tensors)
-    trained = manifest.tensors.get("exp_avg", manifest.tensors.get("model", {}))  # frozen parameters have no moments
+    states = [tensors for kind, tensors in manifest.tensors.items() if kind != "model"]
+    trained = {name for tensors in states for name in tensors} or manifest.tensors.get("model", {})  # others are frozen
     for name, digests in manifest.files_of(kinds).items():
         verify_tensors(directory / name, manifest.files[name], digests, manifest.save_id, trained)
     return manifest

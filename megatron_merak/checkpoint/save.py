@@ -81,7 +81,7 @@ def check_finite(
 ) -> None:
     """Raise `NumericsError` on every rank for a trained parameter or its optimizer state that is NaN or infinite."""
     kinds = {name: Kind.of(given) for name, given in shards.items()}
-    trained = {part.name for part in kinds["exp_avg"].shards} if "exp_avg" in kinds else None
+    trained = {part.name for name, kind in kinds.items() if name != "model" for part in kind.shards} or None
     for name, _, turn in in_turns(kinds, group, device):
         with together(group, device):
             for part in turn.shards:

@@ -211,6 +211,7 @@ def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
     for name in ("min_lr", "lr_warmup_init"):
         if (value := getattr(optimizer, name)) is not None and value > optimizer.lr:
             raise ConfigError(flag_name(name), value, f"exceeds --lr {optimizer.lr}", f"Use at most {optimizer.lr}")
+    _check_own(optimizer)
     if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
         reason = "has no effect without --decoupled-lr"
         raise ConfigError("--decoupled-min-lr", optimizer.decoupled_min_lr, reason, "Give both, or leave it out")
@@ -226,6 +227,22 @@ def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
             raise ConfigError(flag_name(f"{name}_{other}"), value, reason, f"Give {flag_name(f'{name}_{unit}')}")
     _check_decay(optimizer, optimizer.decay or train.train_samples or train.train_iters, unit)
     _check_weight_decay(optimizer)
+
+
+_OWN = {  # settings of one optimizer
+    **{"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)},
+    "lion": ("lion_beta1", "lion_beta2"),
+}
+
+
+def _check_own(optimizer: OptimizerConfig) -> None:
+    """A setting of another optimizer than the one chosen would have no effect."""
+    default = OptimizerConfig()
+    for kind, names in _OWN.items():
+        for name in names if kind != optimizer.optimizer else ():
+            if (value := getattr(optimizer, name)) != getattr(default, name):
+                reason = f"has no effect with --optimizer {optimizer.optimizer}"
+                raise ConfigError(flag_name(name), value, reason, f"Leave it out, or use --optimizer {kind}")
 
 
 def _check_decay(optimizer: OptimizerConfig, decay: int, unit: str) -> None:

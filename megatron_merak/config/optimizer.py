@@ -7,9 +7,9 @@ from .settings import Section, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate and weight-decay schedules."""
+    """The optimizer and its learning-rate and weight-decay schedules."""
 
-    optimizer: str = setting("adam", choices=("adam",), not_yet=("sgd", "muon", "lion"))
+    optimizer: str = setting("adam", choices=("adam", "sgd", "lion"), not_yet=("muon",))
     """The optimizer; adam is AdamW."""
     lr: float | None = setting(None, above=0)
     """Peak learning rate."""
@@ -57,6 +57,17 @@ class OptimizerConfig(Section):
     """Decay of Adam's second moment."""
     adam_eps: float = setting(1e-8, above=0)
     """Added to the root of Adam's second moment."""
+    sgd_momentum: float = setting(0.9, least=0, below=1)
+    """Momentum of --optimizer sgd."""
+    lion_beta1: float = setting(0.95, least=0, below=1)
+    """Of the sum of momentum and gradient whose sign is Lion's update, the momentum's part."""
+    lion_beta2: float = setting(0.98, least=0, below=1)
+    """Decay of Lion's momentum."""
+
+    @property
+    def state_bytes(self) -> float:
+        """What the optimizer keeps of a parameter in fp32, beside its value."""
+        return {"adam": 8.0, "lion": 4.0, "sgd": 4.0 if self.sgd_momentum else 0.0}[self.optimizer]
 
     @property
     def final_lr(self) -> float:

@@ -80,7 +80,7 @@ class RunConfig:
         learning rate. Raises ConfigError."""
         self.check_model()
         check_precision(self.train)
-        check_servers(self.parallel, self.train, self.checkpoint, self.logging)
+        check_servers(self.parallel, self.train, self.checkpoint, self.logging, self.optimizer)
         (check_workers if self.parallel.num_parameter_servers else check_ranks)(self.parallel, world_size)
         check_order(self.parallel.rank_order, self.parallel.use_tp_pp_dp_mapping, "--rank-order")
         batches, replicas = self.batches(world_size), self.data_parallel_size(world_size)

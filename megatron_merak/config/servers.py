@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ..errors import ConfigError
+from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
 from .sections import CheckpointConfig, LoggingConfig, TrainConfig
 from .settings import flag_name
@@ -15,7 +16,11 @@ Run = TypeVar("Run")
 
 
 def check_servers(
-    parallel: ParallelConfig, train: TrainConfig, checkpoint: CheckpointConfig, logging: LoggingConfig
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    checkpoint: CheckpointConfig,
+    logging: LoggingConfig,
+    optimizer: OptimizerConfig,
 ) -> None:
     """Raise ConfigError for what parameter servers cannot honour, and for their flags without them."""
     strategy, default = parallel.data_parallel_strategy, ParallelConfig()
@@ -41,6 +46,7 @@ def check_servers(
         "step_batch_size_schedule": (train.step_batch_size_schedule, steps),
         "calculate_per_token_loss": (train.calculate_per_token_loss, "workers do not know how many tokens others have"),
         "log_num_zeros_in_grad": (logging.log_num_zeros_in_grad, "no rank has the gradient of all workers"),
+        "optimizer": (optimizer.optimizer != "adam" and optimizer.optimizer, "parameter servers update by AdamW"),
         "timeline": (logging.timeline, "workers have no common clock"),
     }
     for name, (value, reason) in refused.items():

@@ -19,9 +19,10 @@ from ..config.sections import FP32_MATMULS
 from ..errors import ConfigError
 from ..parallel.launch import World, adopt, launch
 from . import fsdp
-from .fields import EQUIVALENT, HONOURED, NOT_NEGATIVE, POSITIVE, REFUSED, UNKNOWN
+from .fields import HONOURED, NOT_NEGATIVE, POSITIVE, REFUSED, UNKNOWN
 from .instances import check_instances
 from .keywords import checked
+from .optimizers import MUON, class_and_arguments
 from .plan_arguments import take_from_plan
 
 
@@ -180,12 +181,15 @@ class MerakArguments(TrainingArguments):
             take_from_plan(self)
         _check_numbers(self)
         given, self.fsdp, self.fsdp_config = (self.fsdp, self.fsdp_config), None, None  # accelerate is not needed
+        optim, self.optim = self.optim, "adamw_torch" if self.optim == MUON else self.optim
         try:
             super().__post_init__()
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError("training arguments", "(together)", reason, "Correct them") from error
         self.fsdp, self.fsdp_config = given
+        self.optim = MUON if optim == MUON else self.optim
+        class_and_arguments(self)  # a name that is refused is told now
         self.warmup_ratio = self.accelerator_config = None
         self.buckets  # noqa: B018  a wrong list is told now
         if self.recomputes and self.recompute_activations:
@@ -264,7 +268,7 @@ class MerakArguments(TrainingArguments):
 def _refuse_fields(args: TrainingArguments) -> None:
     for each in dataclasses.fields(TrainingArguments):
         name, value = each.name, getattr(args, each.name)
-        if name in HONOURED or value in EQUIVALENT.get(name, ()):
+        if name in HONOURED:
             continue
         default = each.default if each.default is not dataclasses.MISSING else each.default_factory()
         if value == default or not (value or default):

@@ -1,23 +1,27 @@
 """The engine of a ``MerakTrainer``: what its arguments ask for, and the model planned and built by them."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..config import OptimizerConfig, ParallelConfig
 from ..optimizer.loss_scale import scaler_of_torch
+from ..optimizer.recipe import Recipe
+from ..optimizer.torch_optimizer import check_layout
 from ..parallel.agree import together
 from ..parallel.mesh import Mesh
 from ..parallel.nodes import Nodes, located
 from ..stages.blueprint import draw, follow
 from ..stages.captured import CapturedTrainer
 from ..stages.devices import cluster_of
-from ..stages.parameter_groups import GroupOf
+from ..stages.optimizer_state import adamw_of, torch_optimizer_of
 from ..stages.precision import compute_dtype
 from ..stages.traced import Batch, OwnLoss, Traced
 from .arguments import MerakArguments
 from .fields import PARALLEL_FIELDS
 from .instances import instances_of
+from .optimizers import adam_of
 from .plan_arguments import plan_of_arguments
 
 
@@ -46,7 +50,9 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
         "graph_sharding": args.graph_sharding,
         "rules": args.tensor_parallel_rules or "",
     }
-    others = {name: getattr(args, name) for name in ("seed", "bf16", "fp16", "replica_check_interval")}
+    others = {
+        name: getattr(args, name) for name in ("optim", "optim_args", "seed", "bf16", "fp16", "replica_check_interval")
+    }
     return others | {"plan": plan, "plan file": args.plan, "optimizer": optimizer}
 
 
@@ -55,15 +61,17 @@ def build_engine(
     example: Batch,
     args: MerakArguments,
     mesh: Mesh,
-    group_of: GroupOf,
+    recipe: Recipe,
     loss: OwnLoss | None = None,
     nodes: Nodes | None = None,
 ) -> CapturedTrainer:
     """Capture the model, follow the plan of the arguments or make one, and fill this rank's part. Collective.
 
-    nodes: the hosts of the job, None where nobody asked.
+    recipe: what steps which parameter. nodes: the hosts of the job, None where nobody asked.
     """
-    asked = wishes(args)
+    asked, adam = wishes(args), adam_of(recipe)
+    check_layout(recipe, mesh.grid.tp * mesh.grid.pp, asked["plan"]["parallel"].sharding != "no_shard")
+    asked["plan"]["state_bytes"] = recipe.state_bytes
     asked["plan"]["cluster"] = located(asked["plan"]["cluster"], nodes or Nodes())
     traced = Traced(model, example, compute_dtype(model, args.bf16, args.fp16), args.bf16 or args.fp16, mesh, loss)
     with together(mesh.control, "cpu"):
@@ -72,9 +80,10 @@ def build_engine(
     return CapturedTrainer(
         blueprint,
         mesh,
-        optimizer=asked["optimizer"],
+        optimizer=replace(asked["optimizer"], **(adam or {})),
+        optimizer_of=torch_optimizer_of(recipe) if adam is None else adamw_of,
         seed=args.seed,
-        group_of=group_of,
+        group_of=recipe.group_of,
         replica_check_interval=args.replica_check_interval,
         scaler=scaler_of_torch() if args.fp16 else None,
     )

@@ -13,8 +13,8 @@ HONOURED = frozenset(
     trackio_static_space_id hub_private_repo eval_strategy eval_steps eval_delay prediction_loss_only eval_on_start
     eval_do_concat_batches eval_accumulation_steps include_for_metrics save_only_model save_strategy save_steps
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    restore_callback_states_from_checkpoint label_smoothing_factor full_determinism seed data_seed use_cpu
-    dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
+    restore_callback_states_from_checkpoint label_smoothing_factor optim optim_args full_determinism seed data_seed
+    use_cpu dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
     dataloader_multiprocessing_context remove_unused_columns label_names
     train_sampling_strategy length_column_name ddp_backend ddp_timeout do_train do_eval do_predict
     resume_from_checkpoint local_rank fsdp fsdp_config""".split()
@@ -25,8 +25,6 @@ DEGREES = "Set tensor_model_parallel_size and pipeline_model_parallel_size"
 # field -> (why, what to do); a value other than the field's default is refused.
 REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "optim": ("AdamW on flat buffers is the optimizer", "Use adamw_torch or adamw_torch_fused"),
-        "optim_args": ("AdamW takes none", "Use adam_beta1, adam_beta2 and adam_epsilon"),
         "optim_target_modules": ("every trainable parameter is optimised", "Freeze parameters by requires_grad"),
         "average_tokens_across_devices": ("the loss is always the mean over all tokens", "Leave it True"),
         "fp16_full_eval": ("evaluation runs in the precision of training", "Use fp16"),
@@ -83,7 +81,9 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "ignore_data_skip": "batches are numbered, so nothing is loaded to be skipped",
         "include_num_input_tokens_seen": "counted over replicas, not over ranks",
         "logging_nan_inf_filter": "by step, not by micro-batch; without a finite loss in between nan is logged",
-        "optim": "`adamw_torch` and `adamw_torch_fused`; others are refused",
+        "optim": "also `muon`; `lion_32bit` needs no bitsandbytes; quantised state, `galore`, `lomo` and the like are "
+        "refused, see docs/optimizers.md",
+        "optim_args": "those that would have no effect are refused",
         "per_device_eval_batch_size": "of a replica of the model",
         "per_device_train_batch_size": "of a replica of the model: tensor x pipeline ranks",
         "save_total_limit": "counts complete checkpoints",
@@ -91,7 +91,6 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "train_sampling_strategy": "`group_by_length` draws by seed and epoch; `batch_rebalance` is refused",
     }
 )
-EQUIVALENT: Mapping[str, tuple] = MappingProxyType({"optim": ("adamw_torch", "adamw_torch_fused")})
 POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "max_consecutive_skipped_steps"),

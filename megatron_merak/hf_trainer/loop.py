@@ -94,7 +94,7 @@ class TrainingLoop:
         path = directory / run_directory.TRAINING_STATE
 
         def progress_of(extra: dict) -> Progress:
-            return Progress.of_json(extra, path, self.rate.scheduler.state_dict())
+            return Progress.of_json(extra, path, self.rate.state())
 
         # All of the directory was verified when it was found.
         extra = self.engine.load(
@@ -194,7 +194,7 @@ class TrainingLoop:
             self._tell("on_substep_end")
         self._tell("on_pre_optimizer_step")
         self.rates = self.rate.groups.rates()
-        result = self.engine.update([self.rates[:2], self.rates[2:]], told)
+        result = self.engine.update(self.rate.groups.of_engine(), told)
         self._count_loss(result.loss)
         self._tell("on_optimizer_step")
         self.grad_norm, self.used_rate = result.grad_norm, self.rate.logged
@@ -240,7 +240,8 @@ class TrainingLoop:
             setattr(control, name, bool(wish))
         if found[len(DECISIONS)]:
             raise_together(fault, group, "cpu")
-        most, least = found[len(DECISIONS) + 1 :][:4], [-rate for rate in found[-4:]]
+        count = len(rates)
+        most, least = found[-2 * count : -count], [-rate for rate in found[-count:]]
         if most != least:
             reason = f"ranks used rates up to {most}"
             raise ConfigError("optimizer.param_groups", least, reason, "Let callbacks set them on every rank")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import CodeType, MappingProxyType
 from typing import Any
 
+from torch.optim import Optimizer
 from transformers import Trainer
 
 from ..errors import AbsentError, ConfigError
@@ -27,10 +28,7 @@ class Reason:
 LOSS = Reason("the loss is captured with the model, once", "Override compute_loss, and enter the context in it")
 SHARES = Reason("it follows from the model's loss_type", "Override compute_loss, and count the targets there")
 STEP = Reason("a step is a schedule of micro-batches over all stages", "Use callbacks, or the model's forward")
-OPTIMIZER = Reason(
-    "parameters lie in flat buffers of their own AdamW",
-    "Set the adam_ arguments, or override get_decay_parameter_names or create_scheduler",
-)
+OPTIMIZER = Reason("steps, gradients and state are the engine's", "Override create_optimizer or create_scheduler")
 BATCHES = Reason(
     "batches are cut from one order of samples, whatever the layout",
     "Override _get_train_sampler or _get_eval_sampler, or change the dataset or the data_collator",
@@ -56,8 +54,7 @@ _GROUPS: tuple[tuple[Reason, str], ...] = (
     (STEP, "training_step optimizer_step neftune_noise_alpha neftune_hook_handle current_gradient_accumulation_steps"),
     (
         OPTIMIZER,
-        """optimizers create_optimizer create_optimizer_and_scheduler get_optimizer_cls_and_kwargs
-        optimizer_cls_and_kwargs _get_learning_rate _clip_grad_norm _get_grad_norm _has_mixed_mesh_grads
+        """create_optimizer_and_scheduler _get_learning_rate _clip_grad_norm _get_grad_norm _has_mixed_mesh_grads
         _mixed_mesh_grad_norm""",
     ),
     (
@@ -118,8 +115,10 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "is_local_process_zero": "true on the first rank of the job, not of every node",
         "label_names": "read only: set `args.label_names` before the trainer is made",
         "log": "called on every rank, with the same numbers",
-        "lr_scheduler": "a schedule of `trainer.optimizer`; set by `create_scheduler` only",
-        "optimizer": "the two groups of parameters: `lr` and `weight_decay` count, any other change or call raises. "
+        "lr_scheduler": "a schedule of `trainer.optimizer`; set by `create_scheduler`, or given with `optimizers`",
+        "create_optimizer": "called when the model is captured; optimizers like the one that it sets step shards, see "
+        "docs/optimizers.md",
+        "optimizer": "the groups of parameters: `lr` and `weight_decay` count, any other change or call raises. "
         "A parameter that no batch of a step uses has a gradient of 0, not None: weight decay and moments go on, with "
         "a warning",
         "predict": "collective: called on every rank, and all of them get the predictions",
@@ -153,22 +152,26 @@ def refusing(kind: type) -> type:
     return kind
 
 
-def refuse_inputs(model: object, model_init: object, given: dict[str, object], optimizers: tuple) -> None:
-    """Raises ConfigError for an argument of MerakTrainer that would have no effect.
+def refuse_inputs(model: object, model_init: object, optimizer_class: object, optimizers: tuple) -> None:
+    """Raises ConfigError for arguments of MerakTrainer that contradict one another.
 
-    model, model_init: exactly one of them is needed. given: other arguments by name, which have to be None.
-    optimizers: (optimizer, scheduler), both None.
+    model, model_init: exactly one of them is needed. optimizers: (optimizer, scheduler), or None.
     """
-    for name, value in given.items():
-        if value is not None:
-            remedy = "AdamW is set by the arguments"
-            raise ConfigError(name, repr(value), "a captured model has its own optimizer", remedy)
-    if tuple(optimizers) != (None, None):
-        remedy = "Choose learning_rate, lr_scheduler_type and the adam_ arguments"
-        raise ConfigError("optimizers", optimizers, "parameters lie in flat buffers of their own AdamW", remedy)
     if (model is None) == (model_init is None):
         both = "model and model_init"
         raise ConfigError(both, f"({type(model).__name__})", "exactly one of the two is needed", "Give one")
+    optimizer, scheduler = optimizers
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigError("optimizers", type(optimizer).__name__, "it is no torch.optim.Optimizer", "Give one")
+    if optimizer is not None and optimizer_class is not None:
+        what = "optimizers and optimizer_cls_and_kwargs"
+        raise ConfigError(what, type(optimizer).__name__, "both say what the optimizer is", "Give one of them")
+    if model_init is not None and (optimizer, scheduler) != (None, None):
+        reason = "its parameters are of no model that model_init makes"
+        raise ConfigError("optimizers", type(optimizer).__name__, reason, "Override create_optimizer instead")
+    if scheduler is not None and (optimizer is None or getattr(scheduler, "optimizer", None) is not optimizer):
+        reason = "the scheduler moves the rates of another optimizer than the one given"
+        raise ConfigError("optimizers", type(scheduler).__name__, reason, "Give both, or override create_scheduler")
 
 
 def refuse_overrides(kind: type, base: type, adapted: Collection[type] = ()) -> None:

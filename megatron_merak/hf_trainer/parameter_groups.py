@@ -1,17 +1,18 @@
-"""The optimizer as callbacks and schedules see it: two groups of parameters whose rates may be changed, no more."""
+"""The optimizer as callbacks and schedules see it: groups of parameters whose rates may be changed, no more."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import TrainingArguments
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import AbsentError, ConfigError
 
 REMEDY = "Change lr and weight_decay of param_groups; set the rest by the arguments before training"
 SHARDED = "parameters, gradients and moments lie sharded in flat buffers"
 HONOURED = ("lr", "weight_decay")
+_FREE = frozenset((*HONOURED, "params", "initial_lr", "param_names"))
 
 
 def _absent(name: str) -> Callable:
@@ -22,28 +23,26 @@ def _absent(name: str) -> Callable:
 
 
 class ParameterGroups(torch.optim.Optimizer):
-    """The two groups that ``transformers.Trainer`` makes: parameters with weight decay, and those without.
+    """The groups of ``optimizer``, whose state and steps are the engine's.
 
     ``lr`` and ``weight_decay`` of each are those of the next update, whoever sets them. Any other change is
     a ``fault``, and any other use raises ConfigError.
 
-    model: its trainable parameters are the groups' ``params``; their values and gradients are not the trained ones.
-    decayed: names of parameters with weight decay. args: the rates to begin with.
+    optimizer: what a script made, or transformers would; its ``param_groups`` are these. model: its trainable
+    parameters are the groups' ``params``; their values and gradients are not the trained ones.
     """
 
-    def __init__(self, model: nn.Module, decayed: Collection[str], args: TrainingArguments):
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for name, p in named if name in decayed], "weight_decay": args.weight_decay},
-            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
-        ]
-        self._complete = False
-        betas = (args.adam_beta1, args.adam_beta2)
-        super().__init__(groups, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon})
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module):
+        self._complete, self._optimizer = False, optimizer
+        super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
+        self.param_groups = optimizer.param_groups  # the very same, which a schedule of ``optimizer`` changes, too
         self._members = [(group["params"], len(group["params"])) for group in self.param_groups]
+        self._fixed = [{key: group[key] for key in group.keys() - _FREE} for group in self.param_groups]
         self._all = list(model.named_parameters())
         self._trained = [p.requires_grad for _, p in self._all]
-        self._opt_called = True  # schedules look here whether updates come before their steps
+        members = {id(parameter) for params, _ in self._members for parameter in params}
+        self._leaves_some = any(p.requires_grad and id(p) not in members for _, p in self._all)
+        self._opt_called = optimizer._opt_called = True  # schedules look here whether updates come before their steps
         self._complete = True
 
     step, zero_grad = _absent("step"), _absent("zero_grad")
@@ -67,24 +66,39 @@ class ParameterGroups(torch.optim.Optimizer):
             _absent("state")(self)
 
     def __repr__(self) -> str:
-        rates = (", ".join(f"{name} {group[name]}" for name in HONOURED) for group in self.param_groups)
-        return f"ParameterGroups({'; '.join(rates)})"
+        rates = (
+            ", ".join(f"{name} {value}" for name, value in zip(HONOURED, pair, strict=True)) for pair in self.pairs()
+        )
+        return f"ParameterGroups({type(self._optimizer).__name__}: {'; '.join(rates)})"
 
-    def rates(self) -> tuple[float, float, float, float]:
-        """lr and weight decay of the parameters with decay, then of those without."""
-        return tuple(float(group[name]) for group in self.param_groups for name in HONOURED)  # type: ignore
+    def moves(self, scheduler: LRScheduler) -> bool:
+        """Whether a schedule is one of these groups."""
+        return getattr(scheduler, "optimizer", None) in (self, self._optimizer)
+
+    def pairs(self) -> list[tuple[float, float]]:
+        """lr and weight decay of each group, 0 for a class that knows no decay."""
+        return [(float(group["lr"]), float(group.get("weight_decay", 0.0))) for group in self.param_groups]
+
+    def of_engine(self) -> list[tuple[float, float]]:
+        """`pairs`, and one behind them for parameters that are in no group: they stay as they are."""
+        return self.pairs() + [(0.0, 0.0)] * self._leaves_some
+
+    def rates(self) -> tuple[float, ...]:
+        """The same numbers, one behind the other."""
+        return tuple(rate for pair in self.pairs() for rate in pair)
 
     def fault(self) -> ConfigError | None:
         """What was changed here or in the parameters' ``requires_grad`` and would have no effect; else None."""
         if len(self.param_groups) != len(self._members):
-            return ConfigError("optimizer.param_groups", len(self.param_groups), "there are two of them", REMEDY)
-        for group, (params, count) in zip(self.param_groups, self._members, strict=True):
+            reason = f"there were {len(self._members)} of them before"
+            return ConfigError("optimizer.param_groups", len(self.param_groups), reason, REMEDY)
+        for group, (params, count), fixed in zip(self.param_groups, self._members, self._fixed, strict=True):
             if group["params"] is not params or len(params) != count:
                 return ConfigError("optimizer.param_groups", "params", f"they were changed, and {SHARDED}", REMEDY)
-            for name in ("betas", "eps"):
-                if _tuple(group[name]) != _tuple(self.defaults[name]):
+            for name, value in fixed.items():
+                if _tuple(group.get(name)) != _tuple(value):
                     reason = "a callback or the schedule changed it, and it is one number of the whole run"
-                    return ConfigError(f"optimizer.param_groups {name}", group[name], reason, REMEDY)
+                    return ConfigError(f"optimizer.param_groups {name}", group.get(name), reason, REMEDY)
         for (name, parameter), trained in zip(self._all, self._trained, strict=True):
             if parameter.requires_grad != trained:
                 reason = "requires_grad was changed during the run, and the captured gradients are those before"
@@ -98,7 +112,8 @@ class ParameterGroups(torch.optim.Optimizer):
         """Take back what ``rates`` gave."""
         places = [(group, name) for group in self.param_groups for name in HONOURED]
         for (group, name), value in zip(places, values, strict=True):
-            group[name] = float(value)
+            if name in group:
+                group[name] = float(value)
 
 
 def _tuple(value: object) -> tuple:

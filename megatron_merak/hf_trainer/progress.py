@@ -10,7 +10,6 @@ from ..errors import CheckpointError
 from ..stages.saved_run import is_count
 from .trainer_state import Check, is_amount, is_number
 
-RATES = 4  # learning rate and weight decay of both groups of parameters
 _ODD = "float"  # the key of an object that stands for a number which JSON does not have
 
 
@@ -35,8 +34,9 @@ class Progress:
         return _encode(asdict(self))
 
     @staticmethod
-    def of_json(values: object, path: Path, scheduler: Mapping) -> "Progress":
-        """``scheduler``: the present one's state, whose kind the saved one must be. Raises CheckpointError."""
+    def of_json(values: object, path: Path, rate: Mapping) -> "Progress":
+        """``rate``: the present one of ``LearningRate.state()``, whose kind the saved one must be. Raises
+        CheckpointError."""
         remedy = "Resume from another checkpoint"
         try:
             values = _decode(values)
@@ -48,6 +48,13 @@ class Progress:
             progress = Progress(**{name: values[name] for name in _CHECKS})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError("training state", path, str(error), remedy) from error
+        theirs, groups = len(progress.rate["rates"]) // 2, len(rate["rates"]) // 2
+        if theirs != groups:
+            reason = f"the checkpoint's optimizer has {theirs} groups of parameters"
+            raise CheckpointError(
+                "optimizer.param_groups", groups, reason, "Give the optimizer of the checkpoint's run"
+            )
+        scheduler = rate["scheduler"]
         for name in sorted({*progress.rate["scheduler"], *scheduler}):
             if not _alike(name, progress.rate["scheduler"].get(name), scheduler.get(name)):
                 reason = f"the checkpoint's schedule is of another kind: its {name} does not fit"
@@ -60,7 +67,8 @@ def _is_pair(check: Check, other: Check) -> Check:
 
 
 def _is_rates(value: object) -> bool:
-    return isinstance(value, list) and len(value) == RATES and all(map(is_amount, value))
+    """Learning rate and weight decay of each group of parameters."""
+    return isinstance(value, list) and len(value) % 2 == 0 and all(map(is_amount, value))
 
 
 def _is_fingerprint(value: object) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from ..checkpoint.hf import source_of
 from ..errors import ConfigError
 from ..parallel.agree import gather_json, together
+from ..parallel.scattered import Scattered
 from ..stages.captured import CapturedTrainer
 from ..stages.model_picture import Change
 
@@ -32,7 +33,8 @@ class Moments:
 
     def fit(self, engine: CapturedTrainer) -> bool:
         shapes = [{name: slot.shape for name, slot in each.slots.items()} for each in (self.buffer, engine.buffer)]
-        return shapes[0] == shapes[1] and self.buffer.dtype == engine.buffer.dtype
+        alike = self.optimizer.name == engine.optimizer.name and self.buffer.dtype == engine.buffer.dtype
+        return alike and shapes[0] == shapes[1]
 
     @torch.no_grad()
     def give(self, engine: CapturedTrainer) -> None:
@@ -42,14 +44,21 @@ class Moments:
         """
         state, gatherer = engine.optimizer.state(), engine.parameters.gatherer
         for key in state:
-            flat, into = self.gatherer.full(self.optimizer.state()[key]), gatherer.full(state[key])
-            for name in self.buffer.slots:
+            theirs = self.optimizer.state()[key]
+            flat, into = self.gatherer.full(theirs), gatherer.full(state[key])
+            for name in theirs.names if isinstance(theirs, Scattered) else self.buffer.slots:
                 own, other = engine.buffer.view(into, name), self.buffer.view(flat, name)
                 if key == "master":
                     rounds = other.to(self.buffer.dtype) == own.to(self.buffer.dtype)
                     other = torch.where(rounds, other, own)
                 own.copy_(other)
-            engine.buffer.take(state[key], into)
+            if isinstance(theirs, Scattered):
+                state[key].take(engine.buffer.buckets)
+            else:
+                engine.buffer.take(state[key], into)
+        for kind, values in engine.optimizer.others().items():
+            for name, value in values.items():
+                value.copy_(self.optimizer.others()[kind][name])
         engine.optimizer.steps = self.optimizer.steps
 
 

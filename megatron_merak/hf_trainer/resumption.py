@@ -13,7 +13,17 @@ from .progress import as_json
 # Arguments that make a resumed run another one; transformers.Trainer goes on without a word about most of them.
 SAID = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16"),
+    *(
+        "weight_decay",
+        "optim",
+        "optim_args",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "bf16",
+        "fp16",
+    ),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last"),
     *("train_sampling_strategy", "label_names"),
 )

@@ -39,6 +39,7 @@ from transformers.utils import logging
 
 from ..errors import ConfigError
 from ..graph.capture.capture import accepts_num_items
+from ..optimizer.recipe import Recipe
 from ..parallel.agree import gather_json, together
 from ..parallel.attendance import attend
 from ..parallel.launch import leave
@@ -98,8 +99,10 @@ class MerakTrainer(TrainerFace):
         preprocess_logits_for_metrics: Callable | None = None,
     ):
         self.args = args = MerakArguments("tmp_trainer") if args is None else args
-        refuse_inputs(model, model_init, {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}, optimizers)
+        refuse_inputs(model, model_init, optimizer_cls_and_kwargs, optimizers)
         refuse_overrides(type(self), MerakTrainer, self.adapted)
+        self._given, self._given_scheduler = optimizers
+        self._made, self.optimizer_cls_and_kwargs = self._given, optimizer_cls_and_kwargs
         self.mesh = self._build_mesh()
         self._nodes = find_nodes(args.world, self.mesh.control)
         logging.set_verbosity(args.get_process_log_level())
@@ -218,15 +221,12 @@ class MerakTrainer(TrainerFace):
     def create_engine(self, example: Batch) -> CapturedTrainer:
         """Capture the model, cut and divide it, take its weights or draw them. Collective."""
         began, name = time.time(), type(self.model).__name__
-        decayed = frozenset(self.get_decay_parameter_names(self.model))
         self._built_by = wishes(self.args)
+        named = self.model.named_parameters(remove_duplicate=False)
+        recipe = Recipe(self.made_optimizer(), named, self.mesh.device)
         self.own_loss = self._loss_of_script()
         loss = None if self.own_loss is None else self.own_loss.own_loss()
-
-        def group_of(name: str, shape: tuple[int, ...]) -> int:
-            return int(name not in decayed)
-
-        engine = build_engine(self.model, example, self.args, self.mesh, group_of, loss, self._nodes)
+        engine = build_engine(self.model, example, self.args, self.mesh, recipe, loss, self._nodes)
         self._say(f"megatron_merak on {self.args.world}")
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
         for note in notices(self.mesh.grid, self._nodes, str):
@@ -284,7 +284,7 @@ class MerakTrainer(TrainerFace):
             resume = directory.find(resume_from)
         if self.model_init is not None and self._engine is not None:
             set_seed(self.args.seed)
-            self._engine = self._groups = self._moments = None
+            self._engine = self._groups = self._moments = self._made_for = None
             self.model = self._trained_model = self.call_model_init()
         self.args.refuse_changes()
         if isinstance(self._engine, CapturedTrainer):

@@ -6,6 +6,7 @@ A subclass may override any of these methods, with ``Trainer``'s signatures; doc
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
@@ -28,6 +29,7 @@ from ..parallel.mesh import Mesh
 from .batches import Batch
 from .feed import Feed
 from .model_facts import ModelFacts, decayed_parameters
+from .optimizers import class_and_arguments, make
 from .overrides import OPTIMIZER, refuse_gradients
 from .own_loss import compute_loss
 from .parameter_groups import ParameterGroups
@@ -91,6 +93,11 @@ class TrainerFace:
     callback_handler: CallbackHandler
     current_flos: float
     first_tokens: int
+    optimizer_cls_and_kwargs: tuple | None = None
+    _given: torch.optim.Optimizer | None = None
+    _given_scheduler: LRScheduler | None = None
+    _made: torch.optim.Optimizer | None = None  # its groups are those of the engine
+    _made_for: tuple | None = None  # the model, and its trainable parameters
     _groups: ParameterGroups | None = None
     _moments: Moments | None = None
     _scheduler: LRScheduler | None = None
@@ -172,13 +179,40 @@ class TrainerFace:
     # Optimizer and schedule
 
     @property
-    def optimizer(self) -> ParameterGroups | None:
-        """The groups of parameters and their rates; None before training."""
-        return self._groups
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The groups of parameters and their rates; before training what was given or made, or None."""
+        return self._made if self._groups is None else self._groups
 
     @optimizer.setter
-    def optimizer(self, value: object) -> None:
-        raise ConfigError(f"{type(self).__name__}.optimizer", "(set)", OPTIMIZER.why, OPTIMIZER.instead)
+    def optimizer(self, value: torch.optim.Optimizer) -> None:
+        if self._groups is not None or not isinstance(value, torch.optim.Optimizer):
+            raise ConfigError(f"{type(self).__name__}.optimizer", "(set)", OPTIMIZER.why, OPTIMIZER.instead)
+        self._made = value
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
+        """The class of the optimizer that ``args`` name, and its arguments."""
+        return class_and_arguments(args, model)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """An optimizer of the model's parameters, unless there is one; called when the model is captured. Others like
+        it step the shards of ranks."""
+        if self.optimizer is None:
+            self.optimizer = make(self, self.model if model is None else model)
+        return self.optimizer
+
+    def made_optimizer(self) -> torch.optim.Optimizer:
+        """What was given, or what ``create_optimizer`` sets. It makes another one for another model, and where other
+        parameters are trained."""
+        trained = (id(self.model), [name for name, p in self.model.named_parameters() if p.requires_grad])
+        if self._given is None and self._made_for != trained:
+            self._made, groups, self._groups = None, self._groups, None
+            self.create_optimizer()
+            self._made_for, self._groups = trained, groups
+        if self._made is None:
+            reason = "it did not set self.optimizer"
+            raise ConfigError(f"{type(self).__name__}.create_optimizer", "(called)", reason, "Set it there")
+        return self._made
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
@@ -187,7 +221,7 @@ class TrainerFace:
 
     @lr_scheduler.setter
     def lr_scheduler(self, value: LRScheduler) -> None:
-        if self._groups is None or getattr(value, "optimizer", None) is not self._groups:
+        if self._groups is None or not self._groups.moves(value):
             reason = "it is not a schedule of trainer.optimizer"
             raise ConfigError("lr_scheduler", type(value).__name__, reason, "Override create_scheduler")
         self._scheduler = value
@@ -204,10 +238,9 @@ class TrainerFace:
     def learning_rate(self, steps: int) -> LearningRate:
         """The rates of a run of ``steps``: groups as earlier runs left them, as in ``Trainer``, and a new schedule."""
         if self._groups is None:
-            decayed = frozenset(self.get_decay_parameter_names(self.model))
-            self._groups = ParameterGroups(self.model, decayed, self.args)
+            self._groups = ParameterGroups(self.made_optimizer(), self.model)
         self._scheduler = None
-        scheduler = self.create_scheduler(steps)
+        scheduler = self.create_scheduler(steps) if self._given_scheduler is None else self._given_scheduler
         if scheduler is not None or self._scheduler is None:
             self.lr_scheduler = scheduler
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self._groups, self._scheduler

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import OptimizerConfig
-from ..optimizer.adamw import Optimizer, Rates, StepResult
+from ..optimizer.base import Optimizer, Rates, StepResult
 from ..optimizer.loss_scale import LossScaler
 from ..parallel.host_read import read
 from ..runtime.parameters import RankParameters
@@ -30,6 +30,8 @@ class ServedAdamW(Optimizer):
 
     leader: the first worker that lives, as far as servers know.
     """
+
+    name = "AdamW"
 
     def __init__(
         self,

@@ -39,7 +39,8 @@ class Plan:
     ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the activations of
     feed-forward parts are not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a captured model
     is cut into units, empty for the native model. ``grad_reduce_in_bf16``: replicas send gradients in bf16.
-    ``fp32_residual``: the residual stream of a 16-bit native model is fp32. Printing a plan gives its table.
+    ``fp32_residual``: the residual stream of a 16-bit native model is fp32. ``state_bytes``: what the optimizer keeps
+    of a parameter on average, beside an fp32 copy of a 16-bit one; AdamW keeps 8. Printing a plan gives its table.
     """
 
     grid: Grid
@@ -67,6 +68,7 @@ class Plan:
     graph_sharding: str = ""
     grad_reduce_in_bf16: bool = False
     fp32_residual: bool = False
+    state_bytes: float = 8.0
 
     def __post_init__(self):
         cuts = [0] + [stage.last for stage in self.stages]

@@ -256,7 +256,7 @@ def _reduce_times(unit: Unit, tp: int, link: Link, parts: int) -> tuple[float, f
     return forward, backward
 
 
-def optimizer_bytes(dtype: str) -> int:
-    """Bytes that one AdamW step moves per parameter: gradient read for the norm and for the update, both moments and
-    the fp32 weight read and written, and a 16-bit weight written."""
-    return 32 if dtype == "float32" else 32 + DTYPE_BYTES[dtype]
+def optimizer_bytes(dtype: str, state_bytes: float = 8.0) -> float:
+    """Bytes that one optimizer step moves per parameter: gradient read for the norm and for the update, state and fp32
+    weight read and written, and a 16-bit weight written."""
+    return 16 + 2 * state_bytes + (0 if dtype == "float32" else DTYPE_BYTES[dtype])

@@ -29,9 +29,11 @@ class Layout:
         costs = unit_costs(self.units, cluster, draft["dtype"], draft["grid"])
         exposed = [times([cost], draft["overlap"]) for cost in costs]
         shards = Shards.of(draft["sharding"], draft["grid"].dp // draft["sharding_instances"])
-        update = cluster.device.compute_time(0, optimizer_bytes(draft["dtype"]), draft["dtype"]) / shards.optimizer
+        state = draft.get("state_bytes", 8.0)
+        moved = optimizer_bytes(draft["dtype"], state)
+        update = cluster.device.compute_time(0, moved, draft["dtype"]) / shards.optimizer
         copied = draft["bucket_size"] if draft.get("grad_reduce_in_bf16") and draft["grid"].dp > 1 else 0
-        self.ledger = Ledger(self.units, self.schedule, draft["dtype"], shards, copied)
+        self.ledger = Ledger(self.units, self.schedule, draft["dtype"], shards, copied, state)
         seconds = [one.forward for one in exposed]
         self.chooser = Chooser(recompute, self.units, seconds, self.ledger, limit)
         most = Recompute("full") if recompute.method == "capacity" else recompute

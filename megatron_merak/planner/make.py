@@ -51,6 +51,7 @@ def plan(
         shardings=shardings,
         loss_chunk=model.cross_entropy_chunk_size,
         fp32_residual=model.fp32_residual_connection,
+        state_bytes=config.optimizer.state_bytes,
         **choices(parallel, microbatches),
     )
 
@@ -137,7 +138,7 @@ def plan_chain(
     memory_gb: float | None = None,
     shardings: tuple[TensorSharding, ...] = (),
     reasons: Iterable[tuple[str, str]] = (),
-    **precision: bool,
+    **others: Any,
 ) -> Plan:
     """The plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
 
@@ -145,7 +146,7 @@ def plan_chain(
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
     is taken. ``chunks``, ``group``: see ``build_schedule``. ``bucket_size``: None is the default. ``memory_gb``: of a
     rank, in GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is
-    divided as it is. The rest, with ``grad_reduce_in_bf16`` and ``fp32_residual``, are fields of ``Plan``. Raises
+    divided as it is. The rest, with ``others``, are fields of ``Plan``. Raises
     PlanError where these do not go together or no cut fits, ScheduleError for one not defined for these numbers.
     """
     check_instances(sharding_instances, grid.dp, sharding)
@@ -164,7 +165,7 @@ def plan_chain(
         draft |= {"overlap_grad_reduce": overlap_grad_reduce, "overlap_param_gather": overlap_param_gather}
         draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
         draft |= {"recompute_activations": recompute_activations, "loss_chunk": loss_chunk, "sharding": sharding}
-        draft |= {"sharding_instances": sharding_instances, **precision}
+        draft |= {"sharding_instances": sharding_instances, **others}
         for made in Layout(draft, recompute, limit).plans(memory_gb):
             found.append(priced(made))
             if schedule == "auto":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from math import ceil
 
 from megatron_merak.cluster import Device
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule, ops_of
@@ -11,8 +12,8 @@ from megatron_merak.planner.saved import Footprint, footprint, moments, of_stage
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes: ``weights`` in the compute dtype, fp32 ``gradients``, ``optimizer`` (both moments in fp32, and an fp32
-    weight beside a 16-bit one), ``activations`` that the micro-batches in flight keep for their backwards when the rank
+    """Bytes: ``weights`` in the compute dtype, fp32 ``gradients``, ``optimizer`` (its state, and an fp32 weight
+    beside a 16-bit one), ``activations`` that the micro-batches in flight keep for their backwards when the rank
     keeps most, ``working`` while one unit runs, ``transfers`` from and to neighbouring stages. Of what replicas share,
     a rank's shard counts, and in ``working`` what is whole for a time."""
 
@@ -29,11 +30,19 @@ class StageMemory:
 
     @classmethod
     def of(
-        cls, parameters: int, dtype: str, activations: int, working: int, transfers: int, shards: Shards = UNSHARDED
+        cls,
+        parameters: int,
+        dtype: str,
+        activations: int,
+        working: int,
+        transfers: int,
+        shards: Shards = UNSHARDED,
+        state_bytes: float = 8.0,
     ) -> "StageMemory":
         weights = -(-parameters * DTYPE_BYTES[dtype] // shards.parameters)
         gradients = -(-parameters * 4 // shards.gradients)
-        optimizer = -(-parameters * (8 if dtype == "float32" else 12) // shards.optimizer)
+        kept = ceil(parameters * (state_bytes + (0 if dtype == "float32" else 4)))
+        optimizer = -(-kept // shards.optimizer)
         return cls(weights, gradients, optimizer, activations, working, transfers)
 
     def __add__(self, other: "StageMemory") -> "StageMemory":
@@ -75,12 +84,19 @@ class Ledger:
     """The memory of the stages of a schedule, for whatever cut and recomputation of a chain of units.
 
     shards: over how many ranks each part of a stage's state is sharded. copied: gradients that are rounded to bf16 and
-    sent at a time, 0 where they travel as they are.
+    sent at a time, 0 where they travel as they are. state_bytes: of the optimizer's state, per parameter.
     """
 
     def __init__(
-        self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards = UNSHARDED, copied: int = 0
+        self,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        dtype: str,
+        shards: Shards = UNSHARDED,
+        copied: int = 0,
+        state_bytes: float = 8.0,
     ):
+        self.state_bytes = state_bytes
         self.units, self.schedule, self.dtype, self.shards, self.copied = units, schedule, dtype, shards, copied
         self.stages_of = [
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
@@ -129,7 +145,8 @@ class Ledger:
 
     def _memory(self, stage: StagePlan, activations: int, parameters: int, working: int) -> StageMemory:
         transfers = transfer_bytes(self.units, stage)
-        return StageMemory.of(parameters, self.dtype, activations, working, transfers, self.shards)
+        given = (parameters, self.dtype, activations, working, transfers, self.shards, self.state_bytes)
+        return StageMemory.of(*given)
 
     def _parameters(self, stages: Sequence[StagePlan]) -> list[int]:
         """Of each stage, the values that no stage before it in the list holds."""
@@ -143,7 +160,8 @@ class Ledger:
 
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Of each stage of the plan, at the peak of its rank."""
-    return tuple(Ledger(plan.units, plan.schedule, plan.dtype, plan.shards, plan.copied).together(plan.stages))
+    ledger = Ledger(plan.units, plan.schedule, plan.dtype, plan.shards, plan.copied, plan.state_bytes)
+    return tuple(ledger.together(plan.stages))
 
 
 def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:

@@ -97,7 +97,8 @@ def ending(plan: Plan) -> Ending:
     of the all-gathers of sharded parameters, the sums of tied tensors among the ranks that hold them, the optimizer."""
     units = _unit_costs(plan)
     waits = stage_waits(plan, units)
-    update = plan.cluster.device.compute_time(0, optimizer_bytes(plan.dtype), plan.dtype) / plan.optimizer_shards
+    moved = optimizer_bytes(plan.dtype, plan.state_bytes)
+    update = plan.cluster.device.compute_time(0, moved, plan.dtype) / plan.optimizer_shards
     ties = _tie_times(plan)
     endings = []
     for rank in range(plan.grid.pp):

@@ -9,6 +9,7 @@ from ..errors import PlanError
 from ..parallel.buffers import ParameterBuffer, Sharding
 from ..parallel.mesh import Mesh
 from ..parallel.relay import Relay
+from ..plan import TensorSharding
 from ..segment import Segment
 from .grads import GradientReducer
 from .shards import ShardGatherer
@@ -28,7 +29,8 @@ class RankParameters:
     those whose gradients are in parts over tensor-parallel ranks in any case, beside the replicated ones that sharded
     segments read. shared: how many stages of this rank use a parameter, where that is more than one. reads: the
     trainable parameters that each unit reads. in_bf16: gradients travel between replicas in bf16, see `Wire`; the sums
-    over other ranks, of ``partial`` and ``ties``, in fp32.
+    over other ranks, of ``partial`` and ``ties``, in fp32. tensors: how tensor parallelism divides parameters that are
+    whole tensors of the model.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class RankParameters:
         shared: Mapping[str, int] | None = None,
         reads: Mapping[int, Collection[str]] | None = None,
         in_bf16: bool = False,
+        tensors: Mapping[str, TensorSharding] | None = None,
     ):
+        self.tensors = tensors or {}
         self.buffer, self.names, self.mesh = buffer, names, mesh
         self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
         by_unit = buffer.sharding >= Sharding.GRADIENTS

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..parallel.buffers import Bucket, Flat, ParameterBuffer, Sharding
 from ..parallel.pieces import Pieces
+from ..parallel.scattered import Scattered
 from ..tensor_parallel.sequence import gather_single
 
 
@@ -29,7 +30,8 @@ class ShardGatherer:
         self._buckets = [bucket for bucket in reversed(buffer.buckets) if bucket.sharded]  # the forward's order
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
         self._works: dict[int, dist.Work] = {}
-        self._holds, self._aside = False, None
+        self._holds = False
+        self._aside: list[Tensor] | None = None
 
     @property
     def pending(self) -> bool:
@@ -77,15 +79,18 @@ class ShardGatherer:
                 work.wait()
 
     @torch.no_grad()
-    def full(self, state: Tensor, buckets: Sequence[Bucket] | None = None) -> Flat:
-        """A rank's optimizer state ([buffer.owned_size]) as that of all ranks: [buffer.size]; of ``buckets`` only,
-        where given.
+    def full(self, state: Tensor | Scattered, buckets: Sequence[Bucket] | None = None) -> Flat:
+        """A rank's optimizer state ([buffer.owned_size], or scattered) as that of all ranks: [buffer.size]; of
+        ``buckets`` only, where given.
 
-        Where the buffer is sharded this is its ``main_grad``, overwritten. Collective over ``group`` then.
+        Where the buffer is sharded, or the state scattered, this is its ``main_grad``, overwritten. Collective over
+        ``group`` where it is sharded.
         """
-        if self._holds and self._aside is None and self.buffer.sharding == Sharding.OPTIMIZER:
-            self._aside = self.buffer.own_gradient().clone()
-        flat = self.buffer.spread(state, buckets)
+        scattered = isinstance(state, Scattered)
+        overwrites = self.buffer.sharding == Sharding.OPTIMIZER or (scattered and not self.buffer.sharded)
+        if self._holds and self._aside is None and overwrites:
+            self._aside = [own.clone() for own in self.buffer.own_grads]
+        flat = state.spread(buckets) if scattered else self.buffer.spread(state, buckets)
         for work in self._gather(flat, buckets):
             work.wait()
         return flat
@@ -98,7 +103,8 @@ class ShardGatherer:
     def restore_gradient(self) -> None:
         """Let ``main_grad`` have what this rank owns of the gradient, if `full` overwrote it."""
         if self._aside is not None:
-            self.buffer.spread(self._aside)
+            for own, kept in zip(self.buffer.own_grads, self._aside, strict=True):
+                own.copy_(kept)
             self._aside = None
 
     def _gather(self, flat: Flat, buckets: Sequence[Bucket] | None = None) -> list[dist.Work]:

@@ -46,13 +46,14 @@ def draw(
     vocabulary_multiple: int = 1,
     loss_chunk: int = 0,
     sequence_length: int | None = None,
+    state_bytes: float = 8.0,
 ) -> "Blueprint":
     """Plan a model as the arguments ask for.
 
     microbatches: per step and replica. cluster: what it is planned for. parallel: schedule, recomputation, overlap; its
     degrees are not read. graph_sharding: how the chain is cut. rules: see ``TensorRules.parse``. vocabulary_multiple: a
     vocabulary is padded to a multiple of this x tp. loss_chunk: rows whose logits exist at a time, 0 for all.
-    sequence_length: tokens of a sample; None: as many as the first micro-batch has in a row.
+    sequence_length: tokens of a sample; None: as many as the first micro-batch has in a row. state_bytes: see ``Plan``.
     Raises PlanError.
     """
     parallel = parallel or ParallelConfig()
@@ -83,6 +84,7 @@ def draw(
         reasons=tuple(sharding.reasons.items()),
         loss_chunk=loss_chunk,
         graph_sharding=graph_sharding,
+        state_bytes=state_bytes,
         **choices(parallel, microbatches),
     )
     return Blueprint(traced, chain, sharding, plan)

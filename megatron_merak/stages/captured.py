@@ -18,7 +18,7 @@ from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, PlanError
 from ..graph.capture.outputs import SAME
-from ..optimizer.adamw import Rates, StepResult
+from ..optimizer.base import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
 from ..parallel.buffers import Bucket, Sharding
@@ -40,7 +40,7 @@ from .proofs import difference
 from .replicas import Replicas
 from .running import RunningStatistics
 from .same_plan import check_same_plan
-from .saved_run import is_count
+from .saved_run import check_same_optimizer, is_count
 from .step_report import StepReport
 from .traced import Batch
 from .user_model import UserModel, left_out
@@ -140,6 +140,7 @@ class CapturedTrainer:
             {name: shared[name,] for name in trained if (name,) in shared},
             {unit: [name for name in holdings.reads(unit) if name in self.buffer.slots] for unit in holdings.units},
             plan.grad_reduce_in_bf16,
+            self.blueprint.sharding.tensors,
         )
 
     def _stage(self, index: int, programs: Programs) -> Stage:
@@ -336,7 +337,7 @@ class CapturedTrainer:
         when replicas have different weights, everywhere."""
         self.replicas.check()
         meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
-        meta["loss_scale"] = self.optimizer.scaler.state()
+        meta |= {"loss_scale": self.optimizer.scaler.state(), "optimizer": self.optimizer.name}
         return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
 
     def load(
@@ -359,6 +360,7 @@ class CapturedTrainer:
                     "optimizer_steps, extra or loss_scale is missing from what it says of its run, or of another kind"
                 )
                 raise CheckpointError("training state", root, reason, "Resume from another checkpoint")
+            check_same_optimizer(meta, self.optimizer)
             check(meta["extra"])
 
         meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify, check=checked)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ..config import OptimizerConfig
-from ..optimizer.adamw import Rates
+from ..optimizer.base import Rates
 from ..optimizer.schedules import learning_rate, weight_decay
 
 # The group of a parameter, from its name and its shape before it is divided.

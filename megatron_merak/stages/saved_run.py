@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..optimizer.base import Optimizer
 from ..optimizer.loss_scale import is_state
 
 _MOST = 2**62
@@ -56,6 +57,14 @@ class SavedRun:
             get("skipped_iterations", is_count, "a whole number", 0),
             get("skipped_samples", is_count, "a whole number", 0),
         )
+
+
+def check_same_optimizer(meta: Mapping[str, Any], optimizer: Optimizer, otherwise: str = "") -> None:
+    """Raises CheckpointError where what a checkpoint has is the state of another one. otherwise: what else helps."""
+    theirs = meta.get("optimizer", "AdamW")  # the only one of earlier versions
+    if theirs != optimizer.name:
+        remedy = f"Give that one{otherwise}, or start a new run from the checkpoint's weights"
+        raise CheckpointError("optimizer", optimizer.name, f"the checkpoint's run had {theirs}", remedy)
 
 
 def is_count(value: Any) -> bool:

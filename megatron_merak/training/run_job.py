@@ -5,7 +5,7 @@ from collections.abc import Callable
 from ..config import RunConfig
 from ..parallel.agree import together
 from ..parallel.launch import World
-from ..stages.optimizer_state import OptimizerOf, adamw_of
+from ..stages.optimizer_state import OptimizerOf, optimizer_of_run
 from .job import Job
 from .report import Report, Throughput
 from .served import Worker, WorkerJob
@@ -19,7 +19,7 @@ def run_job(
 
     Raises a MerakError on every rank of the job, or of the worker, alike."""
     worker = None if world.role is None else Worker(config, world)
-    job = make(adamw_of if worker is None else worker.optimizer)
+    job = make(optimizer_of_run(config.optimizer) if worker is None else worker.optimizer)
 
     def report() -> Report | None:
         return Report(config.logging, work(job.trainer)) if world.is_last else None

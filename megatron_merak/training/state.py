@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..config import RunConfig
-from ..optimizer.adamw import Optimizer, Rates, StepResult
+from ..optimizer.base import Optimizer, Rates, StepResult
 from ..parallel.buffers import Flat, ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..parameter_server.kinds import served_kinds
@@ -21,7 +21,7 @@ from ..runtime.executor import Executor
 from ..runtime.shards import ShardGatherer
 from ..stages.optimizer_state import optimizer_kinds, weights_kind
 from ..stages.parameter_groups import rates_of_run
-from ..stages.saved_run import SavedRun
+from ..stages.saved_run import SavedRun, check_same_optimizer
 from ..stages.step_report import StepReport
 from .changes import check, schedule_of
 
@@ -141,6 +141,7 @@ class RunState:
             "skipped_samples": self.skipped_samples,
             "optimizer_steps": self.optimizer.steps,
             "loss_scale": self.optimizer.scaler.state(),
+            "optimizer": self.optimizer.name,
             "global_batch_size": self.global_batch_size,
             "config": self.config.to_dict(),
             "plan": self.plan.to_dict(),
@@ -161,6 +162,8 @@ class RunState:
 
         def compare(meta: Mapping[str, Any]) -> None:
             saved = SavedRun.read(meta, root)
+            if optimizer:
+                check_same_optimizer(meta, self.optimizer, " or --no-load-optim")
             lines[:] = check(self.config, saved, self.described(), self.data, self.global_batch_size)
 
         control = self.mesh.control

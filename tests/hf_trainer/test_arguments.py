@@ -27,7 +27,7 @@ def test_defaults_are_those_of_transformers():
         assert ours[field.name] == field.default
 
 
-OTHER = {"optim": "adafactor", "debug": "underflow_overflow", "average_tokens_across_devices": False}
+OTHER = {"debug": "underflow_overflow", "average_tokens_across_devices": False}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - LACKING))
@@ -90,6 +90,23 @@ def test_a_misspelt_field_is_told():
             "save_only_model",
         ),
         ({"load_best_model_at_end": True}, "strategy"),
+        ({"optim": "adam_cubed"}, "adam_cubed"),
+        ({"optim": "adamw_8bit"}, "optim adamw_8bit: its state is quantised.*use_distributed_optimizer"),
+        ({"optim": "adamw_torch_4bit"}, "optim adamw_torch_4bit: its state is quantised"),
+        ({"optim": "paged_lion_8bit"}, "optim paged_lion_8bit: its state is quantised"),
+        ({"optim": "paged_adamw_32bit"}, "optim paged_adamw_32bit: its state is paged"),
+        ({"optim": "rmsprop_bnb_32bit"}, "optim rmsprop_bnb_32bit: .* Take adamw_torch, rmsprop"),
+        ({"optim": "galore_adamw"}, "optim galore_adamw: it projects gradients to a low rank"),
+        ({"optim": "apollo_adamw_layerwise"}, "optim apollo_adamw_layerwise: it projects"),
+        ({"optim": "lomo"}, "optim lomo: it updates weights inside of the backward"),
+        ({"optim": "schedule_free_adamw"}, "optim schedule_free_adamw: its weights in an evaluation"),
+        ({"optim": "stable_adamw"}, "optim stable_adamw: .*torch-optimi"),
+        ({"optim": "grokadamw"}, "optim grokadamw: .*grokadamw"),
+        ({"optim": "adamw_anyprecision"}, "optim adamw_anyprecision: .*torchdistx"),
+        ({"optim": "adamw_torch", "optim_args": "amsgrad=true"}, "optim_args amsgrad=true: adamw_torch takes none"),
+        ({"optim": "sgd", "optim_args": "weight_decay=0.1"}, "optim_args weight_decay=0.1: .* Set weight_decay"),
+        ({"optim": "sgd", "optim_args": "momentum"}, "optim_args momentum: it is no key=value"),
+        ({"optim": "muon", "optim_args": "ns_steps=few"}, "optim_args ns_steps=few"),
     ],
 )
 def test_mistakes_are_told(named, told):

@@ -91,10 +91,11 @@ def test_a_changed_model_is_captured_anew(change, tmp_path):
     both(play, tmp_path)
 
 
-def test_training_goes_on_with_its_moments(tmp_path):
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+def test_training_goes_on_with_its_moments(tmp_path, optim):
     def play(kind, directory):
         model = tiny_llama()
-        trainer = made(directory, model, kind)
+        trainer = made(directory, model, kind, optim=optim)
         trainer.train()
         scale(model)
         found = [*losses(trainer), evaluated(trainer)]

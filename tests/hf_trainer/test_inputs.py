@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
@@ -34,12 +35,21 @@ def build(directory, kind=EagerTrainer, model=None, data=None, evaluation=None, 
     return kind(model, arguments(directory, **(changes or {})), collate, data, evaluation, **given)
 
 
+SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         ({"compute_loss_func": 3}, "compute_loss_func 3: it cannot be called"),
         ({"optimizers": (None, 1)}, "optimizers"),
-        ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "optimizer_cls_and_kwargs"),
+        ({"optimizers": (3, None)}, "optimizers int: it is no torch.optim.Optimizer"),
+        (
+            {"optimizers": (SGD, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
+            "optimizers and optimizer_cls_and_kwargs SGD: both say",
+        ),
+        ({"optimizers": (SGD, None), "model_init": tiny_llama}, "optimizers SGD: .*Override create_optimizer"),
+        ({"optimizers": (None, LambdaLR(SGD, float))}, "optimizers LambdaLR: .*another optimizer"),
         ({"model_init": tiny_llama, "model": tiny_llama()}, "exactly one of the two"),
         ({"changes": {"eval_strategy": "epoch"}}, "eval_strategy"),
         ({"changes": {"save_strategy": "best"}}, "metric_for_best_model"),

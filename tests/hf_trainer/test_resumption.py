@@ -77,8 +77,7 @@ def places_in(value, path=()):
 
 def test_progress_of_odd_types_is_refused_and_never_raises_anything_else(saved):
     good = json.loads((saved / "training_state" / "extra.json").read_text())["extra"]
-    scheduler = good["rate"]["scheduler"]
-    assert Progress.of_json(good, saved, scheduler).to_json() == good
+    assert Progress.of_json(good, saved, good["rate"]).to_json() == good
     refused = 0
     for path in places_in(good):
         if path[:2] == ("model", "config") and len(path) > 2:
@@ -91,7 +90,7 @@ def test_progress_of_odd_types_is_refused_and_never_raises_anything_else(saved):
                     parent = parent[key]
                 parent[path[-1]] = odd
             try:
-                progress = Progress.of_json(bad if path else odd, saved, scheduler)
+                progress = Progress.of_json(bad if path else odd, saved, good["rate"])
             except CheckpointError:
                 refused += 1
             else:
@@ -117,7 +116,7 @@ def test_numbers_that_json_does_not_have_come_back():
     data = {"length": 3, "samples": None}
     progress = Progress(values, math.nan, 1, 2, [1, None], [0, 3], 6, data, {"class": "M", "config": None})
     text = json.dumps(progress.to_json(), allow_nan=False)
-    back = Progress.of_json(json.loads(text), Path("x"), values["scheduler"])
+    back = Progress.of_json(json.loads(text), Path("x"), values)
     assert math.isnan(back.pending_loss) and math.isnan(back.rate["scheduler"]["list"][0])
     assert back.rate["scheduler"]["best"] == -back.rate["scheduler"]["low"] == math.inf
 
