@@ -30,6 +30,7 @@ from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
 from .blueprint import Blueprint, Programs
+from .documents import without
 from .guard import unguarded
 from .holdings import Holdings
 from .kernels import check_kernels
@@ -160,6 +161,10 @@ class CapturedTrainer:
         if found and self.mesh.rank == 0:
             what = "micro-batches run whole, although sub-pipeline splits them in halves"
             warnings.warn(f"{what}: their losses do not add up ({found}).", stacklevel=2)
+
+    def read(self, batch: Batch) -> Batch:
+        """A batch without entries that the model was shown not to read."""
+        return without(batch, self.blueprint.traced.unread)
 
     def executor(self, micro_batches: int, training: bool = True) -> Executor:
         """What runs steps of so many micro-batches."""

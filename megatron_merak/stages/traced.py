@@ -15,6 +15,7 @@ from ..graph.capture.outputs import LossFunction
 from ..graph.ir.nodes import attends_causally, is_op
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
+from .documents import documents_of, same_work, without
 from .guard import check_weights, unguard, unguarded
 from .precision import DTYPES, cast_of, check_operands
 from .same_model import check_same_graph, check_same_model
@@ -30,10 +31,13 @@ def batch_size(batch: Batch) -> tuple[int, int]:
     return tensors[0].shape[0], length
 
 
-def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    """What of a batch a capture depends on."""
-    tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, Tensor)]
-    return tuple((name, tuple(value.shape), value.dtype) for name, value in tensors)
+def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], object], ...]:
+    """What of a batch a capture depends on: shapes and dtypes of its tensors, and values that are no tensors."""
+    entries = [(name, value) for name, value in sorted(batch.items()) if value is not None]
+    return tuple(
+        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, (), repr(value))
+        for name, value in entries
+    )
 
 
 def without_mask(batch: Batch) -> dict[str, Any]:
@@ -80,7 +84,8 @@ class Traced:
     TraceError, ConfigError, PlanError.
 
     ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
-    length in tokens. ``is_causal``: without an attention mask no token looks at later ones.
+    length in tokens. ``is_causal``: without an attention mask no token looks at later ones. ``unread``: entries that are
+    left out, since the model does not read them.
     """
 
     def __init__(
@@ -118,6 +123,22 @@ class Traced:
             self._check_case(mesh)
 
     def _first(self, example: Batch) -> Captured:
+        """The capture of the first batch; decides which entries are left out."""
+        self.unread: tuple[str, ...] = ()
+        named = documents_of(example)
+        if not named:
+            return self._with_or_without_mask(example)
+        captured = self._with_or_without_mask(example)
+        try:
+            bare = self.capture(without(self.prepared(example), named), training=True, outputs=("loss",))
+        except TraceError:
+            return captured
+        if not same_work(captured, bare):
+            return captured
+        self.unread = named
+        return replace(bare, notes=captured.notes)
+
+    def _with_or_without_mask(self, example: Batch) -> Captured:
         """The capture of the first batch; decides whether a mask that masks nothing is left out."""
         self.drops_full_mask = self.is_causal = False
         if self._loss is not None and self._loss.sees_batch:
@@ -137,6 +158,7 @@ class Traced:
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch as it is captured and run."""
+        batch = without(batch, self.unread)
         return without_full_mask(batch) if self.drops_full_mask else batch
 
     def adds_up(self, batch: Batch) -> bool:

@@ -24,6 +24,10 @@ from megatron_merak.graph.capture.unlift import unlift
 from megatron_merak.graph.capture.values import values_of_batch
 from megatron_merak.graph.capture.watch import Seen, function_notes, place, watch
 
+# Keywords by which transformers tells where the documents of a packed row lie: every model takes them, few read them.
+DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_FOR_ALL = ("num_items_in_batch", *DOCUMENTS)
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -238,7 +242,7 @@ def _notes(
     for node in captured.module.graph.find_nodes(op="placeholder"):
         if node.users:
             continue
-        if node.target not in named and node.target != "num_items_in_batch" and not computed:
+        if node.target not in named and node.target not in _FOR_ALL and not computed:
             near = difflib.get_close_matches(node.target, named, 1)
             reason = f"the forward of {type(model).__name__} takes any keyword but does not read this one"
             raise TraceError("batch entry", node.target, reason, f"Did you mean {near[0]}" if near else "Leave it out")
