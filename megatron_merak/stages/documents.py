@@ -33,10 +33,11 @@ def same_work(one: Captured, other: Captured) -> bool:
     nodes, others = _work(one), _work(other)
     if len(nodes) != len(others):
         return False
-    place = [{node: f"%{n}" for n, node in enumerate(each)} for each in (nodes, others)]
-    return all(_told(a, place[0], one) == _told(b, place[1], other) for a, b in zip(nodes, others, strict=True)) and all(
-        _same_constant(one, other, a, b) for a, b in zip(nodes, others, strict=True) if a.op == "get_attr"
-    )
+    here, there = ({node: f"%{n}" for n, node in enumerate(each)} for each in (nodes, others))
+    pairs = list(zip(nodes, others, strict=True))
+    constants = [(a, b) for a, b in pairs if a.op == "get_attr" and a.target not in one.shapes]
+    told = all(_told(a, here, one) == _told(b, there, other) for a, b in pairs)
+    return told and all(_same_constant(one, other, a, b) for a, b in constants)
 
 
 def _work(captured: Captured) -> list[Node]:
@@ -50,8 +51,6 @@ def _told(node: Node, places: dict[Node, str], captured: Captured) -> str:
 
 
 def _same_constant(one: Captured, other: Captured, a: Node, b: Node) -> bool:
-    if a.target in one.shapes:
-        return True
     x, y = (_attribute(c, str(n.target)) for c, n in ((one, a), (other, b)))
     return torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError, TraceError
@@ -84,8 +83,8 @@ class Traced:
     TraceError, ConfigError, PlanError.
 
     ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
-    length in tokens. ``is_causal``: without an attention mask no token looks at later ones. ``unread``: entries that are
-    left out, since the model does not read them.
+    length in tokens. ``is_causal``: without an attention mask no token looks at later ones. ``unread``: entries that
+    are left out, since the model does not read them.
     """
 
     def __init__(

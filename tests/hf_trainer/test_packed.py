@@ -166,7 +166,8 @@ def test_documents_in_one_row_train_as_in_rows_of_their_own(tmp_path):
 
 def test_lengths_and_numbers_of_documents_cost_no_captures(tmp_path):
     """Eight rows of four lengths, in each of which the documents are others, pad to few lengths."""
-    plain, told = of_merak(0, 1, str(tmp_path), [("llama", "flattened"), ("llama", "with lengths")], {"length_buckets": "48,64"})
+    cases = [("llama", "flattened"), ("llama", "with lengths")]
+    plain, told = of_merak(0, 1, str(tmp_path), cases, {"length_buckets": "48,64"})
     assert told["captures"] == plain["captures"]
     assert told["logs"] == plain["logs"] and told["eval"] == plain["eval"]
     assert all(torch.equal(told["weights"][name], value) for name, value in plain["weights"].items())
