@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import PlanError, TraceError
-from ..graph.capture.capture import accepts_num_items, capture
+from ..graph.capture.capture import accepts_num_items, capture, lengths_of
 from ..graph.capture.captured import Captured
+from ..graph.capture.lengths import Axes, Lengths
 from ..graph.capture.outputs import LossFunction
 from ..graph.ir.nodes import attends_causally, is_op
 from ..parallel.agree import gather_json, together
@@ -173,6 +174,15 @@ class Traced:
         check_operands(captured)
         self._share(captured)
         return captured
+
+    def lengths(
+        self, batch: Batch, training: bool, outputs: Sequence[str], axes: Axes, like: Captured, length: int
+    ) -> Lengths | None:
+        """For which lengths a capture does what ``like`` does; see ``lengths_of``."""
+        compute = None if self._loss is None else self._loss.compute
+        how = {"training": training, "dtype": self._cast, "outputs": outputs, "compute": compute}
+        with unguarded(self.model):
+            return lengths_of(self.model, batch, axes, like, length, **how)
 
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Let every capture, those made already included, read and change these tensors, by the buffers' names."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -26,6 +27,7 @@ class Captured:
     aliases: further names of tied parameters -> the name in use. buffers: names of the constants that are buffers in
     the model's state dict. how: the attempt that succeeded. notes: what a user should know, in sentences.
     guards: what must hold of a batch for this graph to be the model's, beside its shapes; None: nothing.
+    attempt, digest: how it was traced and what came out, for a trace that is to give the same; "": none can.
     """
 
     module: GraphModule
@@ -38,3 +40,5 @@ class Captured:
     how: str
     notes: tuple[str, ...] = ()
     guards: Guards | None = None
+    attempt: Any = None
+    digest: str = ""
