@@ -73,7 +73,8 @@ class _Code:
 
     def _number(self, line: Line) -> Node:
         if line not in self.numbers:
-            with self.graph.inserting_before(next(iter(self._made.values()))):
+            last = next(reversed(self.numbers.values()), None)
+            with self.graph.inserting_after(last) if last else self.graph.inserting_before():
                 self.numbers[line] = self.graph.placeholder(f"number_{len(self.numbers)}")
         return self.numbers[line]
 
