@@ -271,6 +271,11 @@ class CapturedTrainer:
         return difference(self, one, others)
 
     @property
+    def captures(self) -> tuple[int, int]:
+        """How many programs of this rank's stages were captured, and how many were made from those of other lengths."""
+        return self.blueprint.lengths.captured, self.blueprint.lengths.made
+
+    @property
     def scaler(self) -> LossScaler:
         return self.optimizer.scaler
 

@@ -22,7 +22,7 @@ from megatron_merak.optimizer.adamw import StepResult
 class EagerEngine:
     """The surface of ``CapturedTrainer`` that a MerakTrainer uses, on the eager model."""
 
-    buffer, scaler, is_causal = None, None, False
+    buffer, scaler, is_causal, captures = None, None, False, (0, 0)
 
     def __init__(self, model, args, mesh):
         self.model, self.args, self.mesh, self.iteration, self.dtype = model, args, mesh, 0, "float32"

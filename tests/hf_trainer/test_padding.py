@@ -29,7 +29,7 @@ def test_automatic_lengths():
     assert all(padding.length(n) >= n and padding.length(padding.length(n)) == padding.length(n) for n in range(1, 999))
     assert Padding(limit=20).length(17) == 20
     assert Padding(limit=20).length(30) == 30  # the model decides what it does with more than its limit
-    assert Padding(limit=20).length(30, limited=False) == 32
+    assert [Padding(limit=20).length(n, packed=True) for n in (5, 30, 65, 130, 1025)] == [8, 32, 72, 144, 1152]
 
 
 def test_asked_lengths():
