@@ -1,11 +1,12 @@
 """Documents of very unequal lengths, padded to rows and packed in one row: tokens that count per second of CPU.
 
-    python benchmarks/packing.py [--quick]
+    python benchmarks/packing.py [--quick] [--write]
 
 The same documents in each step, lengths drawn from a lognormal distribution, a small Llama, one rank, one thread:
 padded rows and packed rows through ``MerakTrainer`` and through ``transformers.Trainer``. All begin with the same
 weights, and their losses must agree. A step's rate is the tokens of its documents, without padding, over its CPU time;
-the first steps, in which lengths are captured, are told apart from the rest. ``--quick`` is a smoke test.
+the first steps, in which lengths are captured, are told apart from the rest. ``--quick`` is a smoke test, ``--write``
+puts the table into docs/packing.md.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ from transformers import (
 
 import megatron_merak as mm
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "packing.md"
+BEGIN, END = "<!-- written by: python benchmarks/packing.py --write -->", "<!-- end -->"
 VOCABULARY, SHORTEST, LONGEST = 512, 16, 512
 MEAN, SPREAD = 4.4, 0.8  # of the logarithm of a length
 Rows = Sequence[dict[str, list[int]]]
@@ -44,7 +48,7 @@ class Size:
     repeats: int
 
 
-FULL, QUICK = Size(4, 128, 16, 24, 8, 1), Size(1, 32, 4, 4, 2, 1)
+FULL, QUICK = Size(4, 128, 16, 24, 8, 3), Size(1, 32, 4, 4, 2, 1)
 
 
 def documents(count: int) -> list[dict[str, list[int]]]:
@@ -132,14 +136,24 @@ def table(size: Size, found: list[tuple[str, float, float, str]]) -> str:
     return "\n".join(lines + [f"| {way} | {first:,.0f} | {rest:,.0f} | {told} |" for way, first, rest, told in found])
 
 
-def main() -> None:
+def write(text: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smoke test: seconds, and numbers that mean nothing")
-    asked = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    asked = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     size = QUICK if asked.quick else FULL
-    print(table(size, measure(size)))
+    text = table(size, measure(size))
+    print(text)
+    if asked.write:
+        write(text)
 
 
 if __name__ == "__main__":
