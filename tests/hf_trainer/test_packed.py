@@ -1,8 +1,13 @@
 """Packed rows beside transformers.Trainer: every document by itself, in every layout, whatever was captured first."""
 
 import copy
+import os
 import random
+import re
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from megatron_merak.hf_trainer.packed import check_documents, starts
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "pad_token_id": 0},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
@@ -193,3 +199,14 @@ def test_what_flash_attention_would_take_for_other_documents_is_refused():
     with pytest.raises(DataError, match="position_ids: flash attention knows packed documents in a batch of one row"):
         check(position_ids=[[0, 1, 0], [0, 1, 2]])
     check_documents([{"cu_seq_lens_q": torch.tensor([0, 2, 5])}], False)  # other attention does not read it
+
+
+@pytest.mark.slow
+def test_the_example_trains_alike_both_ways(tmp_path):
+    command = [sys.executable, "examples/packing.py", "--steps", "4", "--directory", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    (apart,) = re.findall(r"the losses of a step differ by (\S+) at most", told)
+    assert float(apart) < 1e-5
+    losses = re.findall(r"(padded|packed): loss (\S+) -> (\S+), ", told)
+    assert [name for name, *_ in losses] == ["padded", "packed"] and losses[0][1:] == losses[1][1:]
