@@ -82,7 +82,7 @@ def of_one(name, lengths, **options):
 SLOW = pytest.mark.slow
 CASES = [
     ("llama", {"packed": True}),
-    ("bert", {"mask": True}),
+    pytest.param("bert", {"mask": True}, marks=SLOW),
     pytest.param("gpt2, dropout", {}, marks=SLOW),
     pytest.param("llama", {"mask": True}, marks=SLOW),
     pytest.param("t5", {}, marks=SLOW),
