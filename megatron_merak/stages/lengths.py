@@ -8,19 +8,20 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from ..graph.capture.captured import Captured
+from ..graph.capture.captured import Captured, Origin
 from ..graph.capture.lengths import Axes, Lengths
 from ..graph.lowering.lengths import AnyLength, any_length
 from ..graph.lowering.split import Parts
 
 Shapes = tuple[tuple[str, tuple[int, ...], object], ...]  # of ``traced.shapes_of``
-Explore = Callable[[Axes, Captured, int], Lengths | None]
+Explore = Callable[[Axes, Origin, int], Lengths | None]
+KEPT = 8  # captures of a kind, the last ones, that another length is compared with
 
 
 @dataclass(frozen=True, eq=False)
 class _Known:
     shapes: Shapes
-    captured: Captured
+    origin: Origin
     parts: Parts
 
 
@@ -42,8 +43,10 @@ class KnownLengths:
 
     def add(self, role: Hashable, shapes: Shapes, captured: Captured, parts: Parts) -> None:
         self.captured += 1
-        if captured.guards is None and captured.digest:
-            self._kinds.setdefault(role, _Kind()).known.append(_Known(shapes, captured, parts))
+        if captured.guards is None and captured.origin is not None:
+            known = self._kinds.setdefault(role, _Kind()).known
+            known.append(_Known(shapes, captured.origin, parts))
+            del known[:-KEPT]
 
     def parts(self, role: Hashable, shapes: Shapes, explore: Explore) -> Parts | None:
         """The parts of batches with ``shapes``, where those of two other lengths tell them."""
@@ -63,10 +66,10 @@ class KnownLengths:
 
 
 def _family(one: _Known, two: _Known, lengths: list[int], axes: Axes, explore: Explore):
-    if one.captured.digest == "" or one.captured.attempt != two.captured.attempt:
+    if one.origin.attempt != two.origin.attempt:
         return None
     made = any_length(one.parts, lengths[0], two.parts, lengths[1])
-    holds = explore(axes, two.captured, lengths[1]) if made else None
+    holds = explore(axes, two.origin, lengths[1]) if made else None
     if made is None or holds is None or not all(map(holds.hold, lengths[:2])):
         return None
     return made, holds

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture, lengths_of
-from ..graph.capture.captured import Captured
+from ..graph.capture.captured import Captured, Origin
 from ..graph.capture.lengths import Axes, Lengths
 from ..graph.capture.outputs import LossFunction
 from ..graph.ir.nodes import attends_causally, is_op
@@ -176,9 +176,9 @@ class Traced:
         return captured
 
     def lengths(
-        self, batch: Batch, training: bool, outputs: Sequence[str], axes: Axes, like: Captured, length: int
+        self, batch: Batch, training: bool, outputs: Sequence[str], axes: Axes, like: Origin, length: int
     ) -> Lengths | None:
-        """For which lengths a capture does what ``like`` does; see ``lengths_of``."""
+        """For which lengths a capture does the same; see ``lengths_of``."""
         compute = None if self._loss is None else self._loss.compute
         how = {"training": training, "dtype": self._cast, "outputs": outputs, "compute": compute}
         with unguarded(self.model):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture import fake_model as twin
 from megatron_merak.graph.capture import patches, python_state
-from megatron_merak.graph.capture.captured import Captured
+from megatron_merak.graph.capture.captured import Captured, Origin
 from megatron_merak.graph.capture.clean import clean, refuse_dynamic
 from megatron_merak.graph.capture.eager_module import ByValue, Islands, Unfit, around_error, keep_modules
 from megatron_merak.graph.capture.fast_trace import swift
@@ -116,7 +116,8 @@ def _capture(
 
         python_state.refuse(model, written, trace, program)
         python_state.keep_config(model, written)
-        told = "" if islands.chosen or attempt.strict or attempt.values else digest(program)
+        alone = not (islands.chosen or attempt.strict or attempt.values)
+        origin = Origin(attempt, digest(program)) if alone else None
         raw = unlift(program, model)
         if attempt.is_causal and patches.positions_from_batch(raw.module.graph):
             continue
@@ -128,7 +129,7 @@ def _capture(
         _refuse_unseen(model, seen)
         captured = clean(raw, seen.outputs, str(attempt))
         notes = function_notes(seen) + _notes(model, batch, captured, attempt, compute is not None)
-        return replace(captured, notes=captured.notes + notes, attempt=attempt, digest=told)
+        return replace(captured, notes=captured.notes + notes, origin=origin)
     raise chooses or _failure(model, error)
 
 
@@ -136,7 +137,7 @@ def lengths_of(
     model: nn.Module,
     batch: Mapping[str, Any],
     axes: Axes,
-    like: Captured,
+    like: Origin,
     length: int,
     *,
     training: bool = True,
@@ -144,10 +145,8 @@ def lengths_of(
     outputs: Sequence[str] = ("loss",),
     compute: LossFunction | None = None,
 ) -> Lengths | None:
-    """For which lengths, the extent of ``axes``, a capture does what ``like`` does, which was captured with ``length``;
-    None where that cannot be told. batch: of another length. The rest: as of ``capture``."""
-    if not like.digest or like.guards or like.attempt is None:
-        return None
+    """For which lengths, the extent of ``axes``, a capture does what the one that came of ``like`` does, which had
+    ``length``; None where that cannot be told. batch: of another length. The rest: as of ``capture``."""
     batch = {key: value for key, value in batch.items() if value is not None}
     export = SymbolicLength(batch, axes)
     try:

@@ -10,6 +10,14 @@ from torch.fx import GraphModule
 from megatron_merak.graph.capture.guards import Guards
 
 
+@dataclass(frozen=True)
+class Origin:
+    """How a capture was traced, and a digest of what came out."""
+
+    attempt: Any
+    digest: str
+
+
 @dataclass(frozen=True, eq=False)
 class Captured:
     """A model's forward for batches of one shape, as one graph in which no parameter has memory.
@@ -27,7 +35,7 @@ class Captured:
     aliases: further names of tied parameters -> the name in use. buffers: names of the constants that are buffers in
     the model's state dict. how: the attempt that succeeded. notes: what a user should know, in sentences.
     guards: what must hold of a batch for this graph to be the model's, beside its shapes; None: nothing.
-    attempt, digest: how it was traced and what came out, for a trace that is to give the same; "": none can.
+    origin: for a trace that is to give the same; None: none can be compared with it.
     """
 
     module: GraphModule
@@ -40,5 +48,4 @@ class Captured:
     how: str
     notes: tuple[str, ...] = ()
     guards: Guards | None = None
-    attempt: Any = None
-    digest: str = ""
+    origin: Origin | None = None
