@@ -22,6 +22,7 @@ from .arguments import MerakArguments
 from .batches import Batch, Loading, epoch_order
 from .model_facts import ModelFacts
 from .neutral import TRAINING, NeutralPadding
+from .packed import check_documents
 from .right_masks import RightMasks
 from .same_batches import differ_here, different
 from .samplers import Drawn, EpochSampler, length_of
@@ -182,7 +183,7 @@ class Feed:
             raise_together(failure, self.mesh.control, "cpu")
         counted = {"num_items_in_batch": torch.tensor(float(counts[0]))} if known else {}
         if counts[3] or counts[4]:
-            bare = self._settled([batch | counted for batch in batches], engine, counts[3])
+            bare = self._settled([engine.read(batch) | counted for batch in batches], engine, counts[3])
         return [batch | counted for batch in bare], counts[1], counts[2]
 
     def _settled(self, batches: list[Batch], engine: CapturedTrainer, unpadded: int) -> list[Batch]:
@@ -216,10 +217,11 @@ class Feed:
     def _propose(
         self, batches: Sequence[Batch], engine: CapturedTrainer | None
     ) -> tuple[list[Batch], int | None, MerakError | None]:
-        if engine is None:
-            return list(batches), None, None
         try:
-            return *self.neutral.propose(batches, TRAINING), None
+            check_documents(batches, self.facts.flash)
+            if engine is None:
+                return list(batches), None, None
+            return *self.neutral.propose([engine.read(batch) for batch in batches], TRAINING), None
         except MerakError as error:
             return list(batches), None, error
 

@@ -19,6 +19,7 @@ from ..parallel.agree import broadcast_json, raise_together, together
 from ..training.skips import SkippedSteps
 from . import callbacks, fingerprint, resumption, run_directory, trainer_state
 from .batches import Batch
+from .captures import Captures
 from .progress import Progress
 from .rates import extent
 from .recapture import check_model, lost_writes
@@ -45,6 +46,7 @@ class TrainingLoop:
         limit, asked = self.args.max_consecutive_skipped_steps, "max_consecutive_skipped_steps"
         engine, control = self.engine, trainer.control_group
         self.skips = SkippedSteps(limit, engine.buffer, control, asked, engine.scaler)
+        self.captures = Captures(engine, trainer.is_world_process_zero())
         self.run_loss = self.pending_loss = 0.0
         self.last_logged = self.finite_losses = self.finite_in_run = 0
         self.grad_norm: float | None = None
@@ -189,6 +191,7 @@ class TrainingLoop:
         self._tell("on_step_begin")
         prepared = trainer.prepare_step(batches)
         told = self.engine.backward(prepared)
+        self.captures.look()
         trainer._note_reports(batches, prepared)
         for _ in batches[1:]:
             self._tell("on_substep_end")
@@ -345,5 +348,6 @@ class TrainingLoop:
             self.engine.load(Path(best) / run_directory.TRAINING_STATE, verify=False)
         if best is not None and args.save_total_limit == 1:
             self.directory.keep_only(Path(best))
+        trainer._say(self.captures.told())
         self._tell("on_train_end")
         return TrainOutput(state.global_step, loss, metrics)

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils import can_return_loss, find_labels
+from transformers.utils.generic import is_flash_attention_requested
 
 from .padding import IGNORED, Padding
 
@@ -20,7 +21,7 @@ class ModelFacts:
     """label_names: inputs that are targets. return_loss: whether the forward makes a loss without labels. shifts:
     whether its loss predicts the next token, so that the first label of a row is no target. columns: the forward's
     parameters. main_input: what tokens are counted of. predictions: outputs that are predictions, "*" being all but
-    those that "!name" names.
+    those that "!name" names. flash: the model asks for flash attention, in whose place sdpa is captured.
     """
 
     label_names: tuple[str, ...]
@@ -29,6 +30,7 @@ class ModelFacts:
     columns: tuple[str, ...]
     main_input: str
     predictions: tuple[str, ...]
+    flash: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, args: TrainingArguments, predictions: str | None = None) -> "ModelFacts":
@@ -46,6 +48,7 @@ class ModelFacts:
             tuple(inspect.signature(model.forward).parameters),
             getattr(model, "main_input_name", "input_ids"),
             tuple(name.strip() for name in predictions.split(",")),
+            bool(getattr(config, "_attn_implementation", None)) and is_flash_attention_requested(config),
         )
 
     def without(self, outputs: Sequence[str]) -> "ModelFacts":

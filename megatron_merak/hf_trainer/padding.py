@@ -4,7 +4,10 @@ Padding stands at the end, is masked where the model takes a mask and is no targ
 (``neutral.py`` tells which do not):
 
     input_ids       7  8  9  |  pad  pad           labels        8  9 -100  |  -100 -100
-    attention_mask  1  1  1  |    0    0           position_ids  0  1  2    |     3    4
+    attention_mask  1  1  1  |    0    0           position_ids  0  1  0    |     0    1
+
+Positions tell where the documents of a packed row begin: padding is further documents, none longer than those that are
+there, so that no position is one that the row does not have.
 """
 
 from bisect import bisect_left
@@ -20,18 +23,19 @@ IGNORED = -100  # the label that no loss of transformers counts
 ENCODER = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "completion_mask")
 DECODER = ("decoder_input_ids", "decoder_attention_mask")
 TARGETS = ("labels", "shift_labels")
-UNPADDED = ("cu_seq_lens_q", "cu_seq_lens_k")
+UNPADDED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 @dataclass(frozen=True)
 class Padding:
     """Pads the token tensors of a batch, [rows, ..., length], to a length that few batches differ in.
 
-    buckets: "auto" (8, 12, 16, 24, 32, 48, ...: at most a third is padding), the lengths themselves, or None for none.
+    buckets: "auto" (8, 12, 16, 24, 32, 48, ...: at most a third is padding; of packed rows, which are long and of much
+    the same length, 64, 72, 80, ..., 128, 144, ...: at most a ninth), the lengths themselves, or None for none.
     multiple: pad to a multiple of it, whatever the buckets are. pad_id: the token to pad with. mask: whether to add an
     attention mask where there is none; packed sequences, which are told by position_ids, never get one. limit: the
-    longest sequence that the model takes; "auto" and ``multiple`` do not pad beyond it. decoder: the model is an
-    encoder with a decoder, whose labels have a length of their own.
+    longest sequence that the model takes; "auto" and ``multiple`` do not pad beyond it, but for rows with position_ids,
+    which may hold several. decoder: the model is an encoder with a decoder, whose labels have a length of their own.
     """
 
     buckets: str | tuple[int, ...] | None = "auto"
@@ -45,8 +49,9 @@ class Padding:
     def active(self) -> bool:
         return self.buckets is not None or self.multiple is not None
 
-    def length(self, length: int) -> int:
-        """The length that ``length`` is padded to. Raises DataError when it exceeds the largest bucket."""
+    def length(self, length: int, packed: bool = False) -> int:
+        """The length that ``length`` is padded to. packed: of rows of documents, for which ``limit`` does not count.
+        Raises DataError when it exceeds the largest bucket."""
         if self.multiple is not None:
             target = -(-length // self.multiple) * self.multiple
         elif self.buckets is None:
@@ -54,13 +59,14 @@ class Padding:
         elif self.buckets == "auto":
             power = max(8, 1 << (length - 1).bit_length())
             target = power * 3 // 4 if power > 8 and length <= power * 3 // 4 else power
+            target = -(-length // max(8, power // 16)) * max(8, power // 16) if packed else target
         else:
             place = bisect_left(self.buckets, length)
             if place == len(self.buckets):
                 remedy = "Add a larger bucket, or truncate the sequences"
                 raise DataError("a batch of length", length, f"the largest bucket is {self.buckets[-1]}", remedy)
             return self.buckets[place]
-        return target if self.limit is None else max(length, min(target, self.limit))
+        return max(length, min(target, self.limit)) if not packed and self.limit is not None else target
 
     def lengths(self, batch: Mapping[str, object]) -> dict[str, int]:
         """The lengths of a batch: "input", of its tokens, and "decoder", where the model has one."""
@@ -86,7 +92,7 @@ class Padding:
         padded, lengths = dict(batch), self.lengths(batch)
         if not self.active:
             return padded
-        targets = {name: self.length(length) for name, length in lengths.items()}
+        targets = {name: self.length(length, "position_ids" in batch) for name, length in lengths.items()}
         if targets.get("input", 0) > lengths.get("input", 0):
             if self.mask and not {"attention_mask", "position_ids"} & batch.keys():
                 padded["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -105,7 +111,9 @@ class Padding:
                 continue
             more = value.new_full((*value.shape[:-1], target - length), self._filler(name))
             if name == "position_ids":
-                more = value[..., -1:] + torch.arange(1, target - length + 1, device=value.device)
+                first = value[..., :1]
+                span = int((value - first).max()) + 1
+                more = first + torch.arange(target - length, device=value.device) % span
             batch[name] = torch.cat((value, more.to(value.dtype)), dim=-1)
 
     def _filler(self, name: str) -> int:

@@ -26,6 +26,7 @@ from .batches import Batch, Division, Loading
 from .exchange import from_rank
 from .model_facts import ModelFacts
 from .neutral import NeutralPadding
+from .packed import check_documents
 from .same_batches import check_everywhere
 
 PAD = -100
@@ -130,6 +131,9 @@ class Evaluation:
         """As of the batches, while all ranks are given the same ones. Collective."""
         for first, count, batches in chain(self.batches.rounds(), [(0, 0, [])]):
             check_everywhere(batches, count, self.neutral.mesh)
+            if self.facts.flash:
+                with together(self.control, "cpu"):
+                    check_documents(batches, True)
             if count:
                 yield first, count, batches
 
@@ -146,7 +150,7 @@ class Evaluation:
         has_loss = bool(batches) and self.facts.has_loss(batches[0])
         wanted = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
         wanted = (wanted or ("loss",)) + (() if self.report is None else (self.report.name,))
-        plain = [self._counted(batch, has_loss) for batch in batches]
+        plain = [self._counted(self.engine.read(batch), has_loss) for batch in batches]
         padded = self._padded(plain, wanted)
         outputs = self.engine.evaluate(padded, wanted)
         if outputs is None:

@@ -13,6 +13,7 @@ from .cross_entropy import (
     linear_cross_entropy_stats,
     loss_of_stats,
 )
+from .documents import documents
 from .flat import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
 from .heads import split_heads
 from .linear import WeightGradientSink, adds_in_product, embedding, embedding_part, linear
@@ -37,6 +38,7 @@ __all__ = [
     "bias_gelu",
     "cast_",
     "causal_attention",
+    "documents",
     "cross_entropy",
     "cross_entropy_stats",
     "embedding",

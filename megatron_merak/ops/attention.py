@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .documents import spans
 from .one_kernel import AsOneKernel, pricing
 from .register import kernels
 from .softmax import masked_softmax
@@ -120,15 +121,36 @@ def attention(
     mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    apart: Tensor | None = None,
 ) -> Tensor:
     """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e] with n a multiple of g -> [b, n, s, e].
 
     mask [1 or b, 1 or n, 1 or s, t], without gradient: False hides a key, numbers are added to the scores. scale: of
-    the scores, None for 1 / sqrt(d).
+    the scores, None for 1 / sqrt(d). apart: ``documents(mask)``, where that is known: they are computed one by one.
     """
     if pricing() is not None:
         return AsOneKernel.apply(partial(_masked, dropout=dropout, scale=scale), False, query, key, value, mask)
+    if apart is not None and dropout == 0 and (rows := spans(apart)):
+        return _by_documents(query, key, value, mask, scale, rows * (len(query) // len(rows)))
     return _masked(query, key, value, mask, dropout, scale)
+
+
+def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, rows: list) -> Tensor:
+    """Attention inside each document, with causal kernels where the mask says nothing else. rows: of ``spans``."""
+    made = []
+    for place, (causal, bounds) in enumerate(rows):
+        here, parts = slice(place, place + 1), []
+        sizes = [end - begin for begin, end in bounds]
+        hidden = mask[here] if len(mask) > 1 else mask
+        pieces = (x[here].split(sizes, 2) for x in (query, key, value))
+        for (begin, end), *operands in zip(bounds, *pieces, strict=True):
+            if causal and value.shape[-1] == query.shape[-1]:
+                joined = _causal(*(x.transpose(1, 2) for x in operands), 0.0, scale)
+                parts.append(joined.unflatten(2, (query.shape[1], -1)).transpose(1, 2))
+            else:
+                parts.append(_masked(*operands, hidden[..., begin:end, begin:end], 0.0, scale))
+        made.append(torch.cat(parts, 2))
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _masked(

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from ..config import ParallelConfig
 from ..config.checks import check_recompute, check_schedule, check_sharding
 from ..errors import PlanError, TraceError
 from ..graph.capture.captured import Captured
+from ..graph.capture.fast_trace import quick
 from ..graph.capture.guards import Guards
 from ..graph.fusion.fuse import fuse
 from ..graph.ir.nodes import is_random
@@ -28,6 +30,7 @@ from ..planner.predict import priced
 from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..tensor_parallel import group_rank
+from .lengths import KnownLengths
 from .traced import Batch, Traced, shapes_of
 from .unused import Unused
 
@@ -123,6 +126,7 @@ class Blueprint:
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
         self.unused = Unused()
+        self.lengths = KnownLengths()
         if traced.captured.guards and plan.grid.tp > 1:  # other cases may use weights otherwise, and all must agree
             self.partial = tuple(name for name, tensor in sharding.tensors.items() if tensor.dim is None)
 
@@ -149,10 +153,22 @@ class Blueprint:
         self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh, drops: bool = True
     ) -> tuple[Parts, Guards | None]:
         """The work of ``stage`` on batches of this shape, and what else must hold of them. ``drops``: with dropout."""
+        shapes, role = shapes_of(batch), (training, outputs, stage, drops)
+        with quick():
+            found = self.lengths.parts(role, shapes, partial(self.traced.lengths, batch, training, outputs))
+            if found is not None:
+                return found, None
+            captured, found = self._captured(batch, training, outputs, stage, mesh, drops)
+        self.lengths.add(role, shapes, captured, found)
+        return found, captured.guards
+
+    def _captured(
+        self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh, drops: bool
+    ) -> tuple[Captured, Parts]:
         traced, how = self.traced, (stage, mesh, training, drops)
         first = traced.captured
         if training and shapes_of(batch) == traced.example and not (first.guards and first.guards.broken(batch)):
-            return self._parts(first, self.chain, self.sharding, *how), first.guards
+            return first, self._parts(first, self.chain, self.sharding, *how)
         captured = traced.capture(batch, training, outputs)
         unknown = [name for name in captured.trainable if name not in first.shapes]
         if unknown:
@@ -162,7 +178,7 @@ class Blueprint:
             self.unused.tell(first.trainable, captured.trainable, mesh)
         chain = align(cut(captured, self.plan.graph_sharding), self.chain)
         sharding = shard(captured, self.plan.grid.tp, pins=self.sharding.tensors)
-        return self._parts(captured, chain, sharding, *how), captured.guards
+        return captured, self._parts(captured, chain, sharding, *how)
 
     def _parts(
         self,

@@ -30,6 +30,7 @@ from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
 from .blueprint import Blueprint, Programs
+from .documents import without
 from .guard import unguarded
 from .holdings import Holdings
 from .kernels import check_kernels
@@ -165,6 +166,10 @@ class CapturedTrainer:
             what = "micro-batches run whole, although sub-pipeline splits them in halves"
             warnings.warn(f"{what}: their losses do not add up ({found}).", stacklevel=2)
 
+    def read(self, batch: Batch) -> Batch:
+        """A batch without entries that the model was shown not to read."""
+        return without(batch, self.blueprint.traced.unread)
+
     def executor(self, micro_batches: int, training: bool = True) -> Executor:
         """What runs steps of so many micro-batches."""
         return self.executors.of(micro_batches, training)
@@ -274,6 +279,11 @@ class CapturedTrainer:
     def difference(self, one: Batch, others: Sequence[Batch]) -> str | None:
         """What of loss and gradients a batch does not have in common with others added up; see ``proofs``."""
         return difference(self, one, others)
+
+    @property
+    def captures(self) -> tuple[int, int]:
+        """How many programs of this rank's stages were captured, and how many were made from those of other lengths."""
+        return self.blueprint.lengths.captured, self.blueprint.lengths.made
 
     @property
     def scaler(self) -> LossScaler:

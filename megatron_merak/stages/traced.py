@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError, TraceError
-from ..graph.capture.capture import accepts_num_items, capture
-from ..graph.capture.captured import Captured
+from ..graph.capture.capture import accepts_num_items, capture, lengths_of
+from ..graph.capture.captured import Captured, Origin
+from ..graph.capture.lengths import Axes, Lengths
 from ..graph.capture.outputs import EVERY, LossFunction
 from ..graph.ir.nodes import attends_causally, is_op
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
+from .documents import documents_of, same_work, without
 from .guard import check_weights, unguard, unguarded
 from .precision import DTYPES, cast_of, check_operands
 from .same_model import check_same_graph, check_same_model
@@ -30,10 +31,13 @@ def batch_size(batch: Batch) -> tuple[int, int]:
     return tensors[0].shape[0], length
 
 
-def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    """What of a batch a capture depends on."""
-    tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, Tensor)]
-    return tuple((name, tuple(value.shape), value.dtype) for name, value in tensors)
+def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], object], ...]:
+    """What of a batch a capture depends on: shapes and dtypes of its tensors, and values that are no tensors."""
+    entries = [(name, value) for name, value in sorted(batch.items()) if value is not None]
+    return tuple(
+        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, (), repr(value))
+        for name, value in entries
+    )
 
 
 def without_mask(batch: Batch) -> dict[str, Any]:
@@ -82,7 +86,7 @@ class Traced:
 
     ``outputs``: what training hands out. ``captured``: of the example. ``batch``: that as it runs. ``example``: its
     shapes. ``size``: its samples and its length in tokens. ``is_causal``: without an attention mask no token looks at
-    later ones.
+    later ones. ``unread``: entries that are left out, since the model does not read them.
     """
 
     def __init__(
@@ -121,6 +125,22 @@ class Traced:
             self._check_case(mesh)
 
     def _first(self, example: Batch) -> Captured:
+        """The capture of the first batch; decides which entries are left out."""
+        self.unread: tuple[str, ...] = ()
+        named = documents_of(example)
+        if not named:
+            return self._with_or_without_mask(example)
+        captured = self._with_or_without_mask(example)
+        try:
+            bare = self.capture(without(self.prepared(example), named), training=True, outputs=self.outputs)
+        except TraceError:
+            return captured
+        if not same_work(captured, bare):
+            return captured
+        self.unread = named
+        return replace(bare, notes=captured.notes)
+
+    def _with_or_without_mask(self, example: Batch) -> Captured:
         """The capture of the first batch; decides whether a mask that masks nothing is left out."""
         self.drops_full_mask = self.is_causal = False
         if self._loss is not None and self._loss.sees_batch:
@@ -140,6 +160,7 @@ class Traced:
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch as it is captured and run."""
+        batch = without(batch, self.unread)
         return without_full_mask(batch) if self.drops_full_mask else batch
 
     def adds_up(self, batch: Batch) -> bool:
@@ -155,6 +176,15 @@ class Traced:
         check_operands(captured)
         self._share(captured)
         return captured
+
+    def lengths(
+        self, batch: Batch, training: bool, outputs: Sequence[str], axes: Axes, like: Origin, length: int
+    ) -> Lengths | None:
+        """For which lengths a capture does the same; see ``lengths_of``."""
+        compute = None if self._loss is None else self._loss.compute
+        how = {"training": training, "dtype": self._cast, "outputs": outputs, "compute": compute}
+        with unguarded(self.model):
+            return lengths_of(self.model, batch, axes, like, length, **how)
 
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Let every capture, those made already included, read and change these tensors, by the buffers' names."""

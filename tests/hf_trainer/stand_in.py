@@ -22,7 +22,7 @@ from megatron_merak.optimizer.base import StepResult
 class EagerEngine:
     """The surface of ``CapturedTrainer`` that a MerakTrainer uses, on the eager model."""
 
-    buffer, scaler, is_causal = None, None, False
+    buffer, scaler, is_causal, captures = None, None, False, (0, 0)
 
     def __init__(self, model, args, mesh):
         self.model, self.args, self.mesh, self.iteration, self.dtype = model, args, mesh, 0, "float32"
@@ -37,6 +37,9 @@ class EagerEngine:
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=args.adam_epsilon, fused=True)
         self.seen: list[list[list[int]]] = []  # per step, per micro-batch, the first token of every row
         self.shapes: set[tuple[int, ...]] = set()
+
+    def read(self, batch):
+        return batch
 
     def backward(self, batches):
         self.model.train()

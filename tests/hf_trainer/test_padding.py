@@ -29,6 +29,7 @@ def test_automatic_lengths():
     assert all(padding.length(n) >= n and padding.length(padding.length(n)) == padding.length(n) for n in range(1, 999))
     assert Padding(limit=20).length(17) == 20
     assert Padding(limit=20).length(30) == 30  # the model decides what it does with more than its limit
+    assert [Padding(limit=20).length(n, packed=True) for n in (5, 30, 65, 130, 1025)] == [8, 32, 72, 144, 1152]
 
 
 def test_asked_lengths():
@@ -45,7 +46,7 @@ def test_what_it_pads_with():
     padded = Padding((5,), pad_id=9)(batch)
     assert padded["input_ids"].tolist() == [[5, 6, 7, 9, 9]]
     assert padded["labels"].tolist() == [[5, 6, 7, -100, -100]]
-    assert padded["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    assert padded["position_ids"].tolist() == [[0, 1, 0, 0, 1]]  # another document, no longer than the longest
     assert "attention_mask" not in padded  # it would hide where the packed sequences begin
     assert padded["scores"] is batch["scores"] and batch["input_ids"] is ids
     assert Padding((5,))({"input_ids": ids})["attention_mask"].tolist() == [[1, 1, 1, 0, 0]]

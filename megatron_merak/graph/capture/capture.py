@@ -1,7 +1,7 @@
 """Any ``nn.Module`` -> one graph: trace its fake twin, in the most faithful of several ways that succeeds."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,15 +14,20 @@ from torch.utils._pytree import tree_leaves
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture import fake_model as twin
 from megatron_merak.graph.capture import patches, python_state
-from megatron_merak.graph.capture.captured import Captured
+from megatron_merak.graph.capture.captured import Captured, Origin
 from megatron_merak.graph.capture.clean import clean, refuse_dynamic
 from megatron_merak.graph.capture.eager_module import ByValue, Islands, Unfit, around_error, keep_modules
 from megatron_merak.graph.capture.fast_trace import swift
+from megatron_merak.graph.capture.lengths import Axes, Lengths, SymbolicLength, digest
 from megatron_merak.graph.capture.outputs import LossFunction, pick_outputs, take_entries
 from megatron_merak.graph.capture.python_state import Written
 from megatron_merak.graph.capture.unlift import unlift
 from megatron_merak.graph.capture.values import values_of_batch
 from megatron_merak.graph.capture.watch import Seen, function_notes, place, watch
+
+# Keywords by which transformers tells where the documents of a packed row lie: every model takes them, few read them.
+DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_FOR_ALL = ("num_items_in_batch", *DOCUMENTS)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,8 @@ def _capture(
 
         python_state.refuse(model, written, trace, program)
         python_state.keep_config(model, written)
+        alone = not (islands.chosen or attempt.strict or attempt.values)
+        origin = Origin(attempt, digest(program)) if alone else None
         raw = unlift(program, model)
         if attempt.is_causal and patches.positions_from_batch(raw.module.graph):
             continue
@@ -122,8 +129,33 @@ def _capture(
         _refuse_unseen(model, seen)
         captured = clean(raw, seen.outputs, str(attempt))
         notes = function_notes(seen) + _notes(model, batch, captured, attempt, compute is not None)
-        return replace(captured, notes=captured.notes + notes)
+        return replace(captured, notes=captured.notes + notes, origin=origin)
     raise chooses or _failure(model, error)
+
+
+def lengths_of(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    axes: Axes,
+    like: Origin,
+    length: int,
+    *,
+    training: bool = True,
+    dtype: torch.dtype | None = None,
+    outputs: Sequence[str] = ("loss",),
+    compute: LossFunction | None = None,
+) -> Lengths | None:
+    """For which lengths, the extent of ``axes``, a capture does what the one that came of ``like`` does, which had
+    ``length``; None where that cannot be told. batch: of another length. The rest: as of ``capture``."""
+    batch = {key: value for key, value in batch.items() if value is not None}
+    export = SymbolicLength(batch, axes)
+    try:
+        how = (like.attempt, training, dtype, outputs, compute, Islands())
+        program, _, written = _trace(model, batch, *how, export=export)
+        written.restore()
+        return export.lengths(program) if digest(program, length) == like.digest else None
+    except Exception:  # the exporter raises whatever the model's code and its own internals raise for a symbol
+        return None
 
 
 def accepts_num_items(model: nn.Module) -> bool:
@@ -157,6 +189,7 @@ def _trace(
     islands: Islands,
     before: Written | None = None,
     tensors: bool = False,
+    export: Callable[..., ExportedProgram] = torch.export.export,
 ) -> tuple[ExportedProgram, Seen, Written]:
     """before: what an earlier trace wrote and this one begins with. tensors: return what this one writes."""
     if before is None:
@@ -191,7 +224,7 @@ def _trace(
             given = {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in batch.items()}
         else:
             given = twin.fake_batch(fake, batch)
-        program = torch.export.export(fake, (), given, strict=attempt.strict)
+        program = export(fake, (), given, strict=attempt.strict)
         seen.opaque.settle(program.graph_module)
     return program, seen, written
 
@@ -238,7 +271,7 @@ def _notes(
     for node in captured.module.graph.find_nodes(op="placeholder"):
         if node.users:
             continue
-        if node.target not in named and node.target != "num_items_in_batch" and not computed:
+        if node.target not in named and node.target not in _FOR_ALL and not computed:
             near = difflib.get_close_matches(node.target, named, 1)
             reason = f"the forward of {type(model).__name__} takes any keyword but does not read this one"
             raise TraceError("batch entry", node.target, reason, f"Did you mean {near[0]}" if near else "Leave it out")

@@ -2,11 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from megatron_merak.graph.capture.guards import Guards
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a capture was traced, and a digest of what came out."""
+
+    attempt: Any
+    digest: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +35,7 @@ class Captured:
     aliases: further names of tied parameters -> the name in use. buffers: names of the constants that are buffers in
     the model's state dict. how: the attempt that succeeded. notes: what a user should know, in sentences.
     guards: what must hold of a batch for this graph to be the model's, beside its shapes; None: nothing.
+    origin: for a trace that is to give the same; None: none can be compared with it.
     """
 
     module: GraphModule
@@ -38,3 +48,4 @@ class Captured:
     how: str
     notes: tuple[str, ...] = ()
     guards: Guards | None = None
+    origin: Origin | None = None

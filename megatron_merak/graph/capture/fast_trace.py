@@ -1,5 +1,6 @@
 """Tracing at half the cost: no code for graphs that nobody runs, and of every node's call stack only the line."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,18 @@ from torch.fx.graph import _PyTreeCodeGen
 from torch.utils._traceback import CapturedTraceback
 
 _INSIDE = ("/torch/", "/unittest/", "/contextlib.py", "<")
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """Inside, what is made and kept is not looked through for garbage again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -199,8 +199,28 @@ def _general_attention(graph: Graph, root: Node, found: Found) -> Node | None:
         return None
     dropout = found.values.get("dropout", 0.0)
     operands = (found[name] for name in ("query", "key", "value"))
-    made = put(graph, root, ops.attention, *operands, mask, dropout, found.values["scale"])
+    apart = (_documents(graph, mask),) if dropout == 0 and _may_part(mask, query, key) else ()
+    made = put(graph, root, ops.attention, *operands, mask, dropout, found.values["scale"], *apart)
     made.meta["random"] = dropout > 0
+    return made
+
+
+def _may_part(mask: Node | None, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask may keep the documents of packed rows apart: one per row, for all heads."""
+    if mask is None or value(mask).dtype != torch.bool:
+        return False
+    return query.shape[2] == key.shape[2] and tuple(value(mask).shape[1:]) == (1, query.shape[2], query.shape[2])
+
+
+def _documents(graph: Graph, mask: Node) -> Node:
+    """Where a mask parts its rows, found once for all readers."""
+    for user in mask.users:
+        if user.target is ops.documents:
+            return user
+    with graph.inserting_after(mask):
+        made = graph.call_function(ops.documents, (mask,))
+    made.meta = {key: each for key, each in mask.meta.items() if key != "tensor_meta"}
+    made.meta["val"] = value(mask).new_empty((value(mask).shape[0], 3), dtype=torch.int64)
     return made
 
 

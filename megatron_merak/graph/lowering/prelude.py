@@ -1,5 +1,6 @@
 """The common values of a stage: what its segments share and take no gradient for, computed from the batch."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,8 +15,8 @@ from .flow import Flow
 class Prelude:
     """Batch -> the values of ``wanted`` nodes by name, with what they are computed from, on ``device``.
 
-    What depends on constants alone (rotary tables, causal masks) is computed once, at the first batch. reads: the keys
-    of the batch that are needed.
+    What depends on constants alone (rotary tables, causal masks) is computed once, at the first batch, by ``first`` of
+    ``constants``, the rest for every batch by ``then``. reads: the keys of the batch that are needed.
     """
 
     def __init__(self, flow: Flow, wanted: Sequence[Node], device: torch.device):
@@ -29,11 +30,17 @@ class Prelude:
         then = [n for n in nodes if n.op == "call_function" and varies[n]]
         late = dict.fromkeys((*wanted, *(x for n in then for x in n.all_input_nodes)))
         handed = [n for n in (*constants, *first) if n in late]
-        self._constants = tuple(flow.constants[str(n.target)] for n in constants)
-        self._first = _code(flow, constants, first, handed, device)
-        self._then = _code(flow, (*handed, *inputs), then, wanted, device)
+        self.constants = tuple(flow.constants[str(n.target)] for n in constants)
+        self.first = _code(flow, constants, first, handed, device)
+        self.then = _code(flow, (*handed, *inputs), then, wanted, device)
         self.reads = tuple(str(n.target) for n in inputs)
         self._fixed: tuple[Tensor, ...] | None = None
+
+    def with_code(self, first: Callable, then: Callable) -> "Prelude":
+        """The same values, of what other code computes of the same constants and entries."""
+        other = copy.copy(self)
+        other.first, other.then, other._fixed = first, then, None
+        return other
 
     def state(self) -> tuple[Tensor, ...] | None:
         """A copy of the constants on the device, which a model may write to; None before the first batch."""
@@ -52,9 +59,9 @@ class Prelude:
     @torch.no_grad()
     def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._fixed is None:
-            self._fixed = self._first(*(constant.to(self.device) for constant in self._constants))
+            self._fixed = self.first(*(constant.to(self.device) for constant in self.constants))
         taken = (batch[name].to(self.device, non_blocking=True) for name in self.reads)
-        return dict(zip(self.names, self._then(*self._fixed, *taken), strict=True))
+        return dict(zip(self.names, self.then(*self._fixed, *taken), strict=True))
 
 
 def _upstream(flow: Flow, wanted: Sequence[Node]) -> dict[Node, None]:

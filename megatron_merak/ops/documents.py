@@ -1,0 +1,50 @@
+"""Where a mask of attention keeps the documents of a packed row apart, so that each is attended to by itself.
+
+mask    1                documents   [[1, 0, 2, 5]]: where each begins, and the end of the row, behind
+        1 1                          1 as every token sees all before it in its document
+            1
+            1 1
+            1 1 1
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+@torch.no_grad()
+def documents(mask: Tensor) -> Tensor:
+    """mask [b, 1, s, s] bool -> [b, 2 or more] int64 on the CPU: of each row 1 or 0, whether tokens see all that comes
+    before them in their document and nothing else, then where documents begin, and s as often as there is room.
+
+    A document ends where no later token sees it and it sees no later token. Rows are one document off the CPU, whose
+    kernels do not go by documents, where a token sees nothing at all, and in a mask without values.
+    """
+    rows, length = mask.shape[0], mask.shape[-1]
+    whole = torch.tensor([[0, 0, length]]).expand(rows, -1)
+    if mask.device.type != "cpu" or isinstance(mask, FakeTensor):
+        return whole
+    seen = mask[:, 0].to(torch.uint8)
+    count = seen.sum(-1)
+    if not bool(count.all()):
+        return whole
+    first, last = seen.argmax(-1), length - 1 - seen.flip(-1).argmax(-1)
+    place = torch.arange(length)
+    ahead = torch.cat((first.new_full((rows, 1), -1), last.cummax(-1).values[:, :-1]), -1)
+    begins = (ahead < place) & (first.flip(-1).cummin(-1).values.flip(-1) >= place)
+    start = torch.where(begins, place, 0).cummax(-1).values
+    causal = ((first == start) & (last == place) & (count == place - start + 1)).all(-1)
+    found = [[int(c), *b.nonzero().flatten().tolist()] for c, b in zip(causal, begins, strict=True)]
+    width = max(map(len, found)) + 1
+    return torch.tensor([row + [length] * (width - len(row)) for row in found])
+
+
+def spans(apart: Tensor) -> list[tuple[bool, list[tuple[int, int]]]]:
+    """Of each row of ``documents``, whether all is causal, and (begin, end) of each document; [] without values, and
+    where no row has two documents."""
+    if isinstance(apart, FakeTensor):
+        return []
+    found = [(bool(c), [p for p in pairwise(places) if p[0] < p[1]]) for c, *places in apart.tolist()]
+    return found if any(len(bounds) > 1 for _, bounds in found) else []
