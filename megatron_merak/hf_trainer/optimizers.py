@@ -27,7 +27,7 @@ _FUSED = ("it updates weights inside of the backward", "Take sgd or adafactor")
 _FREE = ("its weights in an evaluation are others than in training", "Take adamw_torch with lr_scheduler_type")
 _DEVICE = ("it is for other devices", "Take adamw_torch_fused")
 _OTHER = ("it is one of bitsandbytes alone", "Take adamw_torch, rmsprop, lion_32bit or muon")
-# Beginnings of names -> (why, what to do). Names with 8bit or 4bit in them come first.
+# Beginnings of names -> (why, what to do); for all others with 8bit or 4bit in them, see _EIGHT.
 _REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         **{"galore_": _LOW_RANK, "apollo_": _LOW_RANK, "lomo": _FUSED, "adalomo": _FUSED, "schedule_free_": _FREE},
@@ -54,10 +54,11 @@ def class_and_arguments(args: TrainingArguments, model: nn.Module | None = None)
     """
     name = getattr(args.optim, "value", args.optim)
     given = _parsed(args, name)
-    quantised = any(bits in name for bits in ("8bit", "4bit"))
     refused = next((why for start, why in _REFUSED.items() if name.startswith(start)), None)
-    if quantised or refused:
-        raise ConfigError("optim", name, *((refused or _EIGHT) if not quantised else _EIGHT))
+    if any(bits in name for bits in ("8bit", "4bit")):
+        refused = _EIGHT
+    if refused is not None:
+        raise ConfigError("optim", name, *refused)
     betas = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
     if name in _LIONS:
         return Lion, betas
@@ -87,7 +88,8 @@ def _parsed(args: TrainingArguments, name: str) -> dict[str, Any]:
         raise ConfigError("optim_args", args.optim_args, str(error), "Give numbers, or nesterov=true") from error
 
 
-_MUON_TYPES = MappingProxyType({"ns_steps": int, "adjust_lr_fn": str, "nesterov": lambda text: text.lower() == "true"})
+_YES = ("true", "1", "yes")
+_MUON_TYPES = MappingProxyType({"ns_steps": int, "adjust_lr_fn": str, "nesterov": lambda text: text.lower() in _YES})
 
 
 def muon(

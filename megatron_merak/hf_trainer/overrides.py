@@ -121,6 +121,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "optimizer": "the groups of parameters: `lr` and `weight_decay` count, any other change or call raises. "
         "A parameter that no batch of a step uses has a gradient of 0, not None: weight decay and moments go on, with "
         "a warning",
+        "optimizers": "the optimizer is not stepped: others like it step shards, see docs/optimizers.md",
         "predict": "collective: called on every rank, and all of them get the predictions",
         "preprocess_logits_for_metrics": "gets tensors on the CPU",
         "save_model": "collective; writes `training_args.json`, no pickle",

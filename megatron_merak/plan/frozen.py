@@ -100,7 +100,8 @@ class Plan:
         if self.overlap == "sub-pipeline" and self.micro_batch_size == 1:
             reason = "a micro-batch of one sample has no halves"
             raise PlanError("overlap", self.overlap, reason, "Use pair, or a micro_batch_size of 2 or more")
-        for name, least in (("bucket_size", 1), ("loss_chunk", 0), ("micro_batch_size", 1), ("sequence_length", 0)):
+        leasts = {"bucket_size": 1, "loss_chunk": 0, "micro_batch_size": 1, "sequence_length": 0, "state_bytes": 0}
+        for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise PlanError(name, getattr(self, name), f"it is below {least}", f"Use {least} or more")
         if self.dtype not in DTYPE_BYTES:

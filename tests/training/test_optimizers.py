@@ -11,7 +11,7 @@ from megatron_merak.config import Config
 from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.optimizer.lion import Lion
 from megatron_merak.parallel.mesh import build_mesh
-from megatron_merak.plan import Grid
+from megatron_merak.plan import Grid, held_parameters
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.stages.optimizer_state import optimizer_of_run
 from megatron_merak.training.trainer import Trainer
@@ -39,7 +39,8 @@ def config_of(flags):
 def test_steps_are_those_of_torch(name):
     config = config_of(FLAGS[name])
     made = make_plan(config, 1)
-    assert made.state_bytes == 4
+    (kept,), (adam,) = made.predicted_bytes, make_plan(config_of(""), 1).predicted_bytes
+    assert made.state_bytes == 4 and adam - kept == 4 * held_parameters(made.units)
     trainer = Trainer(config, made, build_mesh(Grid(), 0, torch.device("cpu")), optimizer_of_run(config.optimizer))
     buffer, drawn = trainer.buffer, torch.Generator().manual_seed(0)
     named = {key: nn.Parameter(buffer.parameter(key).clone()) for key in buffer.slots}
