@@ -1,8 +1,8 @@
 """Training any captured model on this rank: its shards, its programs, its optimizer."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from ..checkpoint.hf import save_hf
 from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, PlanError
-from ..graph.capture.outputs import SAME
 from ..optimizer.adamw import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
@@ -34,6 +33,7 @@ from .guard import unguarded
 from .holdings import Holdings
 from .kernels import check_kernels
 from .native import shared_here, tie_groups
+from .named_outputs import named_outputs
 from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kind
 from .parameter_groups import GroupOf, matrices_and_others
 from .proofs import difference
@@ -42,7 +42,7 @@ from .running import RunningStatistics
 from .same_plan import check_same_plan
 from .saved_run import is_count
 from .step_report import StepReport
-from .traced import Batch
+from .traced import Batch, OwnLoss
 from .user_model import UserModel
 
 
@@ -234,17 +234,14 @@ class CapturedTrainer:
             return None
         executor = self.executor(count, False)
         prepared = [*map(self.blueprint.traced.prepared, batches)]
-        if executor.run(prepared, self.iteration, training=False) is None:
-            return None
-        results, executor.results = executor.results, []  # logits may be the largest tensors of all
-        programs = self.programs[self.plan.schedule.stages - 1]
-        found = []
-        for batch, loss, result in zip(prepared, executor.losses, results, strict=True):
-            program = programs(batch, False)
-            named = zip(program.results, program.named, strict=True)
-            called = {each: result[value] for value, names in named if value in result for each in names.split(SAME)}
-            found.append({"loss": loss[0]} | called)
-        return found
+        executor.run(prepared, self.iteration, training=False)
+        return named_outputs(executor, self.programs, prepared, False)
+
+    def reported(self, batches: Sequence[Batch]) -> list[dict[str, Tensor]] | None:
+        """What the `backward` before computed: per micro-batch its loss, times its weight, and what an ``OwnLoss``
+        reports, as of `evaluate`."""
+        prepared = [*map(self.blueprint.traced.prepared, batches)]
+        return named_outputs(self.executor(len(batches)), self.programs, prepared, True)
 
     def _most(self, batches: int) -> int:
         """How many batches the replica with most of them has, where replicas need each other's parameters."""
@@ -253,6 +250,17 @@ class CapturedTrainer:
         most = torch.tensor(batches, device=self.mesh.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.sharing)
         return int(most)
+
+    @contextmanager
+    def computing(self, loss: OwnLoss | None) -> Iterator[None]:
+        """Inside, steps and evaluations compute what this says; None: the loss that the model was traced with."""
+        for programs in self.programs.values():
+            programs.loss = loss
+        try:
+            yield
+        finally:
+            for programs in self.programs.values():
+                programs.loss = None
 
     def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:
         """Capture what an evaluation of ``batches`` needs, where it is new. Raises TraceError."""

@@ -61,13 +61,23 @@ class OwnLoss:
 
     compute: computes it, as of ``capture``. counts: it takes ``num_items_in_batch``, as an entry of the batch. adds_up:
     losses of micro-batches are shares of the step's and add up; None: those that count its items do. sees_batch: it may
-    read any entry, so that none is left out.
+    read any entry, so that none is left out. reports: what else training hands out of what it computes, by name.
     """
 
     compute: LossFunction
-    counts: bool
-    adds_up: bool | None
-    sees_batch: bool
+    counts: bool = False
+    adds_up: bool | None = None
+    sees_batch: bool = True
+    reports: tuple[str, ...] = ()
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The outputs of training."""
+        return ("loss", *self.reports)
+
+
+def _without_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[None, Any]:
+    return None, model.forward(**batch)
 
 
 class Traced:
@@ -121,7 +131,7 @@ class Traced:
         """The capture of the first batch; decides whether a mask that masks nothing is left out."""
         self.drops_full_mask = self.is_causal = False
         if self._loss is not None and self._loss.sees_batch:
-            return self.capture(example, training=True, outputs=("loss",))
+            return self.capture(example, training=True, outputs=self._loss.trained)
         bare = without_mask(example)
         try:
             maskless = self.capture(bare, training=True, outputs=("loss",))
@@ -144,9 +154,18 @@ class Traced:
         told = None if self._loss is None else self._loss.adds_up
         return "num_items_in_batch" in batch if told is None else told
 
-    def capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
-        """The graph of a prepared batch. outputs: as of ``CapturedTrainer.evaluate``. Raises TraceError."""
-        compute = None if self._loss is None else self._loss.compute
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The outputs of training."""
+        return ("loss",) if self._loss is None else self._loss.trained
+
+    def capture(
+        self, batch: Batch, training: bool, outputs: Sequence[str], compute: LossFunction | None = None
+    ) -> Captured:
+        """The graph of a prepared batch. outputs: as of ``CapturedTrainer.evaluate``. compute: computes them, in place
+        of the model and its loss. Raises TraceError."""
+        if compute is None and self._loss is not None:
+            compute = self._loss.compute if "loss" in outputs else _without_loss
         with unguarded(self.model):
             captured = capture(self.model, batch, training=training, dtype=self._cast, outputs=outputs, compute=compute)
         check_operands(captured)
