@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_merak.engine import Engine, token_logprobs
+from megatron_merak.engine import Engine, losses, token_logprobs
 from megatron_merak.errors import ConfigError, DataError, TraceError
 from tests.engine.runs import arguments, batch_of, close, compare, likelihood, policy, tiny_llama
 from tests.ranks import run_ranks
@@ -111,7 +111,9 @@ def test_sixteen_bits_give_losses_fp32(tmp_path):
     engine = Engine(tiny_llama(), arguments(tmp_path, bf16=True), batch_of(0), loss)
     passed = engine.forward_backward([batch_of(1)])
     engine.step()
-    assert {*kinds} == {torch.float32} and passed.losses[0] == pytest.approx(2.1, rel=0.3)
+    batch = batch_of(1)
+    wanted = likelihood(tiny_llama()(input_ids=batch["input_ids"]), batch).item()
+    assert {*kinds} == {torch.float32} and passed.losses[0] == pytest.approx(wanted, rel=1e-2)
     assert {dtype for _, dtype, _ in engine.weights_info()} == {torch.float32}  # as the model was given
 
 
@@ -172,9 +174,10 @@ def test_a_pending_gradient_keeps_its_memory(engine, call, tmp_path):
     engine.zero_grad()
 
 
-def test_loss_functions_that_are_new_at_every_call(engine):
+def test_loss_functions_that_are_new_at_every_call(engine, monkeypatch):
+    monkeypatch.setattr(losses, "MOST", 3)
     with pytest.raises(ConfigError, match="put what changes into the batch"):
-        for number in range(20):
+        for number in range(5):
             engine.forward_backward([batch_of(1)], lambda outputs, batch: outputs.logits.mean() * number)  # noqa: B023
     engine.zero_grad()
 
