@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 _PUBLIC = {
+    "Engine": "engine.engine",
     "MerakArguments": "hf_trainer.arguments",
     "MerakTrainer": "hf_trainer.trainer",
     "from_pretrained": "checkpoint.hf",
@@ -14,7 +15,7 @@ _PUBLIC = {
 }
 
 __version__ = "0.1.0.dev0"
-__all__ = ["MerakArguments", "MerakTrainer", "from_pretrained", "init_empty_weights"]
+__all__ = ["Engine", "MerakArguments", "MerakTrainer", "from_pretrained", "init_empty_weights"]
 
 
 def __getattr__(name: str) -> Any:

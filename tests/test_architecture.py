@@ -38,6 +38,7 @@ LEVELS = {
     "training": 8,
     "hf_trainer": 9,
     "cli": 9,
+    "engine": 10,
     "__main__": 10,
 }
 # Rooms inside a room, from the lowest; files of the room itself are above all of them.

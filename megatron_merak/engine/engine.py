@@ -23,7 +23,7 @@ from ..parallel.nodes import find_nodes
 from ..plan import Plan
 from ..stages.captured import CapturedTrainer
 from ..stages.traced import OwnLoss
-from .losses import LOGPROBS, LossFn, Losses, loss_of_model
+from .losses import LOGPROBS, Losses, LossFn, loss_of_model
 from .named_weights import NamedWeights
 
 Batch = Mapping[str, Any]
@@ -52,8 +52,8 @@ class Engine:
     with the example, how the model is cut. None: the loss of the model's forward.
 
     A batch is a dictionary of tensors. The model gets the entries that its forward names; numbers become tensors. Every
-    new shape is captured once, so pad batches to few lengths. Every method is collective: all ranks call it, in the same
-    order, and the ranks of a replica pass the same batches. ``replica`` of ``replicas`` is this rank's.
+    shape that is new is captured, so pad batches to few lengths. Every method is collective: all ranks call it, in the
+    same order, and the ranks of a replica pass the same batches. ``replica`` of ``replicas`` is this rank's.
     """
 
     def __init__(self, model: nn.Module, args: MerakArguments, example_batch: Batch, loss_fn: LossFn | None = None):
@@ -132,11 +132,13 @@ class Engine:
     def step(self, lr: float | None = None) -> StepResult:
         """Update the weights by AdamW with the gradient since the last step, clipped to ``max_grad_norm``.
 
-        lr: the learning rate; None: ``args.learning_rate``. Biases and norms have no weight decay, as under ``Trainer``.
+        lr: the learning rate; None: ``args.learning_rate``. Biases and norms have no decay, as under ``Trainer``.
         Returns ``grad_norm``, before clipping, and ``skipped``: the gradient was not finite and nothing changed.
         """
         if self._told is None:
-            raise ConfigError("step", "(no gradient)", "nothing was computed since the last step", "Run forward_backward")
+            raise ConfigError(
+                "step", "(no gradient)", "nothing was computed since the last step", "Run forward_backward"
+            )
         lr = self.args.learning_rate if lr is None else lr
         told, self._told = self._told, None
         return self._captured.update([(lr, self.args.weight_decay), (lr, 0.0)], told)
@@ -209,7 +211,7 @@ class Engine:
         self._captured.load(directory)
 
     def save_pretrained(self, directory: str | Path, processing_class: Any = None) -> None:
-        """Write the model, and its tokenizer if given, as a directory that ``from_pretrained`` of transformers opens."""
+        """Write the model, and its tokenizer if given, as a directory that transformers' ``from_pretrained`` opens."""
         self._between_steps("save_pretrained")
         self._captured.save_hf(directory, processing_class)
 

@@ -28,8 +28,8 @@ _IGNORED = -100
 def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """[rows, length] fp32: of each label the log-probability after the tokens before it.
 
-    logits: [rows, length, vocabulary], of any float dtype, divided by ``temperature``. labels: [rows, length] int64, the
-    tokens themselves; 0 is what the first of each row gets, and those that are -100. With tensor parallelism the
+    logits: [rows, length, vocabulary], of any float dtype, divided by ``temperature``. labels: [rows, length] int64,
+    the tokens themselves; 0 is what the first of each row gets, and those that are -100. With tensor parallelism the
     vocabulary stays sharded: per token a few statistics travel.
     """
     scores = logits[:, :-1].float()
@@ -40,7 +40,9 @@ def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> 
 
 def loss_of_model(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     """What the model's own forward returns as its loss."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs if isinstance(outputs, Tensor) else outputs[0]
+    loss = (
+        outputs.get("loss") if isinstance(outputs, Mapping) else outputs if isinstance(outputs, Tensor) else outputs[0]
+    )
     if loss is None:
         reason = f"the model returns none for a batch of {', '.join(batch)}"
         raise TraceError("loss_fn", "(the model's loss)", reason, "Put labels into the batch, or give a loss_fn")
@@ -80,7 +82,9 @@ class Losses:
         if len(known) == MOST:
             name = getattr(function, "__qualname__", type(function).__name__)
             reason = f"it, or what it reads, was another one at each of {MOST} calls, and each was traced anew"
-            raise ConfigError("loss_fn", name, reason, "Define it once, and put what changes into the batch, as tensors")
+            raise ConfigError(
+                "loss_fn", name, reason, "Define it once, and put what changes into the batch, as tensors"
+            )
         held = (function, read)  # so that no other object gets the identity of one of these
         known.append((held, picture, OwnLoss(self._traced(function), adds_up=True, reports=("*",))))
         return known[-1][2]

@@ -42,7 +42,8 @@ def from_rank(
 ) -> object:
     """The nested ``value`` of global rank ``source`` on every rank, its tensors on the CPU; collective over ``group``.
 
-    What other ranks pass is ignored. ``device``: of tensors that the group's backend moves. None: this process is alone.
+    What other ranks pass is ignored. device: of tensors that the group's backend moves. A group of None: this process
+    is alone.
     """
     if group is None:
         return value

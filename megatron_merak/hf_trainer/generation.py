@@ -94,7 +94,9 @@ class Generator:
             raise ConfigError("generate", kind.__name__, "it is no model that generates tokens", remedy)
         if kind.generate is not GenerationMixin.generate:
             reason = "its class has a generate of its own, which does more than to call its forward"
-            raise ConfigError("generate", kind.__name__, reason, "Call it of a whole model: save_model, from_pretrained")
+            raise ConfigError(
+                "generate", kind.__name__, reason, "Call it of a whole model: save_model, from_pretrained"
+            )
         refuse(kwargs)
 
     def _here(self, value: Any) -> Any:

@@ -32,8 +32,8 @@ from .blueprint import Blueprint, Programs
 from .guard import unguarded
 from .holdings import Holdings
 from .kernels import check_kernels
-from .native import shared_here, tie_groups
 from .named_outputs import named_outputs
+from .native import shared_here, tie_groups
 from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kind
 from .parameter_groups import GroupOf, matrices_and_others
 from .proofs import difference

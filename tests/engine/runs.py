@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_merak.engine import Engine, token_logprobs
+from megatron_merak.errors import MerakError
 from megatron_merak.hf_trainer.arguments import MerakArguments
 
 # With an epsilon of 1, AdamW's step is nearly the gradient times a constant: what is wrong with one shows in weights.
@@ -46,6 +47,10 @@ def policy(outputs, batch) -> tuple[Tensor, dict[str, Tensor]]:
     targets = batch["labels"][:, 1:].clamp(min=0)[..., None]
     each = torch.log_softmax(outputs.logits[:, :-1], -1).gather(-1, targets)[..., 0] * shown
     return -(each * batch["gains"][:, None]).mean() * batch["beta"], {"each": each, "mean": each.mean()}
+
+
+def none(outputs, batch) -> float:
+    return 1.0
 
 
 # Of each step the calls before it: seeds of micro-batches, and their loss.
@@ -90,12 +95,14 @@ class Reference:
         return norm.item()
 
 
-def compare(rank: int, world: int, directory: str, tp: int, pp: int, changes: dict[str, Any]) -> None:
-    """Train an engine and the reference, and hold everything that the engine says against it."""
+def compare(rank: int, world: int, directory: str, tp: int, pp: int, changes: dict[str, Any]) -> list[str]:
+    """Train an engine and the reference, and hold everything that the engine says against it. Returns what ranks that
+    differ are told."""
     model = tiny_llama()
     degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     reference = Reference(model)
-    engine = Engine(model, arguments(directory, gradient_accumulation_steps=2, **degrees, **changes), batch_of(0), likelihood)
+    args = arguments(directory, gradient_accumulation_steps=2, **degrees, **changes)
+    engine = Engine(model, args, batch_of(0), likelihood)
     for name, tensor in engine.named_weights(bucket_bytes=5000):
         assert torch.equal(tensor, reference.model.state_dict()[name]), name
     assert engine.replicas == world // (tp * pp)
@@ -115,13 +122,16 @@ def compare(rank: int, world: int, directory: str, tp: int, pp: int, changes: di
             close(tensor, reference.model.state_dict()[name])
     compare_logprobs(engine, reference)
     resume(engine, directory)
+    return [] if tp * pp == 1 else differ(engine)
 
 
 def compare_logprobs(engine: Engine, reference: Reference) -> None:
-    batches = [batch_of(90 + engine.replica), batch_of(80, rows=2)]
+    batches = [batch_of(90 + engine.replica), batch_of(80)]
     for found, batch in zip(engine.logprobs(batches, temperature=0.7), batches, strict=True):
         logits = reference.outputs(batch).logits / 0.7
-        wanted = torch.log_softmax(logits, -1)[:, :-1].gather(-1, batch["labels"][:, 1:].clamp(min=0)[..., None])[..., 0]
+        wanted = torch.log_softmax(logits, -1)[:, :-1].gather(-1, batch["labels"][:, 1:].clamp(min=0)[..., None])[
+            ..., 0
+        ]
         assert (found[:, :2] == 0).all() and found.shape == batch["labels"].shape
         close(found[:, 1:], (wanted * (batch["labels"][:, 1:] != -100)).detach())
 
@@ -143,3 +153,20 @@ def resume(engine: Engine, directory: str) -> None:
     told = engine.weights_info(torch.bfloat16)
     assert told == [(name, torch.bfloat16, tuple(tensor.shape)) for name, tensor in before.items()]
     assert engine.steps == len(STEPS)
+
+
+def differ(engine: Engine) -> list[str]:
+    """What ranks of a replica are told that pass batches, losses or prompts of their own; the engine goes on."""
+    rank, told = engine.mesh.rank, []
+    for call in (
+        lambda: engine.forward_backward([batch_of(rank)]),
+        lambda: engine.forward_backward([batch_of(1)], none if rank else likelihood),
+        lambda: engine.generate(batch_of(rank)["input_ids"], max_new_tokens=2),
+    ):
+        try:
+            call()
+        except MerakError as error:
+            told.append(str(error))
+    engine.forward_backward([batch_of(1)])
+    engine.step()
+    return told
