@@ -331,22 +331,16 @@ class MerakTrainer(TrainerFace):
         facts = self.facts if ignore_keys is None else self.facts.without(ignore_keys)
         batches = EvaluationBatches(self.feed.evaluation(dataset, self._get_eval_sampler(dataset)), grid.pp)
         self.callback_handler.eval_dataloader = batches
-        evaluation = Evaluation(
-            batches,
-            self.engine,
-            facts,
-            self.feed.neutral,
-            self.args,
-            loss_only,
-            everyone,
-            self._predicted,
-            self.preprocess_logits_for_metrics,
-        )
+        evaluation = self._evaluation(batches, facts, loss_only, everyone)
         self.engine.share_statistics()
         output = evaluation.run(self.compute_metrics, prefix)
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
         output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
         return output
+
+    def _evaluation(self, batches: EvaluationBatches, facts: ModelFacts, loss_only: bool, everyone: bool) -> Evaluation:
+        given = (batches, self.engine, facts, self.feed.neutral, self.args, loss_only, everyone)
+        return Evaluation(*given, self._predicted, self.preprocess_logits_for_metrics)
 
     def _predicted(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -362,11 +356,14 @@ class MerakTrainer(TrainerFace):
         """
         attend("generate", self.control_group)
         check_model(self)
+        self.engine.share_statistics()
+        return self._generated(inputs, generation_config, kwargs)
+
+    def _generated(self, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> Any:
         engine = self.engine
         if self._generator is None or self._generator.engine is not engine:
             padding = padding_of(self.model, self.facts, self.args, self.feed.tokenizer)
             self._generator = Generator(engine, self.model, padding)
-        engine.share_statistics()
         return self._generator.generate(inputs, generation_config, kwargs)
 
     # Saving
