@@ -169,6 +169,7 @@ class Engine:
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """What ``model.generate`` of transformers returns for the trained weights, on every rank; see
         ``MerakTrainer.generate``. Every rank of the job passes the same inputs; replicas share the rows."""
+        self._captured.share_statistics()
         if self._generator is None:
             facts = ModelFacts.of(self.model, self.args)
             self._generator = Generator(self._captured, self.model, padding_of(self.model, facts, self.args, None))
@@ -236,6 +237,9 @@ class Engine:
             return self._losses.of(self._default if loss_fn is None else loss_fn)
 
     def _checked(self, batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+        held = self._captured.user_model
+        if held is not None and held.shared and held.touched():
+            held.adopt()  # weights that were written since
         with together(self.mesh.control, "cpu"):
             if isinstance(batches, Mapping):
                 raise ConfigError("batches", "(a dictionary)", "it is one batch", "Give a list of them")

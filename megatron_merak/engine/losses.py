@@ -6,7 +6,7 @@ call, or the function is another one, it is traced again; what changes at every 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_map
 
 from ..errors import ConfigError, TraceError
 from ..graph.capture.fake_model import forward_parameters
-from ..hf_trainer.surroundings import Picture, surroundings
+from ..hf_trainer.surroundings import Picture, names_read, surroundings
 from ..stages.traced import OwnLoss
 
 LossFn = Callable[[Any, dict[str, Tensor]], Any]
 LOGPROBS = "logprobs"
 MOST = 16  # times that one function, or others of the same code, are traced
 _IGNORED = -100
+_KNOWN = (Tensor, nn.Module, Mapping, list, tuple, set, type)  # whose picture is not that of their attributes
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -74,10 +75,10 @@ class Losses:
             raise ConfigError("loss_fn", repr(function), "it cannot be called", "Give a function of (outputs, batch)")
         plain = isinstance(function, FunctionType) and not (function.__closure__ or function.__defaults__)
         read = surroundings(_Script(function, self.model))
-        picture = {name: Picture().of(value) for name, value in read.items()}
+        picture = _picture(function, read)
         known = self._known.setdefault(getattr(function, "__code__", function), [])
         for held, seen, loss in known:
-            if seen == picture and (plain or held[0] is function):
+            if seen == picture and (plain or _same(held[0], function)):
                 return loss
         if len(known) == MOST:
             name = getattr(function, "__qualname__", type(function).__name__)
@@ -115,6 +116,27 @@ class Losses:
             return loss, {name: value.detach() for name, value in reports.items()}
 
         return compute
+
+
+def _same(one: LossFn, other: LossFn) -> bool:
+    """A method of an object is another one each time that it is looked up."""
+    return one == other if isinstance(one, MethodType) else one is other
+
+
+def _picture(function: LossFn, read: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells whether the values that a function reads have changed; of objects, the attributes that it names."""
+    names, owner = names_read(function), getattr(function, "__self__", None)
+    found = {}
+    for name, value in read.items():
+        holder, _, attribute = name.rpartition(".")
+        if owner is not None and holder == type(owner).__name__ and attribute not in names:
+            continue
+        if isinstance(value, _KNOWN) or not hasattr(value, "__dict__"):
+            found[name] = Picture().of(value)
+            continue
+        found[name] = id(value)
+        found |= {f"{name}.{key}": Picture().of(each) for key, each in vars(value).items() if key in names}
+    return found
 
 
 def _in_fp32(x: Any) -> Any:

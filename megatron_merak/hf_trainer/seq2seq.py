@@ -190,5 +190,6 @@ def _config(given: str | Path | GenerationConfig) -> GenerationConfig:
         config.validate(strict=True)
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError("generation_config", str(given)[:60], reason, "Correct it, or leave it out") from error
+        shown = "(given)" if isinstance(given, GenerationConfig) else str(given)
+        raise ConfigError("generation_config", shown, reason, "Correct it, or leave it out") from error
     return config

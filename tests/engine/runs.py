@@ -115,12 +115,12 @@ def compare(rank: int, world: int, directory: str, tp: int, pp: int, changes: di
                 assert ours.keys() == theirs.keys()
                 for name, value in theirs.items():
                     close(ours[name], value.detach())
+        compare_logprobs(engine, reference)  # while a gradient waits for its step
         result = engine.step()
         close(result.grad_norm, reference.step())
         assert not result.skipped
         for name, tensor in engine.named_weights():
             close(tensor, reference.model.state_dict()[name])
-    compare_logprobs(engine, reference)
     resume(engine, directory)
     return [] if tp * pp == 1 else differ(engine)
 

@@ -96,6 +96,42 @@ def test_what_a_loss_reads_is_looked_at(engine):
     engine.zero_grad()
 
 
+class Script:
+    def __init__(self):
+        self.scale, self.calls = 1.0, 0
+
+    def strength(self):
+        return self.scale
+
+    def loss(self, outputs, batch):
+        return likelihood(outputs, batch) * self.strength()
+
+
+def test_methods_are_traced_again_for_what_they_read(engine):
+    script, made = Script(), engine.captured.programs[0].made
+    (one,) = engine.forward_backward([batch_of(1)], script.loss).losses
+    known = len(made())
+    script.calls = 1
+    engine.forward_backward([batch_of(1)], script.loss)
+    assert len(made()) == known
+    script.scale = 2.0
+    (two,) = engine.forward_backward([batch_of(1)], script.loss).losses
+    assert two == pytest.approx(2 * one, rel=1e-6) and len(made()) == known + 1
+    settings = Script()
+    for settings.calls in range(3):
+        engine.forward_backward([batch_of(1)], lambda outputs, batch: likelihood(outputs, batch) * settings.strength())
+    assert len(made()) == known + 2 + 2  # a lambda with a closure is another one each time
+    engine.zero_grad()
+
+
+def test_weights_that_a_script_writes(engine):
+    with torch.no_grad():
+        engine.model.lm_head.weight.mul_(0.5)
+    batch = batch_of(2)
+    (found,) = engine.logprobs([batch])
+    close(found, token_logprobs(engine.model(input_ids=batch["input_ids"]).logits, batch["labels"]).detach())
+
+
 def test_lambdas_of_one_line_are_one_function(engine):
     known = None
     for _ in range(20):

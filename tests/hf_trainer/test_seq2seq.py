@@ -99,5 +99,5 @@ def test_what_is_refused(tmp_path):
         "report_to": "none",
         "generation_config": GenerationConfig(num_beams=1, early_stopping=True),
     }
-    with pytest.raises(ConfigError, match="generation_config .*early_stopping"):
+    with pytest.raises(ConfigError, match="generation_config .given.: .*early_stopping"):
         MerakSeq2SeqTrainer(t5(), MerakSeq2SeqArguments(str(tmp_path), **given))
