@@ -18,6 +18,7 @@ from ..hf_trainer.model_facts import ModelFacts, decayed_parameters, padding_of
 from ..hf_trainer.same_batches import check_everywhere
 from ..optimizer.adamw import StepResult
 from ..parallel.agree import together
+from ..parallel.attendance import attend
 from ..parallel.launch import leave
 from ..parallel.nodes import find_nodes
 from ..plan import Plan
@@ -110,6 +111,7 @@ class Engine:
         model is, once for each shape of batch: outputs are the model's (in fp32 where that computes in 16 bits), and
         the batch has all its entries. Several calls before a step add up.
         """
+        attend("forward_backward", self.mesh.control)
         loss = self._loss(loss_fn)
         batches = self._checked(batches)
         check_everywhere(batches, len(batches), self.mesh)
@@ -135,10 +137,10 @@ class Engine:
         lr: the learning rate; None: ``args.learning_rate``. Biases and norms have no decay, as under ``Trainer``.
         Returns ``grad_norm``, before clipping, and ``skipped``: the gradient was not finite and nothing changed.
         """
+        attend("step", self.mesh.control)
         if self._told is None:
-            raise ConfigError(
-                "step", "(no gradient)", "nothing was computed since the last step", "Run forward_backward"
-            )
+            reason = "nothing was computed since the last step"
+            raise ConfigError("step", "(no gradient)", reason, "Run forward_backward")
         lr = self.args.learning_rate if lr is None else lr
         told, self._told = self._told, None
         return self._captured.update([(lr, self.args.weight_decay), (lr, 0.0)], told)
@@ -157,6 +159,7 @@ class Engine:
         ``input_ids``, where ``attention_mask`` is not 0. temperature: what logits are divided by. Replicas may have
         different numbers of batches. Only the results travel.
         """
+        attend("logprobs", self.mesh.control)
         with together(self.mesh.control, "cpu"):
             question = self._losses.logprobs(temperature)
         batches = self._checked(batches)
@@ -169,6 +172,7 @@ class Engine:
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """What ``model.generate`` of transformers returns for the trained weights, on every rank; see
         ``MerakTrainer.generate``. Every rank of the job passes the same inputs; replicas share the rows."""
+        attend("generate", self.mesh.control)
         self._captured.share_statistics()
         if self._generator is None:
             facts = ModelFacts.of(self.model, self.args)
@@ -228,6 +232,7 @@ class Engine:
         return self._captured
 
     def _between_steps(self, call: str) -> None:
+        attend(call, self.mesh.control)
         if self._told is not None:
             reason = "the gradient of a step is not applied yet, and its memory is needed"
             raise ConfigError(call, "(called)", reason, "Call step or zero_grad first")
@@ -261,7 +266,7 @@ class Engine:
 
 
 def _plain(batch: Batch) -> dict[str, Tensor]:
-    """The batch with its numbers as tensors, []. Raises ConfigError for other things."""
+    """The batch on the CPU, its numbers as tensors, []. Raises ConfigError for other things."""
     found = {}
     for name, value in batch.items():
         if isinstance(value, bool | int | float):
@@ -270,5 +275,5 @@ def _plain(batch: Batch) -> dict[str, Tensor]:
             reason = "a captured program takes tensors and numbers"
             raise ConfigError(f"batch entry {name}", type(value).__name__, reason, "Make it a tensor, or leave it out")
         if value is not None:
-            found[name] = value
+            found[name] = value.cpu()  # as from a collator: what a stage reads goes to its device
     return found

@@ -163,11 +163,11 @@ class Generator:
         divides = all(len(value) == rows for value in batch.values())
         size = -(-rows // (replicas * stages)) if divides else rows
         count = -(-rows // (replicas * size)) if divides else 1
-        place = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
+        batch, place = {name: value.cpu() for name, value in batch.items()}, torch.tensor([tokens.shape[1] - 1])
         mine = []
         for number in range(count):
             first = (self.mesh.dp_rank * count + number) * size if divides else 0
-            which = torch.arange(first, first + size, device=tokens.device).clamp(max=rows - 1)
+            which = torch.arange(first, first + size).clamp(max=rows - 1)
             mine.append({name: value[which] if divides else value for name, value in batch.items()} | {PLACE: place})
         with self.engine.computing(self._question):
             outputs = self.engine.evaluate(self._padded(mine), (NEXT,))

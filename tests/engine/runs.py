@@ -162,6 +162,7 @@ def differ(engine: Engine) -> list[str]:
         lambda: engine.forward_backward([batch_of(rank)]),
         lambda: engine.forward_backward([batch_of(1)], none if rank else likelihood),
         lambda: engine.generate(batch_of(rank)["input_ids"], max_new_tokens=2),
+        lambda: engine.logprobs([batch_of(1)]) if rank else engine.step(),
     ):
         try:
             call()

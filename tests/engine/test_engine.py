@@ -36,8 +36,9 @@ def test_it_gives_what_one_process_gives(tmp_path, ranks, tp, pp, changes):
     told = run_ranks(compare, ranks, str(tmp_path), tp, pp, changes, timeout=240)
     assert all(each == told[0] for each in told)
     if tp * pp > 1:
-        samples, loss, tokens = told[0]
+        samples, loss, tokens, calls = told[0]
         assert "given different samples" in samples and "its loss" in loss and "different tokens" in tokens
+        assert "logprobs: rank 0 is in step, and both need all ranks" in calls
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
 """``trainer.generate`` gives, token for token, what transformers' ``model.generate`` gives for the trained weights."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -128,6 +130,34 @@ def trainer_draws(wanted: torch.Tensor, whole: nn.Module, call: str) -> torch.Te
 def test_tokens_are_those_of_one_process(tmp_path, name, ranks, tp, pp, calls):
     found = run_ranks(compare, ranks, str(tmp_path), name, tp, pp, calls, timeout=240)
     assert all(each == found[0] for each in found)
+
+
+COMMON = {**LLAMA, "initializer_range": 0.3, "max_position_embeddings": 64}
+FEW = {"num_key_value_heads": 2}
+OTHERS = {
+    "qwen3": (transformers.Qwen3Config, {**COMMON, **FEW, "head_dim": 8}),
+    "mistral": (transformers.MistralConfig, {**COMMON, **FEW, "sliding_window": 4}),
+    "mixtral": (transformers.MixtralConfig, {**COMMON, **FEW, "num_local_experts": 4}),
+    "gemma2": (transformers.Gemma2Config, {**COMMON, **FEW, "head_dim": 8, "sliding_window": 4}),
+    "gpt_neox": (transformers.GPTNeoXConfig, COMMON),
+    "opt": (transformers.OPTConfig, {**COMMON, "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3}),
+    "bloom": (transformers.BloomConfig, {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}),
+    "mamba": (transformers.MambaConfig, {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OTHERS])
+def test_other_families(tmp_path, name):
+    """Positions of every kind, windows, experts and a recurrence; prompts with padding and without."""
+    torch.manual_seed(0)
+    kind, sizes = OTHERS[name]
+    model = AutoModelForCausalLM.from_config(kind(**TOKENS, **sizes))
+    whole = copy.deepcopy(model).eval()
+    trainer = build(str(tmp_path), model)
+    for given in (prompts(), {"input_ids": prompts()["input_ids"].clamp(min=3)}):
+        wanted = whole.generate(**given, max_new_tokens=8)
+        assert torch.equal(trainer.generate(**given, max_new_tokens=8), wanted)
 
 
 @pytest.fixture(scope="module")
