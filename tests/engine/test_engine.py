@@ -227,17 +227,18 @@ def test_arguments_of_a_loop(name, tmp_path):
 
 def example(*arguments: str, ranks: int = 1) -> list[tuple[int, float]]:
     """(round, reward) as examples/grpo.py prints them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "examples/grpo.py"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, "examples/grpo.py"]
     done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return [(int(n), float(reward)) for n, reward in re.findall(r"round +(\d+) +reward ([\d.]+)", done.stdout)]
 
 
 @pytest.mark.timeout(120)
 def test_the_example_learns(tmp_path):
-    found = example("--output_dir", str(tmp_path), "--max_steps", "20", "--logging_steps", "5")
+    found = example("--output_dir", str(tmp_path), "--max_steps", "15", "--logging_steps", "5")
     rewards = [reward for _, reward in found]
-    assert [number for number, _ in found] == [5, 10, 15, 20]
-    assert rewards == sorted(rewards) and rewards[0] < 0.4 and rewards[-1] > 0.6
+    assert [number for number, _ in found] == [5, 10, 15]
+    assert rewards == sorted(rewards) and rewards[0] < 0.2 and rewards[-1] > 0.4
 
 
 @pytest.mark.slow
