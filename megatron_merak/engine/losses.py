@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from ..errors import ConfigError, TraceError
 from ..graph.capture.fake_model import forward_parameters
 from ..hf_trainer.surroundings import Picture, names_read, surroundings
+from ..stages.adapters import has_adapters
 from ..stages.traced import OwnLoss
 
 LossFn = Callable[[Any, dict[str, Tensor]], Any]
@@ -73,7 +74,8 @@ class Losses:
         """What traces ``function``; the same object as long as it reads the same. Raises ConfigError."""
         if not callable(function):
             raise ConfigError("loss_fn", repr(function), "it cannot be called", "Give a function of (outputs, batch)")
-        plain = isinstance(function, FunctionType) and not (function.__closure__ or function.__defaults__)
+        plain = isinstance(function, FunctionType)
+        plain = plain and not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
         read = surroundings(_Script(function, self.model))
         picture = _picture(function, read)
         known = self._known.setdefault(getattr(function, "__code__", function), [])
@@ -92,6 +94,9 @@ class Losses:
 
     def logprobs(self, temperature: float) -> OwnLoss:
         """What computes ``LOGPROBS``, [rows, length] fp32, of a batch's labels, or of its tokens where it has none."""
+        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            reason = "the labels of a decoder with an encoder are not its own tokens, one place on"
+            raise ConfigError("logprobs", type(self.model).__name__, reason, "Report them from a loss_fn")
         if not temperature > 0:
             raise ConfigError("temperature", temperature, "logits are divided by it", "Give a number above 0")
 
@@ -105,6 +110,8 @@ class Losses:
     def _forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         """The model's outputs for those entries that its forward names."""
         named, _ = forward_parameters(model)
+        if has_adapters(model):  # peft's forward hands on what it does not name
+            named = named | forward_parameters(model.get_base_model())[0]  # type: ignore[operator]
         outputs = model(**{name: value for name, value in batch.items() if name in named})
         return tree_map(_in_fp32, outputs) if self.mixed else outputs
 

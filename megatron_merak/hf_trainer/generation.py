@@ -76,15 +76,14 @@ class Generator:
         inputs, kwargs = self._here(inputs), {name: self._here(value) for name, value in kwargs.items()}
         if self.inner.config.is_encoder_decoder:
             kwargs |= self._instead_of_encoder(inputs, kwargs)
-        failed = self._failed = False
+        self._failed = False
         try:
             found = self._stand_in().generate(inputs, generation_config=config, **kwargs)
         except Exception:
-            failed = True
-            raise
-        finally:
             if not self._failed:
-                self._agree(-2 if failed else -1)
+                self._agree(-2)
+            raise
+        self._agree(-1)
         return found.to(device) if isinstance(found, Tensor) else found
 
     def _refuse(self, kwargs: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 from megatron_merak.engine import Engine, losses, token_logprobs
 from megatron_merak.errors import ConfigError, TraceError
@@ -209,6 +210,12 @@ def test_a_pending_gradient_keeps_its_memory(engine, call, tmp_path):
         found = getattr(engine, call)(*([tmp_path] if call[0] in "sl" else []))
         list(found)
     engine.zero_grad()
+
+
+def test_log_probabilities_of_a_decoder_with_an_encoder():
+    config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    with pytest.raises(ConfigError, match="logprobs T5ForConditionalGeneration"):
+        losses.Losses(T5ForConditionalGeneration(config), False).logprobs(1.0)
 
 
 def test_loss_functions_that_are_new_at_every_call(engine, monkeypatch):
