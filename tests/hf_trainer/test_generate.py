@@ -120,7 +120,6 @@ def trainer_draws(wanted: torch.Tensor, whole: nn.Module, call: str) -> torch.Te
     ("name", "ranks", "tp", "pp", "calls"),
     [
         ("llama", 1, 1, 1, [*CALLS]),
-        ("gpt2", 2, 2, 1, ["short"]),
         pytest.param("t5", 2, 1, 2, ["short"], marks=pytest.mark.slow),
         pytest.param("llama", 2, 1, 1, ["short", "sampled"], marks=pytest.mark.slow),
         *(pytest.param(*row, [*CALLS], marks=pytest.mark.slow) for row in LONG),
