@@ -7,14 +7,25 @@ from importlib import import_module
 from typing import Any
 
 _PUBLIC = {
+    "Engine": "engine.engine",
     "MerakArguments": "hf_trainer.arguments",
+    "MerakSeq2SeqArguments": "hf_trainer.seq2seq",
+    "MerakSeq2SeqTrainer": "hf_trainer.seq2seq",
     "MerakTrainer": "hf_trainer.trainer",
     "from_pretrained": "checkpoint.hf",
     "init_empty_weights": "graph.capture.empty",
 }
 
 __version__ = "0.1.0.dev0"
-__all__ = ["MerakArguments", "MerakTrainer", "from_pretrained", "init_empty_weights"]
+__all__ = [
+    "Engine",
+    "MerakArguments",
+    "MerakSeq2SeqArguments",
+    "MerakSeq2SeqTrainer",
+    "MerakTrainer",
+    "from_pretrained",
+    "init_empty_weights",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -39,6 +39,7 @@ LEVELS = {
     "hf_trainer": 9,
     "cli": 9,
     "trl": 10,
+    "engine": 10,
     "__main__": 10,
 }
 # Rooms inside a room, from the lowest; files of the room itself are above all of them.

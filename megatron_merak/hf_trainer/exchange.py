@@ -37,27 +37,31 @@ def _unpack(told: dict, take) -> object:
     return tuple(values) if kind == "tuple" else values
 
 
-def from_rank(source: int, value: object, group: dist.ProcessGroup | None) -> object:
+def from_rank(
+    source: int, value: object, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> object:
     """The nested ``value`` of global rank ``source`` on every rank, its tensors on the CPU; collective over ``group``.
 
-    What other ranks pass is ignored. The group's backend must move CPU tensors; None: this process is alone.
+    What other ranks pass is ignored. device: of tensors that the group's backend moves. A group of None: this process
+    is alone.
     """
     if group is None:
         return value
     mine = dist.get_rank() == source
     tensors: list[Tensor] = []
     text = json.dumps(_pack(value, tensors)).encode() if mine else b""
-    length = torch.tensor([len(text)])
+    length = torch.tensor([len(text)], device=device)
     dist.broadcast(length, source, group)
     payload = (
         torch.frombuffer(bytearray(text), dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
-    )
+    ).to(device)
     dist.broadcast(payload, source, group)
     ours = iter(tensors)
 
     def take(told: dict) -> Tensor:
         tensor = next(ours) if mine else torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]))
+        tensor = tensor.to(device)
         dist.broadcast(tensor, source, group)
-        return tensor
+        return tensor.cpu()
 
-    return _unpack(json.loads(payload.numpy().tobytes()), take)
+    return _unpack(json.loads(payload.cpu().numpy().tobytes()), take)

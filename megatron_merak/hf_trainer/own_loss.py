@@ -30,6 +30,7 @@ STAYS = frozenset(
 )
 CHANGES = frozenset(
     """state control callback_handler is_in_train current_flos first_tokens optimizer lr_scheduler log engine _engine
+    _generator _generating generate
     _trained_model _groups _moments _scheduler _built_by _parameters_used own_loss train evaluate predict save_model
     learning_rate get_learning_rates get_optimizer_group create_scheduler""".split()
 )

@@ -114,9 +114,7 @@ class Evaluation:
         for first, count, batches in self._rounds():
             found = self._forward(first, batches)
             for place in range(0 if self.loss_only else count):
-                replica, row = place % replicas, place // replicas
-                owner = self.engine.output_rank(replica)
-                result = from_rank(owner, found[row] if self.rank == owner else None, self.control)
+                result = self._collected(place, batches, found)
                 for name, container in kept.items():
                     if result[name] is not None and (self.everyone or self.rank == 0):
                         container.add(result[name])
@@ -126,6 +124,15 @@ class Evaluation:
         arrays = {name: container.get_arrays() for name, container in kept.items()}
         metrics = self._metrics(compute_metrics, arrays, losses, prefix)
         return EvalLoopOutput(arrays["predictions"], arrays["labels"], metrics, samples)
+
+    def _collected(self, place: int, batches: list[Batch], found: list[dict]) -> dict:
+        """Of a round's batch at ``place`` what `_forward` found of it where it ran, on every rank. Collective.
+
+        batches: this replica's of the round.
+        """
+        replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
+        owner = self.engine.output_rank(replica)
+        return from_rank(owner, found[row] if self.rank == owner else None, self.control)  # type: ignore[return-value]
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
         """As of the batches, while all ranks are given the same ones. Collective."""

@@ -67,6 +67,29 @@ def surroundings(trainer: Any) -> dict[str, Any]:
     return found
 
 
+def names_read(function: object) -> set[str]:
+    """Every name that a function, the functions of a script that it calls, and methods of what it reads, may use."""
+    found: set[str] = set()
+    waiting, known = [function], []
+    while waiting:
+        each = waiting.pop()
+        inner = getattr(each, "__func__", each)
+        if any(inner is other for other in known) or _foreign(each):
+            continue
+        known.append(inner)
+        values = [value for _, value in _reads(each)]
+        waiting += [value for value in values if isinstance(value, FunctionType | MethodType | partial)]
+        if isinstance(inner, FunctionType):
+            names = sorted({*_names(inner.__code__)})
+            owners = [x for x in (getattr(each, "__self__", None), *values) if not isinstance(x, _WHO)]
+            kinds = [type(owner) for owner in owners if not _foreign(type(owner))]
+            methods = [getattr(kind, name, None) for kind in kinds for name in names]
+            methods = [method.fget if isinstance(method, property) else method for method in methods]
+            waiting += [method for method in methods if isinstance(method, FunctionType)]
+            found |= set(names)
+    return found
+
+
 def _foreign(thing: object) -> bool:
     """Whether it is code of this package or of an installed library, which does not change."""
     inner = getattr(thing, "__func__", thing)

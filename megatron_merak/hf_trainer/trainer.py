@@ -1,6 +1,5 @@
 """``MerakTrainer``: ``transformers.Trainer`` for a model that is divided by tensor, pipeline and data parallelism."""
 
-import datetime
 import functools
 import math
 import sys
@@ -40,23 +39,21 @@ from transformers.utils import logging
 from ..errors import ConfigError
 from ..graph.capture.capture import accepts_num_items
 from ..optimizer.recipe import Recipe
-from ..parallel.agree import gather_json, together
+from ..parallel.agree import together
 from ..parallel.attendance import attend
 from ..parallel.launch import leave
-from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..parallel.nodes import find_nodes, notices
 from ..stages.captured import CapturedTrainer
 from ..training.outputs import check_directory
-from ..training.same_files import check_same_files
 from . import trainer_state
 from .arguments import MerakArguments
 from .batches import Batch
 from .engine import build_engine, wishes
 from .feed import Feed
-from .fields import FILES
-from .instances import grid_of, instances_of
+from .generation import Generator
+from .job import mesh_of
 from .loop import TrainingLoop
-from .model_facts import padding_of
+from .model_facts import ModelFacts, padding_of
 from .neutral import NeutralPadding
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
 from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, is_overridden, label_smoother
@@ -103,7 +100,7 @@ class MerakTrainer(TrainerFace):
         refuse_overrides(type(self), MerakTrainer, self.adapted)
         self._given, self._given_scheduler = optimizers
         self._made, self.optimizer_cls_and_kwargs = self._given, optimizer_cls_and_kwargs
-        self.mesh = self._build_mesh()
+        self.mesh = mesh_of(args)
         self._nodes = find_nodes(args.world, self.mesh.control)
         logging.set_verbosity(args.get_process_log_level())
         set_seed(args.seed)
@@ -122,28 +119,11 @@ class MerakTrainer(TrainerFace):
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
         self.is_in_train, self.current_flos, self.first_tokens = False, 0, 0
         self._engine: CapturedTrainer | None = None
+        self._generator: Generator | None = None
         self.own_loss: LossOfTrainer | None = None
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
         if getattr(self.model, "config", None) is not None:
             self.model.config.use_cache = args.use_cache  # as transformers does, for the config that is saved
-
-    def _build_mesh(self) -> Mesh:
-        args = self.args
-        if not isinstance(args, MerakArguments):
-            raise ConfigError("args", type(args).__name__, "it has no degrees of parallelism", "Make MerakArguments")
-        world, instances = args.world, instances_of(args)
-        timeout = datetime.timedelta(seconds=args.ddp_timeout)
-        control = control_group(world.size, timeout)
-        own = {"local_rank", "log_level", "log_level_replica", "disable_tqdm"}
-        shown = args.to_dict() | {"num_distributed_optimizer_instances": instances}
-        all_arguments = gather_json({k: v for k, v in shown.items() if k not in own}, control, "cpu")
-        for rank, other in enumerate(all_arguments):
-            for name, value in other.items():
-                if value != (first := all_arguments[0][name]):
-                    raise ConfigError(name, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
-        check_same_files({name: path for name in FILES if (path := getattr(args, name))}, control)
-        where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
-        return build_mesh(grid_of(args), *where, instances)
 
     def _check(self) -> None:
         args = self.args
@@ -362,26 +342,40 @@ class MerakTrainer(TrainerFace):
         facts = self.facts if ignore_keys is None else self.facts.without(ignore_keys)
         batches = EvaluationBatches(self.feed.evaluation(dataset, self._get_eval_sampler(dataset)), grid.pp)
         self.callback_handler.eval_dataloader = batches
-        evaluation = Evaluation(
-            batches,
-            self.engine,
-            facts,
-            self.feed.neutral,
-            self.args,
-            loss_only,
-            everyone,
-            self._predicted,
-            self.preprocess_logits_for_metrics,
-            self._report_of_evaluation(),
-        )
+        evaluation = self._evaluation(batches, facts, loss_only, everyone)
         self.engine.share_statistics()
         output = evaluation.run(self.compute_metrics, prefix)
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
         output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
         return output
 
+    def _evaluation(self, batches: EvaluationBatches, facts: ModelFacts, loss_only: bool, everyone: bool) -> Evaluation:
+        given = (batches, self.engine, facts, self.feed.neutral, self.args, loss_only, everyone)
+        return Evaluation(*given, self._predicted, self.preprocess_logits_for_metrics)
+
     def _predicted(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+    # Generation
+
+    def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """What ``model.generate`` of transformers returns for the trained weights, on every rank. Collective.
+
+        Every rank passes the same inputs ([rows, length] int64) and keywords. Where tokens are drawn at random, the
+        first rank's generator of torch decides. Nothing is cached: a token costs a forward of all tokens before it.
+        Raises ConfigError for what is not honoured.
+        """
+        attend("generate", self.control_group)
+        check_model(self)
+        self.engine.share_statistics()
+        return self._generated(inputs, generation_config, kwargs)
+
+    def _generated(self, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> Any:
+        engine = self.engine
+        if self._generator is None or self._generator.engine is not engine:
+            padding = padding_of(self.model, self.facts, self.args, self.feed.tokenizer)
+            self._generator = Generator(engine, self.model, padding)
+        return self._generator.generate(inputs, generation_config, kwargs)
 
     # Saving
 

@@ -33,7 +33,6 @@ from .optimizers import class_and_arguments, make
 from .overrides import OPTIMIZER, refuse_gradients
 from .own_loss import compute_loss
 from .parameter_groups import ParameterGroups
-from .predictions import Report
 from .rates import LearningRate, schedule
 from .recapture import Moments
 
@@ -140,14 +139,10 @@ class TrainerFace:
         return ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
 
     def _note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
-        """After the backwards of a step: what its micro-batches handed out is in ``engine.reports``.
+        """After the backwards of a step: ``engine.reported`` says what its micro-batches handed out.
 
         batches: as they were loaded; prepared: as they ran.
         """
-
-    def _report_of_evaluation(self) -> Report | None:
-        """What takes more than predictions of each batch of an evaluation."""
-        return None
 
     # Place among the ranks
 

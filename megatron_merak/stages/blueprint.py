@@ -14,6 +14,7 @@ from ..errors import PlanError, TraceError
 from ..graph.capture.captured import Captured
 from ..graph.capture.fast_trace import quick
 from ..graph.capture.guards import Guards
+from ..graph.capture.outputs import LossFunction
 from ..graph.fusion.fuse import fuse
 from ..graph.ir.nodes import is_random
 from ..graph.lowering.rewrite import rewrite
@@ -31,7 +32,7 @@ from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..tensor_parallel import group_rank
 from .lengths import KnownLengths
-from .traced import Batch, Traced, shapes_of
+from .traced import Batch, OwnLoss, Traced, shapes_of
 from .unused import Unused
 
 MOST_CASES = 16  # programs for batches of one shape
@@ -150,26 +151,42 @@ class Blueprint:
         return {name: tuple(stages) for name, stages in held.items()}
 
     def parts(
-        self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh, drops: bool = True
+        self,
+        batch: Batch,
+        training: bool,
+        outputs: Sequence[str],
+        stage: int,
+        mesh: Mesh,
+        drops: bool = True,
+        compute: LossFunction | None = None,
     ) -> tuple[Parts, Guards | None]:
-        """The work of ``stage`` on batches of this shape, and what else must hold of them. ``drops``: with dropout."""
-        shapes, role = shapes_of(batch), (training, outputs, stage, drops)
+        """The work of ``stage`` on batches of this shape, and what else must hold of them. ``drops``: with dropout.
+        ``compute``: computes the outputs in place of the model and its loss."""
+        shapes, role = shapes_of(batch), (training, outputs, stage, drops, compute)
         with quick():
-            found = self.lengths.parts(role, shapes, partial(self.traced.lengths, batch, training, outputs))
+            found = self.lengths.parts(role, shapes, partial(self.traced.lengths, batch, training, outputs, compute))
             if found is not None:
                 return found, None
-            captured, found = self._captured(batch, training, outputs, stage, mesh, drops)
+            captured, found = self._captured(batch, training, outputs, stage, mesh, drops, compute)
         self.lengths.add(role, shapes, captured, found)
         return found, captured.guards
 
     def _captured(
-        self, batch: Batch, training: bool, outputs: Sequence[str], stage: int, mesh: Mesh, drops: bool
+        self,
+        batch: Batch,
+        training: bool,
+        outputs: Sequence[str],
+        stage: int,
+        mesh: Mesh,
+        drops: bool,
+        compute: LossFunction | None,
     ) -> tuple[Captured, Parts]:
         traced, how = self.traced, (stage, mesh, training, drops)
         first = traced.captured
-        if training and shapes_of(batch) == traced.example and not (first.guards and first.guards.broken(batch)):
+        as_first = training and compute is None and shapes_of(batch) == traced.example
+        if as_first and not (first.guards and first.guards.broken(batch)):
             return first, self._parts(first, self.chain, self.sharding, *how)
-        captured = traced.capture(batch, training, outputs)
+        captured = traced.capture(batch, training, outputs, compute)
         unknown = [name for name in captured.trainable if name not in first.shapes]
         if unknown:
             reason = "this batch uses it, and the first one, which decided where it goes, did not"
@@ -209,21 +226,24 @@ class Blueprint:
 class Programs:
     """The programs of one stage, captured when a batch comes that has a new shape or breaks the guards of all others.
 
-    wanted: the outputs that evaluation hands out. drops: whether training drops values at random. Raises TraceError
-    where a model decides by values that are other ones in every batch.
+    wanted: the outputs that evaluation hands out. drops: whether training drops values at random. loss: computes both
+    losses and outputs in place of the model and the loss it was traced with; None: those do. Raises TraceError where a
+    model decides by values that are other ones in every batch.
     """
 
     def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, parameters: Mapping[str, nn.Parameter], sink):
         self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
         self.wanted: tuple[str, ...] = ("loss",)
         self.drops = True
+        self.loss: OwnLoss | None = None
         self._random = any(map(is_random, blueprint.traced.captured.module.graph.nodes))
         self._made: dict[tuple, list[tuple[Guards | None, Program]]] = {}
 
     def __call__(self, batch: Batch, training: bool) -> Program:
-        outputs = self.blueprint.traced.outputs if training else self.wanted
+        outputs = (self.loss or self.blueprint.traced).trained if training else self.wanted
         drops = self.drops or not (training and self._random)
-        made = self._made.setdefault((training, outputs, drops, shapes_of(batch)), [])
+        compute = None if self.loss is None else self.loss.compute
+        made = self._made.setdefault((training, outputs, drops, shapes_of(batch), compute), [])
         line = ""
         for guards, program in made:
             line = guards.broken(batch) if guards else ""
@@ -235,7 +255,7 @@ class Programs:
                 "Collate batches so that this value is the same for most, or rewrite that line with tensor operations"
             )
             raise TraceError("line", line, reason, remedy)
-        made.append(self._make(batch, training, outputs, drops))
+        made.append(self._make(batch, training, outputs, drops, compute))
         return made[-1][1]
 
     def made(self) -> list[Program]:
@@ -243,9 +263,9 @@ class Programs:
         return [program for cases in self._made.values() for _, program in cases]
 
     def _make(
-        self, batch: Batch, training: bool, outputs: tuple[str, ...], drops: bool
+        self, batch: Batch, training: bool, outputs: tuple[str, ...], drops: bool, compute: LossFunction | None
     ) -> tuple[Guards | None, Program]:
-        parts, guards = self.blueprint.parts(batch, training, outputs, self.stage, self.mesh, drops)
+        parts, guards = self.blueprint.parts(batch, training, outputs, self.stage, self.mesh, drops, compute)
         return guards, Program(
             tuple(parts.segments(self.parameters, self.sink)),
             parts.prelude,

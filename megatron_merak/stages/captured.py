@@ -1,8 +1,8 @@
 """Training any captured model on this rank: its shards, its programs, its optimizer."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from ..checkpoint.hf import save_hf
 from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, PlanError
-from ..graph.capture.outputs import SAME
 from ..optimizer.base import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
@@ -34,6 +33,7 @@ from .documents import without
 from .guard import unguarded
 from .holdings import Holdings
 from .kernels import check_kernels
+from .named_outputs import named_outputs
 from .native import shared_here, tie_groups
 from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kind
 from .parameter_groups import GroupOf, matrices_and_others
@@ -43,7 +43,7 @@ from .running import RunningStatistics
 from .same_plan import check_same_plan
 from .saved_run import check_same_optimizer, is_count
 from .step_report import StepReport
-from .traced import Batch
+from .traced import Batch, OwnLoss
 from .user_model import UserModel, left_out
 
 
@@ -55,8 +55,7 @@ class CapturedTrainer:
     parameter, of which each step says learning rate and weight decay. replica_check_interval: optimizer steps between
     two comparisons of the replicas' weights, 0 for none. scaler: of the loss, in fp16. optimizer_of: who keeps the
     optimizer's state.
-    ``iteration``: optimizer steps done. ``reports``: what the last training micro-batches handed out beside their
-    losses, by name, on ranks of the last stage. Building is collective over all ranks.
+    ``iteration``: optimizer steps done. Building is collective over all ranks.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class CapturedTrainer:
         check_same_plan(self.plan, mesh.control)
         self._check_halves()
         # Whether micro-batches run in halves; None: a step will find out.
-        one = len(blueprint.traced.outputs) == 1  # halves would hand out halves
+        one = len(blueprint.traced.trained) == 1  # halves would hand out halves
         asked = one and self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
         self.halves: bool | None = None if asked and len(halve(example)) > 1 else False
         self.running = RunningStatistics(self.blueprint, mesh)
@@ -98,7 +97,6 @@ class CapturedTrainer:
             for programs in self.programs.values():
                 programs(example, True)
         self.iteration = 0
-        self.reports: list[dict[str, Tensor]] = []
         self.user_model: UserModel | None = None
 
     def share_weights(self) -> UserModel:
@@ -195,7 +193,6 @@ class CapturedTrainer:
         executor.per_token = weights is not None or self.blueprint.traced.adds_up(batches[0])
         prepared, scale = [*map(self.blueprint.traced.prepared, batches)], self.optimizer.begin()
         loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale)
-        self.reports = [] if loss is None else self._named(executor, prepared, True)
         self.parameters.finish_step()
         self.running.count(len(batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -244,22 +241,14 @@ class CapturedTrainer:
             return None
         executor = self.executor(count, False)
         prepared = [*map(self.blueprint.traced.prepared, batches)]
-        if executor.run(prepared, self.iteration, training=False) is None:
-            return None
-        named = self._named(executor, prepared, False)
-        return [{"loss": loss[0]} | found for loss, found in zip(executor.losses, named, strict=True)]
+        executor.run(prepared, self.iteration, training=False)
+        return named_outputs(executor, self.programs, prepared, False)
 
-    def _named(self, executor: Executor, prepared: Sequence[Batch], training: bool) -> list[dict[str, Tensor]]:
-        """What a run handed out beside the losses, per micro-batch and by name; the executor forgets it."""
-        results, executor.results = executor.results, []  # logits may be the largest tensors of all
-        programs = self.programs[self.plan.schedule.stages - 1]
-        found = []
-        for batch, result in zip(prepared, results, strict=True):
-            program = programs(batch, training)
-            named = zip(program.results, program.named, strict=True)
-            called = {each: result[value] for value, names in named if value in result for each in names.split(SAME)}
-            found.append({name: value.detach() for name, value in called.items()})
-        return found
+    def reported(self, batches: Sequence[Batch]) -> list[dict[str, Tensor]] | None:
+        """What the `backward` before computed: per micro-batch its loss, times its weight, and what an ``OwnLoss``
+        reports, as of `evaluate`."""
+        prepared = [*map(self.blueprint.traced.prepared, batches)]
+        return named_outputs(self.executor(len(batches)), self.programs, prepared, True)
 
     def _most(self, batches: int) -> int:
         """How many batches the replica with most of them has, where replicas need each other's parameters."""
@@ -268,6 +257,17 @@ class CapturedTrainer:
         most = torch.tensor(batches, device=self.mesh.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.sharing)
         return int(most)
+
+    @contextmanager
+    def computing(self, loss: OwnLoss | None) -> Iterator[None]:
+        """Inside, steps and evaluations compute what this says; None: the loss that the model was traced with."""
+        for programs in self.programs.values():
+            programs.loss = loss
+        try:
+            yield
+        finally:
+            for programs in self.programs.values():
+                programs.loss = None
 
     def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:
         """Capture what an evaluation of ``batches`` needs, where it is new. Raises TraceError."""

@@ -11,7 +11,7 @@ from ..errors import PlanError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture, lengths_of
 from ..graph.capture.captured import Captured, Origin
 from ..graph.capture.lengths import Axes, Lengths
-from ..graph.capture.outputs import EVERY, LossFunction
+from ..graph.capture.outputs import LossFunction
 from ..graph.ir.nodes import attends_causally, is_op
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
@@ -65,14 +65,23 @@ class OwnLoss:
 
     compute: computes it, as of ``capture``. counts: it takes ``num_items_in_batch``, as an entry of the batch. adds_up:
     losses of micro-batches are shares of the step's and add up; None: those that count its items do. sees_batch: it may
-    read any entry, so that none is left out. reports: training, too, hands out what it returns beside the loss.
+    read any entry, so that none is left out. reports: what else training hands out of what it computes, by name.
     """
 
     compute: LossFunction
-    counts: bool
-    adds_up: bool | None
-    sees_batch: bool
-    reports: bool = False
+    counts: bool = False
+    adds_up: bool | None = None
+    sees_batch: bool = True
+    reports: tuple[str, ...] = ()
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The outputs of training."""
+        return ("loss", *self.reports)
+
+
+def _without_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[None, Any]:
+    return None, model.forward(**batch)
 
 
 class Traced:
@@ -84,9 +93,9 @@ class Traced:
     captured the same; None: nothing is compared. loss: in place of the model's own. Collective over these ranks. Raises
     TraceError, ConfigError, PlanError.
 
-    ``outputs``: what training hands out. ``captured``: of the example. ``batch``: that as it runs. ``example``: its
-    shapes. ``size``: its samples and its length in tokens. ``is_causal``: without an attention mask no token looks at
-    later ones. ``unread``: entries that are left out, since the model does not read them.
+    ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
+    length in tokens. ``is_causal``: without an attention mask no token looks at later ones. ``unread``: entries that
+    are left out, since the model does not read them.
     """
 
     def __init__(
@@ -99,7 +108,6 @@ class Traced:
         loss: OwnLoss | None = None,
     ):
         self.model, self.dtype, self._loss = model, dtype, loss
-        self.outputs = ("loss", EVERY) if loss is not None and loss.reports else ("loss",)
         self.accepts_num_items = accepts_num_items(model) if loss is None else loss.counts
         self._shared: dict[str, Tensor] = {}
         self._cast = cast_of(model, DTYPES[dtype])
@@ -132,7 +140,7 @@ class Traced:
             return self._with_or_without_mask(example)
         captured = self._with_or_without_mask(example)
         try:
-            bare = self.capture(without(self.prepared(example), named), training=True, outputs=self.outputs)
+            bare = self.capture(without(self.prepared(example), named), training=True, outputs=self.trained)
         except TraceError:
             return captured
         if not same_work(captured, bare):
@@ -144,10 +152,10 @@ class Traced:
         """The capture of the first batch; decides whether a mask that masks nothing is left out."""
         self.drops_full_mask = self.is_causal = False
         if self._loss is not None and self._loss.sees_batch:
-            return self.capture(example, training=True, outputs=self.outputs)
+            return self.capture(example, training=True, outputs=self.trained)
         bare = without_mask(example)
         try:
-            maskless = self.capture(bare, training=True, outputs=self.outputs)
+            maskless = self.capture(bare, training=True, outputs=self.trained)
         except TraceError:
             if len(bare) == len(example):
                 raise
@@ -156,7 +164,7 @@ class Traced:
         self.is_causal = self.drops_full_mask and attends_causally(maskless.module.graph)
         if len(self.prepared(example)) == len(bare):
             return maskless
-        return self.capture(example, training=True, outputs=self.outputs)
+        return self.capture(example, training=True, outputs=self.trained)
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch as it is captured and run."""
@@ -168,23 +176,41 @@ class Traced:
         told = None if self._loss is None else self._loss.adds_up
         return "num_items_in_batch" in batch if told is None else told
 
-    def capture(self, batch: Batch, training: bool, outputs: Sequence[str]) -> Captured:
-        """The graph of a prepared batch. outputs: as of ``CapturedTrainer.evaluate``. Raises TraceError."""
-        compute = None if self._loss is None else self._loss.compute
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The outputs of training."""
+        return ("loss",) if self._loss is None else self._loss.trained
+
+    def capture(
+        self, batch: Batch, training: bool, outputs: Sequence[str], compute: LossFunction | None = None
+    ) -> Captured:
+        """The graph of a prepared batch. outputs: as of ``CapturedTrainer.evaluate``. compute: computes them, in place
+        of the model and its loss. Raises TraceError."""
+        how = self._how(training, outputs, compute)
         with unguarded(self.model):
-            captured = capture(self.model, batch, training=training, dtype=self._cast, outputs=outputs, compute=compute)
+            captured = capture(self.model, batch, **how)
         check_operands(captured)
         self._share(captured)
         return captured
 
+    def _how(self, training: bool, outputs: Sequence[str], compute: LossFunction | None) -> dict[str, Any]:
+        if compute is None and self._loss is not None:
+            compute = self._loss.compute if "loss" in outputs else _without_loss
+        return {"training": training, "dtype": self._cast, "outputs": outputs, "compute": compute}
+
     def lengths(
-        self, batch: Batch, training: bool, outputs: Sequence[str], axes: Axes, like: Origin, length: int
+        self,
+        batch: Batch,
+        training: bool,
+        outputs: Sequence[str],
+        compute: LossFunction | None,
+        axes: Axes,
+        like: Origin,
+        length: int,
     ) -> Lengths | None:
         """For which lengths a capture does the same; see ``lengths_of``."""
-        compute = None if self._loss is None else self._loss.compute
-        how = {"training": training, "dtype": self._cast, "outputs": outputs, "compute": compute}
         with unguarded(self.model):
-            return lengths_of(self.model, batch, axes, like, length, **how)
+            return lengths_of(self.model, batch, axes, like, length, **self._how(training, outputs, compute))
 
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Let every capture, those made already included, read and change these tensors, by the buffers' names."""

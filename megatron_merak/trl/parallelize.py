@@ -19,7 +19,7 @@ from ..hf_trainer.arguments import MerakArguments
 from ..hf_trainer.batches import Batch
 from ..hf_trainer.model_facts import ModelFacts
 from ..hf_trainer.own_loss import LossOfTrainer
-from ..hf_trainer.predictions import Report
+from ..hf_trainer.predictions import Evaluation, Report
 from ..hf_trainer.trainer import MerakTrainer
 from ..parallel.agree import gather_json
 from .accelerator import Accelerator, over_replicas
@@ -174,11 +174,14 @@ class _Adapter(MerakTrainer, Trainer):
         return [batch | {MICRO_BATCHES: count} for batch in prepared]
 
     def _note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
-        for batch, ran, reported in zip(batches, prepared, self.engine.reports, strict=False):
+        for batch, ran, reported in zip(batches, prepared, self.engine.reported(prepared) or (), strict=False):
             self._count(batch, ran, reported, over_replicas(self.mesh))
 
-    def _report_of_evaluation(self) -> Report:
-        return Report(REPORTS, lambda batch, ran, reported: self._count(batch, ran, reported, lambda value: value))
+    def _evaluation(self, *given: Any) -> Evaluation:
+        def take(batch: Batch, ran: Batch, reported: Mapping[str, Tensor]) -> None:
+            self._count(batch, ran, reported, lambda value: value)
+
+        return replace(super()._evaluation(*given), report=Report(REPORTS, take))
 
     def _count(self, batch: Batch, ran: Batch, reported: Mapping[str, Tensor], gather: Any) -> None:
         mask = {"attention_mask": batch["attention_mask"]} if "attention_mask" in batch else {}

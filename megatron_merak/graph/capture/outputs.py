@@ -16,7 +16,7 @@ from megatron_merak.errors import TraceError
 
 EVERY, NOT, SAME = "*", "!", "|"
 
-# (model, batch) -> (loss, outputs of the model): computes the loss of a batch in place of the model's forward.
+# (model, batch) -> (loss, outputs): computes them of a batch, in place of the model's forward; a loss of None: none.
 LossFunction = Callable[[nn.Module, dict[str, Any]], tuple[Any, Any]]
 
 
@@ -35,10 +35,12 @@ def pick_outputs(twin: nn.Module, names: Sequence[str], compute: LossFunction | 
 
     def outputs_of(*args: Any, **kwargs: Any) -> dict[str, Any]:
         model = type(twin).__name__
-        if compute is None or "loss" not in names:
+        if compute is None:
             return _named(model, forward(*args, **kwargs), names)
         with mock.patch.object(twin, "forward", forward):
             loss, outputs = compute(twin, kwargs)
+        if loss is None:
+            return _named(model, outputs, names)
         found = {} if outputs is None else _named(model, outputs, ("loss", EVERY))
         return {"loss": loss} | {name: value for name, value in found.items() if name != "loss"}
 

@@ -1,0 +1,272 @@
+"""``generate`` of transformers for a model that is divided over ranks.
+
+The loop is transformers' own, on every rank: its logits processors, its sampling, its beams, its stopping criteria. Of
+the model it gets a stand-in, whose forward runs the captured model as it is planned and gives the logits of the last
+position to every rank. Nothing is cached: a token costs a forward of all tokens before it, whose number is padded at
+the end to one of few lengths, since each is captured once:
+
+    prompt + new tokens   . 7 8 9 | 4 5          place of the last token: 5
+    as it runs            . 7 8 9   4 5 0 0      its logits, [rows, vocabulary], are all that travels
+
+Replicas, and within them micro-batches that fill the pipeline, share the rows.
+"""
+
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
+
+from ..errors import ConfigError
+from ..graph.capture.fake_model import forward_parameters
+from ..parallel.agree import gather_json
+from ..stages.adapters import has_adapters
+from ..stages.captured import CapturedTrainer
+from ..stages.guard import Guard
+from ..stages.traced import MASK, OwnLoss
+from .neutral import NeutralPadding
+from .padding import Padding
+
+PLACE, NEXT = "merak_place", "next"
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+_TOGETHER = "Give every rank the same inputs, and processors and criteria that depend on these alone"
+# What of a forward's keywords says how to run it, not what of.
+_MANNER = ("use_cache", "return_dict", "logits_to_keep", "num_logits_to_keep", "encoder_outputs")
+_CACHED = ("no keys and values are cached", "Leave it out: every token runs the forward of all tokens before it")
+_OTHER = ("it would run, or run by, something that is not captured", "Leave it out, or call generate of a whole model")
+_CLOCK = ("the clocks of ranks differ, and all have to stop at the same token", "Use max_new_tokens")
+_LOGITS = ("only logits leave the last stage", "Use output_scores or output_logits, or a whole model")
+_REFUSED = {
+    **dict.fromkeys(("past_key_values", "cache_implementation", "prefill_chunk_size", "inputs_embeds"), _CACHED),
+    **dict.fromkeys(("assistant_model", "custom_generate", "negative_prompt_ids", "synced_gpus"), _OTHER),
+    **dict.fromkeys(("decoder_inputs_embeds", "encoder_outputs", "guidance_scale"), _OTHER),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), _LOGITS),
+    "max_time": _CLOCK,
+}
+
+
+class Generator:
+    """Generates with the weights of ``engine``, as ``model``, which it captured, would with all of them.
+
+    padding: of the batches of the model. ``generate`` is collective over all ranks.
+    """
+
+    def __init__(self, engine: CapturedTrainer, model: nn.Module, padding: Padding):
+        self.engine, self.mesh = engine, engine.mesh
+        self.inner: Any = model.get_base_model() if has_adapters(model) else model  # type: ignore[operator]
+        self._columns = forward_parameters(_Signature(type(self.inner)))[0]
+        self._masked = not engine.is_causal and MASK in self._columns
+        self._neutral = NeutralPadding(replace(padding, mask=False), self.mesh)
+        self._question = OwnLoss(_logits_at_place)
+        self._vocabulary: int | None = None
+
+    def generate(self, inputs: Tensor | None, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
+        """What ``model.generate(inputs, config, **kwargs)`` returns on one process, on every rank, on the device of the
+        inputs. Random numbers are those that the first rank's generator would have drawn. Raises ConfigError."""
+        self._refuse(kwargs)
+        share_generators(self.mesh)
+        device = next((x.device for x in (inputs, *kwargs.values()) if isinstance(x, Tensor)), self.mesh.device)
+        inputs, kwargs = self._here(inputs), {name: self._here(value) for name, value in kwargs.items()}
+        if self.inner.config.is_encoder_decoder:
+            kwargs |= self._instead_of_encoder(inputs, kwargs)
+        self._failed = False
+        try:
+            found = self._stand_in().generate(inputs, generation_config=config, **kwargs)
+        except Exception:
+            if not self._failed:
+                self._agree(-2)
+            raise
+        self._agree(-1)
+        return found.to(device) if isinstance(found, Tensor) else found
+
+    def _refuse(self, kwargs: Mapping[str, Any]) -> None:
+        kind = type(self.inner)
+        if not (isinstance(self.inner, GenerationMixin) and self.inner.can_generate()):
+            remedy = "Generate with a model of transformers that has a language modelling head"
+            raise ConfigError("generate", kind.__name__, "it is no model that generates tokens", remedy)
+        if kind.generate is not GenerationMixin.generate:
+            reason = "its class has a generate of its own, which does more than to call its forward"
+            raise ConfigError(
+                "generate", kind.__name__, reason, "Call it of a whole model: save_model, from_pretrained"
+            )
+        refuse(kwargs)
+
+    def _here(self, value: Any) -> Any:
+        return value.to(self.mesh.device) if isinstance(value, Tensor) else value
+
+    def _instead_of_encoder(self, inputs: Tensor | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The encoder runs with the decoder: what stands for its outputs, and is repeated for beams, is its input."""
+        name = self.inner.main_input_name
+        given = kwargs.get(name) if inputs is None else inputs
+        if given is None:
+            raise ConfigError("generate", f"(no {name})", "the encoder has no input", f"Give inputs or {name}")
+        return {"encoder_outputs": BaseModelOutput(last_hidden_state=given)}
+
+    def _stand_in(self) -> Any:
+        """A model of the same class and configuration without a forward of its own."""
+        kind = type(self.inner)
+        found = object.__new__(type(kind.__name__, (_StandIn, kind), {"__module__": kind.__module__}))
+        vars(found).update({name: each for name, each in vars(self.inner).items() if not isinstance(each, Guard)})
+        vars(found)["merak_device"] = self.mesh.device
+
+        def forward(**given: Any) -> Any:
+            self._failed = True  # unless all goes well: then ranks agree on what comes next
+            answer = self._forward(given)
+            self._failed = False
+            return answer
+
+        forward.__signature__ = inspect.signature(_Signature(kind).forward)  # type: ignore[attr-defined]
+        vars(found)["forward"] = forward
+        return found
+
+    def _forward(self, given: Mapping[str, Any]) -> Any:
+        batch = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        for name, value in given.items():
+            if name not in batch and name not in _MANNER and value:
+                raise ConfigError("generate", name, "a captured forward takes tensors", "Leave it out")
+        seq2seq = self.inner.config.is_encoder_decoder
+        if seq2seq:
+            batch[self.inner.main_input_name] = given["encoder_outputs"].last_hidden_state
+        tokens = batch["decoder_input_ids" if seq2seq else "input_ids"]
+        self._agree(zlib.crc32(tokens.cpu().numpy().tobytes()))
+        logits = self._logits(self._plain(batch, tokens), tokens)[:, None]
+        return Seq2SeqLMOutput(logits=logits) if seq2seq else CausalLMOutputWithPast(logits=logits)
+
+    def _plain(self, batch: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+        """The batch without what says nothing: a mask that masks nothing, unless the model needs one for padding at the
+        end, and positions that count from 0."""
+        rows, length = tokens.shape
+        whole = MASK not in batch or bool((batch[MASK] == 1).all())
+        if self.inner.config.is_encoder_decoder:
+            source = batch[self.inner.main_input_name]
+            return batch if MASK in batch or MASK not in self._columns else batch | {MASK: torch.ones_like(source)}
+        if whole:
+            batch.pop(MASK, None)
+        positions = batch.get("position_ids")
+        if positions is not None and whole and torch.equal(positions, torch.arange(length).to(positions)[None]):
+            del batch["position_ids"]
+        elif positions is not None and positions.dim() == 2:
+            batch["position_ids"] = positions.expand(rows, -1)
+        return batch | ({MASK: torch.ones_like(tokens)} if whole and self._masked else {})
+
+    def _logits(self, batch: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        """[rows, vocabulary] fp32: of the last token of every row, on every rank."""
+        rows, (replicas, stages) = len(tokens), (self.mesh.grid.dp, self.mesh.grid.pp)
+        divides = all(len(value) == rows for value in batch.values())
+        size = -(-rows // (replicas * stages)) if divides else rows
+        count = -(-rows // (replicas * size)) if divides else 1
+        batch, place = {name: value.cpu() for name, value in batch.items()}, torch.tensor([tokens.shape[1] - 1])
+        mine = []
+        for number in range(count):
+            first = (self.mesh.dp_rank * count + number) * size if divides else 0
+            which = torch.arange(first, first + size).clamp(max=rows - 1)
+            mine.append({name: value[which] if divides else value for name, value in batch.items()} | {PLACE: place})
+        with self.engine.computing(self._question):
+            outputs = self.engine.evaluate(self._padded(mine), (NEXT,))
+        found = None if outputs is None else torch.cat([output[NEXT] for output in outputs]).float()
+        return self._everywhere(found, count * size)[:rows]
+
+    def _padded(self, batches: list[dict[str, Tensor]]) -> list:
+        """At a length that few batches differ in, as far as that was shown to be neutral."""
+        padded, unsettled = self._neutral.propose(batches, (NEXT,))
+        while unsettled is not None:  # on all ranks: their batches have the same shapes
+            self._neutral.settle(self.engine, batches[unsettled], padded[unsettled], (NEXT,))
+            padded, unsettled = self._neutral.propose(batches, (NEXT,))
+        return padded
+
+    def _everywhere(self, found: Tensor | None, rows: int) -> Tensor:
+        """[replicas x rows, vocabulary]: what each replica's ``output_rank`` has found. Collective over all ranks."""
+        mesh = self.mesh
+        if self._vocabulary is None:
+            told = gather_json(None if found is None else found.shape[1], mesh.control, "cpu")
+            self._vocabulary = next(width for width in told if width is not None)
+        source = self.engine.output_rank(mesh.dp_rank)
+        if found is None:
+            found = torch.empty(rows, self._vocabulary, device=mesh.device)
+        found = found.contiguous()
+        if mesh.model is not None:
+            dist.broadcast(found, source, group=mesh.model)
+        if mesh.dp is None:
+            return found
+        parts = [torch.empty_like(found) for _ in range(mesh.grid.dp)]
+        dist.all_gather(parts, found, group=mesh.dp)
+        return torch.cat(parts)
+
+    def _agree(self, code: int) -> None:
+        """Raises ConfigError on every rank unless all are at the same tokens, or at the same end (below 0)."""
+        if self.mesh.control is None:
+            return
+        told = torch.tensor([code, -code])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.mesh.control)
+        if told[0] != -told[1]:
+            raise ConfigError("generate", "(the next token)", "ranks have come to different tokens", _TOGETHER)
+
+
+class _Signature:
+    """A class of models, seen as an instance that has only the signature of its forward."""
+
+    def __init__(self, kind: type[nn.Module]):
+        signature = inspect.signature(kind.forward)
+
+        def forward() -> None: ...
+
+        forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(signature.parameters.values())[1:]
+        )
+        self.forward: Callable = forward
+
+
+class _StandIn:
+    """Mixed into the class of the model whose place it takes."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.merak_device  # type: ignore[attr-defined]
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict]:
+        config, rest = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+        refuse({name: getattr(config, name, None) for name in _REFUSED if name != "encoder_outputs"})
+        mode = config.get_generation_mode()
+        if mode not in _MODES:
+            known = ", ".join(each.value for each in _MODES)
+            raise ConfigError("generate", mode.value, "it needs more than the next logits", f"Use {known}")
+        config.use_cache = False
+        return config, rest
+
+
+def refuse(given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument of ``generate``, or a value of its configuration, that is not honoured."""
+    for name, (reason, remedy) in _REFUSED.items():
+        value = given.get(name)
+        if value is not None and value is not False and not (name == "guidance_scale" and value == 1):
+            shown = value if isinstance(value, str | int | float) else type(value).__name__
+            raise ConfigError(f"generate: {name}", shown, reason, remedy)
+
+
+def _logits_at_place(model: nn.Module, batch: dict[str, Any]) -> tuple[None, dict[str, Tensor]]:
+    place = batch[PLACE]
+    given = {name: value for name, value in batch.items() if name != PLACE}
+    keeps = "logits_to_keep" in forward_parameters(model)[0]
+    outputs = model(**given, **({"logits_to_keep": place} if keeps else {}))
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    return None, {NEXT: (logits if keeps else logits.index_select(1, place))[:, 0]}
+
+
+def share_generators(mesh: Any) -> None:
+    """Every rank's default random generators go on from where the first rank's are. Collective over all ranks."""
+    if mesh.control is None:
+        return
+    state = torch.get_rng_state()
+    dist.broadcast(state, group=mesh.control, group_src=0)
+    torch.set_rng_state(state)
+    if mesh.device.type == "cuda":
+        state = torch.cuda.get_rng_state(mesh.device)
+        dist.broadcast(state, group=mesh.control, group_src=0)
+        torch.cuda.set_rng_state(state, mesh.device)

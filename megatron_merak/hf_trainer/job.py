@@ -1,0 +1,33 @@
+"""The ranks of a job that ``MerakArguments`` describe, and their groups."""
+
+import datetime
+from typing import Any
+
+from ..errors import ConfigError
+from ..parallel.agree import gather_json
+from ..parallel.mesh import Mesh, build_mesh, control_group
+from ..training.same_files import check_same_files
+from .arguments import MerakArguments
+from .fields import FILES
+from .instances import grid_of, instances_of
+
+_OWN = frozenset({"local_rank", "log_level", "log_level_replica", "disable_tqdm"})  # a rank's own affair
+
+
+def mesh_of(args: Any) -> Mesh:
+    """The groups that the arguments ask for. Collective over all ranks. Raises ConfigError, on every rank, unless these
+    are MerakArguments, the same ones everywhere."""
+    if not isinstance(args, MerakArguments):
+        raise ConfigError("args", type(args).__name__, "it has no degrees of parallelism", "Make MerakArguments")
+    world, instances = args.world, instances_of(args)
+    timeout = datetime.timedelta(seconds=args.ddp_timeout)
+    control = control_group(world.size, timeout)
+    shown = args.to_dict() | {"num_distributed_optimizer_instances": instances}
+    all_arguments = gather_json({k: v for k, v in shown.items() if k not in _OWN}, control, "cpu")
+    for rank, other in enumerate(all_arguments):
+        for name, value in other.items():
+            if value != (first := all_arguments[0][name]):
+                raise ConfigError(name, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
+    check_same_files({name: path for name in FILES if (path := getattr(args, name))}, control)
+    where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
+    return build_mesh(grid_of(args), *where, instances)

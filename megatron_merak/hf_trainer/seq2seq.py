@@ -1,0 +1,195 @@
+"""``transformers.Seq2SeqTrainer``: predictions that are generated, and metrics of them."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import GenerationConfig
+from transformers.trainer_utils import PredictionOutput
+
+from ..errors import ConfigError
+from ..parallel.agree import together
+from .arguments import MerakArguments
+from .batches import Batch
+from .exchange import from_rank
+from .keywords import checked
+from .predictions import Evaluation
+from .trainer import MerakTrainer
+
+_DEFAULT_LENGTH = 20  # of transformers, where a generation config has none
+
+
+@dataclass
+class MerakSeq2SeqArguments(MerakArguments):
+    """``Seq2SeqTrainingArguments`` on top of ``MerakArguments``. Raises ConfigError."""
+
+    sortish_sampler: bool = field(default=False, metadata={"help": "Not supported: see train_sampling_strategy."})
+    predict_with_generate: bool = field(
+        default=False, metadata={"help": "Predictions are generated tokens, and compute_metrics gets these."}
+    )
+    generation_max_length: int | None = field(
+        default=None, metadata={"help": "max_length of generated predictions (unset: that of the generation config)."}
+    )
+    generation_num_beams: int | None = field(
+        default=None, metadata={"help": "num_beams of generated predictions (unset: that of the generation config)."}
+    )
+    generation_config: str | Path | GenerationConfig | None = field(
+        default=None, metadata={"help": "A GenerationConfig, or the directory or file of one, in place of the model's."}
+    )
+
+    def __post_init__(self):
+        if self.sortish_sampler:
+            reason = "transformers.Trainer has no such sampler any more"
+            raise ConfigError("sortish_sampler", True, reason, "Set train_sampling_strategy='group_by_length'")
+        super().__post_init__()
+
+    def to_dict(self) -> dict[str, Any]:
+        found = super().to_dict()
+        config = found["generation_config"]
+        return found | ({"generation_config": config.to_dict()} if isinstance(config, GenerationConfig) else {})
+
+
+MerakSeq2SeqArguments.__init__ = checked(MerakSeq2SeqArguments.__init__)
+
+
+@dataclass
+class GeneratedEvaluation(Evaluation):
+    """An evaluation whose predictions are generated: batch by batch, by all ranks together.
+
+    generate: tokens [rows, length] for the entries of a batch. lengthened: pads tokens or labels to one length.
+    """
+
+    generate: Callable[[Batch], Tensor] = field(default=lambda batch: batch["input_ids"])
+    lengthened: Callable[[Tensor], Tensor] = field(default=lambda tokens: tokens)
+
+    def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
+        """The losses; nothing else of the outputs is needed."""
+        Evaluation._forward(replace(self, loss_only=True), first, batches)
+        return []
+
+    def _collected(self, place: int, batches: list[Batch], found: list[dict]) -> dict:
+        """Predictions and labels of a round's batch. Collective."""
+        replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
+        owner = self.engine.output_rank(replica)
+        mine = {name: x for name, x in batches[row].items() if isinstance(x, Tensor)} if self.rank == owner else None
+        batch: Any = from_rank(owner, mine, self.control)
+        predictions, labels = self.lengthened(self.generate(batch).cpu()), self.facts.labels(batch)
+        labels = None if labels is None else self.lengthened(labels)
+        if self.preprocess is not None:
+            predictions = self.preprocess(predictions, labels)
+        inputs = batch[self.facts.main_input] if "inputs" in self.args.include_for_metrics else None
+        return {"predictions": predictions, "labels": labels, "inputs": inputs}
+
+
+class MerakSeq2SeqTrainer(MerakTrainer):
+    """Takes what ``transformers.Seq2SeqTrainer`` takes, and does what it does; see ``MerakTrainer``.
+
+    args: MerakSeq2SeqArguments. With ``predict_with_generate``, ``evaluate`` and ``predict`` take keywords of
+    ``generate``, and predictions are tokens.
+    """
+
+    def __init__(self, model: Any = None, args: MerakSeq2SeqArguments | None = None, *given: Any, **named: Any):
+        if args is not None and not isinstance(args, MerakSeq2SeqArguments):
+            reason = "it has no predict_with_generate"
+            raise ConfigError("args", type(args).__name__, reason, "Make MerakSeq2SeqArguments")
+        super().__init__(model, MerakSeq2SeqArguments("tmp_trainer") if args is None else args, *given, **named)
+        self._generating: dict[str, Any] = {}
+        with together(self.mesh.control, "cpu"):
+            if (config := self.args.generation_config) is not None:
+                self.model.generation_config = _config(config)
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **gen_kwargs: Any,
+    ) -> dict[str, float]:
+        """As of ``MerakTrainer``. gen_kwargs: of ``generate``, in place of what the arguments say."""
+        if isinstance(datasets := self.eval_dataset if eval_dataset is None else eval_dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, each in datasets.items():
+                metrics |= self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}", **gen_kwargs)
+            return metrics
+        self._generating = self._given(gen_kwargs)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self,
+        test_dataset: Dataset,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **gen_kwargs: Any,
+    ) -> PredictionOutput:
+        """As of ``MerakTrainer``; predictions are tokens [samples, length], padded at the end. gen_kwargs: as of
+        ``evaluate``."""
+        self._generating = self._given(gen_kwargs)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def _given(self, gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(gen_kwargs)
+        if given.get("max_length") is None and given.get("max_new_tokens") is None:
+            given["max_length"] = self.args.generation_max_length
+        if given.get("num_beams") is None:
+            given["num_beams"] = self.args.generation_num_beams
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _evaluation(self, *given: Any) -> Evaluation:
+        plain = super()._evaluation(*given)
+        if not self.args.predict_with_generate or plain.loss_only:
+            return plain
+        kept = {name: getattr(plain, name) for name in Evaluation.__dataclass_fields__}
+        return GeneratedEvaluation(**kept, generate=self._tokens, lengthened=self._lengthened)
+
+    def _tokens(self, batch: Batch) -> Tensor:
+        given, labels = dict(batch), batch.get("labels")
+        started = given.get("decoder_input_ids")
+        if labels is not None and started is not None and started.shape == labels.shape:  # made of the labels
+            given = {
+                name: x for name, x in given.items() if name not in ("decoder_input_ids", "decoder_attention_mask")
+            }
+        given.pop("labels", None)
+        return self._generated(None, None, {**given, **self._generating})
+
+    def _lengthened(self, tokens: Tensor) -> Tensor:
+        """Padded to the longest that the model's generation config allows, as transformers has them."""
+        config, length = self.model.generation_config, tokens.shape[-1]
+        longest = config.max_length or _DEFAULT_LENGTH
+        if length >= longest and config.max_new_tokens is not None:
+            longest = config.max_new_tokens + 1
+        if length >= longest:
+            return tokens
+        return torch.nn.functional.pad(tokens, (0, longest - length), value=self._pad_id())
+
+    def _pad_id(self) -> int:
+        known = self.processing_class
+        if hasattr(known, "pad_token_id"):
+            found = known.eos_token_id if known.pad_token_id is None else known.pad_token_id
+        else:
+            found = getattr(self.model.config, "pad_token_id", None)
+        if found is None:
+            reason = "generated predictions are padded to one length"
+            raise ConfigError("pad_token_id", None, reason, "Set it in the model's config, or give a processing_class")
+        return found
+
+
+def _config(given: str | Path | GenerationConfig) -> GenerationConfig:
+    """Raises ConfigError where it cannot be read, or does not agree with itself."""
+    try:
+        if isinstance(given, GenerationConfig):
+            config = copy.deepcopy(given)
+        elif Path(given).is_file():
+            config = GenerationConfig.from_pretrained(Path(given).parent, Path(given).name)
+        else:
+            config = GenerationConfig.from_pretrained(given)
+        config.validate(strict=True)
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        shown = "(given)" if isinstance(given, GenerationConfig) else str(given)
+        raise ConfigError("generation_config", shown, reason, "Correct it, or leave it out") from error
+    return config
