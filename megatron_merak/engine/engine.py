@@ -15,8 +15,10 @@ from ..hf_trainer.exchange import from_rank
 from ..hf_trainer.generation import Generator
 from ..hf_trainer.job import mesh_of
 from ..hf_trainer.model_facts import ModelFacts, decayed_parameters, padding_of
+from ..hf_trainer.optimizers import class_and_arguments, make
 from ..hf_trainer.same_batches import check_everywhere
-from ..optimizer.adamw import StepResult
+from ..optimizer.base import StepResult
+from ..optimizer.recipe import Recipe
 from ..parallel.agree import together
 from ..parallel.attendance import attend
 from ..parallel.launch import leave
@@ -67,13 +69,10 @@ class Engine:
         with together(self.mesh.control, "cpu"):
             self._first = self._losses.of(self._default)
             example = _plain(example_batch)
-        decayed = frozenset(decayed_parameters(model))
-
-        def group_of(name: str, shape: tuple[int, ...]) -> int:
-            return int(name not in decayed)
-
+            made = make(model, args.weight_decay, decayed_parameters(model), class_and_arguments(args, model))
+            self._recipe = Recipe(made, model.named_parameters(remove_duplicate=False), self.mesh.device)
         nodes = find_nodes(args.world, self.mesh.control)
-        self._captured = build_engine(model, example, args, self.mesh, group_of, self._first, nodes)
+        self._captured = build_engine(model, example, args, self.mesh, self._recipe, self._first, nodes)
         self._captured.share_weights()
         self._told: Tensor | None = None  # of the last backward since a step
         self._generator: Generator | None = None
@@ -143,7 +142,8 @@ class Engine:
             raise ConfigError("step", "(no gradient)", reason, "Run forward_backward")
         lr = self.args.learning_rate if lr is None else lr
         told, self._told = self._told, None
-        return self._captured.update([(lr, self.args.weight_decay), (lr, 0.0)], told)
+        rates = [(lr, group.options.get("weight_decay", 0.0)) for group in self._recipe.groups]
+        return self._captured.update(rates, told)
 
     def zero_grad(self) -> None:
         """Forget the gradient since the last step."""

@@ -1,6 +1,6 @@
 """The optimizer that a script asks for: by a name, by a class, or made by itself."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -146,15 +146,19 @@ def _outer(model: nn.Module) -> set[int]:
     return {id(p) for module in modules for p in module.parameters()}
 
 
-def make(trainer: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """What ``Trainer.create_optimizer`` makes: two groups of parameters, with weight decay and without, for the class
-    that ``optimizer_cls_and_kwargs`` or ``get_optimizer_cls_and_kwargs`` gives, or what a factory makes of the model.
+def make(
+    model: nn.Module, weight_decay: float, decayed: Collection[str], chosen: tuple[Any, Mapping[str, Any]]
+) -> torch.optim.Optimizer:
+    """What ``Trainer.create_optimizer`` makes: two groups of parameters, with weight decay and without.
+
+    decayed: names of the parameters with weight decay. chosen: a class and its arguments, as ``class_and_arguments``
+    gives them, or a factory, which makes an optimizer of the model.
     """
-    kind, arguments = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-    decayed, arguments = {*trainer.get_decay_parameter_names(model)}, dict(arguments)
+    (kind, arguments), decayed = chosen, {*decayed}
+    arguments = dict(arguments)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for name, p in named if name in decayed], "weight_decay": trainer.args.weight_decay},
+        {"params": [p for name, p in named if name in decayed], "weight_decay": weight_decay},
         {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
     ]
     try:

@@ -98,8 +98,8 @@ class MerakTrainer(TrainerFace):
         self.args = args = MerakArguments("tmp_trainer") if args is None else args
         refuse_inputs(model, model_init, optimizer_cls_and_kwargs, optimizers)
         refuse_overrides(type(self), MerakTrainer, self.adapted)
-        self._given, self._given_scheduler = optimizers
-        self._made, self.optimizer_cls_and_kwargs = self._given, optimizer_cls_and_kwargs
+        self._given_optimizer, self._given_scheduler = optimizers
+        self._made, self.optimizer_cls_and_kwargs = self._given_optimizer, optimizer_cls_and_kwargs
         self.mesh = mesh_of(args)
         self._nodes = find_nodes(args.world, self.mesh.control)
         logging.set_verbosity(args.get_process_log_level())

@@ -93,7 +93,7 @@ class TrainerFace:
     current_flos: float
     first_tokens: int
     optimizer_cls_and_kwargs: tuple | None = None
-    _given: torch.optim.Optimizer | None = None
+    _given_optimizer: torch.optim.Optimizer | None = None
     _given_scheduler: LRScheduler | None = None
     _made: torch.optim.Optimizer | None = None  # its groups are those of the engine
     _made_for: tuple | None = None  # the model, and its trainable parameters
@@ -193,14 +193,16 @@ class TrainerFace:
         """An optimizer of the model's parameters, unless there is one; called when the model is captured. Others like
         it step the shards of ranks."""
         if self.optimizer is None:
-            self.optimizer = make(self, self.model if model is None else model)
+            model = self.model if model is None else model
+            chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = make(model, self.args.weight_decay, self.get_decay_parameter_names(model), chosen)
         return self.optimizer
 
     def made_optimizer(self) -> torch.optim.Optimizer:
         """What was given, or what ``create_optimizer`` sets. It makes another one for another model, and where other
         parameters are trained."""
         trained = (id(self.model), [name for name, p in self.model.named_parameters() if p.requires_grad])
-        if self._given is None and self._made_for != trained:
+        if self._given_optimizer is None and self._made_for != trained:
             self._made, groups, self._groups = None, self._groups, None
             self.create_optimizer()
             self._made_for, self._groups = trained, groups
