@@ -184,8 +184,8 @@ class _Adapter(MerakTrainer, Trainer):
         return replace(super()._evaluation(*given), report=Report(REPORTS, take))
 
     def _count(self, batch: Batch, ran: Batch, reported: Mapping[str, Tensor], gather: Any) -> None:
-        mask = {"attention_mask": batch["attention_mask"]} if "attention_mask" in batch else {}
-        self.own_loss.count({**ran, **mask}, reported, gather)
+        counted = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}  # not padded
+        self.own_loss.count({**ran, **counted}, reported, gather)
 
     def _share_metrics(self) -> None:
         """Let every rank have the metrics that ranks of the last stage counted: in training replicas have gathered

@@ -91,6 +91,8 @@ def lora() -> LoraConfig:
 CASES: dict[str, tuple[type, type, Callable, Callable, Callable, dict]] = {
     "sft": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {}),
     "sft-completions": (trl.SFTTrainer, trl.SFTConfig, llama, completions, dict, {"loss_type": "dft"}),
+    "sft-packed": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {"packing": True, "max_length": 64}),
+    "sft-flat": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {"padding_free": True, "max_length": None}),
     "sft-smooth": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {"label_smoothing_factor": 0.1}),
     "sft-moe": (trl.SFTTrainer, trl.SFTConfig, mixtral, passages, dict, {}),
     "sft-lora": (trl.SFTTrainer, trl.SFTConfig, llama, passages, lambda: {"peft_config": lora()}, {}),

@@ -23,7 +23,14 @@ LAYOUTS = {
     "tp2-dp2": {"tensor_model_parallel_size": 2, "per_device_train_batch_size": 2},
 }
 QUICK = {
-    2: [("sft", "tp2"), ("sft-lora", "dp2-sharded"), ("dpo", "pp2"), ("dpo-lora", "tp2"), ("reward", "dp2")],
+    2: [
+        ("sft", "tp2"),
+        ("sft-lora", "dp2-sharded"),
+        ("sft-packed", "pp2"),
+        ("dpo", "pp2"),
+        ("dpo-lora", "tp2"),
+        ("reward", "dp2"),
+    ],
     4: [("sft-completions", "tp2-pp2")],
 }
 
