@@ -20,6 +20,7 @@ from .unread import Missing, Unread
 
 METRICS = ("_metrics", "_total_train_tokens")  # what a TRL trainer counts
 REPORTS = "reports"  # the graph's outputs are reports.FORWARD.FIELD
+_LOSSES = ("compute_loss_func", "label_smoother")  # of logits, which metrics are not made of
 _ASIDE = frozenset((*(f"trainer.{name}" for name in METRICS), "trainer.ref_model", "trainer.accelerator"))
 
 
@@ -46,6 +47,8 @@ class LossOfTrl(LossOfTrainer):
         trainer, told = self.trainer, []
         if "attention_mask" not in batch and trainer.facts.main_input in batch:
             batch = batch | {"attention_mask": Unread()}  # of padding that the graph does without
+        if not model.training and _evaluates_alone(trainer):
+            batch = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         before = {name: getattr(trainer, name) for name in METRICS}
         trainer._metrics = {mode: _Sink() for mode in before["_metrics"]}
         try:
@@ -91,6 +94,12 @@ class LossOfTrl(LossOfTrainer):
         finally:
             trainer.ref_model = before
 
+    def _no_loss(self, result: Any) -> tuple[str, str]:
+        if isinstance(result, Unread):
+            remedy = "Compute the loss from log_probs, or from logits of the model's forward"
+            return "it is made of what TRL computes for metrics only (entropy, is_top1, a mask of no padding)", remedy
+        return super()._no_loss(result)
+
     def _picture(self, names: Collection[str] | None = None) -> dict[str, Any]:
         return {name: value for name, value in super()._picture(names).items() if name not in _ASIDE}
 
@@ -103,13 +112,18 @@ class LossOfTrl(LossOfTrainer):
         trainer, told = self.trainer, _by_forward(reported)
         inputs = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         answers = _Answers(trainer.model, told)
-        before = {"model": trainer.model, "ref_model": trainer.ref_model}
-        vars(trainer).update(dict.fromkeys(before, answers))
+        before = {name: getattr(trainer, name) for name in ("model", "ref_model", *_LOSSES)}
+        vars(trainer).update({"model": answers, "ref_model": answers})
+        vars(trainer).update({name: _no_loss for name in _LOSSES if before[name] is not None})
         try:
             with self._gathering(gather):
                 trainer.compute_loss(answers, inputs, num_items_in_batch=batch.get("num_items_in_batch"))
         finally:
             vars(trainer).update(before)
+
+
+def _no_loss(*args: Any, **kwargs: Any) -> Missing:
+    return Missing()
 
 
 class _Sink(dict):
@@ -135,6 +149,11 @@ class _Answers:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _evaluates_alone(trainer: Any) -> bool:
+    """Whether TRL evaluates with a ``prediction_step`` of its own, which counts no targets of a step."""
+    return any("prediction_step" in vars(each) for each in trainer.adapted if each.__module__.startswith("trl."))
 
 
 def _by_forward(reported: Mapping[str, Tensor]) -> list[Told]:

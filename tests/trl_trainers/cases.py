@@ -62,7 +62,8 @@ def llama(kind: type = LlamaForCausalLM, **more: Any) -> torch.nn.Module:
 
 def mixtral() -> torch.nn.Module:
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2))
+    shape = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(**shape, router_aux_loss_coef=0.1))
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
