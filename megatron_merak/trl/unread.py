@@ -54,9 +54,7 @@ class Unread:
 
 
 def _number() -> Any:
-    reason = (
-        "it makes a number, or a condition, of what TRL computes for metrics, not known in a capture"
-    )
+    reason = "it makes a number, or a condition, of what TRL computes for metrics, not known in a capture"
     raise TraceError("compute_loss", "(a metric)", reason, "Use tensor operations: torch.exp(x).item(), torch.where")
 
 
