@@ -23,6 +23,7 @@ from ..hf_trainer.own_loss import LossOfTrainer
 from ..hf_trainer.predictions import Report
 from ..hf_trainer.trainer import MerakTrainer
 from ..parallel.agree import gather_json
+from ..parallel.attendance import attend
 from .accelerator import Accelerator, over_replicas
 from .loss import REPORTS, LossOfTrl, base_model
 from .scores import take_head
@@ -206,10 +207,12 @@ class _Adapter(MerakTrainer, Trainer):
 
     def _share_metrics(self) -> None:
         """Let every rank have the metrics that ranks of the last stage counted: in training replicas have gathered
-        them, in an evaluation each has those of its batches. Collective."""
-        if self._engine is None or self.mesh.control is None:
-            return
+        them, in an evaluation each has those of its batches. Collective, but in
+        training with one stage."""
         mode = "train" if self.model.training else "eval"
+        if self._engine is None or self.mesh.control is None or (mode == "train" and self.mesh.pp is None):
+            return
+        attend("log", self.mesh.control)
         replicas = range(1 if mode == "train" else self.mesh.grid.dp)
         told = gather_json([dict(self._metrics[mode]), self._total_train_tokens], self.mesh.control, "cpu")
         merged: dict[str, list] = defaultdict(list)
