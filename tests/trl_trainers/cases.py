@@ -97,6 +97,14 @@ CASES: dict[str, tuple[type, type, Callable, Callable, Callable, dict]] = {
     "sft-lora": (trl.SFTTrainer, trl.SFTConfig, llama, passages, lambda: {"peft_config": lora()}, {}),
     "dpo": (trl.DPOTrainer, trl.DPOConfig, llama, pairs, lambda: {"ref_model": llama()}, {}),
     "dpo-ipo": (trl.DPOTrainer, trl.DPOConfig, llama, pairs, lambda: {"ref_model": llama()}, {"loss_type": ["ipo"]}),
+    "dpo-mixed": (
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        llama,
+        pairs,
+        lambda: {"ref_model": llama()},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 1.0]},
+    ),
     "dpo-lora": (trl.DPOTrainer, trl.DPOConfig, llama, pairs, lambda: {"peft_config": lora()}, {}),
     "reward": (
         trl.RewardTrainer,
