@@ -127,12 +127,15 @@ class LossOfTrainer:
             )
         loss, outputs = result if whole else (result, None)
         if not isinstance(loss, Tensor):
-            reason = f"it returned a {type(loss).__name__}"
-            raise TraceError(self.name, "(its loss)", reason, "Return a tensor of one value")
+            raise TraceError(self.name, "(its loss)", *self._no_loss(loss))
         replicas, adds_up = trainer.mesh.grid.dp, self.own_loss().adds_up
         if model.training and replicas > 1 and (items is not None if adds_up is None else adds_up):
             loss = loss / replicas
         return loss, outputs
+
+    def _no_loss(self, result: Any) -> tuple[str, str]:
+        """Why a result is none, and what to do."""
+        return f"it returned a {type(result).__name__}", "Return a tensor of one value"
 
     def _refuse(self, before: Mapping[str, Any]) -> None:
         """Raise TraceError for what only a loss that runs at every step could do."""

@@ -85,10 +85,13 @@ class RankParameters:
         last: dict[Segment, list[str]] = {}
         for parameter, segment in first_use.items():
             last.setdefault(segment, []).append(self.names[parameter])
+        return last
+
+    def trained_by(self, segments: Sequence[Segment]) -> None:
+        """Admit the backwards of segments: gradients of replicated parameters that sharded ones read are in parts."""
         if self.mesh.tp is not None:
             used = (self.names[p] for s in segments if s.sharded for p in s.parameters if p in self.names)
             self._partial |= {name: None for name in used if name in self._replicated}
-        return last
 
     def arrive(self, segment: Segment) -> None:
         """Return when the parameters that a segment reads have arrived."""

@@ -29,7 +29,14 @@ class _Runner:
         self.program = program
         given = (program.segments, recompute, program.outputs, mesh.tp, held.weights, mesh.device)
         self.engine = Engine(*given, overlap, held.arrive)
-        self.final = held.used_by(program.segments)
+        self.held, self.final = held, held.used_by(program.segments)
+        self.trains = False
+
+    def train(self) -> None:
+        """Before the program's first backward; what only evaluates says nothing of gradients."""
+        if not self.trains:
+            self.held.trained_by(self.program.segments)
+            self.trains = True
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ class Stage:
         program = self.program_for(batch, training)
         if program not in self._runners:
             self._runners[program] = _Runner(program, self.recompute, self.held, self.mesh, self.overlap)
+        if training:
+            self._runners[program].train()
         step, microbatch, half = place
 
         def seed(segment: Segment) -> None:

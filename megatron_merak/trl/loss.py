@@ -22,6 +22,7 @@ METRICS = ("_metrics", "_total_train_tokens")  # what a TRL trainer counts
 REPORTS = "reports"  # the graph's outputs are reports.FORWARD.FIELD
 MICRO_BATCHES = "micro_batches_of_step"  # an entry of batches, [] fp32: what TRL divides losses of experts by
 _STEPS = "current_gradient_accumulation_steps"
+_LOSSES = ("compute_loss_func", "label_smoother")  # of logits, which metrics are not made of
 _ASIDE = frozenset(f"trainer.{name}" for name in (*METRICS, "ref_model", "accelerator", _STEPS))
 
 
@@ -48,6 +49,8 @@ class LossOfTrl(LossOfTrainer):
         trainer, told, batch = self.trainer, [], dict(batch)
         if "attention_mask" not in batch and trainer.facts.main_input in batch:
             batch["attention_mask"] = Unread()  # of padding that the graph does without
+        if not model.training and _evaluates_alone(trainer):
+            batch.pop("num_items_in_batch", None)
         before = {name: getattr(trainer, name) for name in (*METRICS, _STEPS)}
         trainer._metrics = {mode: _Sink() for mode in before["_metrics"]}
         setattr(trainer, _STEPS, batch.pop(MICRO_BATCHES, before[_STEPS]))
@@ -94,6 +97,12 @@ class LossOfTrl(LossOfTrainer):
         finally:
             trainer.ref_model = before
 
+    def _no_loss(self, result: Any) -> tuple[str, str]:
+        if isinstance(result, Unread):
+            remedy = "Compute the loss from log_probs, or from logits of the model's forward"
+            return "it is made of what TRL computes for metrics only (entropy, is_top1, a mask of no padding)", remedy
+        return super()._no_loss(result)
+
     def _picture(self, names: Collection[str] | None = None) -> dict[str, Any]:
         return {name: value for name, value in super()._picture(names).items() if name not in _ASIDE}
 
@@ -106,13 +115,18 @@ class LossOfTrl(LossOfTrainer):
         trainer, told = self.trainer, _by_forward(reported)
         inputs = {k: v for k, v in batch.items() if k not in ("num_items_in_batch", MICRO_BATCHES)}
         answers = _Answers(trainer.model, told)
-        before = {"model": trainer.model, "ref_model": trainer.ref_model}
-        vars(trainer).update(dict.fromkeys(before, answers))
+        before = {name: getattr(trainer, name) for name in ("model", "ref_model", *_LOSSES)}
+        vars(trainer).update({"model": answers, "ref_model": answers})
+        vars(trainer).update({name: _no_loss for name in _LOSSES if before[name] is not None})
         try:
             with self._gathering(gather):
                 trainer.compute_loss(answers, inputs, num_items_in_batch=batch.get("num_items_in_batch"))
         finally:
             vars(trainer).update(before)
+
+
+def _no_loss(*args: Any, **kwargs: Any) -> Missing:
+    return Missing()
 
 
 class _Sink(dict):
@@ -138,6 +152,11 @@ class _Answers:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _evaluates_alone(trainer: Any) -> bool:
+    """Whether TRL evaluates with a ``prediction_step`` of its own, which counts no targets of a step."""
+    return any("prediction_step" in vars(each) for each in trainer.adapted if each.__module__.startswith("trl."))
 
 
 def _by_forward(reported: Mapping[str, Tensor]) -> list[Told]:

@@ -13,6 +13,8 @@ import torch
 import trl
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import PredictionOutput
 
 from ..errors import ConfigError
 from ..hf_trainer.arguments import MerakArguments
@@ -22,6 +24,7 @@ from ..hf_trainer.own_loss import LossOfTrainer
 from ..hf_trainer.predictions import Evaluation, Report
 from ..hf_trainer.trainer import MerakTrainer
 from ..parallel.agree import gather_json
+from ..parallel.attendance import attend
 from .accelerator import Accelerator, over_replicas
 from .loss import MICRO_BATCHES, REPORTS, LossOfTrl, base_model
 from .scores import take_head
@@ -70,6 +73,9 @@ def parallelize(kind: type) -> type:
         __doc__ = kind.__doc__
 
         def __init__(self, *args: Any, **kwargs: Any):
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, TrainingArguments):
+                    _refuse(given)  # before TRL makes a config of its own of another one
             super().__init__(*args, **kwargs)
             self._adopt()
 
@@ -82,6 +88,10 @@ def parallelize(kind: type) -> type:
 
 
 def _refuse(args: Any) -> None:
+    ours = any(each.__module__.partition(".")[0] == "trl" for each in type(args).__mro__)
+    if not (ours and isinstance(args, MerakArguments)):
+        remedy = "Make them with parallelize(SFTConfig), or of the config that the trainer takes"
+        raise ConfigError("args", type(args).__name__, "it is no parallelized config of TRL", remedy)
     for name, (reason, remedy) in _REFUSED.items():
         if getattr(args, name, False):
             raise ConfigError(name, getattr(args, name), reason, remedy)
@@ -98,7 +108,11 @@ def _config(kind: type) -> type:
         def __post_init__(self) -> None:
             if getattr(self, "pad_to_multiple_of", None) == "auto":
                 self.pad_to_multiple_of = None  # as TRL has it on CPUs and GPUs
+            read = AcceleratorConfig(dispatch_batches=False)  # by TRL, and set to this, where a dataset is a stream
+            if self.accelerator_config in (read, read.to_dict()):
+                self.accelerator_config = None
             super().__post_init__()
+            self.accelerator_config = self._settled["accelerator_config"] = read
 
     return _named(dataclass(Parallel), kind)
 
@@ -115,8 +129,10 @@ class _Adapter(MerakTrainer, Trainer):
     accelerator: Any = None
     current_gradient_accumulation_steps = 1
     ref_model: Any = None
+    hub_model_id = None  # of model cards
     _signature_columns: list[str] | None = None
     _fields: tuple[str, ...] = ()
+    _predicting = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         _refuse(kwargs.get("args"))
@@ -124,6 +140,10 @@ class _Adapter(MerakTrainer, Trainer):
         if getattr(self, "_is_vision_dataset", False):
             remedy = "Train on text, or with MerakTrainer and a collator that makes the model's inputs"
             raise ConfigError("train_dataset", "(with images)", "TRL's image batches were never tried", remedy)
+        learns = getattr(self.model, "active_peft_config", None)
+        if getattr(learns, "is_prompt_learning", False):
+            remedy = "Use LoRA, or another adapter inside of layers"
+            raise ConfigError("peft_config", type(learns).__name__, "its tokens come before the model's layers", remedy)
         self.accelerator = Accelerator(self.mesh)
         self.current_gradient_accumulation_steps: int | Tensor = self.args.gradient_accumulation_steps
 
@@ -147,7 +167,14 @@ class _Adapter(MerakTrainer, Trainer):
     @property
     def predicts(self) -> bool:
         """Whether evaluations need more than losses and TRL's metrics."""
-        return self.compute_metrics is not None and not self.args.prediction_loss_only
+        return (self._predicting or self.compute_metrics is not None) and not self.args.prediction_loss_only
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        self._predicting = True
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._predicting = False
 
     # What MerakTrainer asks
 
@@ -189,10 +216,12 @@ class _Adapter(MerakTrainer, Trainer):
 
     def _share_metrics(self) -> None:
         """Let every rank have the metrics that ranks of the last stage counted: in training replicas have gathered
-        them, in an evaluation each has those of its batches. Collective."""
-        if self._engine is None or self.mesh.control is None:
-            return
+        them, in an evaluation each has those of its batches. Collective, but in
+        training with one stage."""
         mode = "train" if self.model.training else "eval"
+        if self._engine is None or self.mesh.control is None or (mode == "train" and self.mesh.pp is None):
+            return
+        attend("log", self.mesh.control)
         replicas = range(1 if mode == "train" else self.mesh.grid.dp)
         told = gather_json([dict(self._metrics[mode]), self._total_train_tokens], self.mesh.control, "cpu")
         merged: dict[str, list] = defaultdict(list)

@@ -37,7 +37,7 @@ COMMON = {
     "learning_rate": 1e-2,
     "adam_epsilon": 1e-4,
     "eval_strategy": "steps",
-    "eval_steps": 3,
+    "eval_steps": 2,  # before the last step, which has to train as if there had been none
     "per_device_eval_batch_size": 8,
     "save_strategy": "no",
     "report_to": "none",
@@ -62,7 +62,8 @@ def llama(kind: type = LlamaForCausalLM, **more: Any) -> torch.nn.Module:
 
 def mixtral() -> torch.nn.Module:
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2))
+    shape = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(**shape, router_aux_loss_coef=0.1))
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
@@ -98,6 +99,14 @@ CASES: dict[str, tuple[type, type, Callable, Callable, Callable, dict]] = {
     "sft-lora": (trl.SFTTrainer, trl.SFTConfig, llama, passages, lambda: {"peft_config": lora()}, {}),
     "dpo": (trl.DPOTrainer, trl.DPOConfig, llama, pairs, lambda: {"ref_model": llama()}, {}),
     "dpo-ipo": (trl.DPOTrainer, trl.DPOConfig, llama, pairs, lambda: {"ref_model": llama()}, {"loss_type": ["ipo"]}),
+    "dpo-mixed": (
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        llama,
+        pairs,
+        lambda: {"ref_model": llama()},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 1.0]},
+    ),
     "dpo-lora": (trl.DPOTrainer, trl.DPOConfig, llama, pairs, lambda: {"peft_config": lora()}, {}),
     "reward": (
         trl.RewardTrainer,

@@ -68,7 +68,7 @@ def check(name, found, directory):
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo-ipo", "dpo-lora", "reward"])
+@pytest.mark.parametrize("name", ["sft", "dpo-ipo", "dpo-mixed", "dpo-lora", "reward"])
 def test_one_process(name, tmp_path):
     check(name, parallel(name, str(tmp_path)), tmp_path)
 

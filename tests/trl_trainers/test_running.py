@@ -1,11 +1,16 @@
 """What TRL's trainers do around training, parallelized; what cannot be so is refused by name."""
 
+import math
+
 import pytest
 import torch
 import trl
+from peft import PromptTuningConfig
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from megatron_merak.errors import ConfigError
+from megatron_merak.errors import ConfigError, TraceError
+from megatron_merak.hf_trainer.arguments import MerakArguments
 from megatron_merak.trl import parallelize
 from tests.trl_trainers.cases import COMMON, llama, mixtral, pairs, passages, tokenizer
 from tests.trl_trainers.test_parity import history, parallel
@@ -85,6 +90,43 @@ def test_metrics_of_logits(tmp_path):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
 
 
+def smoothed(outputs, labels, num_items_in_batch=None):
+    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+    batch, length, words = logits.shape
+    losses = cross_entropy(logits.reshape(-1, words), targets.reshape(-1), reduction="none", label_smoothing=0.1)
+    count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return losses.view(batch, length).masked_fill(targets == -100, 0).sum() / count
+
+
+def test_streams_a_loss_of_logits_and_predictions(tmp_path):
+    """Metrics of an evaluation in which nothing asks for logits, then predictions without ``compute_metrics``."""
+    found = []
+    for made in (parallelize, lambda kind: kind):
+        args = made(trl.SFTConfig)(
+            str(tmp_path), **COMMON | {"max_steps": 2, "eval_steps": 1, "pad_to_multiple_of": 64}
+        )
+        trainer = made(trl.SFTTrainer)(
+            llama(), args, train_dataset=passages(24).to_iterable_dataset(), eval_dataset=passages(6),
+            processing_class=tokenizer(), compute_loss_func=smoothed,
+        )  # fmt: skip
+        trainer.train()
+        output = trainer.predict(trainer.eval_dataset)
+        found.append((history(trainer), output.predictions, output.label_ids))
+        trainer.create_model_card(model_name="tiny")
+    ours, theirs = found
+    for entry, other in zip(ours[0], theirs[0], strict=True):
+        assert entry == pytest.approx(other, rel=2e-4, abs=2e-5)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-3, abs=1e-4)
+    assert (ours[2] == theirs[2]).all()
+
+
+def test_losses_of_experts_are_whole_in_evaluations(tmp_path):
+    """TRL divides them by the steps of accumulation in training only."""
+    ours, theirs = (sft(tmp_path, made=made, model=mixtral()).evaluate() for made in (parallelize, lambda kind: kind))
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
+    assert ours["eval_aux_loss"] == pytest.approx(theirs["eval_aux_loss"], rel=1e-5)
+
+
 class Penalized(trl.SFTTrainer):
     """A script's own loss over TRL's, with a metric of its own."""
 
@@ -113,6 +155,34 @@ class FromLogits(trl.SFTTrainer):
         return outputs.logits.float().logsumexp(-1).mean()
 
 
+class ByEntropy(trl.SFTTrainer):
+    """Weighs its loss by what TRL computes for metrics."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return self.weighed(loss, model(**inputs, fused_lm_head=True).entropy)
+
+    def weighed(self, loss, entropy):
+        return loss * 0.5 if entropy.max() > 100 else loss
+
+
+class ByNumber(ByEntropy):
+    def weighed(self, loss, entropy):
+        return loss * (1 + entropy.mean().item())
+
+
+class ByFloat(ByEntropy):
+    def weighed(self, loss, entropy):
+        return loss * math.exp(entropy.mean().item())
+
+
+def prompted(directory):
+    args = parallelize(trl.SFTConfig)(str(directory), **COMMON | {"eval_strategy": "no"})
+    tokens = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    data = {"train_dataset": passages(8), "processing_class": tokenizer(), "peft_config": tokens}
+    return parallelize(trl.SFTTrainer)(llama(), args, **data)
+
+
 class Steps(trl.SFTTrainer):
     def training_step(self, *args, **kwargs):
         return super().training_step(*args, **kwargs)
@@ -122,7 +192,12 @@ class Steps(trl.SFTTrainer):
     "run, what",
     [
         (lambda d: parallelize(trl.GRPOTrainer), "GRPOTrainer"),
-        (lambda d: sft(d, made=lambda kind: parallelize(kind) if kind is trl.SFTTrainer else kind), "args"),
+        (lambda d: sft(d, made=lambda kind: parallelize(kind) if kind is trl.SFTTrainer else kind), "args SFTConfig"),
+        (lambda d: parallelize(trl.SFTTrainer)(llama(), MerakArguments(str(d), use_cpu=True)), "args MerakArguments"),
+        (prompted, "PromptTuningConfig"),
+        (lambda d: sft(d, ByEntropy).train(), "condition"),
+        (lambda d: sft(d, ByNumber).train(), "metrics only"),
+        (lambda d: sft(d, ByFloat).train(), "makes a number"),
         (lambda d: sft(d, activation_offloading=True), "activation_offloading"),
         (lambda d: sft(d, Steps), "training_step"),
         (lambda d: sft(d, FromLogits, eval_strategy="no").train(), "handed out|hand out"),
@@ -131,7 +206,7 @@ class Steps(trl.SFTTrainer):
     ],
 )
 def test_refused(run, what, tmp_path):
-    with pytest.raises(ConfigError, match=what):
+    with pytest.raises((ConfigError, TraceError), match=what):
         run(tmp_path)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
 from megatron_merak.errors import TraceError
@@ -202,7 +203,8 @@ def _changes_nothing(name: str, node: Node, copy_matters: bool) -> bool:
     value, source = node.meta["val"], node.args[0].meta["val"]
     if not isinstance(value, Tensor) or not isinstance(source, Tensor):
         return False
-    same_shape = value.shape == source.shape
+    sizes = zip(value.shape, source.shape, strict=False)  # some of them known only when the values are
+    same_shape = value.dim() == source.dim() and all(statically_known_true(one == other) for one, other in sizes)
     if name in ("alias", "lift_fresh"):
         return True
     if name == "lift_fresh_copy" or name in _COPIES_TO:
