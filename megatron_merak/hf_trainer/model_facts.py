@@ -73,7 +73,7 @@ class ModelFacts:
         if not self.has_loss(batch):
             return None
         found = tuple(batch.get(name) for name in self.label_names)
-        return found[0] if len(found) == 1 else found or None
+        return found[0] if len(found) == 1 else found
 
     def items(self, batch: Mapping[str, object]) -> Tensor | None:
         """The number of targets in the batch that the loss counts, [] int64; None where that is not known."""

@@ -113,7 +113,7 @@ class TrainerFace:
 
     @label_names.setter
     def label_names(self, value: list[str]) -> None:
-        if list(value) == self.label_names:
+        if isinstance(value, list) and value == self.label_names:
             return
         reason = "batches are made by what args said when the trainer was made"
         raise ConfigError(f"{type(self).__name__}.label_names", value, reason, "Set args.label_names before")
