@@ -21,9 +21,9 @@ SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
 @pytest.mark.parametrize(
     ("ranks", "tp", "pp", "changes"),
     [
-        (1, 1, 1, {}),
+        pytest.param(1, 1, 1, {}, marks=pytest.mark.slow),
         (2, 2, 1, {}),
-        (2, 1, 2, {}),
+        pytest.param(2, 1, 2, {}, marks=pytest.mark.slow),
         (2, 1, 1, SHARDED),
         pytest.param(2, 1, 1, {}, marks=pytest.mark.slow),
         pytest.param(2, 1, 1, {"data_parallel_sharding_strategy": "optim"}, marks=pytest.mark.slow),
@@ -240,6 +240,7 @@ def example(*arguments: str, ranks: int = 1) -> list[tuple[int, float]]:
     return [(int(n), float(reward)) for n, reward in re.findall(r"round +(\d+) +reward ([\d.]+)", done.stdout)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_example_learns(tmp_path):
     found = example("--output_dir", str(tmp_path), "--max_steps", "15", "--logging_steps", "5")

@@ -151,7 +151,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name == "one" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_packed_rows_train_as_in_transformers(tmp_path, layout):
     world, changes = LAYOUTS[layout]
     replicas = 2 if layout == "dp2" else 1

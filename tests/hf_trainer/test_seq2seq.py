@@ -69,12 +69,8 @@ def ours(rank: int, world: int, directory: str, degrees: dict[str, int], changes
 @pytest.mark.parametrize(
     ("ranks", "degrees", "changes"),
     [
-        (
-            2,
-            {"pipeline_model_parallel_size": 2},
-            {"generation_config": CONFIG},
-        ),
-        pytest.param(1, {}, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"pipeline_model_parallel_size": 2}, {"generation_config": CONFIG}, marks=pytest.mark.slow),
+        (1, {}, {}),
         pytest.param(2, {"tensor_model_parallel_size": 2}, {}, marks=pytest.mark.slow),
         pytest.param(2, {"per_device_train_batch_size": 4}, {}, marks=pytest.mark.slow),
     ],

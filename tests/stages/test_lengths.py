@@ -115,6 +115,7 @@ def test_rows_are_a_length_too():
     assert quick.blueprint.lengths.made == 4  # not of one row, which broadcasts
 
 
+@pytest.mark.slow
 def test_ranks_make_their_own_parts():
     for grid in (Grid(tp=2), Grid(pp=2)):
         assert run_ranks(engines, 2, "llama", (20, 28, 41), {}, {"grid": grid}, timeout=200) == [2, 2]
