@@ -218,7 +218,7 @@ def test_the_documents_say_what_is_declared():
 
 def test_every_library_that_is_imported_is_declared():
     extras = PROJECT["optional-dependencies"]
-    requirements = [*PROJECT["dependencies"], *extras["tracking"], *extras["pictures"]]
+    requirements = [*PROJECT["dependencies"], *extras["tracking"], *extras["pictures"], *extras["trl"]]
     declared = {re.match(r"[\w-]+", requirement).group().replace("-", "_") for requirement in requirements}
     imported = set()
     for path in SOURCES:

@@ -115,8 +115,8 @@ def probe(
     here: its steps need a closure, are random, or keep state that is not fp32 or has a shape of its own."""
     kind, alone, elementwise, state = type(prototype).__name__, True, True, {}
     own = {**options, "lr": 0.01}
-    with torch.random.fork_rng(), torch.enable_grad():
-        torch.manual_seed(1234)
+    with torch.random.fork_rng(devices=()), torch.enable_grad():
+        torch.default_generator.manual_seed(1234)
         for count in sorted({max(each, 1) for each in dims}):
             shape = _EXTENTS[:count]
             values, grads = _random(shape, device, 0), [_random(shape, device, step + 1) for step in range(3)]
