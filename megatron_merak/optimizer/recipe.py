@@ -64,7 +64,8 @@ class Recipe:
             reason = f"a parameter of shape {tuple(unknown.shape)} in its groups is none of the model's"
             raise ConfigError("optimizer", kind, reason, "Make it of model.parameters()")
         shapes = [p.shape for p in group["params"] if p.requires_grad]
-        traits = probe(prototype, options, map(len, shapes), self._device)
+        device = self._device if options.get("capturable") else torch.device("cpu")  # capturable steps refuse the CPU
+        traits = probe(prototype, options, map(len, shapes), device)
         self._group |= {name: len(self.groups) for p in group["params"] for name in names[id(p)]}
         self.groups.append(Group(prototype, options, traits, shapes))
 
