@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0
     --attention-dropout 0 --untie-embeddings-and-output-weights --num-layers 4 --hidden-size 128 --num-attention-heads 4
     --seq-length 128"""
-RECIPE = """--micro-batch-size 4 --global-batch-size 32 --lr 4e-3 --lr-warmup-iters 20 --log-interval 10
+RECIPE = """--micro-batch-size 4 --global-batch-size 32 --lr 4e-3 --log-interval 10
     --eval-interval 50 --eval-iters 4 --save-interval 50 --save-retain-interval 100"""
 
 
@@ -40,8 +40,8 @@ def command(directory: Path, train_iters: int) -> list[str]:
     ranks, tensor, pipeline = degrees(torch.cuda.device_count())
     corpus, checkpoints = directory / "corpus", directory / "checkpoints"
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-        *(str(ROOT / "pretrain_gpt.py"), *MODEL.split(), *RECIPE.split(), "--train-iters", str(train_iters)),
+        *(sys.executable, str(ROOT / "pretrain_gpt.py"), "--nproc-per-node", str(ranks), *MODEL.split()),
+        *(*RECIPE.split(), "--train-iters", str(train_iters), "--lr-warmup-iters", str(min(20, train_iters // 8))),
         *("--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline)),
         *("--data-path", str(corpus / "stdlib_text_document"), "--tokenizer-type", "HuggingFaceTokenizer"),
         *("--tokenizer-model", str(corpus / "tokenizer.json"), "--save", str(checkpoints), "--load", str(checkpoints)),

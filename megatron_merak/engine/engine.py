@@ -46,13 +46,14 @@ class Passed:
 
 
 class Engine:
-    """A model under the plan of ``args``: tensor, pipeline and data parallel, with AdamW. Raises MerakError.
+    """A model under the plan of ``args``: tensor, pipeline and data parallel, with its optimizer. Raises MerakError.
 
-    model: as of ``MerakTrainer``; it is captured, not run. args: degrees of parallelism and sharding, precision, betas,
-    ``max_grad_norm``, ``learning_rate``, ``weight_decay`` and ``seed`` are read; ``gradient_accumulation_steps`` is the
-    number of micro-batches that the plan is made for, and other numbers run, too. What is for a trainer's loop is not
-    read. example_batch: a micro-batch, the same on every rank. loss_fn: of the first ``forward_backward``; it decides,
-    with the example, how the model is cut. None: the loss of the model's forward.
+    model: as of ``MerakTrainer``; it is captured, not run. args: degrees of parallelism and sharding, precision,
+    ``optim`` and its arguments, ``max_grad_norm``, ``learning_rate``, ``weight_decay`` and ``seed`` are read;
+    ``gradient_accumulation_steps`` is the number of micro-batches that the plan is made for, and other numbers run,
+    too. What is for a trainer's loop is not read. example_batch: a micro-batch, the same on every rank. loss_fn: of the
+    first ``forward_backward``; it decides, with the example, how the model is cut. None: the loss of the model's
+    forward.
 
     A batch is a dictionary of tensors. The model gets the entries that its forward names; numbers become tensors. Every
     shape that is new is captured, so pad batches to few lengths. Every method is collective: all ranks call it, in the
@@ -131,7 +132,7 @@ class Engine:
         return Passed(losses, passed)
 
     def step(self, lr: float | None = None) -> StepResult:
-        """Update the weights by AdamW with the gradient since the last step, clipped to ``max_grad_norm``.
+        """Update the weights by ``args.optim`` with the gradient since the last step, clipped to ``max_grad_norm``.
 
         lr: the learning rate; None: ``args.learning_rate``. Biases and norms have no decay, as under ``Trainer``.
         Returns ``grad_norm``, before clipping, and ``skipped``: the gradient was not finite and nothing changed.

@@ -271,7 +271,8 @@ def _refuse_fields(args: TrainingArguments) -> None:
         if name in HONOURED:
             continue
         default = each.default if each.default is not dataclasses.MISSING else each.default_factory()
-        if value == default or not (value or default):
+        hidden = value == f"<{name.upper()}>"  # a token, in what to_dict gives
+        if value == default or hidden or not (value or default):
             continue
         raise ConfigError(name, repr(value), *REFUSED.get(name, UNKNOWN))
     known = tuple(name for name in BACKENDS if name not in ("auto", "emu"))

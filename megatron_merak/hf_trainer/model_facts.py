@@ -38,7 +38,8 @@ class ModelFacts:
         kind, config = type(model), getattr(model, "config", None)
         labels = tuple(find_labels(kind) if args.label_names is None else args.label_names)
         if predictions is None:
-            ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+            default = ["cache", "past_key_values"]  # what releases of transformers from 5.24, and older ones, ignore
+            ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", default)
             predictions = ",".join(("*", *(f"!{name}" for name in ignored)))
         next_token = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
         return cls(

@@ -1,7 +1,8 @@
 """``transformers.Seq2SeqTrainer``: predictions that are generated, and metrics of them."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class MerakSeq2SeqTrainer(MerakTrainer):
             reason = "it has no predict_with_generate"
             raise ConfigError("args", type(args).__name__, reason, "Make MerakSeq2SeqArguments")
         super().__init__(model, MerakSeq2SeqArguments("tmp_trainer") if args is None else args, *given, **named)
-        self._generating: dict[str, Any] = {}
+        self._generating: dict[str, Any] | None = None  # keywords of generate, in an evaluation
         with together(self.mesh.control, "cpu"):
             if (config := self.args.generation_config) is not None:
                 self.model.generation_config = _config(config)
@@ -111,13 +112,8 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """As of ``MerakTrainer``. gen_kwargs: of ``generate``, in place of what the arguments say."""
-        if isinstance(datasets := self.eval_dataset if eval_dataset is None else eval_dataset, dict):
-            metrics: dict[str, float] = {}
-            for name, each in datasets.items():
-                metrics |= self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}", **gen_kwargs)
-            return metrics
-        self._generating = self._given(gen_kwargs)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with self._as_given(gen_kwargs):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self,
@@ -128,16 +124,23 @@ class MerakSeq2SeqTrainer(MerakTrainer):
     ) -> PredictionOutput:
         """As of ``MerakTrainer``; predictions are tokens [samples, length], padded at the end. gen_kwargs: as of
         ``evaluate``."""
-        self._generating = self._given(gen_kwargs)
-        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        with self._as_given(gen_kwargs):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
-    def _given(self, gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        given = dict(gen_kwargs)
+    @contextmanager
+    def _as_given(self, gen_kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Generate with these, and with the arguments; inside an evaluation of several datasets, with what that has."""
+        before, given = self._generating, dict(gen_kwargs)
         if given.get("max_length") is None and given.get("max_new_tokens") is None:
             given["max_length"] = self.args.generation_max_length
         if given.get("num_beams") is None:
             given["num_beams"] = self.args.generation_num_beams
-        return {name: value for name, value in given.items() if value is not None}
+        if before is None:
+            self._generating = {name: value for name, value in given.items() if value is not None}
+        try:
+            yield
+        finally:
+            self._generating = before
 
     def _evaluation(self, *given: Any) -> Evaluation:
         plain = super()._evaluation(*given)
@@ -154,7 +157,7 @@ class MerakSeq2SeqTrainer(MerakTrainer):
                 name: x for name, x in given.items() if name not in ("decoder_input_ids", "decoder_attention_mask")
             }
         given.pop("labels", None)
-        return self._generated(None, None, {**given, **self._generating})
+        return self._generated(None, None, {**given, **(self._generating or {})})
 
     def _lengthened(self, tokens: Tensor) -> Tensor:
         """Padded to the longest that the model's generation config allows, as transformers has them."""

@@ -1,8 +1,8 @@
 """How a captured model is cut, divided and planned, and the programs that one rank runs of it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
@@ -114,6 +114,20 @@ def follow(traced: Traced, plan: Plan) -> "Blueprint":
     return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
 
 
+@dataclass(frozen=True)
+class Role:
+    """What a program of a stage is for.
+
+    outputs: what it hands out, by name. drops: it drops values at random, if the model does. compute: computes the
+    outputs in place of the model and its loss, None where those do.
+    """
+
+    training: bool
+    outputs: tuple[str, ...]
+    drops: bool = True
+    compute: LossFunction | None = None
+
+
 class Blueprint:
     """A plan, and the parts of the captured model that it speaks of; the same on every rank.
 
@@ -150,71 +164,44 @@ class Blueprint:
                         stages.append(stage)
         return {name: tuple(stages) for name, stages in held.items()}
 
-    def parts(
-        self,
-        batch: Batch,
-        training: bool,
-        outputs: Sequence[str],
-        stage: int,
-        mesh: Mesh,
-        drops: bool = True,
-        compute: LossFunction | None = None,
-    ) -> tuple[Parts, Guards | None]:
-        """The work of ``stage`` on batches of this shape, and what else must hold of them. ``drops``: with dropout.
-        ``compute``: computes the outputs in place of the model and its loss."""
-        shapes, role = shapes_of(batch), (training, outputs, stage, drops, compute)
+    def parts(self, batch: Batch, role: Role, stage: int, mesh: Mesh) -> tuple[Parts, Guards | None]:
+        """The work of ``stage`` on batches of this shape, and what else must hold of them."""
+        shapes, traced = shapes_of(batch), self.traced
+        explore = partial(traced.lengths, batch, role.training, role.outputs, role.compute)
         with quick():
-            found = self.lengths.parts(role, shapes, partial(self.traced.lengths, batch, training, outputs, compute))
+            found = self.lengths.parts((role, stage), shapes, explore)
             if found is not None:
                 return found, None
-            captured, found = self._captured(batch, training, outputs, stage, mesh, drops, compute)
-        self.lengths.add(role, shapes, captured, found)
+            captured, found = self._captured(batch, role, stage, mesh)
+        self.lengths.add((role, stage), shapes, captured, found)
         return found, captured.guards
 
-    def _captured(
-        self,
-        batch: Batch,
-        training: bool,
-        outputs: Sequence[str],
-        stage: int,
-        mesh: Mesh,
-        drops: bool,
-        compute: LossFunction | None,
-    ) -> tuple[Captured, Parts]:
-        traced, how = self.traced, (stage, mesh, training, drops)
+    def _captured(self, batch: Batch, role: Role, stage: int, mesh: Mesh) -> tuple[Captured, Parts]:
+        traced, how = self.traced, (role, stage, mesh)
         first = traced.captured
-        as_first = training and compute is None and shapes_of(batch) == traced.example
+        as_first = role.training and role.compute is None and shapes_of(batch) == traced.example
         if as_first and not (first.guards and first.guards.broken(batch)):
             return first, self._parts(first, self.chain, self.sharding, *how)
-        captured = traced.capture(batch, training, outputs, compute)
+        captured = traced.capture(batch, role.training, role.outputs, role.compute)
         unknown = [name for name in captured.trainable if name not in first.shapes]
         if unknown:
             reason = "this batch uses it, and the first one, which decided where it goes, did not"
             raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
-        if training:
+        if role.training:
             self.unused.tell(first.trainable, captured.trainable, mesh)
         chain = align(cut(captured, self.plan.graph_sharding), self.chain)
         sharding = shard(captured, self.plan.grid.tp, pins=self.sharding.tensors)
         return captured, self._parts(captured, chain, sharding, *how)
 
-    def _parts(
-        self,
-        captured: Captured,
-        chain: Chain,
-        sharding: Sharding,
-        stage: int,
-        mesh: Mesh,
-        training: bool,
-        drops: bool,
-    ) -> Parts:
+    def _parts(self, captured: Captured, chain: Chain, sharding: Sharding, role: Role, stage: int, mesh: Mesh) -> Parts:
         rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.plan.grid.tp, self.partial)
-        if not drops:
+        if not role.drops:
             undropped(rewritten.graph)
         first = self.traced.captured
         if captured is first:
             self.partial = rewritten.partial
         extra = [name for name in rewritten.partial if name not in self.partial and name in first.shapes]
-        if training and extra:
+        if role.training and extra:
             reason = "its gradient is partial for this batch, and was whole for the first one"
             raise PlanError(
                 "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
@@ -240,10 +227,13 @@ class Programs:
         self._made: dict[tuple, list[tuple[Guards | None, Program]]] = {}
 
     def __call__(self, batch: Batch, training: bool) -> Program:
-        outputs = (self.loss or self.blueprint.traced).trained if training else self.wanted
-        drops = self.drops or not (training and self._random)
-        compute = None if self.loss is None else self.loss.compute
-        made = self._made.setdefault((training, outputs, drops, shapes_of(batch), compute), [])
+        role = Role(
+            training,
+            (self.loss or self.blueprint.traced).trained if training else self.wanted,
+            self.drops or not (training and self._random),
+            None if self.loss is None else self.loss.compute,
+        )
+        made = self._made.setdefault((role, shapes_of(batch)), [])
         line = ""
         for guards, program in made:
             line = guards.broken(batch) if guards else ""
@@ -255,17 +245,15 @@ class Programs:
                 "Collate batches so that this value is the same for most, or rewrite that line with tensor operations"
             )
             raise TraceError("line", line, reason, remedy)
-        made.append(self._make(batch, training, outputs, drops, compute))
+        made.append(self._make(batch, role))
         return made[-1][1]
 
     def made(self) -> list[Program]:
         """Every program so far."""
         return [program for cases in self._made.values() for _, program in cases]
 
-    def _make(
-        self, batch: Batch, training: bool, outputs: tuple[str, ...], drops: bool, compute: LossFunction | None
-    ) -> tuple[Guards | None, Program]:
-        parts, guards = self.blueprint.parts(batch, training, outputs, self.stage, self.mesh, drops, compute)
+    def _make(self, batch: Batch, role: Role) -> tuple[Guards | None, Program]:
+        parts, guards = self.blueprint.parts(batch, role, self.stage, self.mesh)
         return guards, Program(
             tuple(parts.segments(self.parameters, self.sink)),
             parts.prelude,

@@ -381,14 +381,14 @@ class CapturedTrainer:
         self.optimizer.scaler.load(meta.get("loss_scale"))
         return meta["extra"]
 
-    def save_hf(self, directory: str | Path, processing_class=None, without: str = "") -> None:
+    def save_hf(self, directory: str | Path, processing_class=None, omitted: str = "") -> None:
         """Write a directory that ``from_pretrained`` of plain transformers, or of peft, opens, weights in the dtypes
-        of the model that was given. without: a submodule that is left out, "" for none. Collective."""
+        of the model that was given. omitted: a submodule that is left out, "" for none. Collective."""
         self.replicas.check()
         weights = self.exported()
         control, held = self.mesh.control, self.user_model
         if not has_adapters(self.model):
-            with unguarded(self.model), left_out(self.model, without):
+            with unguarded(self.model), left_out(self.model, omitted):
                 save_hf(directory, self.model, weights, control, "cpu", processing_class=processing_class)
         elif held is not None and held.shared:
             save_adapters(Path(directory), self.model, (), (), control, processing_class)

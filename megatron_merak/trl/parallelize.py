@@ -6,7 +6,7 @@ class Parallel(trl.SFTTrainer, _Adapter)      SFTTrainer.__init__ and log, its c
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -29,11 +29,6 @@ from .accelerator import Accelerator, over_replicas
 from .loss import MICRO_BATCHES, REPORTS, LossOfTrl, base_model
 from .scores import take_head
 
-# Names that MerakTrainer refuses and these trainers override: what each override does is done here another way.
-_KNOWN = frozenset(
-    """prediction_step training_step _save_checkpoint _set_signature_columns_if_needed create_model_card
-    loss_is_scaled_for_ga""".split()
-)
 _REFUSED = {  # fields of TRL's configs -> (why, what to do)
     "activation_offloading": ("activations stay on the device", "Set gradient_checkpointing"),
     "precompute_ref_log_probs": ("the model runs under its plan only", "Leave it False: the reference runs beside it"),
@@ -45,6 +40,7 @@ _TRAINERS = {  # -> what it gives to compute_metrics as labels
     trl.RewardTrainer: (),
 }
 REFERENCE = "merak_reference"
+SERIES = "1.16."  # of TRL: its heads, losses and overrides are known
 
 
 def parallelize(kind: type) -> type:
@@ -56,6 +52,9 @@ def parallelize(kind: type) -> type:
 
     Raises ConfigError for other classes.
     """
+    if not trl.__version__.startswith(SERIES):
+        remedy = f"Install trl {SERIES}*: pip install 'megatron_merak[trl]'"
+        raise ConfigError("trl", trl.__version__, f"what its trainers do is known of {SERIES}* alone", remedy)
     if issubclass(kind, TrainingArguments):
         return _config(kind)
     base = next((each for each in kind.__mro__ if each in _TRAINERS), None)
@@ -64,10 +63,6 @@ def parallelize(kind: type) -> type:
         name, remedy = kind.__name__, f"Use {names}, or MerakTrainer for a script of transformers"
         raise ConfigError("parallelize", name, "it is no trainer that can run under a plan", remedy)
     adapted = tuple(each for each in base.__mro__ if each.__module__.partition(".")[0] == "trl")
-    unknown = sorted(name for each in adapted for name in vars(each) if _is_refused(name) and name not in _KNOWN)
-    if unknown:
-        reason = f"{base.__name__} of trl {trl.__version__} overrides {', '.join(unknown)}, and its effect is not known"
-        raise ConfigError("trl", trl.__version__, reason, "Install a release of trl that pyproject.toml allows")
 
     class Parallel(kind, _Adapter):  # type: ignore[misc, valid-type]
         __doc__ = kind.__doc__
@@ -97,10 +92,6 @@ def _refuse(args: Any) -> None:
             raise ConfigError(name, getattr(args, name), reason, remedy)
 
 
-def _is_refused(name: str) -> bool:
-    return type(vars(MerakTrainer).get(name)).__name__ == "Refused"
-
-
 def _config(kind: type) -> type:
     class Parallel(kind, MerakArguments):  # type: ignore[misc, valid-type]
         __doc__ = kind.__doc__
@@ -114,7 +105,18 @@ def _config(kind: type) -> type:
             super().__post_init__()
             self.accelerator_config = self._settled["accelerator_config"] = read
 
+        def __reduce__(self) -> tuple:
+            values = {each.name: getattr(self, each.name) for each in fields(self)}
+            return _remade, (kind, values | {"_settled": self._settled})
+
     return _named(dataclass(Parallel), kind)
+
+
+def _remade(kind: type, values: dict[str, Any]) -> TrainingArguments:
+    """A pickled config."""
+    made = object.__new__(_config(kind))
+    vars(made).update(values)
+    return made
 
 
 def _named(made: type, kind: type) -> type:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from packaging.version import parse
 from torch import nn
 
 from megatron_merak import ops
@@ -30,6 +32,8 @@ PAIR, SHARED = "gate and up as one", "linears of one input"
 
 # Two layers each. gemma2 caps scores and logits, bloom adds alibi in its product, t5 learns its position bias and has
 # two attentions to the encoder's output; the output layers of bert and gptj have a bias; mistral, phi3 slide a window.
+# gptj multiplies by an explicit mask up to transformers 5.23 and calls an attention function from 5.24.
+GPTJ = CAUSAL if parse(transformers.__version__) >= parse("5.24") else ATTENTION
 COUNTS = {
     "llama": {NORM: 5, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
     "qwen3": {NORM: 9, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
@@ -38,7 +42,7 @@ COUNTS = {
     "mistral": {NORM: 5, "rotary": 4, ATTENTION: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
     "phi3": {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1},
     "gpt_neox": {LAYER_NORM: 5, "partial rotary": 4, CAUSAL: 2, "bias gelu": 2, LOSS: 1},
-    "gptj": {LAYER_NORM: 3, "partial rotary": 4, ATTENTION: 2, "gelu tanh": 2, "bias gelu": 2, SHARED: 2},
+    "gptj": {LAYER_NORM: 3, "partial rotary": 4, GPTJ: 2, "gelu tanh": 2, "bias gelu": 2, SHARED: 2},
     "bloom": {LAYER_NORM: 6, "gelu tanh": 2, "bias gelu": 2, LOSS: 1},
     "t5": {NORM: 12, ATTENTION: 2, LOSS: 1, SHARED: 6},
     "bert": {LAYER_NORM: 6, "add layer norm": 4, ATTENTION: 2, "bias gelu": 3, SHARED: 2},

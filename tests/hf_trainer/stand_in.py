@@ -128,7 +128,7 @@ class EagerEngine:
         self.iteration = saved["iteration"]
         return saved["extra"]
 
-    def save_hf(self, directory, processing_class=None, without=""):
+    def save_hf(self, directory, processing_class=None, omitted=""):
         if self.mesh.rank == 0:
             self.model.save_pretrained(directory)
 

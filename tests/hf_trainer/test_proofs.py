@@ -153,7 +153,7 @@ def test_padding_that_a_model_notices_is_left_out(tmp_path, name):
     assert ("training batches are not padded" in "".join(said)) != neutral
     for mine, other in zip(trainer.model.buffers(), expected[3].model.buffers(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
-    shapes = [shapes for (training, _, _, shapes, _) in trainer.engine.programs[0]._made if training]
+    shapes = [shapes for role, shapes in trainer.engine.programs[0]._made if role.training]
     lengths = {shape[1] for shapes in shapes for entry, shape, _ in shapes if entry == "input_ids"}
     assert lengths & {8, 12} and lengths - {8, 12}
 
@@ -189,9 +189,8 @@ def test_masks_of_padding_go_where_they_change_nothing(tmp_path, name):
     losses, norms, _, trainer = trained(MerakTrainer, MerakArguments, str(tmp_path), make, collator, **changes)
     assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
     assert bool(trainer.feed.masks.refused) == (name == "a loss that counts padding")
-    ran = [
-        {entry for entry, *_ in shapes} for (training, _, _, shapes, _) in trainer.engine.programs[0]._made if training
-    ]
+    made = trainer.engine.programs[0]._made
+    ran = [{entry for entry, *_ in shapes} for role, shapes in made if role.training]
     assert any("attention_mask" not in entries for entries in ran) == (goes or "loss" in name)  # or was tried
     asked = expected[3].evaluate()["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(asked, rel=1e-5)

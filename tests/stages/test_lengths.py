@@ -7,6 +7,7 @@ import transformers as hf
 from megatron_merak.graph.lowering.lengths import any_length
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
+from megatron_merak.stages.blueprint import Role
 from tests.engines import engine_of
 from tests.ranks import run_ranks
 
@@ -123,7 +124,7 @@ def test_ranks_make_their_own_parts():
 
 def parts_of(name, length):
     made = built(name, batch(length), mesh_of_one())
-    return made.blueprint.parts(made.blueprint.traced.prepared(batch(length)), True, ("loss",), 0, made.mesh)[0]
+    return made.blueprint.parts(made.blueprint.traced.prepared(batch(length)), Role(True, ("loss",)), 0, made.mesh)[0]
 
 
 def test_parts_of_other_work_are_not_taken_for_lengths():

@@ -1,6 +1,8 @@
 """What TRL's trainers do around training, parallelized; what cannot be so is refused by name."""
 
 import math
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from megatron_merak.errors import ConfigError, TraceError
 from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.overrides import Refused
+from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.trl import parallelize
+from megatron_merak.trl.parallelize import SERIES
 from tests.trl_trainers.cases import COMMON, llama, mixtral, pairs, passages, tokenizer
 from tests.trl_trainers.test_parity import history, parallel
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -218,3 +225,27 @@ def test_adapters_are_saved_alone(tmp_path):
 
     loaded = PeftModel.from_pretrained(base, tmp_path)
     assert any("lora_B" in name and torch.any(value != 0) for name, value in loaded.named_parameters())
+
+
+def test_a_config_survives_a_dictionary_and_a_pickle(tmp_path):
+    args = parallelize(trl.SFTConfig)(str(tmp_path), **COMMON)
+    again = parallelize(trl.SFTConfig)(**args.to_dict())
+    for other in (again, pickle.loads(pickle.dumps(args))):
+        assert isinstance(other, trl.SFTConfig) and isinstance(other, MerakArguments)
+        assert other.to_dict() == args.to_dict() and other.world.size == 1
+
+
+def test_the_overrides_of_trls_trainers_are_known():
+    """What MerakTrainer refuses to a class is done another way for these, and for nothing else."""
+    known = {"prediction_step", "training_step", "_save_checkpoint", "_set_signature_columns_if_needed"}
+    for kind in (trl.SFTTrainer, trl.DPOTrainer, trl.RewardTrainer):
+        classes = [each for each in kind.__mro__ if each.__module__.startswith("trl.")]
+        names = {name for each in classes for name in vars(each) if isinstance(vars(MerakTrainer).get(name), Refused)}
+        assert names <= known | {"create_model_card", "loss_is_scaled_for_ga"}, kind
+
+
+def test_another_series_of_trl_is_refused(monkeypatch):
+    assert f"trl>={SERIES.rstrip('.')},<1.17" in (ROOT / "pyproject.toml").read_text()
+    monkeypatch.setattr(trl, "__version__", "1.17.0")
+    with pytest.raises(ConfigError, match="trl 1.17.0: what its trainers do is known of 1.16"):
+        parallelize(trl.SFTTrainer)
