@@ -48,6 +48,7 @@ from ..training.outputs import check_directory
 from . import trainer_state
 from .arguments import MerakArguments
 from .batches import Batch
+from .deepspeed import refuse_beside_deepspeed
 from .engine import build_engine, wishes
 from .feed import Feed
 from .generation import Generator
@@ -135,6 +136,7 @@ class MerakTrainer(TrainerFace):
             raise ConfigError("data_collator", self.data_collator, "it cannot be called", "Give a function")
         if not (self.compute_loss_func is None or callable(self.compute_loss_func)):
             raise ConfigError("compute_loss_func", self.compute_loss_func, "it cannot be called", "Give a function")
+        refuse_beside_deepspeed(self, MerakTrainer)
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise ConfigError("eval_strategy", args.eval_strategy.value, "there is no eval_dataset", "Give one")
         if args.save_strategy == "best" and args.metric_for_best_model is None:
