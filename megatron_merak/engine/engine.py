@@ -34,6 +34,7 @@ from .named_weights import NamedWeights
 Batch = Mapping[str, Any]
 _LOOP = {  # fields of MerakArguments that would change a trainer's loop, which is not there
     "label_smoothing_factor": "Compute it in a loss_fn",
+    "neftune_noise_alpha": "Add noise in the model's forward, while it trains",
     "warmup_ratio": "Give step the learning rate",
     "warmup_steps": "Give step the learning rate",
 }

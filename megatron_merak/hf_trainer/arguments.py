@@ -20,9 +20,10 @@ from ..errors import ConfigError
 from ..parallel.launch import World, adopt, launch
 from . import deepspeed, fsdp, parallelism, sharding
 from .deepspeed_schedules import check_schedule
-from .fields import HONOURED, NOT_NEGATIVE, OF_ACCELERATE, POSITIVE, REFUSED, UNKNOWN
+from .fields import FIXED, HONOURED, NOT_NEGATIVE, OF_ACCELERATE, POSITIVE, REFUSED, UNKNOWN
 from .instances import check_instances, grid_of
 from .keywords import checked
+from .neftune import check_alpha
 from .optimizers import MUON, class_and_arguments
 from .plan_arguments import take_from_plan
 from .without_effect import check_without_effect, warn_of_compilation
@@ -175,6 +176,7 @@ class MerakArguments(TrainingArguments):
     def __post_init__(self):
         _refuse_fields(self)
         check_without_effect(self)
+        check_alpha(self.neftune_noise_alpha)
         sharding.take_degrees(self)
         self.sharding  # noqa: B018  what is refused is told now
         check_order(self.rank_order, False, "rank_order")
@@ -217,13 +219,14 @@ class MerakArguments(TrainingArguments):
         warn_of_compilation(self)
 
         not_honoured = [each.name for each in dataclasses.fields(TrainingArguments) if each.name not in HONOURED]
-        self._settled = {name: getattr(self, name) for name in not_honoured}
+        self._settled = {name: getattr(self, name) for name in (*not_honoured, *FIXED)}
 
     def refuse_changes(self) -> None:
-        """Raises ConfigError for a field that cannot be honoured and was set after the arguments were made."""
+        """Raises ConfigError for a field that was set after the arguments were made and cannot be honoured, or not any
+        more."""
         for name, value in self._settled.items():
             if getattr(self, name) != value:
-                raise ConfigError(name, repr(getattr(self, name)), *REFUSED.get(name, UNKNOWN))
+                raise ConfigError(name, repr(getattr(self, name)), *{**REFUSED, **FIXED}.get(name, UNKNOWN))
         check_without_effect(self)
         self._check_deepspeed()
 

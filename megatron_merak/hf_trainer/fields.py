@@ -20,7 +20,7 @@ HONOURED = frozenset(
     resume_from_checkpoint local_rank fsdp fsdp_config deepspeed parallelism_config accelerator_config
     activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile torch_compile_backend
     torch_compile_mode torch_empty_cache_steps dataloader_persistent_workers ddp_find_unused_parameters
-    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph""".split()
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph neftune_noise_alpha""".split()
 )
 UNKNOWN = ("this field is not supported", "Leave it as it is")
 _REDUCED = "without effect: gradients are reduced by this library"
@@ -37,7 +37,6 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "use_liger_kernel": ("kernels are fused into the captured graph", "Leave it False"),
         "liger_kernel_config": ("kernels are fused into the captured graph", "Leave it unset"),
         "use_cache": ("training keeps no cache of keys and values", "Leave it False"),
-        "neftune_noise_alpha": ("hooks on the model are not captured", "Leave it unset"),
         "auto_find_batch_size": ("the plan fixes the batch size", "Choose per_device_train_batch_size"),
         "eval_use_gather_object": ("predictions travel as tensors", "Leave it False"),
         "batch_eval_metrics": ("compute_metrics sees the whole evaluation", "Use preprocess_logits_for_metrics"),
@@ -53,6 +52,10 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "debug": ("hooks on the model are not captured", "Leave it empty"),
         "skip_memory_metrics": ("memory is not tracked", "Leave it True"),
     }
+)
+# What is honoured as it was when the arguments were made: field -> (why, what to do) for a later change.
+FIXED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"neftune_noise_alpha": ("how batches are padded follows from what it was", "Give it when the arguments are made")}
 )
 # What is honoured, but is not quite what it is in transformers.
 DIFFERENT: Mapping[str, str] = MappingProxyType(
@@ -80,6 +83,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "ignore_data_skip": "batches are numbered, so nothing is loaded to be skipped",
         "include_num_input_tokens_seen": "counted over replicas, not over ranks",
         "logging_nan_inf_filter": "by step, not by micro-batch; without a finite loss in between nan is logged",
+        "neftune_noise_alpha": "the noise draws as dropout does, by seed, step and place in the model",
         "optim": "also `muon`; `lion_32bit` needs no bitsandbytes; quantised state, `galore`, `lomo` and the like are "
         "refused, see docs/optimizers.md",
         "optim_args": "those that would have no effect are refused",
