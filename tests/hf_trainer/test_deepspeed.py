@@ -243,6 +243,25 @@ RUN = {
 }
 
 
+def test_a_run_follows_the_schedule_and_goes_on_with_it(tmp_path):
+    params = {**RATES, "total_num_steps": AUTO, "warmup_type": "linear"}
+    config = of_stage(1, scheduler={"type": "WarmupDecayLR", "params": params})
+    changes = {
+        **RUN,
+        "max_steps": 6,
+        "warmup_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "learning_rate": 0.1,
+    }
+    for resume in (None, f"{tmp_path}/checkpoint-3"):
+        args = MerakArguments(str(tmp_path), deepspeed=config, **changes)
+        trainer = EagerTrainer(tiny_llama(), args, collate, samples(16, ragged=False))
+        trainer.train(resume_from_checkpoint=resume)
+        found = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+        assert found == pytest.approx([0, 0, 0.1 / 3, 0.2 / 3, 0.1, 0.2 / 3])
+
+
 class DecaysAll(MerakTrainer):
     """As DeepSpeed's own optimizer does: norms and biases too."""
 

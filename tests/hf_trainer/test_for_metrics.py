@@ -1,4 +1,4 @@
-"""``include_for_metrics``: what ``compute_metrics`` is given beside predictions and labels is what transformers gives."""
+"""``include_for_metrics``: what ``compute_metrics`` gets beside predictions and labels is what transformers gives."""
 
 import numpy as np
 import pytest
