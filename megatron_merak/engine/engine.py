@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..hf_trainer.arguments import MerakArguments
+from ..hf_trainer.deepspeed import decayed_by_deepspeed
 from ..hf_trainer.engine import build_engine
 from ..hf_trainer.exchange import from_rank
 from ..hf_trainer.generation import Generator
@@ -25,6 +26,7 @@ from ..parallel.launch import leave
 from ..parallel.nodes import find_nodes
 from ..plan import Plan
 from ..stages.captured import CapturedTrainer
+from ..stages.placed import refuse_placed
 from ..stages.traced import OwnLoss
 from .losses import LOGPROBS, Losses, LossFn, loss_of_model
 from .named_weights import NamedWeights
@@ -32,6 +34,7 @@ from .named_weights import NamedWeights
 Batch = Mapping[str, Any]
 _LOOP = {  # fields of MerakArguments that would change a trainer's loop, which is not there
     "label_smoothing_factor": "Compute it in a loss_fn",
+    "neftune_noise_alpha": "Add noise in the model's forward, while it trains",
     "warmup_ratio": "Give step the learning rate",
     "warmup_steps": "Give step the learning rate",
 }
@@ -64,13 +67,15 @@ class Engine:
         for name, remedy in _LOOP.items():
             if getattr(args, name, None):
                 raise ConfigError(f"args.{name}", getattr(args, name), "an Engine has no loop of its own", remedy)
+        refuse_placed(model)
         self.model, self.args, self.mesh = model, args, mesh_of(args)
         self._default = loss_of_model if loss_fn is None else loss_fn
         self._losses = Losses(model, args.bf16 or args.fp16)
         with together(self.mesh.control, "cpu"):
             self._first = self._losses.of(self._default)
             example = _plain(example_batch)
-            made = make(model, args.weight_decay, decayed_parameters(model), class_and_arguments(args, model))
+            decayed = decayed_by_deepspeed(args, model) or decayed_parameters(model)
+            made = make(model, args.weight_decay, decayed, class_and_arguments(args, model))
             self._recipe = Recipe(made, model.named_parameters(remove_duplicate=False), self.mesh.device)
         nodes = find_nodes(args.world, self.mesh.control)
         self._captured = build_engine(model, example, args, self.mesh, self._recipe, self._first, nodes)

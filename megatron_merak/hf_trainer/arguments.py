@@ -18,12 +18,15 @@ from ..config.rank_order import check_order
 from ..config.sections import FP32_MATMULS
 from ..errors import ConfigError
 from ..parallel.launch import World, adopt, launch
-from . import fsdp
-from .fields import HONOURED, NOT_NEGATIVE, POSITIVE, REFUSED, UNKNOWN
-from .instances import check_instances
+from . import deepspeed, fsdp, parallelism, sharding
+from .deepspeed_schedules import check_schedule
+from .fields import FIXED, HONOURED, NOT_NEGATIVE, OF_ACCELERATE, POSITIVE, REFUSED, UNKNOWN
+from .instances import check_instances, grid_of
 from .keywords import checked
+from .neftune import check_alpha
 from .optimizers import MUON, class_and_arguments
 from .plan_arguments import take_from_plan
+from .without_effect import check_without_effect, warn_of_compilation
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,9 @@ class MerakArguments(TrainingArguments):
     )
     data_parallel_sharding_strategy: str | None = field(
         default=None,
-        metadata={"help": f"What data-parallel ranks share: {', '.join(SHARDINGS)} (unset: as fsdp says)."},
+        metadata={
+            "help": f"What data-parallel ranks share: {', '.join(SHARDINGS)} (unset: as fsdp or deepspeed says)."
+        },
     )
     num_distributed_optimizer_instances: int | None = field(
         default=None,
@@ -170,6 +175,9 @@ class MerakArguments(TrainingArguments):
 
     def __post_init__(self):
         _refuse_fields(self)
+        check_without_effect(self)
+        check_alpha(self.neftune_noise_alpha)
+        sharding.take_degrees(self)
         self.sharding  # noqa: B018  what is refused is told now
         check_order(self.rank_order, False, "rank_order")
         if self.warmup_ratio is not None:
@@ -180,17 +188,20 @@ class MerakArguments(TrainingArguments):
         if self.plan is not None:
             take_from_plan(self)
         _check_numbers(self)
-        given, self.fsdp, self.fsdp_config = (self.fsdp, self.fsdp_config), None, None  # accelerate is not needed
+        given = {name: getattr(self, name) for name in OF_ACCELERATE}
+        for name in OF_ACCELERATE:  # it is not needed
+            setattr(self, name, None)
         optim, self.optim = self.optim, "adamw_torch" if self.optim == MUON else self.optim
         try:
             super().__post_init__()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ImportError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError("training arguments", "(together)", reason, "Correct them") from error
-        self.fsdp, self.fsdp_config = given
+        for name, value in given.items():
+            setattr(self, name, value)
         self.optim = MUON if optim == MUON else self.optim
         class_and_arguments(self)  # a name that is refused is told now
-        self.warmup_ratio = self.accelerator_config = None
+        self.warmup_ratio = None
         self.buckets  # noqa: B018  a wrong list is told now
         if self.recomputes and self.recompute_activations:
             reason = "activation_checkpointing computes whole layers again"
@@ -202,16 +213,26 @@ class MerakArguments(TrainingArguments):
             degrees = f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size}"
             reason = f"tensor x pipeline parallelism makes replicas of {degrees} ranks"
             raise ConfigError("world size", self.world_size, reason, "Start a multiple of that, or lower the degrees")
+        parallelism.check_world(self)
         check_instances(self)
+        self._check_deepspeed()
+        warn_of_compilation(self)
 
         not_honoured = [each.name for each in dataclasses.fields(TrainingArguments) if each.name not in HONOURED]
-        self._settled = {name: getattr(self, name) for name in not_honoured}
+        self._settled = {name: getattr(self, name) for name in (*not_honoured, *FIXED)}
 
     def refuse_changes(self) -> None:
-        """Raises ConfigError for a field that cannot be honoured and was set after the arguments were made."""
+        """Raises ConfigError for a field that was set after the arguments were made and cannot be honoured, or not any
+        more."""
         for name, value in self._settled.items():
             if getattr(self, name) != value:
-                raise ConfigError(name, repr(getattr(self, name)), *REFUSED.get(name, UNKNOWN))
+                raise ConfigError(name, repr(getattr(self, name)), *{**REFUSED, **FIXED}.get(name, UNKNOWN))
+        check_without_effect(self)
+        self._check_deepspeed()
+
+    def _check_deepspeed(self) -> None:
+        deepspeed.check_repeats(self, grid_of(self).dp)
+        check_schedule(self)
 
     @property
     def recomputes(self) -> bool:
@@ -221,8 +242,9 @@ class MerakArguments(TrainingArguments):
 
     @property
     def sharding(self) -> str | None:
-        """The strategy that ``data_parallel_sharding_strategy``, ``use_distributed_optimizer`` or ``fsdp`` asks for."""
-        return fsdp.sharding_of(self)
+        """The strategy that ``data_parallel_sharding_strategy``, ``use_distributed_optimizer``, ``fsdp``, ``deepspeed``
+        or ``parallelism_config`` asks for."""
+        return sharding.sharding_of(self)
 
     @property
     def recompute_granularity(self) -> str | None:

@@ -6,7 +6,6 @@ from typing import Any
 from torch import nn
 
 from ..config import OptimizerConfig, ParallelConfig
-from ..optimizer.loss_scale import scaler_of_torch
 from ..optimizer.recipe import Recipe
 from ..optimizer.torch_optimizer import check_layout
 from ..parallel.agree import together
@@ -18,6 +17,7 @@ from ..stages.devices import cluster_of
 from ..stages.optimizer_state import adamw_of, torch_optimizer_of
 from ..stages.precision import compute_dtype
 from ..stages.traced import Batch, OwnLoss, Traced
+from . import deepspeed
 from .arguments import MerakArguments
 from .fields import PARALLEL_FIELDS
 from .instances import instances_of
@@ -85,5 +85,5 @@ def build_engine(
         seed=args.seed,
         group_of=recipe.group_of,
         replica_check_interval=args.replica_check_interval,
-        scaler=scaler_of_torch() if args.fp16 else None,
+        scaler=deepspeed.scaler_of(args) if args.fp16 else None,
     )

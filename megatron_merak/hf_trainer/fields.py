@@ -17,11 +17,15 @@ HONOURED = frozenset(
     use_cpu dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
     dataloader_multiprocessing_context remove_unused_columns label_names
     train_sampling_strategy length_column_name ddp_backend ddp_timeout do_train do_eval do_predict
-    resume_from_checkpoint local_rank fsdp fsdp_config""".split()
+    resume_from_checkpoint local_rank fsdp fsdp_config deepspeed parallelism_config accelerator_config
+    activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile torch_compile_backend
+    torch_compile_mode torch_empty_cache_steps dataloader_persistent_workers ddp_find_unused_parameters
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph neftune_noise_alpha""".split()
 )
 UNKNOWN = ("this field is not supported", "Leave it as it is")
-COMPILED = "the captured program is compiled by this library"
-DEGREES = "Set tensor_model_parallel_size and pipeline_model_parallel_size"
+_REDUCED = "without effect: gradients are reduced by this library"
+_KWARGS = "`use_reentrant` is without effect: both compute the same; what would change a number is refused by name"
+_COMPILED = "without effect, which a warning says: the captured program is run by this library"
 # field -> (why, what to do); a value other than the field's default is refused.
 REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -30,16 +34,9 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "fp16_full_eval": ("evaluation runs in the precision of training", "Use fp16"),
         "bf16_full_eval": ("evaluation runs in the precision of training", "Use bf16"),
         "tf32": ("it is a choice of the process", "Set fp32_matmul_precision"),
-        "activation_checkpointing_kwargs": ("recomputation is by unit of the plan", "Leave it unset"),
-        "gradient_checkpointing_kwargs": ("recomputation is by unit of the plan", "Leave it unset"),
-        "torch_compile": (COMPILED, "Leave it False"),
-        "torch_compile_backend": (COMPILED, "Leave it unset"),
-        "torch_compile_mode": (COMPILED, "Leave it unset"),
         "use_liger_kernel": ("kernels are fused into the captured graph", "Leave it False"),
         "liger_kernel_config": ("kernels are fused into the captured graph", "Leave it unset"),
         "use_cache": ("training keeps no cache of keys and values", "Leave it False"),
-        "neftune_noise_alpha": ("hooks on the model are not captured", "Leave it unset"),
-        "torch_empty_cache_steps": ("buffers are allocated once", "Leave it unset"),
         "auto_find_batch_size": ("the plan fixes the batch size", "Choose per_device_train_batch_size"),
         "eval_use_gather_object": ("predictions travel as tensors", "Leave it False"),
         "batch_eval_metrics": ("compute_metrics sees the whole evaluation", "Use preprocess_logits_for_metrics"),
@@ -51,49 +48,65 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "hub_strategy": ("nothing is uploaded", "Leave it unset"),
         "hub_always_push": ("nothing is uploaded", "Leave it False"),
         "hub_revision": ("nothing is uploaded", "Leave it unset"),
-        "accelerator_config": ("accelerate is not used", "Leave it unset"),
-        "parallelism_config": ("accelerate is not used", DEGREES),
-        "dataloader_persistent_workers": ("workers live for one epoch", "Leave it False"),
         "dataloader_in_order": ("all ranks of a replica take the same batches", "Leave it True"),
-        "ddp_find_unused_parameters": ("gradients are reduced by this library", "Leave it unset"),
-        "ddp_bucket_cap_mb": ("gradients are reduced by this library", "Leave it unset"),
-        "ddp_broadcast_buffers": ("gradients are reduced by this library", "Leave it unset"),
-        "ddp_static_graph": ("gradients are reduced by this library", "Leave it unset"),
-        "deepspeed": ("sharding is this library's", "Set data_parallel_sharding_strategy or fsdp"),
         "debug": ("hooks on the model are not captured", "Leave it empty"),
         "skip_memory_metrics": ("memory is not tracked", "Leave it True"),
     }
 )
+# What is honoured as it was when the arguments were made: field -> (why, what to do) for a later change.
+FIXED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"neftune_noise_alpha": ("how batches are padded follows from what it was", "Give it when the arguments are made")}
+)
 # What is honoured, but is not quite what it is in transformers.
 DIFFERENT: Mapping[str, str] = MappingProxyType(
     {
+        "accelerator_config": "says how batches are loaded; what would change them is refused by name",
         "activation_checkpointing": "units of the plan recompute; see `recompute_method`",
+        "activation_checkpointing_kwargs": _KWARGS,
         "bf16": "no autocast: all computes in bf16; weights are trained and saved as given, see docs/weights.md",
         "data_seed": "also seeds what datasets and collators draw at random, by epoch and batch",
         "dataloader_num_workers": "of each rank",
+        "dataloader_persistent_workers": "without effect: workers live for one epoch",
         "ddp_backend": "of all groups of the job; also `shm`, `emu` and others of this library",
+        "ddp_broadcast_buffers": "False is refused: the first replica's buffers are saved and evaluated with",
+        "ddp_bucket_cap_mb": _REDUCED,
+        "ddp_find_unused_parameters": _REDUCED,
+        "ddp_static_graph": _REDUCED,
+        "deepspeed": "ZeRO's stage is `data_parallel_sharding_strategy`; keys that could not be honoured are refused",
         "eval_accumulation_steps": "predictions always go to the CPU at once",
         "fsdp": "as `data_parallel_sharding_strategy`; `hybrid_shard` shards inside a node; `offload` is refused",
         "fsdp_config": "units of the plan are what is wrapped; keys that could not be honoured are refused by name",
         "fp16": "no autocast: as `bf16`; the loss scale is torch's GradScaler's, for a model given in fp32",
         "gradient_accumulation_steps": "the micro-batches that fill the pipeline",
         "gradient_checkpointing": "as `activation_checkpointing`",
+        "gradient_checkpointing_kwargs": _KWARGS,
         "ignore_data_skip": "batches are numbered, so nothing is loaded to be skipped",
         "include_num_input_tokens_seen": "counted over replicas, not over ranks",
         "logging_nan_inf_filter": "by step, not by micro-batch; without a finite loss in between nan is logged",
+        "neftune_noise_alpha": "the noise draws as dropout does, by seed, step and place in the model",
         "optim": "also `muon`; `lion_32bit` needs no bitsandbytes; quantised state, `galore`, `lomo` and the like are "
         "refused, see docs/optimizers.md",
         "optim_args": "those that would have no effect are refused",
+        "parallelism_config": "degrees and instances of this library; sequences are not divided",
         "per_device_eval_batch_size": "of a replica of the model",
         "per_device_train_batch_size": "of a replica of the model: tensor x pipeline ranks",
         "save_total_limit": "counts complete checkpoints",
         "seed": "dropout draws by seed, step and place in the model, so that recomputation and pipelines repeat it",
+        "torch_compile": _COMPILED,
+        "torch_compile_backend": _COMPILED,
+        "torch_compile_mode": _COMPILED,
+        "torch_empty_cache_steps": "without effect: buffers are allocated once",
         "train_sampling_strategy": "`group_by_length` draws by seed and epoch; `batch_rebalance` is refused",
     }
 )
 POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "max_consecutive_skipped_steps"),
+)
+# Fields that transformers hands to accelerate, DeepSpeed and torch.compile when arguments are made.
+OF_ACCELERATE = (
+    *("fsdp", "fsdp_config", "deepspeed", "accelerator_config"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode"),
 )
 FILES = ("plan", "schedule_file", "device_profile")  # fields that name a file, which hosts may have copies of
 PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees

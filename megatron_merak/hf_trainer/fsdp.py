@@ -1,14 +1,12 @@
 """``fsdp`` and ``fsdp_config`` of transformers, read as this library's sharding strategy; what cannot be honoured is
 refused by name."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..config.parallel import SHARDINGS
 from ..errors import ConfigError
+from .settings import settings_of
 
 STRATEGIES: Mapping[str, str] = MappingProxyType(
     {
@@ -52,24 +50,13 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
 TRUTH: Mapping[str, bool] = MappingProxyType({"true": True, "1": True, "false": False, "0": False})
 
 
-def sharding_of(args: Any) -> str | None:
-    """The sharding strategy that arguments ask for, in whichever words; None where they ask for none.
+def strategy_of(args: Any) -> str | None:
+    """The sharding strategy that ``fsdp`` and ``fsdp_config`` ask for; None where they ask for none.
 
-    Raises ConfigError for what is refused, and where they contradict each other.
+    Raises ConfigError for what is refused.
     """
-    asked, config = args.data_parallel_sharding_strategy, _config(args.fsdp_config)
-    if asked is not None and asked not in SHARDINGS:
-        remedy = f"Use {' or '.join(SHARDINGS)}"
-        raise ConfigError("data_parallel_sharding_strategy", repr(asked), "there is no such choice", remedy)
-    found = _strategy(args.fsdp, config)
-    if asked is not None and found not in (None, asked):
-        reason = f"fsdp {args.fsdp} means {found}"
-        raise ConfigError("data_parallel_sharding_strategy", asked, reason, "Set only one of them")
-    asked = asked or found
-    if args.use_distributed_optimizer and asked == "no_shard":
-        reason = "no_shard leaves the optimizer's state whole"
-        raise ConfigError("use_distributed_optimizer", True, reason, "Leave it False, or use optim")
-    return asked or ("optim" if args.use_distributed_optimizer else None)
+    named = _named(args.fsdp, _config(args.fsdp_config))
+    return None if named is None else STRATEGIES[named]
 
 
 def hybrid_of(args: Any) -> str | None:
@@ -81,12 +68,6 @@ def hybrid_of(args: Any) -> str | None:
 def recomputes(args: Any) -> bool:
     """Whether ``fsdp_config`` asks for recomputation."""
     return bool(args.fsdp) and bool(_truth("activation_checkpointing", _config(args.fsdp_config)))
-
-
-def _strategy(fsdp: Any, config: Mapping[str, Any]) -> str | None:
-    """The sharding strategy that ``fsdp`` and ``reshard_after_forward`` ask for together."""
-    named = _named(fsdp, config)
-    return None if named is None else STRATEGIES[named]
 
 
 def _named(fsdp: Any, config: Mapping[str, Any]) -> str | None:
@@ -138,17 +119,9 @@ def _truth(key: str, config: Mapping[str, Any]) -> bool:
 
 
 def _config(given: Any) -> dict[str, Any]:
-    """The keys of ``fsdp_config`` (values, JSON or a file of it) that mean something here. Raises ConfigError."""
-    if isinstance(given, str) and given:
-        try:
-            given = json.loads(given if given.startswith("{") else Path(given).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            reason = f"it cannot be read ({error})"
-            raise ConfigError("fsdp_config", given, reason, "Give a dict, or name a JSON file") from error
-    if given and not isinstance(given, Mapping):
-        raise ConfigError("fsdp_config", repr(given), "it is no set of keys", "Give a dict, or name a JSON file")
+    """The keys of ``fsdp_config`` that mean something here. Raises ConfigError for those that are refused."""
     found = {}
-    for name, value in (given or {}).items():
+    for name, value in settings_of("fsdp_config", given).items():
         key = name.removeprefix("fsdp_")
         if key in ("reshard_after_forward", "activation_checkpointing"):
             found[key] = value

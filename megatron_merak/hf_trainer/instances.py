@@ -9,7 +9,7 @@ from ..plan import Grid
 from ..plan.fit import check_ranks
 from ..plan.replicas import instances_by_node
 from ..training.plan_file import stored
-from . import fsdp
+from . import fsdp, parallelism
 
 NAME = "num_distributed_optimizer_instances"
 
@@ -21,11 +21,16 @@ def grid_of(args: Any) -> Grid:
 
 
 def instances_of(args: Any) -> int:
-    """``num_distributed_optimizer_instances`` or, where ``fsdp`` shards inside nodes, as many as keep each in a node.
+    """``num_distributed_optimizer_instances``, or what ``parallelism_config`` says; or, where ``fsdp`` shards inside
+    nodes, as many as keep each in a node.
 
     Raises ConfigError for what the replicas cannot be divided into, and where nothing says what a node is.
     """
     given, hybrid, grid = getattr(args, NAME), fsdp.hybrid_of(args), grid_of(args)
+    told = parallelism.instances_of(args)
+    if given is not None and told not in (None, given):
+        raise ConfigError(NAME, given, f"parallelism_config has dp_replicate_size {told}", "Set only one of them")
+    given = told if given is None else given
     if given is not None:
         if type(given) is not int or given < 1:
             raise ConfigError(NAME, repr(given), "it counts groups of ranks", "Give a whole number, 1 or more")

@@ -7,6 +7,7 @@ from ..errors import ConfigError
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..training.same_files import check_same_files
+from . import deepspeed
 from .arguments import MerakArguments
 from .fields import FILES
 from .instances import grid_of, instances_of
@@ -22,7 +23,11 @@ def mesh_of(args: Any) -> Mesh:
     world, instances = args.world, instances_of(args)
     timeout = datetime.timedelta(seconds=args.ddp_timeout)
     control = control_group(world.size, timeout)
-    shown = args.to_dict() | {"num_distributed_optimizer_instances": instances}
+    shown = args.to_dict() | {
+        "num_distributed_optimizer_instances": instances,
+        "data_parallel_sharding_strategy": args.sharding,
+        "deepspeed": deepspeed.config_of(args),  # hosts may have different files of one name
+    }
     all_arguments = gather_json({k: v for k, v in shown.items() if k not in _OWN}, control, "cpu")
     for rank, other in enumerate(all_arguments):
         for name, value in other.items():

@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from ..errors import ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items
 from ..stages.traced import OwnLoss
+from .neftune import noisy
 from .surroundings import Picture, surroundings
 
 INPUT = "Put what changes into the batch, as an entry that the loss reads"
@@ -111,6 +112,7 @@ class LossOfTrainer:
             with (
                 _reads(trainer, model, self.read),
                 _alone(model, self.name),
+                noisy(model, trainer.args.neftune_noise_alpha),
                 _outputs_in_fp32(model, trainer.args.bf16 or trainer.args.fp16),
                 torch.set_grad_enabled(model.training),
             ):
@@ -231,11 +233,12 @@ def _function(method: object) -> object:
 
 
 def has_own_loss(trainer: Any, base: type) -> bool:
-    """Whether a script has given a loss, in one of transformers' three ways, or says how one adds up.
+    """Whether a script has given a loss, in one of transformers' three ways, says how one adds up, or wants noise.
 
     base: MerakTrainer.
     """
     given = trainer.label_smoother is not None or trainer.loss_is_scaled_for_ga is not None
+    given = given or trainer.args.neftune_noise_alpha is not None
     counts = trainer.model_accepts_loss_kwargs != accepts_num_items(trainer.model)
     return has_scripted_loss(trainer, base) or given or counts
 

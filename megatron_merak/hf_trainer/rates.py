@@ -11,6 +11,7 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.optimization import GreedyLR
 
 from ..errors import CheckpointError, ConfigError
+from .deepspeed_schedules import schedule_of_deepspeed
 from .parameter_groups import ParameterGroups
 
 
@@ -50,6 +51,8 @@ def extent(args: TrainingArguments, batches: int | None, examples: int | None, r
 
 def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRScheduler:
     """The schedule of a run of ``steps`` that ``args`` asks for. Raises ConfigError for a wrong argument of it."""
+    if (found := schedule_of_deepspeed(args, steps, optimizer)) is not None:
+        return found
     warmup = args.get_warmup_steps(steps)
     try:
         return get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, args.lr_scheduler_kwargs)

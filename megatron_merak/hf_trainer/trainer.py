@@ -48,12 +48,14 @@ from ..training.outputs import check_directory
 from . import trainer_state
 from .arguments import MerakArguments
 from .batches import Batch
+from .deepspeed import refuse_beside_deepspeed
 from .engine import build_engine, wishes
 from .feed import Feed
 from .generation import Generator
 from .job import mesh_of
 from .loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
+from .neftune import embedding_of
 from .neutral import NeutralPadding
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
 from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, is_overridden, label_smoother
@@ -135,6 +137,7 @@ class MerakTrainer(TrainerFace):
             raise ConfigError("data_collator", self.data_collator, "it cannot be called", "Give a function")
         if not (self.compute_loss_func is None or callable(self.compute_loss_func)):
             raise ConfigError("compute_loss_func", self.compute_loss_func, "it cannot be called", "Give a function")
+        refuse_beside_deepspeed(self, MerakTrainer)
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise ConfigError("eval_strategy", args.eval_strategy.value, "there is no eval_dataset", "Give one")
         if args.save_strategy == "best" and args.metric_for_best_model is None:
@@ -161,11 +164,14 @@ class MerakTrainer(TrainerFace):
 
     def _describe(self) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        scripted = self._sees_padding()
+        sees = "the loss of the script may see what stands at padding" if self._sees_padding() else ""
+        if self.args.neftune_noise_alpha is not None:
+            sees = "the noise of neftune_noise_alpha depends on the length"
+            embedding_of(self.model)  # a model without one is told now
         self.facts = self._facts_of_model()
-        padding = Padding(None) if scripted else padding_of(self.model, self.facts, self.args, tokenizer)
+        padding = Padding(None) if sees else padding_of(self.model, self.facts, self.args, tokenizer)
         neutral = NeutralPadding(padding, self.mesh)
-        masks = RightMasks("the loss of the script may see what stands at padding" if scripted else "")
+        masks = RightMasks(sees)
         self.feed = Feed(self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer, masks=masks)
 
     def _sees_padding(self) -> bool:

@@ -26,7 +26,9 @@ from transformers.trainer_utils import number_of_arguments, speed_metrics
 
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
+from ..stages.placed import refuse_placed
 from .batches import Batch
+from .deepspeed import decayed_by_deepspeed
 from .feed import Feed
 from .model_facts import ModelFacts, decayed_parameters
 from .optimizers import class_and_arguments, make
@@ -60,6 +62,7 @@ def _model() -> property:
     def put(trainer: "TrainerFace", model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError("trainer.model", type(model).__name__, "it is no model", "Set a torch.nn.Module")
+        refuse_placed(model)
         vars(trainer)["model"] = model
         if "feed" in vars(trainer):
             trainer.callback_handler.model = model
@@ -195,7 +198,8 @@ class TrainerFace:
         if self.optimizer is None:
             model = self.model if model is None else model
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = make(model, self.args.weight_decay, self.get_decay_parameter_names(model), chosen)
+            decayed = decayed_by_deepspeed(self.args, model) or self.get_decay_parameter_names(model)
+            self.optimizer = make(model, self.args.weight_decay, decayed, chosen)
         return self.optimizer
 
     def made_optimizer(self) -> torch.optim.Optimizer:

@@ -99,11 +99,9 @@ def _config(kind: type) -> type:
         def __post_init__(self) -> None:
             if getattr(self, "pad_to_multiple_of", None) == "auto":
                 self.pad_to_multiple_of = None  # as TRL has it on CPUs and GPUs
-            read = AcceleratorConfig(dispatch_batches=False)  # by TRL, and set to this, where a dataset is a stream
-            if self.accelerator_config in (read, read.to_dict()):
-                self.accelerator_config = None
             super().__post_init__()
-            self.accelerator_config = self._settled["accelerator_config"] = read
+            # read by TRL, and set to this, where a dataset is a stream
+            self.accelerator_config = AcceleratorConfig(dispatch_batches=False)
 
         def __reduce__(self) -> tuple:
             values = {each.name: getattr(self, each.name) for each in fields(self)}

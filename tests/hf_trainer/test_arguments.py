@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from megatron_merak.errors import ConfigError, LaunchError
 from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.engine import wishes
 from megatron_merak.hf_trainer.fields import HONOURED, NEWER, REFUSED
 
 LACKING = NEWER - {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -52,6 +55,35 @@ def test_harmless_values_of_refused_fields_pass():
     plain = {"fp16": False, "deepspeed": None, "fsdp": "", "optim": "adamw_torch", "push_to_hub": False, "debug": ""}
     args = MerakArguments("unused", use_cpu=True, label_smoothing_factor=0, ddp_find_unused_parameters=False, **plain)
     assert args.per_device_train_batch_size == 8
+
+
+WITHOUT_EFFECT = [
+    {"ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 50, "ddp_static_graph": True},
+    {"ddp_broadcast_buffers": True, "torch_empty_cache_steps": 5, "dataloader_persistent_workers": True},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": '{"use_reentrant": true}'},
+    {"accelerator_config": {"dispatch_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+    {"accelerator_config": AcceleratorConfig(non_blocking=True)},
+]
+
+
+@pytest.mark.parametrize("named", WITHOUT_EFFECT)
+def test_what_changes_no_number_is_taken(named):
+    args, plain = (MerakArguments("unused", use_cpu=True, **given) for given in (named, {}))
+    assert all(getattr(args, name) == value or isinstance(value, str) for name, value in named.items())
+    asked, usual = wishes(args), wishes(plain)
+    recomputing = replace(usual["plan"]["parallel"], recompute_granularity=args.recompute_granularity)
+    assert asked == usual | {"plan": usual["plan"] | {"parallel": recomputing}}
+    assert dataclasses.replace(args, seed=3).seed == 3
+    json.dumps(args.to_dict())
+
+
+@pytest.mark.parametrize("name", ["torch_compile", "torch_compile_backend", "torch_compile_mode"])
+def test_a_compilation_that_is_not_done_is_told_once(name):
+    value = {"torch_compile": True}.get(name, "inductor")
+    with pytest.warns(UserWarning, match=f"{name}: torch.compile is not called") as told:
+        args = MerakArguments("unused", use_cpu=True, **{name: value})
+    assert len(told) == 1 and getattr(args, name) == value
 
 
 def test_a_misspelt_field_is_told():
@@ -107,6 +139,17 @@ def test_a_misspelt_field_is_told():
         ({"optim": "sgd", "optim_args": "weight_decay=0.1"}, "optim_args weight_decay=0.1: .* Set weight_decay"),
         ({"optim": "sgd", "optim_args": "momentum"}, "optim_args momentum: it is no key=value"),
         ({"optim": "muon", "optim_args": "ns_steps=few"}, "optim_args ns_steps=few"),
+        ({"ddp_broadcast_buffers": False}, "ddp_broadcast_buffers False: the first replica's buffers"),
+        ({"gradient_checkpointing_kwargs": {"context_fn": print}}, "gradient_checkpointing_kwargs: context_fn"),
+        ({"gradient_checkpointing_kwargs": {"offload": True}}, "gradient_checkpointing_kwargs: offload True"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches True: .*Divide per_dev"),
+        ({"accelerator_config": {"even_batches": False}}, "accelerator_config: even_batches False"),
+        ({"accelerator_config": {"batches": 2}}, "accelerator_config: batches 2: there is no such key"),
+        ({"accelerator_config": "nowhere.json"}, "accelerator_config nowhere.json: it cannot be read"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}},
+            "gradient_accumulation_kwargs: num_steps 4: gradient_accumulation_steps says it",
+        ),
     ],
 )
 def test_mistakes_are_told(named, told):

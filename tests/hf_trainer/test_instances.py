@@ -28,6 +28,8 @@ class Asked:
     use_distributed_optimizer: bool = False
     fsdp_config: dict | None = None
     rank_order: str | None = None
+    deepspeed: dict | None = None
+    parallelism_config: object = None
 
     sharding = MerakArguments.sharding
 

@@ -1,5 +1,6 @@
-"""A rewritten graph without its dropout, so that two ways to run a batch can be compared."""
+"""A rewritten graph without its dropout and its noise, so that two ways to run a batch can be compared."""
 
+import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
@@ -9,13 +10,16 @@ _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropo
 
 
 def undropped(graph: Graph) -> None:
-    """Set every probability of dropout to 0, in place; other random numbers stay."""
+    """Set every probability of dropout to 0, and what ``rand_like`` draws to its mean, in place; other random numbers
+    stay."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or not is_random(node):
             continue
         if op_name(node) in _DROPOUTS:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif op_name(node) == "rand_like":
+            node.target, node.args = torch.ops.aten.full_like.default, (node.args[0], 0.5)
         elif "dropout" in op_name(node):  # in place: something else may read what it writes
             _set(node, "p")
         elif any(argument.name == "dropout_p" for argument in node.target._schema.arguments):
