@@ -26,7 +26,6 @@ from .neutral import REACH
 from .padding import IGNORED, TARGETS
 
 Batch = Mapping[str, Any]
-LEAST = 1 / 8  # of a batch's positions that are padding: for less, one row is not worth its further shapes
 LONGEST = 8192  # tokens of one row: the mask that keeps its documents apart has a byte for each two of them
 
 
@@ -113,7 +112,7 @@ def in_rows(value: Tensor, mask: Tensor) -> Tensor:
 
 def _fits_one_row(batch: Batch, engine: Any) -> bool:
     mask, halves = batch[MASK], engine.plan.overlap == "sub-pipeline"
-    if engine.mesh.device.type != "cpu" or halves or int(mask.sum()) > min(LONGEST, (1 - LEAST) * mask.numel()):
+    if engine.mesh.device.type != "cpu" or halves or int(mask.sum()) > LONGEST:
         return False
     tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
     return "labels" in batch and "position_ids" not in batch and all(value.shape == mask.shape for value in tensors)

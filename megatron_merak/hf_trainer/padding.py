@@ -86,13 +86,13 @@ class Padding:
                 return f"the attention_mask of shape {tuple(mask.shape)} has not one value per token"
         return ""
 
-    def __call__(self, batch: Mapping[str, object]) -> dict[str, object]:
+    def __call__(self, batch: Mapping[str, object], more: int = 0) -> dict[str, object]:
         """``batch`` with its token tensors padded; anything else in it, labels that are not per token too, is left as
-        it is. Raises DataError when it is longer than the largest bucket."""
+        it is. more: pad as if it were so much longer. Raises DataError when it is longer than the largest bucket."""
         padded, lengths = dict(batch), self.lengths(batch)
         if not self.active:
             return padded
-        targets = {name: self.length(length, "position_ids" in batch) for name, length in lengths.items()}
+        targets = {name: self.length(length + more, "position_ids" in batch) for name, length in lengths.items()}
         if targets.get("input", 0) > lengths.get("input", 0):
             if self.mask and not {"attention_mask", "position_ids"} & batch.keys():
                 padded["attention_mask"] = torch.ones_like(batch["input_ids"])

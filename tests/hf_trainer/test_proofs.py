@@ -186,7 +186,7 @@ MASKED = {
 
 @pytest.mark.parametrize("name", MASKED)
 def test_masks_of_padding_go_where_they_change_nothing(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(leaner, "LEAST", 1)  # else such batches become one row
+    monkeypatch.setattr(leaner, "LONGEST", 0)  # else such batches become one row
     make, collator, goes = MASKED[name]
     changes = {"max_steps": 3, "ragged": True}
     expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator, **changes)
