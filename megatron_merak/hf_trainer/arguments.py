@@ -143,8 +143,8 @@ class MerakArguments(TrainingArguments):
     length_buckets: str | None = field(
         default="auto",
         metadata={
-            "help": "Lengths that token batches are padded to, since every shape is captured once: 'auto' (8, 12, 16, "
-            "24, 32, 48, ...), 'none', or a list such as '128,256,512'."
+            "help": "Lengths that token batches are padded to, since every shape is captured once: 'auto' (8, 16, 24, "
+            "..., 128, 144, ...), 'none', or a list such as '128,256,512'."
         },
     )
     pad_to_multiple_of: int | None = field(

@@ -20,10 +20,10 @@ from ..stages.blueprint import shapes_of
 from ..stages.captured import CapturedTrainer
 from .arguments import MerakArguments
 from .batches import Batch, Loading, epoch_order
+from .leaner import Leaner, in_one_row, without_masks
 from .model_facts import ModelFacts
 from .neutral import TRAINING, NeutralPadding
 from .packed import check_documents
-from .right_masks import RightMasks
 from .same_batches import differ_here, different
 from .samplers import Drawn, EpochSampler, length_of
 
@@ -39,7 +39,8 @@ class Feed:
     collator: Callable[[list], Mapping[str, Any]]
     tokenizer: object = None
     begun: dict = dataclasses.field(default_factory=dict)  # of Loading
-    masks: RightMasks = dataclasses.field(default_factory=RightMasks)
+    rows: Leaner = dataclasses.field(default_factory=in_one_row)
+    masks: Leaner = dataclasses.field(default_factory=without_masks)
 
     def training(self, dataset: Dataset | None, sampler: Sampler | None) -> Loading:
         """How this replica's training batches are loaded. Raises ConfigError and DataError.
@@ -157,8 +158,8 @@ class Feed:
     def prepare(
         self, batches: Sequence[Batch], count_items: bool, engine: CapturedTrainer | None = None
     ) -> tuple[list[Batch], int, int]:
-        """A step's micro-batches, padded, and without masks of padding, as far as ``engine`` shows that to be neutral
-        (None: not at all); and, over all replicas, the elements of their main input and, by
+        """A step's micro-batches, without padding, with more or without masks of it, as far as ``engine`` shows that to
+        be neutral (None: not at all); and, over all replicas, the elements of their main input and, by
         ``include_num_input_tokens_seen``, the tokens among these. Collective.
 
         With ``count_items`` each batch holds ``num_items_in_batch``, [] fp32: the targets of the whole step.
@@ -166,64 +167,66 @@ class Feed:
         facts, pad_id = self.facts, self.neutral.padding.pad_id
         items = [facts.items(batch) for batch in batches] if count_items else [None]
         known = all(item is not None for item in items)
-        padded, unpadded, failure = self._propose(batches, engine)
-        bare, masked = self.masks.propose(padded, engine)
+        changed, open_, failure = self._propose(batches, engine)
         counts = self._over_replicas(
             sum(int(item) for item in items) if known else 0,
             sum(facts.tokens(batch, pad_id, "all") for batch in batches),
             sum(facts.tokens(batch, pad_id, self.args.include_num_input_tokens_seen) for batch in batches),
-            int(unpadded is not None),
-            int(masked is not None),
+            int(open_),
             int(failure is not None),
             int(engine is not None and differ_here(batches, self.mesh)),
         )
-        if counts[6]:
-            raise different()
         if counts[5]:
+            raise different()
+        if counts[4]:
             raise_together(failure, self.mesh.control, "cpu")
         counted = {"num_items_in_batch": torch.tensor(float(counts[0]))} if known else {}
-        if counts[3] or counts[4]:
-            bare = self._settled([engine.read(batch) | counted for batch in batches], engine, counts[3])
-        return [batch | counted for batch in bare], counts[1], counts[2]
+        if counts[3] and engine is not None:
+            changed = self._settled([engine.read(batch) | counted for batch in batches], engine)
+        return [batch | counted for batch in changed], counts[1], counts[2]
 
-    def _settled(self, batches: list[Batch], engine: CapturedTrainer, unpadded: int) -> list[Batch]:
-        """Micro-batches as they run, where some replica has one that is to be settled. Collective.
-
-        unpadded: how many replicas have one whose padding is.
-        """
-        neutral, masks = self.neutral, self.masks
-        pad, prove = partial(neutral.propose, purpose=TRAINING), partial(neutral.settle, engine, purpose=TRAINING)
-        padded = self._tried(batches, pad, prove, unpadded)
-        if padded is None:
-            return batches
-        strip, prove = partial(masks.propose, engine=engine), partial(masks.settle, engine)
-        (masked,) = self._over_replicas(int(strip(padded)[1] is not None))
-        return self._tried(padded, strip, prove, masked) or padded
-
-    def _tried(self, batches: list[Batch], propose: Callable, settle: Callable, open_: int) -> list[Batch] | None:
-        """What ``propose`` makes of the batches, once ``settle`` has tried it; None where that told nothing.
-
-        open_: how many replicas have a batch to be settled. One that has none lets the others have their turn.
-        """
-        tried, place = propose(batches)
-        while open_:
-            place = place or 0
-            if not settle(batches[place], tried[place]):
-                return None
-            tried, place = propose(batches)
-            (open_,) = self._over_replicas(int(place is not None))
-        return tried
+    def _changes(self, engine: CapturedTrainer | None) -> list[tuple[Callable, Callable]]:
+        """How each change to training batches is proposed and settled, in their order."""
+        rows, masks = (
+            (partial(leaner.propose, engine=engine), partial(leaner.settle, engine))
+            for leaner in (self.rows, self.masks)
+        )
+        padding = (
+            partial(self.neutral.propose, purpose=TRAINING),
+            partial(self.neutral.settle, engine, purpose=TRAINING),
+        )
+        return [rows, padding, masks]
 
     def _propose(
         self, batches: Sequence[Batch], engine: CapturedTrainer | None
-    ) -> tuple[list[Batch], int | None, MerakError | None]:
+    ) -> tuple[list[Batch], bool, MerakError | None]:
+        """The batches with every change, and whether one of these is to be settled before that is used."""
+        changed, open_ = list(batches), False
         try:
             check_documents(batches, self.facts.flash)
-            if engine is None:
-                return list(batches), None, None
-            return *self.neutral.propose([engine.read(batch) for batch in batches], TRAINING), None
+            if engine is not None:
+                changed = [engine.read(batch) for batch in batches]
+                for propose, _ in self._changes(engine):
+                    changed, place = propose(changed)
+                    open_ |= place is not None
         except MerakError as error:
-            return list(batches), None, error
+            return list(batches), False, error
+        return changed, open_, None
+
+    def _settled(self, batches: list[Batch], engine: CapturedTrainer) -> list[Batch]:
+        """Micro-batches as they run, where some replica has one that is to be settled. Collective.
+
+        A replica that has none lets the others have their turn.
+        """
+        for propose, settle in self._changes(engine):
+            changed, place = propose(batches)
+            while self._over_replicas(int(place is not None))[0]:
+                place = place or 0
+                if not settle(batches[place], changed[place]):
+                    return batches
+                changed, place = propose(batches)
+            batches = changed
+        return batches
 
     def _over_replicas(self, *counts: int) -> list[int]:
         """The sums over all replicas."""

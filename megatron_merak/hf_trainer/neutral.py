@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import MerakError
+from ..errors import DataError, MerakError
 from ..parallel.agree import gather_json, together
 from ..parallel.mesh import Mesh
 from ..stages.proofs import outputs_differ
@@ -25,6 +25,7 @@ from .padding import Padding
 Batch = Mapping[str, object]
 Axes = dict[str, dict[int, str]]  # of each output, its axes that padding lengthens, by what it lengthens
 REACH = 4
+WIDE = 8  # a proof in training pads by about this share of a length
 TRAINING = ("training",)
 
 
@@ -88,6 +89,7 @@ class NeutralPadding:
         """Try a batch both ways. A replica that has nothing to settle passes a batch twice, or in evaluation None.
         Returns whether that told anything: a step whose gradients are all zero does not."""
         if purpose == TRAINING:
+            padded = self._widely(plain, padded)
             found, axes = engine.difference(padded, [plain]), {}
         else:
             found, axes = self._compare_outputs(engine, plain, padded, purpose)
@@ -100,6 +102,17 @@ class NeutralPadding:
             key = self._key(purpose, plain, padded)
             self._reach[key], self._axes[key] = max(growth, self._reach.get(key, 0.0)), axes
         return True
+
+    def _widely(self, plain: Batch, padded: Batch) -> Batch:
+        """The batch with so much padding that what it shows holds for others; of one length only, as these go alone."""
+        length, *others = [*self.padding.lengths(plain).values(), 0]
+        if len(others) > 1 or not self._growth(plain, padded):
+            return padded
+        try:
+            wide = self.padding(plain, more=length // WIDE)
+        except DataError:  # beyond the largest bucket
+            return padded
+        return wide if self._growth(plain, wide) > self._growth(plain, padded) else padded
 
     def _say(self, what: str, reason: str) -> None:
         if self.mesh.rank == 0:

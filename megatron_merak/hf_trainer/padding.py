@@ -30,8 +30,8 @@ UNPADDED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 class Padding:
     """Pads the token tensors of a batch, [rows, ..., length], to a length that few batches differ in.
 
-    buckets: "auto" (8, 12, 16, 24, 32, 48, ...: at most a third is padding; of packed rows, which are long and of much
-    the same length, 64, 72, 80, ..., 128, 144, ...: at most a ninth), the lengths themselves, or None for none.
+    buckets: "auto" (8, 16, 24, ..., 128, 144, ..., 256, 288, ...: above 64 at most a ninth is padding; of an encoder
+    and a decoder, whose lengths go in pairs, 8, 12, 16, 24, 32, 48, ...), the lengths themselves, or None for none.
     multiple: pad to a multiple of it, whatever the buckets are. pad_id: the token to pad with. mask: whether to add an
     attention mask where there is none; packed sequences, which are told by position_ids, never get one. limit: the
     longest sequence that the model takes; "auto" and ``multiple`` do not pad beyond it, but for rows with position_ids,
@@ -58,8 +58,8 @@ class Padding:
             return length
         elif self.buckets == "auto":
             power = max(8, 1 << (length - 1).bit_length())
-            target = power * 3 // 4 if power > 8 and length <= power * 3 // 4 else power
-            target = -(-length // max(8, power // 16)) * max(8, power // 16) if packed else target
+            step = max(power // 4, 4) if self.decoder else max(power // 16, 8)
+            target = max(-(-length // step) * step, 8)
         else:
             place = bisect_left(self.buckets, length)
             if place == len(self.buckets):
@@ -86,13 +86,13 @@ class Padding:
                 return f"the attention_mask of shape {tuple(mask.shape)} has not one value per token"
         return ""
 
-    def __call__(self, batch: Mapping[str, object]) -> dict[str, object]:
+    def __call__(self, batch: Mapping[str, object], more: int = 0) -> dict[str, object]:
         """``batch`` with its token tensors padded; anything else in it, labels that are not per token too, is left as
-        it is. Raises DataError when it is longer than the largest bucket."""
+        it is. more: pad as if it were so much longer. Raises DataError when it is longer than the largest bucket."""
         padded, lengths = dict(batch), self.lengths(batch)
         if not self.active:
             return padded
-        targets = {name: self.length(length, "position_ids" in batch) for name, length in lengths.items()}
+        targets = {name: self.length(length + more, "position_ids" in batch) for name, length in lengths.items()}
         if targets.get("input", 0) > lengths.get("input", 0):
             if self.mask and not {"attention_mask", "position_ids"} & batch.keys():
                 padded["attention_mask"] = torch.ones_like(batch["input_ids"])

@@ -53,6 +53,7 @@ from .engine import build_engine, wishes
 from .feed import Feed
 from .generation import Generator
 from .job import mesh_of
+from .leaner import in_one_row, without_masks
 from .loop import TrainingLoop
 from .model_facts import ModelFacts, padding_of
 from .neftune import embedding_of
@@ -62,7 +63,6 @@ from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, is_overrid
 from .padding import Padding
 from .predictions import Evaluation, EvaluationBatches
 from .recapture import check_model, check_step, check_training
-from .right_masks import RightMasks
 from .run_directory import RunDirectory, write_text
 from .trainer_face import TrainerFace
 
@@ -171,8 +171,8 @@ class MerakTrainer(TrainerFace):
         self.facts = self._facts_of_model()
         padding = Padding(None) if sees else padding_of(self.model, self.facts, self.args, tokenizer)
         neutral = NeutralPadding(padding, self.mesh)
-        masks = RightMasks(sees)
-        self.feed = Feed(self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer, masks=masks)
+        given = (self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer)
+        self.feed = Feed(*given, rows=in_one_row(sees), masks=without_masks(sees))
 
     def _sees_padding(self) -> bool:
         """Whether the loss may see what stands at padding."""

@@ -19,6 +19,7 @@ from transformers.trainer_utils import PredictionOutput
 from ..errors import ConfigError
 from ..hf_trainer.arguments import MerakArguments
 from ..hf_trainer.batches import Batch
+from ..hf_trainer.leaner import in_rows
 from ..hf_trainer.model_facts import ModelFacts
 from ..hf_trainer.own_loss import LossOfTrainer
 from ..hf_trainer.predictions import Evaluation, Report
@@ -211,6 +212,9 @@ class _Adapter(MerakTrainer, Trainer):
         return replace(super()._evaluation(*given), report=Report(REPORTS, take))
 
     def _count(self, batch: Batch, ran: Batch, reported: Mapping[str, Tensor], gather: Any) -> None:
+        if "position_ids" in ran and "position_ids" not in batch:  # its rows were made one
+            reported = {name: in_rows(value, batch["attention_mask"]) for name, value in reported.items()}
+            ran = {name: batch.get(name, value) for name, value in ran.items() if name != "position_ids"}
         counted = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}  # not padded
         self.own_loss.count({**ran, **counted}, reported, gather)
 

@@ -11,13 +11,16 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
     TrainingArguments,
 )
 
+from megatron_merak.hf_trainer import leaner
 from megatron_merak.hf_trainer.arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
@@ -182,7 +185,8 @@ MASKED = {
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_masks_of_padding_go_where_they_change_nothing(tmp_path, name):
+def test_masks_of_padding_go_where_they_change_nothing(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(leaner, "LONGEST", 0)  # else such batches become one row
     make, collator, goes = MASKED[name]
     changes = {"max_steps": 3, "ragged": True}
     expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator, **changes)
@@ -194,6 +198,75 @@ def test_masks_of_padding_go_where_they_change_nothing(tmp_path, name):
     assert any("attention_mask" not in entries for entries in ran) == (goes or "loss" in name)  # or was tried
     asked = expected[3].evaluate()["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(asked, rel=1e-5)
+
+
+class Convolved(LlamaForCausalLM):
+    """Each token has something of the one before it, whichever document that is of."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, position_ids=None, num_items_in_batch=None):
+        words = self.get_input_embeddings()(input_ids)
+        words = words + nn.functional.pad(words, (0, 0, 1, 0))[:, :-1]
+        given = {"attention_mask": attention_mask, "labels": labels, "position_ids": position_ids}
+        return super().forward(inputs_embeds=words, **given, num_items_in_batch=num_items_in_batch)
+
+
+def convolved():
+    torch.manual_seed(0)
+    return Convolved(LlamaConfig(**SMALL))
+
+
+def token_classifier():
+    torch.manual_seed(0)
+    return LlamaForTokenClassification(LlamaConfig(**SMALL, num_labels=3, classifier_dropout=0.0))
+
+
+def of_tokens(rows, begin=None):
+    """A class for every token. begin: that of the first, None for one like the others'."""
+    batch = collate(rows)
+    labels = (batch["input_ids"] % 3).masked_fill(batch["attention_mask"] == 0, -100)
+    labels[:, 0] = labels[:, 0] if begin is None else begin
+    return batch | {"labels": labels}
+
+
+def of_later_tokens(rows):
+    """First tokens have no class, but for those of the second batch of an epoch."""
+    return of_tokens(rows, None if collate(rows)["attention_mask"].sum() < 39 else -100)
+
+
+# The model, its batches, and whether rows of these become one, once all batches were seen.
+ROWS = {
+    "causal": (tiny_llama, collate, True),
+    "experts": (mixtral, collate, True),
+    "padded in front": (tiny_llama, turned, False),
+    "targets at padding": (tiny_llama, counted, False),
+    "bidirectional": (classifier, classified, False),
+    "convolved": (convolved, collate, False),
+    "first tokens are targets": (token_classifier, of_tokens, False),
+    "some first tokens are targets": (token_classifier, of_later_tokens, False),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_become_one_where_that_changes_nothing(tmp_path, name):
+    make, collator, one = ROWS[name]
+    changes = {"max_steps": 4, "ragged": True}
+    expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator, **changes)
+    losses, norms, _, trainer = trained(MerakTrainer, MerakArguments, str(tmp_path), make, collator, **changes)
+    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+    steps = [trainer.prepare_step([batch]) for batch in expected[3].get_train_dataloader()]
+    ran = {entry["input_ids"].shape[0] == 1 for (entry,) in steps}
+    assert ran == {one} and bool(trainer.feed.rows.refused) == (make in (convolved, token_classifier))
+
+
+def test_tokens_go_to_one_row_and_their_scores_back():
+    rows = [{"input_ids": [*range(1, n)], "labels": [*range(1, n)]} for n in (4, 7, 3)]
+    batch = collate(rows)
+    made = leaner.as_documents(batch)
+    assert made["input_ids"].tolist() == [[1, 2, 3, 1, 2, 3, 4, 5, 6, 1, 2]] and "attention_mask" not in made
+    assert made["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1]]
+    assert made["labels"].tolist() == [[-100, 2, 3, -100, 2, 3, 4, 5, 6, -100, 2]]
+    padded = torch.cat((made["input_ids"], made["input_ids"].new_full((1, 5), 9)), 1)
+    assert torch.equal(leaner.in_rows(padded, batch["attention_mask"]), batch["input_ids"])
 
 
 HALVED = ((classifier, classified, False), (mixtral, collate, False), (tiny_llama, collate, True))
