@@ -26,11 +26,12 @@ PY = $(shell $(ENVIRONMENT) --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help environment install wheel train test test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
+.PHONY: help environment install wheel train test test-long test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
 	@echo "make test         style check, then every test but the exhaustive ones; ARGS='tests/data -k blend' WORKERS=1"
+	@echo "make test-long    whole jobs and further layouts, which make test leaves out (25 minutes)"
 	@echo "make test-oldest  the same tests with the oldest libraries that pyproject.toml allows, in .venv-oldest"
 	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"
@@ -62,7 +63,7 @@ environment:
 install: environment
 
 train bench-search bench-servers: NEEDS = dependencies pictures
-install test test-oldest parity-full test-native test-slow fuzz-graph: NEEDS = dependencies test
+install test test-long test-oldest parity-full test-native test-slow fuzz-graph: NEEDS = dependencies test
 bench bench-two-lines: NEEDS = dependencies accelerate
 lint: NEEDS = lint
 compile-check: NEEDS = torch
@@ -73,13 +74,16 @@ gpu: NEEDS = dependencies gpu
 train: environment
 	@$(PY) examples/train.py $(ARGS)
 
-SELECTION = -m "not slow and not gpu and not compiles" $(SIDE_BY_SIDE)
+SELECTION = -m "not long and not slow and not gpu and not compiles" $(SIDE_BY_SIDE)
 STYLE = $(PY) -m ruff check --output-format concise . && $(PY) -m ruff format --check -q .
 
 # In an environment that was given and has no ruff, tests run all the same.
 test: environment
 	@if $(PY) -c "import ruff" 2>/dev/null; then $(STYLE); else echo "style is not checked: $(PY) has no ruff"; fi
 	@$(PY) -m pytest -q $(SELECTION) $(ARGS)
+
+test-long: environment
+	@$(PY) -m pytest -q -m "long and not slow" --timeout 600 $(SIDE_BY_SIDE) $(ARGS)
 
 # The other end of the ranges in pyproject.toml; compiled parts are built for it, and again for the next target.
 test-oldest:

@@ -116,6 +116,7 @@ class Keeps(Average):
 
 
 @pytest.mark.parametrize("name", ["pp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("full", "optim", "tp"))])
+@pytest.mark.long
 def test_an_average_is_that_of_one_process_or_refused(name, tmp_path):
     found = run_ranks(run, 2, str(tmp_path), name, timeout=200)
     expected = found[0][1] or plain(tmp_path / "one", bf16=name == "optim", **TWICE)

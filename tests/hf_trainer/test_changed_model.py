@@ -210,6 +210,7 @@ def divided(rank, world_size, directory, expected):
             use()
 
 
+@pytest.mark.long
 def test_a_divided_model_is_captured_anew_before_it_trained_and_refused_after(tmp_path):
     model = tiny_llama()
     trainer = made(tmp_path / "theirs", model, "theirs")

@@ -101,6 +101,7 @@ def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: i
     return kills, len(seen)
 
 
+@pytest.mark.long
 def test_a_kill_before_any_change_of_names_loses_no_checkpoint(root):
     [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, NAMES, 1, 3)
     assert kills >= 45 and outcomes == 4, (kills, outcomes)

@@ -294,6 +294,7 @@ def trained(rank, world_size, directory, stage):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.long
 def test_two_replicas_train_by_a_stage_as_by_its_strategy(tmp_path, stage):
     strategy = WAYS[stage][1][1]
     for found in run_ranks(trained, 2, str(tmp_path), stage, timeout=200):

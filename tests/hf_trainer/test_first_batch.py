@@ -113,6 +113,7 @@ class Spent(IterableDataset):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_streams_on_two_ranks(tmp_path):
     wanted = [(trained(THEIRS, str(tmp_path), Counted(once)), 1 if once else 3) for once in (False, True)] * len(TWO)
     for *found, refused in run_ranks(on_two_ranks, 2, str(tmp_path / "ours"), timeout=100):

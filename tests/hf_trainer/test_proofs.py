@@ -289,6 +289,7 @@ def in_halves(rank, world_size, directory):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_halves_that_do_not_add_up_run_whole(tmp_path):
     alone = trained(
         Trainer, TrainingArguments, str(tmp_path), Pooled, classified, True, **REPLICAS, gradient_accumulation_steps=2

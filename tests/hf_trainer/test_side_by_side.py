@@ -11,11 +11,11 @@ from tests.hf_trainer.runs import alike, merak_run, same_files, transformers_ran
 from tests.ranks import run_ranks
 
 LAYOUTS = {"one": (1, 1, 1), "pp2": (1, 2, 1), "tp2": (2, 1, 1), "dp2": (1, 1, 2)}  # tensor, pipeline, data
-CHOSEN = {
-    *(("causal", layout) for layout in ("one", "pp2", "tp2")),
-    *(("t5", "pp2"), ("mixtral", "tp2"), ("stream", "pp2")),
-    *((name, "one") for name in ("tied", "packed", "frozen", "resumed", "logged")),
-    *(("loss function", "tp2"), ("label smoothing", "one"), ("hidden states", "pp2"), ("distilled", "pp2")),
+CHOSEN = {("causal", "pp2"), ("causal", "tp2"), ("resumed", "one"), ("loss function", "tp2")}
+LONG = {
+    *(("causal", "one"), ("t5", "pp2"), ("mixtral", "tp2"), ("stream", "pp2")),
+    *((name, "one") for name in ("tied", "packed", "frozen", "logged")),
+    *(("label smoothing", "one"), ("hidden states", "pp2"), ("distilled", "pp2")),
 }
 MEANS = ("class weights", "hidden states", "two forwards", "distilled")  # losses that are means of a micro-batch
 WAYS = [("pp2", {"pipeline_schedule": name}) for name in SCHEDULES] + [
@@ -51,20 +51,21 @@ def compare(name, layout, theirs, directory, **changes):
         same_files(name, directory / place, saved / place)
 
 
-def product(cells, chosen):
+def mark(cell):
+    return () if cell in CHOSEN else pytest.mark.long if cell in LONG else pytest.mark.slow
+
+
+def product(cells, mark):
     def label(part):
         return part if isinstance(part, str) else "-".join(part.values())
 
-    return [
-        pytest.param(*cell, marks=() if chosen(cell) else pytest.mark.slow, id="-".join(map(label, cell)))
-        for cell in cells
-    ]
+    return [pytest.param(*cell, marks=mark(cell), id="-".join(map(label, cell))) for cell in cells]
 
 
 CELLS = [cell for cell in itertools.product(CASES, LAYOUTS) if cell not in itertools.product(MEANS, ("dp2",))]
 
 
-@pytest.mark.parametrize(("name", "layout"), product(CELLS, CHOSEN.__contains__))
+@pytest.mark.parametrize(("name", "layout"), product(CELLS, mark))
 def test_a_script_gives_what_it_gives_in_transformers(tmp_path, theirs, name, layout):
     compare(name, layout, theirs, tmp_path)
 
@@ -86,7 +87,9 @@ def test_own_losses_on_two_replicas_are_those_of_two_processes_in_transformers(t
 @pytest.mark.parametrize(
     ("name", "shared"),
     [
-        pytest.param(name, shared, marks=() if name == "classes" and "fsdp" in shared else pytest.mark.slow)
+        pytest.param(
+            name, shared, marks=pytest.mark.long if name == "classes" and "fsdp" in shared else pytest.mark.slow
+        )
         for shared in SHARED
         for name in ("classes", "causal", "tied", "t5", "mixtral", "resumed")
     ],
@@ -104,7 +107,9 @@ def in_nodes_of_two(rank, world, *what):
 @pytest.mark.parametrize(
     ("name", "fsdp"),
     [
-        pytest.param(name, fsdp, marks=() if (name, fsdp) == ("classes", "hybrid_shard") else pytest.mark.slow)
+        pytest.param(
+            name, fsdp, marks=pytest.mark.long if (name, fsdp) == ("classes", "hybrid_shard") else pytest.mark.slow
+        )
         for fsdp in ("hybrid_shard", "hybrid_shard_zero2")
         for name in ("classes", "tied", "t5", "mixtral", "resumed")
     ],
@@ -130,7 +135,7 @@ def trained(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "way"), product(WAYS, lambda cell: True))
+@pytest.mark.parametrize(("layout", "way"), product(WAYS, lambda cell: ()))
 @pytest.mark.parametrize("name", ["causal", "classes"])
 def test_so_does_every_schedule_and_overlap(tmp_path, theirs, name, layout, way):
     compare(name, layout, theirs, tmp_path, **way)

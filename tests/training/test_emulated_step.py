@@ -77,6 +77,7 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
         pytest.param("llama", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.long
 def test_the_steps_of_an_emulated_run_take_what_its_plan_says(tmp_path, model, cluster, ranks, layout):
     """Where arithmetic or links dominate."""
     own, saved, metrics = tmp_path / "own.json", tmp_path / "plan.json", tmp_path / "metrics.jsonl"

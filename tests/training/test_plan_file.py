@@ -179,6 +179,7 @@ def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
         plan_of(config, 2, small)
 
 
+@pytest.mark.long
 def test_a_captured_model_runs_the_edited_plan_through_both_doors(tmp_path, shape, capsys):  # noqa: F811
     path, alone, edited = (tmp_path / name for name in ("plan.json", "alone.jsonl", "edited.jsonl"))
     made = planned(path, 2, f"--model {shape} --tensor-model-parallel-size 2")

@@ -72,6 +72,7 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
     assert losses(alone) == pytest.approx(losses(second), abs=1e-5)
 
 
+@pytest.mark.long
 def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
     profile = CLUSTERS["rtx3090"]
     replace(profile, device=replace(profile.device, name="Card 1"), name="own").to_json(tmp_path / "mine.json")

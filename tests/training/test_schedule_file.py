@@ -95,6 +95,7 @@ ALL = [(door, name) for door in ("gpt", "hf", "merak") for name in ("mine", "v",
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chosen", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.long
 def test_every_door_runs_it_and_equals_one_process(tmp_path, files, chosen):
     one = [(door, None) for door in ("gpt", "hf", "merak")]
     (alone,) = run_ranks(doors, 1, str(tmp_path), files, one, timeout=120)

@@ -79,6 +79,7 @@ def several(rank, world_size, rows, directory):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_layouts(ranks, tmp_path):
     logs = run_ranks(several, ranks, QUICK[ranks], str(tmp_path), timeout=500)
     for rank in logs:

@@ -40,6 +40,7 @@ def dpo(directory, **more):
     return parallelize(trl.DPOTrainer)(llama(), llama(), args=args, **data)
 
 
+@pytest.mark.long
 def test_resumes(tmp_path):
     told = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
     through = sft(tmp_path, **told)
@@ -66,6 +67,7 @@ def test_a_directory_in_bf16(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
+@pytest.mark.long
 def test_a_step_of_fewer_micro_batches_balances_experts_as_trl_does(tmp_path):
     """Five batches of an epoch in steps of two: the loss of the experts is a mean over one in the third."""
     curves = []
