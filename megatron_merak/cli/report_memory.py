@@ -4,8 +4,8 @@ Takes a stored plan, or every flag of pretrain_gpt.py, so that a command line ca
 HuggingFace directory or config.json, those of pretrain_hf.py. All numbers are modelled:
 
   weights      parameters in the compute type, tied ones once per rank
-  gradients    the fp32 buffer that all micro-batches add to
-  optimizer    both moments of AdamW in fp32, and an fp32 copy of 16-bit weights
+  gradients    the fp32 buffer that all micro-batches add to, of weights that are trained
+  optimizer    its state, such as both moments of AdamW in fp32, and an fp32 copy of 16-bit weights
   activations  what micro-batches in flight keep for their backwards when the rank keeps most, under the plan's
                schedule and recomputation: inputs of recomputed layers, tapes of the others, what waits for a W
   working      what the largest unit needs only while it runs, such as logits and their gradient; where replicas share
@@ -68,12 +68,15 @@ def looked_at(plan: "Plan", limit: float) -> str:
 
 def classic() -> str:
     """Figures to check a memory model against."""
-    from ..planner.memory import StageMemory
+    from ..planner.memory import StageMemory, Values
     from ..planner.tables import align
 
     table, giant = 64000 * 5120, 175 * GB
     rows = [["", "fp32", "fp16"]]
-    sizes = [[StageMemory.of(count, dtype, 0, 0, 0) for dtype in ("float32", "float16")] for count in (table, giant)]
+    sizes = [
+        [StageMemory.of(Values(count, 8 * count), dtype, 0, 0, 0) for dtype in ("float32", "float16")]
+        for count in (table, giant)
+    ]
     rows.append(["64000 x 5120 embedding", *(f"{memory.weights / MIB:.0f} MB" for memory in sizes[0])])
     rows.append(["its fp32 gradient", *(f"{memory.gradients / MIB:.0f} MB" for memory in sizes[0])])
     rows.append(["its optimizer state", *(f"{memory.optimizer / MIB:.0f} MB" for memory in sizes[0])])

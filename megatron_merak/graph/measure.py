@@ -26,6 +26,8 @@ from .fusion.fuse import fuse
 from .fusion.linear import RECOMPUTED
 from .ir.marks import copy_in, reduce_sum, stack
 from .ir.nodes import flops, is_op, nbytes, op_name, values
+from .kept_state import StateOf, kept_state
+from .lowering.documents import known_documents
 from .lowering.emit import sinking
 from .lowering.flow import REDUCTIONS, Flow
 from .lowering.rewrite import rewrite
@@ -64,9 +66,12 @@ def measure(
     fused_attention: bool = False,
     loss_chunk: int = 0,
     recompute_activations: bool = False,
+    positions: Tensor | None = None,
+    state_of: StateOf | None = None,
 ) -> tuple[Unit, ...]:
     """The chain as the planner sees it. ``fused_attention``: of the device that runs it, see ``cluster.Device``.
-    ``loss_chunk``, ``recompute_activations``: see ``fuse``."""
+    ``loss_chunk``, ``recompute_activations``: see ``fuse``. ``positions``: those of packed rows on a CPU, see
+    ``known_documents``. ``state_of``: bytes that the optimizer keeps of a parameter's value; None: as the plan says."""
     rewritten = rewrite(captured, chain, sharding, 0, tp)
     products = _units(rewritten.graph.nodes, len(chain.units))
     counted = [(sum(map(flops, nodes)), _sides(nodes)) for nodes in products]
@@ -76,7 +81,9 @@ def measure(
         raise PlanError(
             "--recompute-granularity", "selective (recompute_activations)", reason, "Leave it out, or use full"
         )
-    flow = Flow(rewritten)
+    flow = Flow(
+        rewritten, {} if positions is None else known_documents(rewritten.graph, rewritten.constants, positions)
+    )
     known: dict[Hashable, Work] = {}
     works = []
     for (total, sides), nodes in zip(counted, _flow_units(flow, len(chain.units)), strict=True):
@@ -84,7 +91,7 @@ def measure(
         if key not in known:
             known[key] = replace(work(nodes, flow, fused_attention), flops=total, products=sides)
         works.append(known[key])
-    return _assembled(captured, chain, sharding, tp, works)
+    return _assembled(captured, chain, sharding, tp, works, state_of)
 
 
 def _sides(nodes: Iterable[Node]) -> tuple[tuple[int, int, int], ...]:
@@ -114,7 +121,7 @@ def _flow_units(flow: Flow, count: int) -> list[list[Node]]:
 
 
 def _assembled(
-    captured: Captured, chain: Chain, sharding: Sharding, tp: int, works: Sequence[Work]
+    captured: Captured, chain: Chain, sharding: Sharding, tp: int, works: Sequence[Work], state_of: StateOf | None
 ) -> tuple[Unit, ...]:
     users: dict[str, int] = {}
     for names in chain.parameters:
@@ -126,15 +133,20 @@ def _assembled(
         crossing = _outputs(captured) if last else chain.crossing[index]
         mine = frozenset(nodes)
         sizes = {held: stored_values(sharding.tensors[held], tp) for held in names}
+        own, shared = ([held for held in names if (users[held] > 1) == tied] for tied in (False, True))
+        frozen = [held for held in own if held not in captured.trainable]
         local = [(node, _local_bytes(node, sharding)) for node in crossing]
         units.append(
             Unit(
                 name=name,
                 kind=re.sub(r"\d+", "*", name),
-                parameters=sum(size for held, size in sizes.items() if users[held] == 1),
+                parameters=sum(sizes[held] for held in own),
                 output_bytes=sum(size for _, size in local),
-                tied=tuple((held, size) for held, size in sizes.items() if users[held] > 1),
+                tied=tuple((held, sizes[held]) for held in shared),
                 passed_bytes=0 if last else sum(size for node, size in local if node not in mine),
+                frozen=sum(sizes[held] for held in frozen),
+                tied_frozen=tuple(held for held in shared if held not in captured.trainable),
+                **kept_state(own, shared, sizes, captured, state_of),
                 **vars(works[index]),
             )
         )
@@ -173,7 +185,8 @@ def signature(nodes: Sequence[Node], flow: Flow) -> Hashable:
         shape = [(tuple(value.shape), value.dtype) for value in values(source)]
         place = outside.setdefault(source, len(outside))
         kind = flow.differentiable.get(source, False), flow.is_parameter(source), _only_reader(nodes, flow, source)
-        kind += (_held_before(nodes, flow, source),)
+        documents = flow.documents.get(source)
+        kind += (_held_before(nodes, flow, source), None if documents is None else documents.tolist())
         return ("outer", place, shape, *kind)
 
     return tuple((node.target, repr(map_arg((node.args, node.kwargs), told))) for node in nodes)
@@ -225,6 +238,12 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
         outputs = values(node)
         if function is ops.linear_cross_entropy_stats or options.get("chunk"):
             continue  # they are taken at once
+        weights = operands[1] if isinstance(operands[1], list | tuple) else [operands[1]]
+        trained = [flow.differentiable[flow.behind(weight)] for weight in weights]
+        if not any(trained):
+            continue
+        if function is ops.linears:
+            outputs = [output for output, each in zip(outputs, trained, strict=True) if each]
         if function is ops.linear_cross_entropy:  # the factors of the logits' gradient, the input scaled anew
             rows, weight = replay.value(operands[0]), replay.value(operands[1])
             held[node] = (len(rows) * weight.shape[0] + rows.numel()) * rows.element_size()
@@ -329,8 +348,8 @@ class Replay:
         """Something like what comes from outside: a parameter, a constant, a common value, another unit's value."""
         if self.flow.is_module(node):
             return self.flow.attribute(node)
-        value = node.meta["val"]
-        if not isinstance(value, Tensor):
+        value = self.flow.documents.get(node, node.meta["val"])
+        if not isinstance(value, Tensor) or node in self.flow.documents:
             return value
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         return made.requires_grad_(self.flow.differentiable.get(node, False))

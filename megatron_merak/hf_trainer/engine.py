@@ -76,7 +76,11 @@ def build_engine(
     traced = Traced(model, example, compute_dtype(model, args.bf16, args.fp16), args.bf16 or args.fp16, mesh, loss)
     with together(mesh.control, "cpu"):
         stored = plan_of_arguments(args, traced.dtype, asked["plan"]["cluster"])
-        blueprint = draw(traced, mesh.grid, **asked["plan"]) if stored is None else follow(traced, stored)
+        state_of = recipe.state_of if adam is None else None
+        if stored is None:
+            blueprint = draw(traced, mesh.grid, **asked["plan"], state_of=state_of)
+        else:
+            blueprint = follow(traced, stored, state_of)
     return CapturedTrainer(
         blueprint,
         mesh,

@@ -20,8 +20,9 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, sink, together, count, *parameters):
         weights, biases = parameters[:count], parameters[count:]
-        ctx.save_for_backward(input, *weights)
-        ctx.sink, ctx.together, ctx.count = sink, together, count
+        trained = sink is not None or any(ctx.needs_input_grad[4 : 4 + count])
+        ctx.save_for_backward(input if trained else None, *weights)
+        ctx.shape, ctx.sink, ctx.together, ctx.count = input.shape, sink, together, count
         ctx.set_materialize_grads(False)
         if together:
             return _side_by_side(input, weights)
@@ -30,8 +31,9 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         input, *weights = ctx.saved_tensors
-        inputs = input.reshape(-1, input.shape[-1])
-        rows = [None if grad is None else grad.reshape(len(inputs), -1) for grad in grads]
+        inputs = None if input is None else input.reshape(-1, input.shape[-1])
+        count = ctx.shape[:-1].numel()
+        rows = [None if grad is None else grad.reshape(count, -1) for grad in grads]
         grad_input = None
         if ctx.together and rows[0] is not None:
             whole = _joined(weights)
@@ -51,7 +53,7 @@ class _Linears(torch.autograd.Function):
                 made[place] = grad.t() @ inputs
             if ctx.needs_input_grad[4 + ctx.count + place]:
                 made[ctx.count + place] = grad.sum(0)
-        return None if grad_input is None else grad_input.view_as(input), None, None, None, *made
+        return None if grad_input is None else grad_input.view(ctx.shape), None, None, None, *made
 
 
 def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -79,6 +80,14 @@ class Recipe:
         shapes = [(shape, group.entries(len(shape))) for group in self.groups for shape in group.shapes]
         kept = sum(entry.nbytes(shape) for shape, entries in shapes for entry in entries.values())
         return kept / max(sum(shape.numel() for shape, _ in shapes), 1)
+
+    def state_of(self, name: str, shape: tuple[int, ...]) -> float:
+        """As ``state_bytes``, of one parameter."""
+        number = self.group_of(name)
+        if number == len(self.groups):
+            return 0.0
+        entries = self.groups[number].entries(len(shape))
+        return sum(entry.nbytes(torch.Size(shape)) for entry in entries.values()) / max(prod(shape), 1)
 
     def make(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """An optimizer of ``parameters``, by the number of their groups, which have one prototype."""

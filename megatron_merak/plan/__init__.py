@@ -2,7 +2,17 @@
 
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.plan.frozen import Plan
-from megatron_merak.plan.parts import AXES, DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
+from megatron_merak.plan.parts import (
+    AXES,
+    DTYPE_BYTES,
+    Grid,
+    StagePlan,
+    Unit,
+    held_parameters,
+    optimizer_state,
+    trained_parameters,
+    trained_tied,
+)
 from megatron_merak.plan.placement import placed_groups, placement
 from megatron_merak.plan.replicas import UNSHARDED, Shards, refused_together
 from megatron_merak.plan.sharding import TensorSharding
@@ -20,10 +30,13 @@ __all__ = [
     "Unit",
     "bytes_text",
     "held_parameters",
+    "optimizer_state",
     "placed_groups",
     "placement",
     "prediction",
     "refused_together",
     "sharing",
     "time_text",
+    "trained_parameters",
+    "trained_tied",
 ]

@@ -40,7 +40,8 @@ class Plan:
     feed-forward parts are not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a captured model
     is cut into units, empty for the native model. ``grad_reduce_in_bf16``: replicas send gradients in bf16.
     ``fp32_residual``: the residual stream of a 16-bit native model is fp32. ``state_bytes``: what the optimizer keeps
-    of a parameter on average, beside an fp32 copy of a 16-bit one; AdamW keeps 8. Printing a plan gives its table.
+    of a parameter on average, beside an fp32 copy of a 16-bit one; AdamW keeps 8. ``frozen_bytes``: what a rank keeps
+    of a weight that is not trained, on average; 0: the weight in ``dtype``. Printing a plan gives its table.
     """
 
     grid: Grid
@@ -69,6 +70,7 @@ class Plan:
     grad_reduce_in_bf16: bool = False
     fp32_residual: bool = False
     state_bytes: float = 8.0
+    frozen_bytes: float = 0.0
 
     def __post_init__(self):
         cuts = [0] + [stage.last for stage in self.stages]
@@ -100,7 +102,8 @@ class Plan:
         if self.overlap == "sub-pipeline" and self.micro_batch_size == 1:
             reason = "a micro-batch of one sample has no halves"
             raise PlanError("overlap", self.overlap, reason, "Use pair, or a micro_batch_size of 2 or more")
-        leasts = {"bucket_size": 1, "loss_chunk": 0, "micro_batch_size": 1, "sequence_length": 0, "state_bytes": 0}
+        leasts = {"bucket_size": 1, "loss_chunk": 0, "micro_batch_size": 1, "sequence_length": 0}
+        leasts |= {"state_bytes": 0, "frozen_bytes": 0}
         for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise PlanError(name, getattr(self, name), f"it is below {least}", f"Use {least} or more")

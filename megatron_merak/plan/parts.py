@@ -112,6 +112,9 @@ class Unit:
     made of (inputs and output gradients of its matrix products), kept where they are computed apart from the backward;
     0: as much as ``saved_bytes``. ``unread_bytes``: of what enters it, what no backward reads. ``products``: (m, n, k)
     of the matrix products in its forward beside attention's, of a part where the rest is alike; none: they are unknown.
+    ``frozen``: how many of its ``parameters`` are not trained, ``tied_frozen``: which of its ``tied`` tensors.
+    ``state_bytes``: what the optimizer keeps of one of its other ``parameters`` on average, ``tied_state_bytes``: of a
+    value of some ``tied`` tensors, by name; None, and where there is no entry: as much as the plan says.
     """
 
     name: str
@@ -131,6 +134,10 @@ class Unit:
     attention_flops: int = 0
     more_flops: tuple[int, int] = (0, 0)
     products: tuple[tuple[int, int, int], ...] = ()
+    frozen: int = 0
+    tied_frozen: tuple[str, ...] = ()
+    state_bytes: float | None = None
+    tied_state_bytes: tuple[tuple[str, float], ...] = ()
 
     @property
     def held_bytes(self) -> int:
@@ -178,3 +185,22 @@ def held_parameters(units: Sequence[Unit]) -> int:
     """The values of some units on one rank, tied ones once."""
     tied = dict(pair for unit in units for pair in unit.tied)
     return sum(unit.parameters for unit in units) + sum(tied.values())
+
+
+def trained_tied(unit: Unit) -> list[tuple[str, int]]:
+    """Of a unit's ``tied``, those that are trained."""
+    return [pair for pair in unit.tied if pair[0] not in unit.tied_frozen]
+
+
+def trained_parameters(units: Sequence[Unit]) -> int:
+    """As ``held_parameters``, of those that are trained."""
+    tied = dict(pair for unit in units for pair in trained_tied(unit))
+    return sum(unit.parameters - unit.frozen for unit in units) + sum(tied.values())
+
+
+def optimizer_state(units: Sequence[Unit], usual: float) -> float:
+    """Bytes that the optimizer keeps of some units on one rank. usual: of a value of which its unit says nothing."""
+    tied = {name: (values, dict(unit.tied_state_bytes)) for unit in units for name, values in trained_tied(unit)}
+    own = ((unit.parameters - unit.frozen, unit.state_bytes) for unit in units)
+    kept = sum(values * (usual if each is None else each) for values, each in own)
+    return kept + sum(values * each.get(name, usual) for name, (values, each) in tied.items())

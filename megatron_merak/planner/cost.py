@@ -6,7 +6,7 @@ from math import ceil
 
 from megatron_merak.cluster import Cluster, Link, all_reduce
 from megatron_merak.config import ModelConfig
-from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters
+from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters, trained_parameters
 from megatron_merak.planner.arithmetic import arithmetic
 from megatron_merak.planner.attention import SHORT, causal_more
 from megatron_merak.planner.links import link_along
@@ -27,7 +27,7 @@ SEED_BYTES = 8
 @dataclass(frozen=True)
 class UnitCost:
     """Seconds: of one micro-batch's ``forward`` and ``backward`` (``weight`` of it for weight gradients, recomputation
-    not included) without collectives, and of one optimizer ``step`` on the unit's parameters, tied ones included.
+    not included) without collectives, and of one optimizer ``step`` on trained parameters, tied ones included.
 
     In pairs of (forward, backward): ``reduces``, its all-reduces over the tensor-parallel ranks one after the other,
     ``half_reduces``, those of two halves of the micro-batch, ``last_reduces``, the one of these that comes last, and
@@ -224,7 +224,8 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
     for unit in units:
         moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
         weights = held_parameters([unit])
-        gradient = 8 * weights if unit.flops else 0
+        trained = trained_parameters([unit])
+        gradient = 8 * trained if unit.flops else 0
         again = weights * DTYPE_BYTES[dtype] if unit.flops else 0
         halves = _reduce_times(unit, grid.tp, link, 2)
         host = tuple(device.dispatch * started for started in unit.operations)
@@ -233,7 +234,7 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
             UnitCost(
                 forward=work.forward + device.compute_time(0, moved, dtype) + host[0],
                 backward=work.backward + device.compute_time(0, 2 * moved + gradient, dtype) + host[1],
-                step=weights * update,
+                step=trained * update,
                 weight=work.weight + device.compute_time(0, gradient, dtype),
                 reduces=_reduce_times(unit, grid.tp, link, 1),
                 half_reduces=halves,

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_merak.cluster import Cluster
 from megatron_merak.errors import PlanError
-from megatron_merak.plan import Plan, Shards, StagePlan, bytes_text
+from megatron_merak.plan import Plan, Shards, StagePlan, bytes_text, trained_tied
 from megatron_merak.planner.cost import optimizer_bytes, unit_costs
 from megatron_merak.planner.memory import Ledger
 from megatron_merak.planner.overlap import times
@@ -33,7 +33,8 @@ class Layout:
         moved = optimizer_bytes(draft["dtype"], state)
         update = cluster.device.compute_time(0, moved, draft["dtype"]) / shards.optimizer
         copied = draft["bucket_size"] if draft.get("grad_reduce_in_bf16") and draft["grid"].dp > 1 else 0
-        self.ledger = Ledger(self.units, self.schedule, draft["dtype"], shards, copied, state)
+        given = (shards, copied, state, draft.get("frozen_bytes", 0.0), draft["bucket_size"])
+        self.ledger = Ledger(self.units, self.schedule, draft["dtype"], *given)
         seconds = [one.forward for one in exposed]
         self.chooser = Chooser(recompute, self.units, seconds, self.ledger, limit)
         most = Recompute("full") if recompute.method == "capacity" else recompute
@@ -41,12 +42,12 @@ class Layout:
         count = self.schedule.microbatches
         users: dict[tuple[str, int], list[int]] = {}
         for index, unit in enumerate(self.units):
-            for tensor in unit.tied:
+            for tensor in trained_tied(unit):
                 users.setdefault(tensor, []).append(index)
         # A stage updates its copy of a tied tensor once, whichever number of its units use it.
         self.shared = [(values * update, found) for (_, values), found in users.items()]
         self.costs = [
-            count * (one.forward + one.backward) + unit.parameters * update
+            count * (one.forward + one.backward) + (unit.parameters - unit.frozen) * update
             for unit, one in zip(self.units, exposed, strict=True)
         ]
 

@@ -6,16 +6,40 @@ from math import ceil
 
 from megatron_merak.cluster import Device
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule, ops_of
-from megatron_merak.plan import DTYPE_BYTES, UNSHARDED, Plan, Shards, StagePlan, Unit, held_parameters
+from megatron_merak.plan import (
+    DTYPE_BYTES,
+    UNSHARDED,
+    Plan,
+    Shards,
+    StagePlan,
+    Unit,
+    held_parameters,
+    trained_parameters,
+)
 from megatron_merak.planner.saved import Footprint, footprint, moments, of_stage, peak
+from megatron_merak.planner.uneven import shared_state
+
+
+@dataclass(frozen=True)
+class Values:
+    """What replicas hold of parameters, together where they share them: how many are ``trained``, the bytes of the
+    optimizer's ``state``, as if each had as much as the one that has most, and those of ``frozen`` weights, which they
+    never share."""
+
+    trained: int
+    state: float
+    frozen: float = 0.0
+
+    def __sub__(self, other: "Values") -> "Values":
+        return Values(self.trained - other.trained, self.state - other.state, self.frozen - other.frozen)
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes: ``weights`` in the compute dtype, fp32 ``gradients``, ``optimizer`` (its state, and an fp32 weight
-    beside a 16-bit one), ``activations`` that the micro-batches in flight keep for their backwards when the rank
-    keeps most, ``working`` while one unit runs, ``transfers`` from and to neighbouring stages. Of what replicas share,
-    a rank's shard counts, and in ``working`` what is whole for a time."""
+    """Bytes: ``weights`` in the compute dtype, fp32 ``gradients`` of those that are trained, ``optimizer`` (its state,
+    and an fp32 weight beside a 16-bit one), ``activations`` that the micro-batches in flight keep for their backwards
+    when the rank keeps most, ``working`` while one unit runs, ``transfers`` from and to neighbouring stages. Of what
+    replicas share, a rank's shard counts, and in ``working`` what is whole for a time."""
 
     weights: int
     gradients: int
@@ -30,18 +54,11 @@ class StageMemory:
 
     @classmethod
     def of(
-        cls,
-        parameters: int,
-        dtype: str,
-        activations: int,
-        working: int,
-        transfers: int,
-        shards: Shards = UNSHARDED,
-        state_bytes: float = 8.0,
+        cls, values: "Values", dtype: str, activations: int, working: int, transfers: int, shards: Shards = UNSHARDED
     ) -> "StageMemory":
-        weights = -(-parameters * DTYPE_BYTES[dtype] // shards.parameters)
-        gradients = -(-parameters * 4 // shards.gradients)
-        kept = ceil(parameters * (state_bytes + (0 if dtype == "float32" else 4)))
+        weights = -(-values.trained * DTYPE_BYTES[dtype] // shards.parameters) + ceil(values.frozen)
+        gradients = -(-values.trained * 4 // shards.gradients)
+        kept = ceil(values.state) + (0 if dtype == "float32" else 4 * values.trained)
         optimizer = -(-kept // shards.optimizer)
         return cls(weights, gradients, optimizer, activations, working, transfers)
 
@@ -64,7 +81,7 @@ class WholeUnits:
         self.gradient = 4 if shards.gradients > 1 else 0
         ops = (op for entry in schedule.entries() for op in ops_of(entry)) if self.gradient else ()
         self.splits = {op.stage for op in ops if op.kind is Kind.W}
-        self.values = [held_parameters([unit]) for unit in units] if self.gradient else []
+        self.values = [trained_parameters([unit]) for unit in units] if self.gradient else []
 
     def bytes(self, index: int, stage: StagePlan, unit: int) -> int:
         """The most while a unit of stage ``index`` runs. A forward has its weights and those of the next unit; a
@@ -84,7 +101,7 @@ class Ledger:
     """The memory of the stages of a schedule, for whatever cut and recomputation of a chain of units.
 
     shards: over how many ranks each part of a stage's state is sharded. copied: gradients that are rounded to bf16 and
-    sent at a time, 0 where they travel as they are. state_bytes: of the optimizer's state, per parameter.
+    sent at a time, 0 where they travel as they are. state_bytes, frozen_bytes, bucket_size: see ``Plan``; 0: unknown.
     """
 
     def __init__(
@@ -95,8 +112,11 @@ class Ledger:
         shards: Shards = UNSHARDED,
         copied: int = 0,
         state_bytes: float = 8.0,
+        frozen_bytes: float = 0.0,
+        bucket_size: int = 0,
     ):
-        self.state_bytes = state_bytes
+        self.state_bytes, self.frozen_bytes = state_bytes, frozen_bytes or DTYPE_BYTES[dtype]
+        self._bucket_size = 0 if shards.gradients > 1 else bucket_size
         self.units, self.schedule, self.dtype, self.shards, self.copied = units, schedule, dtype, shards, copied
         self.stages_of = [
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
@@ -109,8 +129,8 @@ class Ledger:
     def alone(self, index: int, stage: StagePlan) -> StageMemory:
         """Of a stage, if its rank held no other."""
         footprints = {index: footprint(self.units, stage)}
-        activations, parameters = peak(self._own[index], footprints)[index], self._parameters([stage])[0]
-        return self._memory(stage, activations, parameters, self._working(index, stage))
+        activations, values = peak(self._own[index], footprints)[index], self._values([stage])[0]
+        return self._memory(stage, activations, values, self._working(index, stage))
 
     def alike(self, index: int) -> object:
         """Equal for stages that need the same memory for the same units."""
@@ -124,10 +144,10 @@ class Ledger:
             footprints: dict[int, Footprint] = {index: footprint(self.units, stages[index]) for index in mine}
             shares = peak(self.moments[rank], footprints)
             busiest = max(mine, key=lambda index: self._working(index, stages[index]))
-            counts = self._parameters([stages[index] for index in mine])
-            for index, parameters in zip(mine, counts, strict=True):
+            held = self._values([stages[index] for index in mine])
+            for index, values in zip(mine, held, strict=True):
                 working = self._working(index, stages[index]) if index == busiest else 0
-                found[index] = self._memory(stages[index], shares[index], parameters, working)
+                found[index] = self._memory(stages[index], shares[index], values, working)
         return [memory for memory in found if memory is not None]
 
     def _working(self, index: int, stage: StagePlan) -> int:
@@ -138,29 +158,32 @@ class Ledger:
     def _copies(self, stage: StagePlan) -> int:
         """In bf16: what is sent of a bucket and what comes; where all ranks need the sum, the bucket before it too."""
         units = [self.units[unit] for unit in stage.units]
-        values, largest = held_parameters(units), max(held_parameters([unit]) for unit in units)
+        values, largest = trained_parameters(units), max(trained_parameters([unit]) for unit in units)
         bucket = largest if self.shards.gradients > 1 else min(self.copied, values)
         before = min(bucket, values - bucket) if self.shards.optimizer == 1 else 0
         return 4 * bucket + 2 * before
 
-    def _memory(self, stage: StagePlan, activations: int, parameters: int, working: int) -> StageMemory:
+    def _memory(self, stage: StagePlan, activations: int, values: Values, working: int) -> StageMemory:
         transfers = transfer_bytes(self.units, stage)
-        given = (parameters, self.dtype, activations, working, transfers, self.shards, self.state_bytes)
-        return StageMemory.of(*given)
+        return StageMemory.of(values, self.dtype, activations, working, transfers, self.shards)
 
-    def _parameters(self, stages: Sequence[StagePlan]) -> list[int]:
+    def _values(self, stages: Sequence[StagePlan]) -> list[Values]:
         """Of each stage, the values that no stage before it in the list holds."""
-        counts, held = [], 0
+        found, held = [], Values(0, 0.0)
         for end in range(1, len(stages) + 1):
-            together = held_parameters([self.units[unit] for stage in stages[:end] for unit in stage.units])
-            counts.append(together - held)
+            units = [self.units[unit] for stage in stages[:end] for unit in stage.units]
+            trained, ranks = trained_parameters(units), self.shards.optimizer
+            state = shared_state(units, self.state_bytes, ranks, self._bucket_size)
+            together = Values(trained, state, self.frozen_bytes * (held_parameters(units) - trained))
+            found.append(together - held)
             held = together
-        return counts
+        return found
 
 
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Of each stage of the plan, at the peak of its rank."""
-    ledger = Ledger(plan.units, plan.schedule, plan.dtype, plan.shards, plan.copied, plan.state_bytes)
+    of_values = plan.state_bytes, plan.frozen_bytes, plan.bucket_size
+    ledger = Ledger(plan.units, plan.schedule, plan.dtype, plan.shards, plan.copied, *of_values)
     return tuple(ledger.together(plan.stages))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from megatron_merak.cluster import all_reduce
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
-from megatron_merak.plan import Plan, held_parameters
+from megatron_merak.plan import Plan, trained_parameters, trained_tied
 from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
 from megatron_merak.planner.links import link_along
 from megatron_merak.planner.memory import stage_memory
@@ -103,7 +103,7 @@ def ending(plan: Plan) -> Ending:
     endings = []
     for rank in range(plan.grid.pp):
         mine = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
-        parameters = held_parameters([plan.units[unit] for unit in mine])
+        parameters = trained_parameters([plan.units[unit] for unit in mine])
         reductions = _reductions(plan, rank, mine, units, waits) + ties[rank]
         endings.append(Ending(reductions, parameters * update))
     return max(endings, key=lambda one: one.total)
@@ -124,7 +124,7 @@ def _tie_times(plan: Plan) -> list[float]:
     holders: dict[tuple[str, int], list[int]] = {}
     for rank in range(plan.grid.pp):
         units = [unit for stage in plan.stages_of(rank) for unit in plan.stage_units(stage)]
-        for tensor in dict.fromkeys(pair for unit in units for pair in unit.tied):
+        for tensor in dict.fromkeys(pair for unit in units for pair in trained_tied(unit)):
             holders.setdefault(tensor, []).append(rank)
     seconds = [0.0] * plan.grid.pp
     for (_, values), ranks in holders.items():

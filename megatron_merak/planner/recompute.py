@@ -56,7 +56,8 @@ class Chooser:
         kinds: dict[tuple, int] = {}
         self._kinds = [
             kinds.setdefault((unit.saved_bytes, unit.output_bytes, unit.passed_bytes, unit.transient_bytes,
-                              unit.unread_bytes, unit.held_bytes, unit.parameters, unit.tied, second), len(kinds))
+                              unit.unread_bytes, unit.held_bytes, unit.parameters, unit.tied, unit.frozen,
+                              unit.tied_frozen, unit.state_bytes, unit.tied_state_bytes, second), len(kinds))
             for unit, second in zip(units, seconds, strict=True)
         ]  # fmt: skip
         self._known: dict[object, tuple[int, ...] | None] = {}

@@ -4,7 +4,7 @@ last backward, the all-gather of sharded parameters the next forward."""
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_merak.cluster import Link, all_gather, all_reduce, reduce_scatter
-from megatron_merak.plan import DTYPE_BYTES, Plan, Unit
+from megatron_merak.plan import DTYPE_BYTES, Plan, Unit, trained_tied
 from megatron_merak.planner.cost import UnitCost
 from megatron_merak.planner.instances import Across, link_inside
 
@@ -79,11 +79,11 @@ def _link(plan: Plan) -> Link:
 
 
 def own_values(units: tuple[Unit, ...], mine: Iterable[int]) -> list[tuple[int, int]]:
-    """The values of each unit; a tied tensor is one of the first unit's that has it."""
+    """The trained values of each unit; a tied tensor is one of the first unit's that has it."""
     seen: set[tuple[str, int]] = set()
     found = []
     for unit in mine:
-        tied = [pair for pair in units[unit].tied if pair not in seen]
+        tied = [pair for pair in trained_tied(units[unit]) if pair not in seen]
         seen.update(tied)
-        found.append((unit, units[unit].parameters + sum(values for _, values in tied)))
+        found.append((unit, units[unit].parameters - units[unit].frozen + sum(values for _, values in tied)))
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_merak.cluster import all_gather, reduce_scatter
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
-from megatron_merak.plan import DTYPE_BYTES, Plan, StagePlan, held_parameters
+from megatron_merak.plan import DTYPE_BYTES, Plan, StagePlan, trained_parameters
 from megatron_merak.planner.cost import UnitCost
 from megatron_merak.planner.instances import Across, link_inside
 from megatron_merak.planner.overlap import times
@@ -86,7 +86,7 @@ def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
     link, ranks = link_inside(plan), plan.shard_ranks
     found = []
     for unit in plan.units:
-        shard = held_parameters([unit]) / ranks
+        shard = trained_parameters([unit]) / ranks
         gather = all_gather(ranks, DTYPE_BYTES[plan.dtype] * shard, link) if shard and plan.shards_parameters else 0.0
         found.append((gather, reduce_scatter(ranks, plan.gradient_bytes * shard, link) if shard else 0.0))
     return found

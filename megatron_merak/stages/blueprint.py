@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
+import torch
 from torch import nn
 
 from ..cluster import CLUSTERS, Cluster
@@ -17,6 +19,7 @@ from ..graph.capture.guards import Guards
 from ..graph.capture.outputs import LossFunction
 from ..graph.fusion.fuse import fuse
 from ..graph.ir.nodes import is_random
+from ..graph.kept_state import StateOf
 from ..graph.lowering.rewrite import rewrite
 from ..graph.lowering.split import Parts, split
 from ..graph.lowering.undropped import undropped
@@ -32,6 +35,7 @@ from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..tensor_parallel import group_rank
 from .lengths import KnownLengths
+from .precision import HALVES
 from .traced import Batch, OwnLoss, Traced, shapes_of
 from .unused import Unused
 
@@ -51,14 +55,15 @@ def draw(
     loss_chunk: int = 0,
     sequence_length: int | None = None,
     state_bytes: float = 8.0,
+    state_of: StateOf | None = None,
 ) -> "Blueprint":
     """Plan a model as the arguments ask for.
 
     microbatches: per step and replica. cluster: what it is planned for. parallel: schedule, recomputation, overlap; its
     degrees are not read. graph_sharding: how the chain is cut. rules: see ``TensorRules.parse``. vocabulary_multiple: a
     vocabulary is padded to a multiple of this x tp. loss_chunk: rows whose logits exist at a time, 0 for all.
-    sequence_length: tokens of a sample; None: as many as the first micro-batch has in a row. state_bytes: see ``Plan``.
-    Raises PlanError.
+    sequence_length: tokens of a sample; None: as many as the first micro-batch has in a row. state_bytes: see ``Plan``;
+    state_of: as that, of each parameter. Raises PlanError.
     """
     parallel = parallel or ParallelConfig()
     check_recompute(parallel)
@@ -77,6 +82,8 @@ def draw(
             cluster.device.fused_attention,
             loss_chunk,
             parallel.recomputes_activations,
+            traced.positions,
+            state_of,
         ),
         grid,
         microbatches=microbatches,
@@ -89,14 +96,28 @@ def draw(
         loss_chunk=loss_chunk,
         graph_sharding=graph_sharding,
         state_bytes=state_bytes,
+        frozen_bytes=frozen_bytes(traced),
         **choices(parallel, microbatches),
     )
     return Blueprint(traced, chain, sharding, plan)
 
 
-def follow(traced: Traced, plan: Plan) -> "Blueprint":
-    """The model as a stored or edited plan says; what it predicts is computed anew. Raises PlanError, naming the first
-    difference, when the plan is one of another model or cannot be met."""
+def frozen_bytes(traced: Traced) -> float:
+    """What a rank keeps of a weight that is not trained, on average: the one that it computes with, and the model's own
+    where that is rounded; 0 where all are trained."""
+    captured = traced.captured
+    sizes: dict[str, tuple[int, int]] = {}
+    for name in captured.shapes.keys() - captured.trainable:
+        own, computed = traced.model.get_parameter(name).dtype, captured.dtypes[name]
+        rounds = own == torch.float32 and computed in HALVES
+        sizes[name] = computed.itemsize + (own.itemsize if rounds else 0), prod(captured.shapes[name])
+    count = sum(values for _, values in sizes.values())
+    return sum(each * values for each, values in sizes.values()) / count if count else 0.0
+
+
+def follow(traced: Traced, plan: Plan, state_of: StateOf | None = None) -> "Blueprint":
+    """The model as a stored or edited plan says; what it predicts is computed anew. state_of: see ``draw``. Raises
+    PlanError, naming the first difference, when the plan is one of another model or cannot be met."""
     captured, tp = traced.captured, plan.grid.tp
     if plan.sequence_parallel:
         raise PlanError("plan: sequence_parallel", True, "only the native model has it", "Let it be false")
@@ -109,7 +130,15 @@ def follow(traced: Traced, plan: Plan) -> "Blueprint":
     check_chain(plan, chain.names)
     sharding = shard(captured, tp, pins={tensor.name: tensor for tensor in plan.shardings}, complete=True)
     units = measure(
-        captured, chain, sharding, tp, plan.cluster.device.fused_attention, plan.loss_chunk, plan.recompute_activations
+        captured,
+        chain,
+        sharding,
+        tp,
+        plan.cluster.device.fused_attention,
+        plan.loss_chunk,
+        plan.recompute_activations,
+        traced.positions,
+        state_of,
     )
     return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError, TraceError
@@ -13,7 +14,8 @@ from ..graph.capture.captured import Captured, Origin
 from ..graph.capture.lengths import Axes, Lengths
 from ..graph.capture.outputs import LossFunction
 from ..graph.ir.nodes import attends_causally, is_op
-from ..parallel.agree import gather_json, together
+from ..graph.lowering.documents import POSITIONS
+from ..parallel.agree import broadcast_json, gather_json, together
 from ..parallel.mesh import Mesh
 from .documents import documents_of, same_work, without
 from .guard import check_weights, unguard, unguarded
@@ -95,7 +97,8 @@ class Traced:
 
     ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
     length in tokens. ``is_causal``: without an attention mask no token looks at later ones. ``unread``: entries that
-    are left out, since the model does not read them.
+    are left out, since the model does not read them. ``positions``: int64 [b, s] of the example's tokens, the same on
+    all ranks, where they run on CPUs, which attend to the documents of packed rows one by one.
     """
 
     def __init__(
@@ -131,6 +134,14 @@ class Traced:
         self._check_dtypes()
         if mesh is not None:
             self._check_case(mesh)
+        self.positions = None if mesh is None or mesh.device.type != "cpu" else self._positions(mesh)
+
+    def _positions(self, mesh: Mesh) -> Tensor | None:
+        """Those of the first rank's example; all ranks plan by them."""
+        found = self.batch.get(POSITIONS)
+        told = found.tolist() if isinstance(found, Tensor) and found.dim() == 2 else None
+        values = broadcast_json(told, mesh.control, "cpu")
+        return None if values is None else torch.tensor(values)
 
     def _first(self, example: Batch) -> Captured:
         """The capture of the first batch; decides which entries are left out."""

@@ -249,3 +249,27 @@ def test_the_example_gives_the_same_losses_on_a_pipeline(tmp_path):
         done = subprocess.run([*command, *changes, *layout], cwd=ROOT, capture_output=True, text=True, check=True)
         found.append(re.findall(r"(pupil|teacher) += +([\d.]+)", done.stdout))
     assert len(found[0]) == 2 and found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_of_classification_tells_what_it_says_and_does_so_on_two_ranks(tmp_path):
+    def told(ranks, *changes):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        more = ["examples/classification.py", "--output_dir", str(tmp_path), "--disable_tqdm", "true", *changes]
+        done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True)
+        scores = re.findall(r"(?:cross_entropy|focal)_(?:accuracy|recall) += +([\d.]+)", done.stdout)
+        losses = re.findall(r"'(?:loss|eval_loss|grad_norm)': '([\d.]+)'", done.stdout)
+        return [float(score) for score in scores], [float(loss) for loss in losses]
+
+    page = (ROOT / "examples" / "classification.py").read_text()
+    wanted = [float(score) for score in re.findall(r" = (\d\.\d{4})", page)]
+    scores, losses = told(1)
+    assert len(wanted) == 4 and scores == pytest.approx(wanted, abs=0.03)
+    assert losses[0] > 1.5 * losses[14]  # the model's own loss at the first and at the eighth twentieth step
+    few = ["--max_steps", "8", "--logging_steps", "2"]
+    one = told(1, *few)
+    for layout in (["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]):
+        scores, losses = told(2, *few, *layout)
+        assert scores == pytest.approx(one[0], abs=2e-3)
+        assert losses == pytest.approx(one[1], rel=1e-3) and len(losses) == 18

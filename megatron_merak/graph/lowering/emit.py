@@ -13,7 +13,8 @@ from .flow import Flow
 
 # Operations that hand the gradient of a weight, or of several, their second argument, to a sink.
 _TAKE_SINK = (ops.linear, ops.linears, ops.joined_linear, ops.gated_linear, ops.gelu_linear, ops.embedding)
-_TAKE_SINK += (ops.linear_cross_entropy, ops.linear_cross_entropy_stats)
+_LOSSES = (ops.linear_cross_entropy, ops.linear_cross_entropy_stats)  # without a sink they make the gradient themselves
+_TAKE_SINK += _LOSSES
 
 
 class Emitter:
@@ -76,8 +77,9 @@ class Emitter:
 
 def sinking(flow: Flow, node: Node) -> tuple[Callable, tuple, dict] | None:
     """The operation, its arguments and options, that does the work of ``node`` and hands the gradient of its weight to
-    a sink; None where there is none, or the weight is no parameter of two dimensions as it is. Nor where the result is
-    written in place: autograd lets no one write to a view that a function of ours returns."""
+    a sink; None where there is none, or the weight is no parameter of two dimensions as it is. Nor where no weight is
+    trained: autograd keeps no input of it then. Nor where the result is written in place: autograd lets no one write to
+    a view that a function of ours returns."""
     target, operands = node.target, node.args
     if node in flow.written:
         return None
@@ -89,7 +91,9 @@ def sinking(flow: Flow, node: Node) -> tuple[Callable, tuple, dict] | None:
         return None
     weights = found[1][1]
     weights = weights if isinstance(weights, list | tuple) else [weights]
-    return found if all(_is_matrix(flow, weight) for weight in weights) else None
+    if not all(_is_matrix(flow, weight) for weight in weights):
+        return None
+    return found if target in _LOSSES or any(flow.differentiable[flow.behind(weight)] for weight in weights) else None
 
 
 def _is_matrix(flow: Flow, weight: object) -> bool:

@@ -1,6 +1,7 @@
 """How values flow through a rewritten graph: where each is made, and whether a gradient comes back for it."""
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -25,11 +26,12 @@ class Flow:
     constant. A reduced value is made where its partial value is, a piece of a tuple where the tuple is, a copy where it
     is first read. after: node -> earlier nodes that write in place to what it reads. written: nodes whose memory is
     written in place later. differentiable: node -> whether a gradient comes back for its value.
+    documents: what searches for the documents of packed rows find, where that is known.
     """
 
-    def __init__(self, rewritten: Rewritten):
+    def __init__(self, rewritten: Rewritten, documents: Mapping[Node, Tensor] | None = None):
         self.graph, self.constants, self.trainable = rewritten.graph, rewritten.constants, rewritten.trainable
-        graph = self.graph
+        graph, self.documents = self.graph, dict(documents or {})
         self.order = {node: place for place, node in enumerate(graph.nodes)}
         self.unit: dict[Node, int] = {}
         for node in graph.nodes:
