@@ -35,11 +35,12 @@ class Kind(IntEnum):
     APPLY = 8  # synchronous: let the sum be applied; answered with weights
     FREEZE = 9  # keep a copy of the state, which FETCH and PULL then read
     THAW = 10
-    ALONE = 11  # answered once every other worker has left
-    LEAVE = 12
+    DONE = 11  # the worker takes no more steps; answered once no worker does
+    LEAVE = 12  # whether the job is complete: its final state is written
     ERROR = 13  # text: what is wrong
     WAIT = 14  # from the server: the answer will come, others are waited for
     BEAT = 15  # from the client: it is at work
+    FIRST = 16  # answered once no worker before this one is left, with whether the job is complete
 
 
 class Message(NamedTuple):

@@ -46,15 +46,23 @@ def test_a_worker_is_a_job_of_its_own():
         ("--ps-max-staleness 3", 2, "--ps-max-staleness 3: has no effect without --data-parallel-strategy"),
         (f"{SYNC} --ps-max-staleness 3", 2, "--ps-max-staleness 3: has no effect with .* ps-sync"),
         (f"{ASYNC} --ps-snapshot-interval 3", 2, "--ps-snapshot-interval 3: has no effect without --save"),
-        (f"{SYNC} --num-parameter-servers 4", 4, "servers 4: leaves 0 of 4 ranks, .* Use at most 3"),
-        (f"{SYNC} --num-parameter-servers 5", 2, "servers 5: leaves 0 of 2 ranks, .* Use at most 1"),
-        (f"{SYNC} --num-parameter-servers 1", 1, "servers 1: leaves 0 of 1 ranks, .* Start 2 ranks"),
+        (f"{SYNC} --num-parameter-servers 4", 4, "servers 4: leaves 0 of 4 ranks, .* Use at most 3, or start 5 ranks"),
+        (f"{SYNC} --num-parameter-servers 5", 2, "servers 5: leaves 0 of 2 ranks, .* Use at most 1, or start 6"),
+        (f"{SYNC} --num-parameter-servers 1", 1, "servers 1: leaves 0 of 1 ranks, .* Use 0, or start 2 ranks"),
         (
             f"{SYNC} --num-parameter-servers 2 --tensor-model-parallel-size 2",
             *(7, "servers 2: leaves 5 of 7 ranks, not a multiple of the 2 ranks of a worker. Use 1 or 3"),
         ),
+        (
+            f"{SYNC} --num-parameter-servers 6 --tensor-model-parallel-size 2",
+            *(7, "servers 6: leaves 1 of 7 ranks, and a worker takes 2 .* Use 3 or 5, or start 8 ranks"),
+        ),
+        (
+            f"{SYNC} --num-parameter-servers 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            *(3, "servers 1: leaves 2 of 3 ranks, and a worker takes 4 .* Start 5 ranks"),
+        ),
         (f"{SYNC} --num-parameter-servers 1", 6, "--global-batch-size 8: is not a multiple of .*Use 10"),
-        (f"{SYNC} --use-distributed-optimizer", 2, "--data-parallel-sharding-strategy optim: parameter servers keep"),
+        (f"{SYNC} --use-distributed-optimizer", 2, "--use-distributed-optimizer True: parameter servers keep"),
         (
             f"{ASYNC} --data-parallel-sharding-strategy optim_grads_params",
             *(2, "--data-parallel-sharding-strategy optim_grads_params: parameter servers keep"),

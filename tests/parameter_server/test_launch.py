@@ -1,79 +1,15 @@
 """Jobs whose ranks are killed: the other workers go on, servers come back, and nothing hangs."""
 
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from megatron_merak.errors import LaunchError
 from megatron_merak.parameter_server.supervisor import Hosts, servers_of
 
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
-    --global-batch-size 6 --lr 1e-2 --mock-data --vocab-size 60 --log-interval 1 --eval-iters 1
-    --distributed-timeout-minutes 1 --data-parallel-strategy"""
-
-
-class Launched:
-    """tools/launch.py at work, its ranks, and what they print."""
-
-    def __init__(self, ranks: int, flags: str, directory: Path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.log = directory / "log"
-        head = [
-            sys.executable,
-            str(ROOT / "tools/launch.py"),
-            "--nproc-per-node",
-            str(ranks),
-            "--master-port",
-            str(port),
-        ]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [*head, str(ROOT / "pretrain_gpt.py"), *SMALL.split(), *flags.split()]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        self._wait_for(lambda: len(self._children()) == ranks)
-        self.pids = self._children()
-
-    def _children(self) -> list[int]:
-        return [*map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split())]
-
-    def _wait_for(self, true, seconds: float = 90.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < deadline and self.process.poll() is None, self.told
-            time.sleep(0.02)
-
-    @property
-    def told(self) -> str:
-        return self.log.read_text()
-
-    @property
-    def iteration(self) -> int:
-        """The newest one that was printed."""
-        found = re.findall(r" iteration +(\d+)/", self.told)
-        return int(found[-1]) if found else 0
-
-    def after(self, iteration: int) -> "Launched":
-        self._wait_for(lambda: self.iteration >= iteration)
-        return self
-
-    def kill(self, rank: int) -> None:
-        os.kill(self.pids[rank], signal.SIGKILL)
-
-    def end(self) -> int:
-        try:
-            return self.process.wait(120)
-        finally:
-            self.process.kill()
+from .launched import ROOT, SMALL, Launched, environment
 
 
 @pytest.mark.timeout(250)
@@ -124,9 +60,7 @@ def test_a_rank_that_serves_and_trains_takes_its_part_along(tmp_path):
 def test_a_wrong_flag_is_told_once_before_ranks_start():
     command = [sys.executable, str(ROOT / "tools/launch.py"), "--nproc-per-node", "3", "pretrain", *SMALL.split()]
     command += ["ps-sync", "--num-parameter-servers", "1", "--train-iters", "2", "--ps-max-staleness", "3"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "--ps-max-staleness 3: has no effect with --data-parallel-strategy ps-sync" in done.stderr
 
@@ -134,8 +68,8 @@ def test_a_wrong_flag_is_told_once_before_ranks_start():
 def test_hosts_and_flags_say_who_is_who():
     hosts = Hosts(ranks_here=4, nodes=2, node=1, address="first", port=1234)
     assert (hosts.size, hosts.ranks) == (8, range(4, 8))
-    environment = hosts.environment(5)
-    assert [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == list("5814")
+    seen = hosts.environment(5)
+    assert [seen[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == list("5814")
     assert servers_of(["--lr", "1", "--num-parameter-servers", "2"]) == 2
     assert servers_of(["--num-parameter-servers=3"]) == 3 and servers_of([]) == 0
     assert servers_of(["--num-parameter-servers", "1", "--num-parameter-servers", "2"]) == 2, "as argparse takes it"
