@@ -32,6 +32,7 @@ from .report import Report
 
 _CLAIMS = "parts of batches that workers claimed"
 _JOB = "what workers train, and on what"
+_LOADED = "the checkpoint that the first worker loaded"
 _ATTEMPTS, _PAUSE = 50, 0.2  # to take a lock over, and seconds between two
 
 
@@ -108,6 +109,15 @@ class Worker:
                     reason = "its flags, or the data it finds, are not those of the worker that came first"
                     raise ConfigError("worker", self.role.worker, reason, "Start all ranks alike")
 
+    def tell_loaded(self, iteration: int | None) -> None:
+        """Tell the other workers which checkpoint to load, before the weights of this one are there."""
+        if self.role.place == 0:
+            self.store.set(_LOADED, json.dumps(iteration))
+
+    def loaded(self) -> int | None:
+        """What the first worker told. Call it when its weights are there."""
+        return json.loads(self.store.get(_LOADED))
+
     def claim(self) -> int:
         """The number of the next part of a batch that no worker has claimed."""
         return self.store.add(_CLAIMS, 1) - 1
@@ -137,7 +147,7 @@ class WorkerJob:
         """As ``Job.run``. Raises a MerakError on all ranks of this worker; other workers go on."""
         with self.leading:
             self._lead(self.worker.role.worker == 0)
-            self.job.resume()
+            self._resume()
             self.worker.agree(self.mesh, [self.trainer.data, self.trainer.iteration])
             self.start = self.saved = self.evaluated = self.trainer.iteration
             self.consumed = self.trainer.consumed_samples
@@ -145,6 +155,19 @@ class WorkerJob:
             if not self.config.train.skip_train:
                 self._train()
             self._end()
+
+    def _resume(self) -> None:
+        """The first worker loads, for servers too, the newest checkpoint that is undamaged; the others load the same
+        one once it is done."""
+        if self.config.checkpoint.load is None:
+            return
+        if self.worker.role.worker == 0:
+            self.worker.tell_loaded(self.job.resume())
+            return
+        self.optimizer.pull()  # the first worker's weights, when they are there
+        loaded = broadcast_json(self.worker.loaded(), self.mesh.control, "cpu")  # as its first rank sees it
+        if loaded is not None:
+            self.job.resume(loaded)
 
     def _lead(self, leads: bool) -> None:
         if not leads or self.leads:

@@ -20,16 +20,20 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def launcher(ranks: int) -> list[str]:
+    """The start of a command line, which a script and its flags follow."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [sys.executable, str(ROOT / "tools/launch.py"), "--nproc-per-node", str(ranks), "--master-port", port]
+
+
 class Launched:
     """tools/launch.py at work, its ranks, and what they print."""
 
     def __init__(self, ranks: int, flags: str, directory: Path, script: str = "pretrain_gpt.py", given: str = SMALL):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         self.log = directory / "log"
-        head = [sys.executable, str(ROOT / "tools/launch.py"), "--nproc-per-node", str(ranks), "--master-port", port]
-        command = [*head, str(ROOT / script), *given.split(), *flags.split()]
+        command = [*launcher(ranks), str(ROOT / script), *given.split(), *flags.split()]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
         self.wait_for(lambda: len(self.pids()) == ranks)

@@ -6,6 +6,7 @@ from megatron_merak import arguments
 from megatron_merak.config import Config, of_worker
 from megatron_merak.errors import ConfigError
 from megatron_merak.parallel.roles import Role
+from megatron_merak.training.outputs import check_snapshots
 
 GIVEN = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 60 --seq-length 16 --micro-batch-size 2
     --global-batch-size 8 --lr 1e-2 --train-iters 4 --mock-data"""
@@ -76,6 +77,13 @@ def test_a_worker_is_a_job_of_its_own():
 def test_what_parameter_servers_cannot_honour_is_refused(flags, ranks, message):
     with pytest.raises(ConfigError, match=message):
         config(flags).validate(ranks)
+
+
+def test_a_place_for_snapshots_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "parameter_servers").touch()
+    check_snapshots(config(f"--save {tmp_path}"))
+    with pytest.raises(ConfigError, match=f"--save {tmp_path}: {tmp_path}/parameter_servers, for the snapshots of .*"):
+        check_snapshots(config(f"--save {tmp_path} {ASYNC}"))
 
 
 @pytest.mark.parametrize("flags", ["--train-samples 32", "--train-samples 32 --rampup-batch-size 4 4 8"])

@@ -1,4 +1,4 @@
-"""Ranks that are killed while a checkpoint is written: what counts as complete is, and the job goes on or says why not."""
+"""Ranks that are killed while a checkpoint is written: what counts as complete is sound, and the job goes on."""
 
 import random
 import subprocess

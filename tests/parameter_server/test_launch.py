@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megatron_merak.cli.launch import main
 from megatron_merak.errors import LaunchError
 from megatron_merak.parameter_server.supervisor import Hosts, servers_of
 
@@ -63,6 +64,23 @@ def test_a_wrong_flag_is_told_once_before_ranks_start():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "--ps-max-staleness 3: has no effect with --data-parallel-strategy ps-sync" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--nproc-per-node 0", "--nproc-per-node 0: it is below 1. Use 1 or more"),
+        (
+            "--nproc-per-node 2 --master-port 0",
+            "--master-port 0: ranks cannot meet at such a port. Name one",
+        ),
+        ("--nproc-per-node 2 --nnodes 2 --node-rank 2", "--node-rank 2: there are 2 hosts. Count them from 0"),
+        ("--nproc-per-node 2 --max-restarts -1", "--max-restarts -1: it is below 0. Use 0 or more"),
+    ],
+)
+def test_numbers_that_make_no_job_are_refused(flags, message, capsys):
+    assert main([*flags.split(), "pretrain"]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_hosts_and_flags_say_who_is_who():
