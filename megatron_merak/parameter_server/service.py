@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import LaunchError, MerakError, PlanError
+from ..errors import CheckpointError, LaunchError, MerakError, PlanError
 from .layout import Layout
 from .piece import KINDS, Piece, Update
 from .round import Rounds
@@ -110,6 +110,11 @@ class Service:
         connection.send(Kind.HELLO, (self.ready, self.piece.version))
 
     def _begin(self, layout: Layout) -> None:
+        if self.snapshots.restores and self.snapshots.path is None:
+            reason = "the server was killed, and without it there is no snapshot from which it could go on"
+            raise CheckpointError(
+                "--save", "(unset)", reason, "Start the job again from its last checkpoint, with --save"
+            )
         if self.snapshots.restores:
             self.piece, self.sequences = read_snapshot(self.snapshots.path, layout, self.snapshots.job)
             self.record.restored, self.ready = self.piece.version, True

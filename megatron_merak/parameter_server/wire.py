@@ -81,7 +81,7 @@ class Connection:
             own.set(_coming(name, side), "")
             self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, own), side, 2, timeout)
         except RuntimeError as error:
-            raise ConnectionLost(str(error)) from error
+            raise ConnectionLost(_first_sentence(error)) from error
 
     def send(self, kind: Kind, numbers: Sequence[float] = (), text: str = "") -> None:
         data = text.encode()
@@ -122,4 +122,10 @@ class Connection:
         try:
             transfer([tensor], self.other, 0).wait()
         except RuntimeError as error:
-            raise ConnectionLost(str(error)) from error
+            raise ConnectionLost(_first_sentence(error)) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """Of what gloo says, without the place in its sources."""
+    text = str(error).partition("\n")[0]
+    return (text.partition("] ")[2] or text).partition(". ")[0]

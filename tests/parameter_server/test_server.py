@@ -275,6 +275,32 @@ def test_a_server_goes_on_from_its_snapshot_and_clients_find_it(tmp_path):
     assert again.services[0].record.restored == 2
 
 
+def test_a_server_without_snapshots_that_is_started_again_is_an_error():
+    job = Job(1, 1)
+    job.server(1)
+    client = job.client(0)
+    client.ready(0)
+    client.ends[0].connection.group = Dead()
+    again = job.server(1)
+    with pytest.raises(ServerError, match="--save .unset.: the server was killed, and without it there is no snapshot"):
+        client.pull(torch.empty(SIZE))
+    client.leave()
+    again.wait()
+
+
+def test_weights_are_not_there_where_the_first_snapshot_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    job = Job(2, 1, tmp_path / "file" / "snapshots")
+    server, first, second = job.server(2), job.client(0), job.client(1)
+    with pytest.raises(ServerError, match="server-2-place-0.safetensors: it cannot be written"):
+        first.ready(0)
+    first.leave()
+    with pytest.raises(ServerError, match="worker 0: it ended before the weights were there"):
+        second.pull(torch.empty(SIZE))
+    second.leave()
+    server.wait()
+
+
 def test_a_snapshot_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, capsys):
     job = Job(1, 1, tmp_path / "snapshots")
     server, client, weights = job.server(1), job.client(0), torch.empty(SIZE)
