@@ -53,6 +53,9 @@ def _checked(asked: argparse.Namespace) -> argparse.Namespace:
             raise LaunchError(flag, value, f"it is below {least}", f"Use {least} or more")
     if asked.node_rank >= asked.nnodes:
         raise LaunchError("--node-rank", asked.node_rank, f"there are {asked.nnodes} hosts", "Count them from 0")
+    if not 0 < asked.master_port < 1 << 16:
+        remedy = "Name one that is free, from 1 to 65535"
+        raise LaunchError("--master-port", asked.master_port, "ranks cannot meet at such a port", remedy)
     if asked.script not in TRAINING and not Path(asked.script).is_file():
         raise LaunchError("script", asked.script, "there is no such file", f"Name {' or '.join(TRAINING)}")
     return asked

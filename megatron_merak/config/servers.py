@@ -39,6 +39,7 @@ def check_servers(
     kept = "parameter servers keep the optimizer's state, and workers all of the weights and gradients"
     steps = "workers of parameter servers take steps of one size, counted in --train-iters"
     refused = {
+        "use_distributed_optimizer": (parallel.use_distributed_optimizer, kept),
         "data_parallel_sharding_strategy": (parallel.sharding != "no_shard" and parallel.sharding, kept),
         "plan": (parallel.plan, "a plan does not hold what parameter servers need"),
         "train_samples": (train.train_samples, steps),
@@ -51,7 +52,8 @@ def check_servers(
     }
     for name, (value, reason) in refused.items():
         if value:
-            raise ConfigError(flag_name(name), value, f"{reason} ({STRATEGY} {strategy})", "Leave one of them out")
+            remedy = f"Leave it out, or use {STRATEGY} allreduce"
+            raise ConfigError(flag_name(name), value, f"{reason} ({STRATEGY} {strategy})", remedy)
     if parallel.distributed_backend == "emu":
         reason = f"models collectives, and {STRATEGY} {strategy} has none between workers"
         raise ConfigError("--distributed-backend", "emu", reason, "Use benchmarks/parameter_server.py to model it")
@@ -68,12 +70,21 @@ def check_workers(parallel: ParallelConfig, world_size: int) -> None:
         reason = (
             f"leaves {max(left, 0)} of {world_size} ranks, and a worker takes {replica} (tensor x pipeline parallel)"
         )
-        remedy = f"Use at most {world_size - replica}" if world_size > replica else f"Start {replica + servers} ranks"
-        raise ConfigError("--num-parameter-servers", servers, reason, remedy)
+        raise ConfigError("--num-parameter-servers", servers, reason, _fewer_servers(servers, replica, world_size))
     if left % replica:
         near = [n for n in (servers + left % replica - replica, servers + left % replica) if n >= 0]
         reason = f"leaves {left} of {world_size} ranks, not a multiple of the {replica} ranks of a worker"
         raise ConfigError("--num-parameter-servers", servers, reason, f"Use {' or '.join(map(str, near))}")
+
+
+def _fewer_servers(servers: int, replica: int, world_size: int) -> str:
+    """Numbers of servers that leave workers of ``replica`` ranks, or a number of ranks."""
+    fits = range(world_size % replica, world_size - replica + 1, replica)
+    more = f"start {replica + servers} ranks"
+    if not fits:
+        return more.capitalize()
+    near = f"at most {fits[-1]}" if replica == 1 and fits[-1] else " or ".join(map(str, fits[-2:]))
+    return f"Use {near}, or {more}"
 
 
 def told_of_worker(parallel: ParallelConfig, workers: int) -> str:

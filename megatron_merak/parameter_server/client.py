@@ -81,6 +81,7 @@ class Client:
         self.ends = [_End(server, span, layout) for server, (span, layout) in zip(role.endpoints, pieces, strict=True)]
         self._pool = ThreadPoolExecutor(len(self.ends), "servers")
         self.sequence = 0
+        self.restarts = 0  # of servers, that this rank saw
         self._calling, self._left = threading.Lock(), threading.Event()
         self._all(lambda end: self._connect(end))
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
@@ -155,19 +156,24 @@ class Client:
     def thaw(self) -> None:
         self._all(lambda end: self._simple(end, Kind.THAW))
 
-    def alone(self) -> None:
-        """Return when all other workers have left, or are gone."""
-        self._all(lambda end: self._simple(end, Kind.ALONE))
+    def done(self) -> None:
+        """This worker takes no more steps. Return when no other one does, or is gone: the state is final."""
+        self._all(lambda end: self._simple(end, Kind.DONE))
 
-    def leave(self) -> None:
+    def first(self) -> bool:
+        """Return when the workers before this one have left, or are gone: whether one of them completed the job."""
+        return any(answer.numbers[0] for answer in self._all(lambda end: self._simple(end, Kind.FIRST)))
+
+    def leave(self, complete: bool = False) -> None:
+        """``complete``: whatever the job writes at its end is there."""
         self._left.set()
         with self._calling:
-            self._leave()
+            self._leave(complete)
 
-    def _leave(self) -> None:
+    def _leave(self, complete: bool) -> None:
         for end in self.ends:
             try:
-                end.connection.send(Kind.LEAVE)
+                end.connection.send(Kind.LEAVE, (complete,))
             except ConnectionLost:
                 pass  # so it is gone already
         self._pool.shutdown()
@@ -246,6 +252,7 @@ class Client:
             self._connect(end, error)
             return
         if lost is not None:
+            self.restarts += 1
             behind = f", {before - end.version} update(s) behind" if before > end.version else ""
             self.say(f"parameter server (rank {end.server}) is back at update {end.version}{behind}")
 

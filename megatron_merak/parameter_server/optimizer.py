@@ -21,6 +21,10 @@ def wire_dtype(held: RankParameters) -> torch.dtype:
     return torch.float32 if mixed else held.buffer.dtype
 
 
+class RestartedError(Exception):
+    """A server was started again while state was fetched: what came before that is of another moment."""
+
+
 class ServedAdamW(Optimizer):
     """One rank of a worker.
 
@@ -47,6 +51,7 @@ class ServedAdamW(Optimizer):
         self.leader = 0
         self._taken = 0  # steps that this worker took
         self._in_fp32 = wire_dtype(held) == torch.float32  # weights come in fp32
+        self._held: int | None = None  # restarts of servers when `hold` was called
         self._stored = False  # the servers have a master copy that was loaded
         self._on_host = self.buffer.device.type != "cpu"
         pinned = self._on_host and torch.cuda.is_available()
@@ -70,6 +75,21 @@ class ServedAdamW(Optimizer):
         """Take the newest weights. Collective over the ranks of this worker."""
         return self._settled(self._take(self.client.pull, ()))
 
+    def hold(self) -> None:
+        """Until `release`, what is fetched is of one moment, and so are the weights. Collective over the ranks of this
+        worker."""
+        self._held = self.client.restarts
+        if not self.sync:
+            self.client.freeze()
+        self.pull()
+
+    def release(self) -> None:
+        """Collective, as `hold` is."""
+        self._held = None
+        if not self.sync:
+            self.client.thaw()
+            self.pull()
+
     def refresh_master(self) -> None:
         self._stored = False
 
@@ -79,11 +99,18 @@ class ServedAdamW(Optimizer):
         self._stored = self._stored or kind == "master"
 
     def fetch(self, kind: str, flat: Tensor) -> None:
-        """Write the servers' state of a kind into ``flat``, fp32 [buffer.size]."""
+        """Write the servers' state of a kind into ``flat``, fp32 [buffer.size]. Behind `hold` it is collective, and
+        raises RestartedError on all ranks of this worker where the state of that moment is lost."""
         host = flat if flat.device.type == "cpu" else torch.empty(flat.shape)
         self.client.fetch_state(kind, host)
         if host is not flat:
             flat.copy_(host)
+        if self._held is not None:
+            lost = torch.tensor(float(self.client.restarts != self._held), device=self.buffer.device)
+            if self.group is not None:
+                dist.all_reduce(lost, group=self.group)
+            if lost.item():
+                raise RestartedError
 
     def fetch_master(self) -> None:
         """Let ``buffer.master`` have the exact weights, where the model is 16-bit: to export them."""

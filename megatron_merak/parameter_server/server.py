@@ -101,17 +101,10 @@ class Server:
             service.serve(worker, connection)
         except ConnectionLost as error:
             self.lost.append(client)
-            reason = _first_sentence(error)
-            print(f"parameter server (rank {self.role.rank}): rank {client} is gone ({reason})", flush=True)
+            print(f"parameter server (rank {self.role.rank}): rank {client} is gone ({error})", flush=True)
         except Exception as error:  # nobody looks at what a thread raises
             self.failure = error
             if connection is not None:
                 connection.send(Kind.ERROR, text=f"{type(error).__name__}: {error}")
         finally:
             service.gone(worker)
-
-
-def _first_sentence(error: Exception) -> str:
-    """Of what gloo says, without the place in its sources."""
-    text = str(error).partition("\n")[0]
-    return (text.partition("] ")[2] or text).partition(". ")[0]

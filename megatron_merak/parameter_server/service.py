@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import LaunchError, MerakError, PlanError
+from ..errors import CheckpointError, LaunchError, MerakError, PlanError
 from .layout import Layout
 from .piece import KINDS, Piece, Update
 from .round import Rounds
@@ -55,7 +55,8 @@ class Service:
         self.rounds: Rounds | None = None
         self.sequences: dict[int, int] = {}
         self.frozen: dict[int, Piece] = {}
-        self.ready = False
+        self.done: set[int] = set()
+        self.ready = self.complete = False
         self._written: Future | None = None
         self._answers: dict[Kind, Callable[[int, Connection, Message], None]] = {
             Kind.HELLO: self._hello,
@@ -66,7 +67,8 @@ class Service:
             Kind.PUSH: self._push,
             Kind.FREEZE: self._freeze,
             Kind.THAW: self._thaw,
-            Kind.ALONE: self._alone,
+            Kind.DONE: self._done,
+            Kind.FIRST: self._first,
         }
 
     def serve(self, worker: int, connection: Connection) -> None:
@@ -84,6 +86,7 @@ class Service:
                     self._answers[message.kind](worker, connection, message)
             except MerakError as error:
                 connection.send(Kind.ERROR, text=str(error))
+        self.complete = self.complete or bool(message.numbers[0])
 
     def gone(self, worker: int) -> None:
         """A worker left, or died: nobody waits for it any more."""
@@ -107,6 +110,11 @@ class Service:
         connection.send(Kind.HELLO, (self.ready, self.piece.version))
 
     def _begin(self, layout: Layout) -> None:
+        if self.snapshots.restores and self.snapshots.path is None:
+            reason = "the server was killed, and without it there is no snapshot from which it could go on"
+            raise CheckpointError(
+                "--save", "(unset)", reason, "Start the job again from its last checkpoint, with --save"
+            )
         if self.snapshots.restores:
             self.piece, self.sequences = read_snapshot(self.snapshots.path, layout, self.snapshots.job)
             self.record.restored, self.ready = self.piece.version, True
@@ -129,8 +137,8 @@ class Service:
         with self.changed:
             self.piece.steps = int(message.numbers[0])
             self.piece.refresh()
-            self.ready = True
             self._snapshot(wait=True)
+            self.ready = True
             self.changed.notify_all()
         connection.send(Kind.READY)
 
@@ -187,9 +195,16 @@ class Service:
         self.frozen.pop(worker, None)
         connection.send(Kind.THAW)
 
-    def _alone(self, worker: int, connection: Connection, message: Message) -> None:
-        self._wait(connection, lambda: self.live <= {worker})
-        connection.send(Kind.ALONE)
+    def _done(self, worker: int, connection: Connection, message: Message) -> None:
+        with self.changed:
+            self.done.add(worker)
+            self.changed.notify_all()
+        self._wait(connection, lambda: self.live <= self.done)
+        connection.send(Kind.DONE)
+
+    def _first(self, worker: int, connection: Connection, message: Message) -> None:
+        self._wait(connection, lambda: min(self.live) == worker)
+        connection.send(Kind.FIRST, (self.complete,))
 
     def _wait(self, connection: Connection, until: Callable[[], bool]) -> None:
         """Return when something holds, of which ``changed`` is notified; tell the client now and then that it waits."""
@@ -225,7 +240,8 @@ class Service:
             write_snapshot, self.snapshots.path, copy, dict(self.sequences), self.snapshots.job
         )
         if wait:
-            self._written.result()
+            written, self._written = self._written, None
+            written.result()
 
     def _settle(self) -> None:
         """Wait for the last snapshot. One that cannot be written is told, and training goes on with the one before."""

@@ -35,11 +35,12 @@ class Kind(IntEnum):
     APPLY = 8  # synchronous: let the sum be applied; answered with weights
     FREEZE = 9  # keep a copy of the state, which FETCH and PULL then read
     THAW = 10
-    ALONE = 11  # answered once every other worker has left
-    LEAVE = 12
+    DONE = 11  # the worker takes no more steps; answered once no worker does
+    LEAVE = 12  # whether the job is complete: its final state is written
     ERROR = 13  # text: what is wrong
     WAIT = 14  # from the server: the answer will come, others are waited for
     BEAT = 15  # from the client: it is at work
+    FIRST = 16  # answered once no worker before this one is left, with whether the job is complete
 
 
 class Message(NamedTuple):
@@ -80,7 +81,7 @@ class Connection:
             own.set(_coming(name, side), "")
             self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, own), side, 2, timeout)
         except RuntimeError as error:
-            raise ConnectionLost(str(error)) from error
+            raise ConnectionLost(_first_sentence(error)) from error
 
     def send(self, kind: Kind, numbers: Sequence[float] = (), text: str = "") -> None:
         data = text.encode()
@@ -121,4 +122,10 @@ class Connection:
         try:
             transfer([tensor], self.other, 0).wait()
         except RuntimeError as error:
-            raise ConnectionLost(str(error)) from error
+            raise ConnectionLost(_first_sentence(error)) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """Of what gloo says, without the place in its sources."""
+    text = str(error).partition("\n")[0]
+    return (text.partition("] ")[2] or text).partition(". ")[0]

@@ -130,22 +130,24 @@ class Job:
     def finish(self) -> None:
         """Called when training is over, before the last evaluation."""
 
-    def resume(self) -> None:
-        """Stand where --load says. Raises CheckpointError on every rank."""
+    def resume(self, step: int | None = None) -> int | None:
+        """Stand where --load says; the iteration of the checkpoint that was loaded, if any. step: the one to load, in
+        place of --ckpt-step. Raises CheckpointError on every rank."""
         options = self.config.checkpoint
+        step = options.ckpt_step if step is None else step
         if options.load is None:
-            return
-        if options.ckpt_step is None and store.latest(options.load, self.mesh.control) is None:
+            return None
+        if step is None and store.latest(options.load, self.mesh.control) is None:
             if options.exit_on_missing_checkpoint:
                 remedy = "Name a directory that holds one, or leave out --exit-on-missing-checkpoint"
                 raise CheckpointError("--load", options.load, "it holds no complete checkpoint", remedy)
             self.say(f"no checkpoint in {options.load}: starting at iteration 0")
-            return
-        self.trainer.load(options.load, options.ckpt_step, self.say)
+            return None
+        loaded = self.trainer.load(options.load, step, self.say)
         self.say(f"loaded the checkpoint of iteration {self.trainer.iteration} from {options.load}")
-        step = options.ckpt_step
         if step is not None and (newest := store.latest(options.load, self.mesh.control)) > step:
             self.say(f"{options.load} also holds iteration {newest}, where a resume without --ckpt-step goes on")
+        return loaded
 
     def say(self, text: str) -> None:
         """Print a line, on the rank that prints."""

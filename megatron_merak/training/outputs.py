@@ -5,18 +5,20 @@ from pathlib import Path
 
 from ..config import HFCheckpointConfig, RunConfig
 from ..errors import ConfigError
+from ..parameter_server.snapshot import snapshot_directory
 from ..pipeline_parallel.pictures.files import check_suffix
 from ..pipeline_parallel.pictures.library import check_drawing
 
 
-def check_directory(flag: str, value: str, directory: Path) -> None:
-    """Make ``directory`` and write into it. Raises ConfigError that names ``flag`` and its ``value``."""
+def check_directory(flag: str, value: str, directory: Path, what: str = "it") -> None:
+    """Make ``directory`` and write into it. Raises ConfigError that names ``flag``, its ``value``, and by ``what`` the
+    directory where that is another."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"\0")
     except (OSError, ValueError) as error:  # a ValueError: a path with a NUL
-        reason = f"it cannot be written ({getattr(error, 'strerror', None) or error})"
+        reason = f"{what} cannot be written ({getattr(error, 'strerror', None) or error})"
         raise ConfigError(flag, value, reason, "Name a path in a writable directory with free space") from error
 
 
@@ -27,10 +29,19 @@ def check_file(flag: str, value: str) -> None:
     check_directory(flag, value, Path(value).parent)
 
 
+def check_snapshots(config: RunConfig) -> None:
+    """Check where parameter servers write, if there are any. Raises ConfigError."""
+    save = config.checkpoint.save
+    if save is not None and config.parallel.served:
+        directory = snapshot_directory(save)
+        check_directory("--save", save, directory, f"{directory}, for the snapshots of parameter servers,")
+
+
 def check_outputs(config: RunConfig, reports: bool) -> None:
     """Check what this rank writes: checkpoints, and logs and pictures where it ``reports``. Raises ConfigError."""
     if config.checkpoint.save is not None:
         check_directory("--save", config.checkpoint.save, Path(config.checkpoint.save))
+    check_snapshots(config)
     if isinstance(config.checkpoint, HFCheckpointConfig) and config.checkpoint.save_hf is not None:
         check_directory("--save-hf", config.checkpoint.save_hf, Path(config.checkpoint.save_hf))
     if not reports:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 from ..checkpoint.lock import DirectoryLock
 from ..config import SNAPSHOT_INTERVAL, OptimizerConfig, ParallelConfig, RunConfig
@@ -23,14 +22,17 @@ from ..parallel.mesh import Mesh
 from ..parallel.roles import Role
 from ..parameter_server.client import Client
 from ..parameter_server.layout import layout_of, pieces_of
-from ..parameter_server.optimizer import ServedAdamW, wire_dtype
+from ..parameter_server.optimizer import RestartedError, ServedAdamW, wire_dtype
 from ..parameter_server.server import Server, Settings
+from ..parameter_server.snapshot import snapshot_directory
 from ..runtime.parameters import RankParameters
 from .job import Job
+from .outputs import check_snapshots
 from .report import Report
 
 _CLAIMS = "parts of batches that workers claimed"
 _JOB = "what workers train, and on what"
+_LOADED = "the checkpoint that the first worker loaded"
 _ATTEMPTS, _PAUSE = 50, 0.2  # to take a lock over, and seconds between two
 
 
@@ -44,13 +46,14 @@ def role_of(parallel: ParallelConfig) -> Callable[[int, int], Role] | None:
 def server_settings(config: RunConfig) -> Settings:
     """Of the ranks that serve."""
     parallel, save = config.parallel, config.checkpoint.save
-    directory = None if save is None else Path(save) / "parameter_servers"
+    directory = None if save is None else snapshot_directory(save)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     return Settings(directory, parallel.ps_snapshot_interval or SNAPSHOT_INTERVAL, timeout)
 
 
 def serve(config: RunConfig, world: World) -> None:
     """Run a rank that only serves, until all workers have left or are gone. Raises what went wrong."""
+    check_snapshots(config)
     server = Server(world.role, world.store, server_settings(config))
     if world.rank == 0:
         print(
@@ -106,13 +109,22 @@ class Worker:
                     reason = "its flags, or the data it finds, are not those of the worker that came first"
                     raise ConfigError("worker", self.role.worker, reason, "Start all ranks alike")
 
+    def tell_loaded(self, iteration: int | None) -> None:
+        """Tell the other workers which checkpoint to load, before the weights of this one are there."""
+        if self.role.place == 0:
+            self.store.set(_LOADED, json.dumps(iteration))
+
+    def loaded(self) -> int | None:
+        """What the first worker told. Call it when its weights are there."""
+        return json.loads(self.store.get(_LOADED))
+
     def claim(self) -> int:
         """The number of the next part of a batch that no worker has claimed."""
         return self.store.add(_CLAIMS, 1) - 1
 
     def leave(self, optimizer: ServedAdamW) -> None:
-        """Tell the servers that this worker is done, and serve the others until they are."""
-        optimizer.client.leave()
+        """Tell the servers that the job is complete, and serve the other workers until they have left."""
+        optimizer.client.leave(complete=True)
         if self.server is not None:
             self.server.wait()
 
@@ -135,12 +147,27 @@ class WorkerJob:
         """As ``Job.run``. Raises a MerakError on all ranks of this worker; other workers go on."""
         with self.leading:
             self._lead(self.worker.role.worker == 0)
-            self.job.resume()
+            self._resume()
             self.worker.agree(self.mesh, [self.trainer.data, self.trainer.iteration])
+            self.start = self.saved = self.evaluated = self.trainer.iteration
+            self.consumed = self.trainer.consumed_samples
             self.optimizer.begin_training(self.worker.role.worker == 0)
             if not self.config.train.skip_train:
                 self._train()
             self._end()
+
+    def _resume(self) -> None:
+        """The first worker loads, for servers too, the newest checkpoint that is undamaged; the others load the same
+        one once it is done."""
+        if self.config.checkpoint.load is None:
+            return
+        if self.worker.role.worker == 0:
+            self.worker.tell_loaded(self.job.resume())
+            return
+        self.optimizer.pull()  # the first worker's weights, when they are there
+        loaded = broadcast_json(self.worker.loaded(), self.mesh.control, "cpu")  # as its first rank sees it
+        if loaded is not None:
+            self.job.resume(loaded)
 
     def _lead(self, leads: bool) -> None:
         if not leads or self.leads:
@@ -175,12 +202,11 @@ class WorkerJob:
 
     def _train(self) -> None:
         job, trainer, train, workers = self.job, self.trainer, self.config.train, self.mesh.workers
-        start, last = trainer.iteration, trainer.iterations
+        start, last = self.start, trainer.iterations
         if train.exit_interval:
             last = min(last, (start // train.exit_interval + 1) * train.exit_interval)
         sync, size, before = self.worker.sync, trainer.global_batch_size, trainer.consumed_samples
-        self.saved = self.evaluated = self.start = start
-        self.consumed, part_size = before, size // workers
+        part_size = size // workers
         shape = (self.mesh.replica, workers, size) if sync else (0, 1, part_size)
         loader = job.training_data(*shape[:2], lambda consumed: shape[2])
         try:
@@ -217,22 +243,25 @@ class WorkerJob:
             self.evaluated = done
 
     def _save(self) -> None:
-        if not self.worker.sync:
-            self.optimizer.client.freeze()
-            self.optimizer.pull()
-            self._stand_at(self.trainer.iteration)
-        self.saved = self.job.save()
-        if not self.worker.sync:
-            self.optimizer.client.thaw()
-            self.optimizer.pull()
+        """Write a checkpoint, again where a server was lost with what was fetched: its state is of one moment."""
+        self._stand_at(self.trainer.iteration)
+        written = None
+        while written is None:
+            self.optimizer.hold()
+            try:
+                written = self.job.save()
+            except RestartedError:
+                self.job.say("a parameter server was started again, so the checkpoint is written anew")
+            self.optimizer.release()
+        self.saved = written
 
     def _end(self) -> None:
-        """The worker that leads waits until it is the last one; then the weights are final."""
+        """When no worker takes steps any more the weights are final, and the one that leads completes the job. The
+        others wait for that: should it be killed meanwhile, the next one does."""
         optimizer = self.optimizer
-        optimizer.pull()
-        self._lead(broadcast_json(optimizer.leader, self.mesh.control, "cpu") == self.worker.role.worker)
-        if self.leads:
-            optimizer.client.alone()
+        optimizer.client.done()
+        if not broadcast_json(optimizer.client.first(), self.mesh.control, "cpu"):
+            self._lead(True)
             optimizer.pull()
             if self.config.checkpoint.save is not None and self.saved != self.trainer.iteration:
                 self._save()

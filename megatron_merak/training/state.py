@@ -151,8 +151,9 @@ class RunState:
         kinds = self.kinds(not self.config.checkpoint.no_save_optim)
         return store.save(root, self.iteration, kinds, meta, self.mesh.control, "cpu")
 
-    def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> None:
+    def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> int:
         """Resume from ``root``, written under any layout: its newest undamaged checkpoint, or that of ``iteration``.
+        Returns the iteration of the one that was loaded.
 
         ``say`` is called on every rank with each line that the user has to know. Raises CheckpointError on every rank.
         """
@@ -173,9 +174,9 @@ class RunState:
             say(line)
         if not optimizer:
             self.optimizer.refresh_master()
-        if options.finetune:
-            return
         saved = SavedRun.read(meta, root)
+        if options.finetune:
+            return saved.iteration
         if optimizer:
             self.optimizer.steps = saved.optimizer_steps
             self.optimizer.scaler.load(saved.loss_scale)
@@ -185,3 +186,4 @@ class RunState:
             self.iterations = self.iteration + sum(steps for _, steps in self.phases_left())
         if options.use_checkpoint_opt_param_scheduler:
             self.config = replace(self.config, optimizer=schedule_of(saved, self.config))
+        return saved.iteration

@@ -6,6 +6,7 @@ from megatron_merak import arguments
 from megatron_merak.config import Config, of_worker
 from megatron_merak.errors import ConfigError
 from megatron_merak.parallel.roles import Role
+from megatron_merak.training.outputs import check_snapshots
 
 GIVEN = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 60 --seq-length 16 --micro-batch-size 2
     --global-batch-size 8 --lr 1e-2 --train-iters 4 --mock-data"""
@@ -46,15 +47,23 @@ def test_a_worker_is_a_job_of_its_own():
         ("--ps-max-staleness 3", 2, "--ps-max-staleness 3: has no effect without --data-parallel-strategy"),
         (f"{SYNC} --ps-max-staleness 3", 2, "--ps-max-staleness 3: has no effect with .* ps-sync"),
         (f"{ASYNC} --ps-snapshot-interval 3", 2, "--ps-snapshot-interval 3: has no effect without --save"),
-        (f"{SYNC} --num-parameter-servers 4", 4, "servers 4: leaves 0 of 4 ranks, .* Use at most 3"),
-        (f"{SYNC} --num-parameter-servers 5", 2, "servers 5: leaves 0 of 2 ranks, .* Use at most 1"),
-        (f"{SYNC} --num-parameter-servers 1", 1, "servers 1: leaves 0 of 1 ranks, .* Start 2 ranks"),
+        (f"{SYNC} --num-parameter-servers 4", 4, "servers 4: leaves 0 of 4 ranks, .* Use at most 3, or start 5 ranks"),
+        (f"{SYNC} --num-parameter-servers 5", 2, "servers 5: leaves 0 of 2 ranks, .* Use at most 1, or start 6"),
+        (f"{SYNC} --num-parameter-servers 1", 1, "servers 1: leaves 0 of 1 ranks, .* Use 0, or start 2 ranks"),
         (
             f"{SYNC} --num-parameter-servers 2 --tensor-model-parallel-size 2",
             *(7, "servers 2: leaves 5 of 7 ranks, not a multiple of the 2 ranks of a worker. Use 1 or 3"),
         ),
+        (
+            f"{SYNC} --num-parameter-servers 6 --tensor-model-parallel-size 2",
+            *(7, "servers 6: leaves 1 of 7 ranks, and a worker takes 2 .* Use 3 or 5, or start 8 ranks"),
+        ),
+        (
+            f"{SYNC} --num-parameter-servers 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            *(3, "servers 1: leaves 2 of 3 ranks, and a worker takes 4 .* Start 5 ranks"),
+        ),
         (f"{SYNC} --num-parameter-servers 1", 6, "--global-batch-size 8: is not a multiple of .*Use 10"),
-        (f"{SYNC} --use-distributed-optimizer", 2, "--data-parallel-sharding-strategy optim: parameter servers keep"),
+        (f"{SYNC} --use-distributed-optimizer", 2, "--use-distributed-optimizer True: parameter servers keep"),
         (
             f"{ASYNC} --data-parallel-sharding-strategy optim_grads_params",
             *(2, "--data-parallel-sharding-strategy optim_grads_params: parameter servers keep"),
@@ -68,6 +77,13 @@ def test_a_worker_is_a_job_of_its_own():
 def test_what_parameter_servers_cannot_honour_is_refused(flags, ranks, message):
     with pytest.raises(ConfigError, match=message):
         config(flags).validate(ranks)
+
+
+def test_a_place_for_snapshots_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "parameter_servers").touch()
+    check_snapshots(config(f"--save {tmp_path}"))
+    with pytest.raises(ConfigError, match=f"--save {tmp_path}: {tmp_path}/parameter_servers, for the snapshots of .*"):
+        check_snapshots(config(f"--save {tmp_path} {ASYNC}"))
 
 
 @pytest.mark.parametrize("flags", ["--train-samples 32", "--train-samples 32 --rampup-batch-size 4 4 8"])

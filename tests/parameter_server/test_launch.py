@@ -1,79 +1,16 @@
 """Jobs whose ranks are killed: the other workers go on, servers come back, and nothing hangs."""
 
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
+from megatron_merak.cli.launch import main
 from megatron_merak.errors import LaunchError
 from megatron_merak.parameter_server.supervisor import Hosts, servers_of
 
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
-    --global-batch-size 6 --lr 1e-2 --mock-data --vocab-size 60 --log-interval 1 --eval-iters 1
-    --distributed-timeout-minutes 1 --data-parallel-strategy"""
-
-
-class Launched:
-    """tools/launch.py at work, its ranks, and what they print."""
-
-    def __init__(self, ranks: int, flags: str, directory: Path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.log = directory / "log"
-        head = [
-            sys.executable,
-            str(ROOT / "tools/launch.py"),
-            "--nproc-per-node",
-            str(ranks),
-            "--master-port",
-            str(port),
-        ]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [*head, str(ROOT / "pretrain_gpt.py"), *SMALL.split(), *flags.split()]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        self._wait_for(lambda: len(self._children()) == ranks)
-        self.pids = self._children()
-
-    def _children(self) -> list[int]:
-        return [*map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split())]
-
-    def _wait_for(self, true, seconds: float = 90.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < deadline and self.process.poll() is None, self.told
-            time.sleep(0.02)
-
-    @property
-    def told(self) -> str:
-        return self.log.read_text()
-
-    @property
-    def iteration(self) -> int:
-        """The newest one that was printed."""
-        found = re.findall(r" iteration +(\d+)/", self.told)
-        return int(found[-1]) if found else 0
-
-    def after(self, iteration: int) -> "Launched":
-        self._wait_for(lambda: self.iteration >= iteration)
-        return self
-
-    def kill(self, rank: int) -> None:
-        os.kill(self.pids[rank], signal.SIGKILL)
-
-    def end(self) -> int:
-        try:
-            return self.process.wait(120)
-        finally:
-            self.process.kill()
+from .launched import ROOT, SMALL, Launched, environment
 
 
 @pytest.mark.timeout(250)
@@ -105,7 +42,7 @@ def test_killed_workers_and_servers_do_not_end_the_job(tmp_path, strategy):
 @pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_a_server_that_does_not_come_back_ends_the_job_with_an_error(tmp_path):
-    job = Launched(3, "ps-sync --num-parameter-servers 1 --train-iters 100000", tmp_path)
+    job = Launched(3, "ps-sync --global-batch-size 8 --num-parameter-servers 1 --train-iters 100000", tmp_path)
     job.after(5).kill(2)  # without --save there is no snapshot
     assert job.end() != 0
     assert "Start the job again from its last checkpoint" in job.told
@@ -115,27 +52,42 @@ def test_a_server_that_does_not_come_back_ends_the_job_with_an_error(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_a_rank_that_serves_and_trains_takes_its_part_along(tmp_path):
-    job = Launched(2, "ps-async --train-iters 100000", tmp_path)
+    job = Launched(2, "ps-async --global-batch-size 8 --train-iters 100000", tmp_path)
     job.after(5).kill(1)
     assert job.end() != 0
-    assert "parameter server (rank 1): it is gone, and was not started again" in job.told
+    assert "parameter server (rank 1): it is gone, or gave this rank up (Connection closed by peer" in job.told
 
 
 def test_a_wrong_flag_is_told_once_before_ranks_start():
     command = [sys.executable, str(ROOT / "tools/launch.py"), "--nproc-per-node", "3", "pretrain", *SMALL.split()]
     command += ["ps-sync", "--num-parameter-servers", "1", "--train-iters", "2", "--ps-max-staleness", "3"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "--ps-max-staleness 3: has no effect with --data-parallel-strategy ps-sync" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--nproc-per-node 0", "--nproc-per-node 0: it is below 1. Use 1 or more"),
+        (
+            "--nproc-per-node 2 --master-port 0",
+            "--master-port 0: ranks cannot meet at such a port. Name one",
+        ),
+        ("--nproc-per-node 2 --nnodes 2 --node-rank 2", "--node-rank 2: there are 2 hosts. Count them from 0"),
+        ("--nproc-per-node 2 --max-restarts -1", "--max-restarts -1: it is below 0. Use 0 or more"),
+    ],
+)
+def test_numbers_that_make_no_job_are_refused(flags, message, capsys):
+    assert main([*flags.split(), "pretrain"]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_hosts_and_flags_say_who_is_who():
     hosts = Hosts(ranks_here=4, nodes=2, node=1, address="first", port=1234)
     assert (hosts.size, hosts.ranks) == (8, range(4, 8))
-    environment = hosts.environment(5)
-    assert [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == list("5814")
+    seen = hosts.environment(5)
+    assert [seen[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == list("5814")
     assert servers_of(["--lr", "1", "--num-parameter-servers", "2"]) == 2
     assert servers_of(["--num-parameter-servers=3"]) == 3 and servers_of([]) == 0
     assert servers_of(["--num-parameter-servers", "1", "--num-parameter-servers", "2"]) == 2, "as argparse takes it"

@@ -1,6 +1,8 @@
 """Training with parameter servers beside the same training by collectives: losses, norms, every weight and moment."""
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_merak.config import HFConfig
-from tests.ranks import run_ranks
+from megatron_merak.errors import DamagedError
+from tests.ranks import RankFailure, run_ranks
 
 from .jobs import job
 
@@ -42,7 +45,20 @@ def equal(one: Path, other: Path) -> None:
             assert torch.equal(tensor, theirs[name]), name
 
 
-def compare(tmp_path: Path, flags: str, workers: int, ranks: int, servers: int, config=None) -> None:
+def near(one: Path, other: Path) -> None:
+    """Up to the rounding of sums: per file, that is per kind of state and rank, the length of the difference. Single
+    elements whose gradient is rounding alone (the bias of keys) follow AdamW to places of their own."""
+    for ours, theirs in zip(saved(one), saved(other), strict=True):
+        assert ours.keys() == theirs.keys()
+        mine, their = (torch.cat([f[name].flatten().double() for name in ours]) for f in (ours, theirs))
+        assert (mine - their).norm() < 1e-5 * mine.norm()
+
+
+def compare(
+    tmp_path: Path, flags: str, workers: int, ranks: int, servers: int, config=None, tied: bool = False
+) -> None:
+    """tied: two stages hold one embedding. Collectives add its gradient over workers first and stages second, a worker
+    that pushes the other way round; all else is bit for bit the same."""
     one, other = tmp_path / "collectives", tmp_path / "served"
     run(workers * ranks, f"{STEPS} {flags}", one, config)
     told = run(
@@ -53,36 +69,47 @@ def compare(tmp_path: Path, flags: str, workers: int, ranks: int, servers: int, 
     )
     for ours, theirs in zip(records(other), records(one), strict=True):
         assert (ours["iteration"], ours["consumed_samples"]) == (theirs["iteration"], theirs["consumed_samples"])
-        assert ours["loss"] == theirs["loss"]
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-12, nan_ok=True)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=5e-7 if tied else 0, abs=0)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-6 if tied else 1e-12, nan_ok=True)
         assert ours.get("loss_scale") == theirs.get("loss_scale")
     for kind in ("valid", "test"):  # one worker evaluates what two shared
         assert records(other, kind)[0]["loss"] == pytest.approx(records(one, kind)[0]["loss"], rel=1e-6)
-    equal(one, other)
+    (near if tied else equal)(one, other)
     if servers:
         assert "4 updates" in told[-1]
 
 
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --group-query-attention
+    --num-query-groups 2 --untie-embeddings-and-output-weights"""
+# Flags, ranks of a worker, servers.
+LAYOUTS = {"tp2": (TP, 2, 0), "pp2": (PP, 2, 1), "tp2 x pp2": (f"{TP} {PP}", 4, 2)}
+DTYPES = {"fp32": "", "bf16": "--bf16"}
+
+
+def slow(*values, **options):
+    return pytest.param(*values, marks=pytest.mark.slow, **options)
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "flags, workers, ranks, servers",
+    "flags, workers, ranks, servers, tied",
     [
-        ("--hidden-dropout 0.1", 2, 1, 0),
-        ("--bf16 --tensor-model-parallel-size 2", 2, 2, 1),
-        pytest.param("--pipeline-model-parallel-size 2", 2, 2, 2, marks=pytest.mark.slow),
-        pytest.param(
-            "--fp16 --initial-loss-scale 65536 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
-            "--untie-embeddings-and-output-weights",
-            *(2, 4, 0),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --bf16", 2, 2, 1, marks=pytest.mark.slow
+        ("--hidden-dropout 0.1", 2, 1, 0, False),
+        (f"--bf16 {TP}", 2, 2, 1, False),
+        slow(PP, 2, 2, 2, True),
+        slow(f"{PP} --untie-embeddings-and-output-weights", 2, 2, 2, False),
+        slow(f"--fp16 --initial-loss-scale 65536 {PP} {TP} --untie-embeddings-and-output-weights", *(2, 4, 0), False),
+        slow(f"{PP} --pipeline-schedule zb-h1 --bf16", 2, 2, 1, True),
+        *(
+            slow(f"{LLAMA} {dtype} {flags}", 2, ranks, servers, False, id=f"llama {name} {layout}")
+            for layout, (flags, ranks, servers) in LAYOUTS.items()
+            for name, dtype in DTYPES.items()
         ),
     ],
 )
-def test_workers_that_step_together_are_replicas(tmp_path, flags, workers, ranks, servers):
-    compare(tmp_path, flags, workers, ranks, servers)
+def test_workers_that_step_together_are_replicas(tmp_path, flags, workers, ranks, servers, tied):
+    compare(tmp_path, flags, workers, ranks, servers, tied=tied)
 
 
 MODELS = {
@@ -113,16 +140,21 @@ MODELS = {
     "family, flags, ranks, servers",
     [
         ("gpt2", "", 1, 1),
-        pytest.param("gpt2", "--pipeline-model-parallel-size 2", 2, 1, marks=pytest.mark.slow),
-        pytest.param("llama", "--tensor-model-parallel-size 2 --bf16", 2, 0, marks=pytest.mark.slow),
-        pytest.param("mixtral", "--bf16", 1, 2, marks=pytest.mark.slow),
-        pytest.param("mixtral", "--fp16 --pipeline-model-parallel-size 2", 2, 0, marks=pytest.mark.slow),
+        slow("mixtral", "--bf16", 1, 2),
+        slow("mixtral", f"--fp16 {PP}", 2, 0),
+        *(
+            slow(family, f"{dtype} {flags}", ranks, servers, id=f"{family} {name} {layout}")
+            for family in MODELS
+            for layout, (flags, ranks, servers) in LAYOUTS.items()
+            for name, dtype in DTYPES.items()
+        ),
     ],
 )
 def test_captured_models_with_servers(tmp_path, family, flags, ranks, servers):
     model = tmp_path / "model.json"
     model.write_text(json.dumps(MODELS[family].to_dict()))
-    compare(tmp_path, f"--model {model} {flags}", 2, ranks, servers, HFConfig)
+    tied = family == "gpt2" and PP in flags
+    compare(tmp_path, f"--model {model} {flags}", 2, ranks, servers, HFConfig, tied)
 
 
 @pytest.mark.timeout(200)
@@ -147,9 +179,43 @@ def test_a_run_goes_on_with_servers_or_without(tmp_path):
 
 @pytest.mark.timeout(200)
 def test_workers_that_do_not_wait_take_every_part_once_and_learn(tmp_path):
-    told = run(3, f"--train-iters 40 {ASYNC} --num-parameter-servers 1", tmp_path)
-    assert "80 updates, staleness" in told[-1]
+    told = run(3, f"--train-iters 100 --eval-iters 4 {ASYNC} --num-parameter-servers 1", tmp_path)[-1]
+    counts = re.search(r"(\d+) updates, staleness [^,\n]*(?:, (\d+) gradient\(s\) too old)?", told)
+    assert sum(map(int, counts.groups("0"))) == 200
     rows = records(tmp_path)
-    assert rows[0]["consumed_samples"] in (2, 4) and len(rows) < 80 and rows[-1]["iteration"] == 40
-    assert sum(row["loss"] for row in rows[-4:]) < 0.8 * sum(row["loss"] for row in rows[:4])
-    assert all(row["staleness"] <= 8 for row in rows)
+    assert rows[0]["consumed_samples"] in (2, 4) and len(rows) < 200
+    (trained,) = records(tmp_path, "valid")
+    assert trained["iteration"] == 100
+    assert trained["loss"] < 0.8 * math.log(60), "of guesses among the ids"
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.timeout(200)
+def test_damage_that_one_worker_alone_sees_sends_all_of_them_to_the_checkpoint_before(tmp_path):
+    """The first worker reads the optimizer's state, the others do not."""
+    unbroken, first, resumed = (tmp_path / name for name in ("unbroken", "first", "resumed"))
+    flags = f"{CONSTANT} {SYNC} --num-parameter-servers 1"
+    run(3, f"--train-iters 4 {flags}", unbroken)
+    run(3, f"--train-iters 3 --save-interval 2 {flags}", first)
+    damage(first / "run/iter_0000003/exp_avg-rank-00000.safetensors")
+    told = run(3, f"--train-iters 4 {flags} --load {first / 'run'}", resumed)[0]
+    assert "A damaged checkpoint was passed over, and iteration 2 was loaded." in told
+    assert [row["loss"] for row in records(resumed)] == [row["loss"] for row in records(unbroken)[2:]]
+    equal(resumed, unbroken)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["model", slow("exp_avg_sq")])
+def test_a_checkpoint_that_is_damaged_in_one_file_is_not_loaded(tmp_path, kind):
+    run(2, f"--train-iters 1 {SYNC}", tmp_path)
+    damage(file := next((tmp_path / "run/iter_0000001").glob(f"{kind}-*")))
+    for strategy in ("", SYNC):
+        with pytest.raises(RankFailure) as caught:
+            run(2, f"--train-iters 2 {strategy} --load {tmp_path / 'run'}", tmp_path / "resumed")
+        assert isinstance(caught.value.__cause__, DamagedError), caught.value
+        assert "none of its checkpoints is whole" in str(caught.value) and str(file) in str(caught.value)

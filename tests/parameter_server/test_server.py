@@ -1,7 +1,6 @@
 """What clients and servers say to each other: weights, gradients, versions, state, and what goes wrong."""
 
 import math
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,8 +11,12 @@ import torch
 from megatron_merak.config import OptimizerConfig
 from megatron_merak.errors import CheckpointError, ServerError
 from megatron_merak.optimizer.adamw import AdamW
+from megatron_merak.parallel.mesh import Mesh
 from megatron_merak.parameter_server.client import Contribution
+from megatron_merak.parameter_server.optimizer import RestartedError, ServedAdamW
 from megatron_merak.parameter_server.snapshot import read_snapshot, snapshot_path
+from megatron_merak.plan import Grid
+from megatron_merak.runtime.parameters import RankParameters
 
 from .served import SIZE, Job, layouts, new_buffer, serving
 
@@ -167,17 +170,42 @@ def test_what_was_frozen_is_read_while_others_go_on():
         second.leave()
 
 
-def test_the_last_worker_knows_when_it_is_alone():
-    with serving(2, 1) as (job, _):
+@pytest.mark.parametrize("completes", [True, False])
+def test_workers_wait_until_none_takes_steps_and_then_for_one_that_completes_the_job(completes):
+    with serving(2, 2) as (job, _), ThreadPoolExecutor(1) as pool:
         first, second = job.client(0), job.client(1)
-        alone = threading.Thread(target=first.alone)
-        alone.start()
-        alone.join(0.3)
-        assert alone.is_alive()
-        second.leave()
-        alone.join(10)
-        assert not alone.is_alive()
-        first.leave()
+        with pytest.raises(TimeoutError):
+            (done := pool.submit(first.done)).result(0.3)
+        second.done()
+        done.result(10)
+        assert not first.first(), "it is to complete the job, as nobody is before it"
+        with pytest.raises(TimeoutError):
+            (complete := pool.submit(second.first)).result(0.3)
+        first.leave(completes)
+        assert complete.result(10) is completes
+        second.leave(True)
+
+
+def test_state_that_is_fetched_is_of_one_moment_or_an_error(tmp_path):
+    job = Job(1, 1, tmp_path, interval=2)
+    job.server(1)
+    client = job.client(0)
+    held = RankParameters(new_buffer(), {}, Mesh(Grid(), 0, torch.device("cpu")))
+    optimizer = ServedAdamW(held, OptimizerConfig(), client, 1, False)
+    optimizer.begin_training(True)
+    moments = torch.empty(SIZE)
+    optimizer.hold()
+    optimizer.fetch("exp_avg", moments)
+    client.ends[0].connection.group = Dead()
+    again = job.server(1)
+    with pytest.raises(RestartedError):
+        optimizer.fetch("exp_avg_sq", moments)
+    optimizer.release()
+    optimizer.hold()
+    optimizer.fetch("exp_avg_sq", moments)
+    optimizer.release()
+    client.leave(True)
+    again.wait()
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -245,6 +273,32 @@ def test_a_server_goes_on_from_its_snapshot_and_clients_find_it(tmp_path):
     client.leave()
     again.wait()
     assert again.services[0].record.restored == 2
+
+
+def test_a_server_without_snapshots_that_is_started_again_is_an_error():
+    job = Job(1, 1)
+    job.server(1)
+    client = job.client(0)
+    client.ready(0)
+    client.ends[0].connection.group = Dead()
+    again = job.server(1)
+    with pytest.raises(ServerError, match="--save .unset.: the server was killed, and without it there is no snapshot"):
+        client.pull(torch.empty(SIZE))
+    client.leave()
+    again.wait()
+
+
+def test_weights_are_not_there_where_the_first_snapshot_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    job = Job(2, 1, tmp_path / "file" / "snapshots")
+    server, first, second = job.server(2), job.client(0), job.client(1)
+    with pytest.raises(ServerError, match="server-2-place-0.safetensors: it cannot be written"):
+        first.ready(0)
+    first.leave()
+    with pytest.raises(ServerError, match="worker 0: it ended before the weights were there"):
+        second.pull(torch.empty(SIZE))
+    second.leave()
+    server.wait()
 
 
 def test_a_snapshot_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, capsys):
