@@ -110,8 +110,9 @@ class Unit:
     gradient). In pairs of (forward, backward): ``reduces``, its all-reduces over the tensor-parallel ranks, their
     ``reduced_bytes`` together, and ``operations`` that the host starts. ``weight_bytes``: what its weight gradients are
     made of (inputs and output gradients of its matrix products), kept where they are computed apart from the backward;
-    0: as much as ``saved_bytes``. ``unread_bytes``: of what enters it, what no backward reads. ``products``: (m, n, k)
-    of the matrix products in its forward beside attention's, of a part where the rest is alike; none: they are unknown.
+    0: as much as ``saved_bytes``, but where some are frozen. ``unread_bytes``: of what enters it, what no backward
+    reads. ``products``: (m, n, k) of the matrix products in its forward beside attention's, of a part where the rest is
+    alike; none: they are unknown.
     ``frozen``: how many of its ``parameters`` are not trained, ``tied_frozen``: which of its ``tied`` tensors.
     ``state_bytes``: what the optimizer keeps of one of its other ``parameters`` on average, ``tied_state_bytes``: of a
     value of some ``tied`` tensors, by name; None, and where there is no entry: as much as the plan says.
@@ -142,7 +143,8 @@ class Unit:
     @property
     def held_bytes(self) -> int:
         """Kept between a backward and the weight gradients that it left."""
-        return self.weight_bytes or self.saved_bytes
+        known = self.weight_bytes or self.frozen or self.tied_frozen
+        return self.weight_bytes if known else self.saved_bytes
 
 
 @dataclass(frozen=True)
