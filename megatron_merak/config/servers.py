@@ -1,6 +1,7 @@
 """Parameter servers: what they contradict, and the configuration of one worker."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from ..errors import ConfigError
@@ -13,6 +14,11 @@ STRATEGY = "--data-parallel-strategy"
 SNAPSHOT_INTERVAL = 100
 
 Run = TypeVar("Run")
+
+
+def snapshot_directory(save: str) -> Path:
+    """Where the snapshots of a job are that saves to ``save``."""
+    return Path(save) / "parameter_servers"
 
 
 def check_servers(

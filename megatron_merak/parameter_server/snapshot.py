@@ -12,11 +12,6 @@ from .layout import Layout
 from .piece import KINDS, Piece
 
 
-def snapshot_directory(save: str) -> Path:
-    """Where the snapshots of a job are that saves to ``save``."""
-    return Path(save) / "parameter_servers"
-
-
 def snapshot_path(directory: Path, server: int, place: int) -> Path:
     """``server``: the rank that serves. ``place``: of the workers' ranks whose parameters it has a piece of."""
     return directory / f"server-{server}-place-{place}.safetensors"

@@ -4,8 +4,8 @@ import tempfile
 from pathlib import Path
 
 from ..config import HFCheckpointConfig, RunConfig
+from ..config.servers import snapshot_directory
 from ..errors import ConfigError
-from ..parameter_server.snapshot import snapshot_directory
 from ..pipeline_parallel.pictures.files import check_suffix
 from ..pipeline_parallel.pictures.library import check_drawing
 

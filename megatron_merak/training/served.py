@@ -14,6 +14,7 @@ from datetime import timedelta
 
 from ..checkpoint.lock import DirectoryLock
 from ..config import SNAPSHOT_INTERVAL, OptimizerConfig, ParallelConfig, RunConfig
+from ..config.servers import snapshot_directory
 from ..errors import ConfigError, DataError, DirectoryLockedError
 from ..optimizer.loss_scale import LossScaler
 from ..parallel.agree import broadcast_json, together
@@ -24,7 +25,6 @@ from ..parameter_server.client import Client
 from ..parameter_server.layout import layout_of, pieces_of
 from ..parameter_server.optimizer import RestartedError, ServedAdamW, wire_dtype
 from ..parameter_server.server import Server, Settings
-from ..parameter_server.snapshot import snapshot_directory
 from ..runtime.parameters import RankParameters
 from .job import Job
 from .outputs import check_snapshots
