@@ -10,8 +10,9 @@ Without the mask the kernels for causal attention run: no token looks at padding
 is no target. In one row nothing is computed for padding at all, where attention goes document by document.
 
 That a change leaves the loss and every gradient as they are is shown by the engine with the first batch that it is made
-to, for batches with the same entries of which at most ``REACH`` times as large a share is masked, and whose rows begin
-with a target only if those of that batch did: what stands before it in one row tells nothing of it.
+to, for batches with the same entries of which at most ``REACH`` times as large a share is masked. Batches whose rows
+begin with a target are shown by themselves, as what stands before it in one row tells nothing of it; so are those with
+more tokens than a row of the model's has, where a model may compute otherwise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from .neutral import REACH
 from .padding import IGNORED, TARGETS
 
 Batch = Mapping[str, Any]
-LONGEST = 8192  # tokens of one row: the mask that keeps its documents apart has a byte for each two of them
+LONGEST = 8192  # tokens of one row: the mask that keeps its documents apart has a byte for each pair of them
 
 
 @dataclass
@@ -34,12 +35,14 @@ class Leaner:
     """Makes a change to batches, and knows for which that was shown to be neutral.
 
     change: of a batch. fits: of a batch and the engine, whether the change can be made, and spares anything. refused:
-    why none is made; "": nothing is known against it. ``settle`` is collective over all ranks.
+    why none is made; "": nothing is known against it. limit: the tokens of the longest row that the model takes, None:
+    any. ``settle`` is collective over all ranks.
     """
 
     change: Callable[[Batch], Batch]
     fits: Callable[[Batch, Any], bool]
     refused: str = ""
+    limit: int | None = None
     _shown: dict[tuple, float] = field(default_factory=dict)  # kind of batch -> the largest share that was masked
 
     def propose(self, batches: Sequence[Batch], engine: Any) -> tuple[list[Batch], int | None]:
@@ -64,14 +67,20 @@ class Leaner:
             return False
         if found:
             self.refused = found
-        else:
-            kind = _kind(batch)
+        elif changed is not batch:
+            kind = self._kind(batch)
             self._shown[kind] = max(self._shown.get(kind, 0.0), masked_share(batch))
         return True
 
     def _known(self, batch: Batch) -> float:
-        entries, begins = _kind(batch)
-        return max(self._shown.get((entries, begins), 0.0), self._shown.get((entries, True), 0.0))
+        entries, begins, long = self._kind(batch)
+        return max(self._shown.get((entries, each, long), 0.0) for each in {begins, True})
+
+    def _kind(self, batch: Batch) -> tuple[tuple[str, ...], bool, bool]:
+        """A batch's entries, whether a row of it begins with a target, and whether it has more tokens than a row."""
+        entries = tuple(sorted(name for name in batch if name != "num_items_in_batch"))
+        begins = "labels" in batch and bool((batch["labels"][:, 0] != IGNORED).any())
+        return entries, begins, self.limit is not None and int(batch[MASK].sum()) > self.limit
 
 
 def without_masks(refused: str = "") -> Leaner:
@@ -79,9 +88,9 @@ def without_masks(refused: str = "") -> Leaner:
     return Leaner(without_mask, lambda batch, engine: True, refused)
 
 
-def in_one_row(refused: str = "") -> Leaner:
+def in_one_row(refused: str = "", limit: int | None = None) -> Leaner:
     """Makes one row of a batch, where the engine attends by document: on CPUs."""
-    return Leaner(as_documents, _fits_one_row, refused)
+    return Leaner(as_documents, _fits_one_row, refused, limit)
 
 
 def as_documents(batch: Batch) -> Batch:
@@ -90,7 +99,7 @@ def as_documents(batch: Batch) -> Batch:
     shown, changed = batch[MASK].bool(), dict(without_mask(batch))
     for name, value in changed.items():
         if isinstance(value, Tensor) and value.shape == shown.shape:
-            if name in TARGETS:
+            if name == "labels":
                 value = torch.cat((torch.full_like(value[:, :1], IGNORED), value[:, 1:]), 1)
             changed[name] = value[shown][None]
     places = torch.arange(shown.shape[1], device=shown.device).expand_as(shown)
@@ -116,12 +125,6 @@ def _fits_one_row(batch: Batch, engine: Any) -> bool:
         return False
     tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
     return "labels" in batch and "position_ids" not in batch and all(value.shape == mask.shape for value in tensors)
-
-
-def _kind(batch: Batch) -> tuple[tuple[str, ...], bool]:
-    """A batch's entries, and whether a row of it begins with a target."""
-    begins = any(bool((batch[name][:, 0] != IGNORED).any()) for name in TARGETS if batch.get(name) is not None)
-    return tuple(sorted(name for name in batch if name != "num_items_in_batch")), begins
 
 
 def masked_share(batch: Batch) -> float:

@@ -105,11 +105,11 @@ class NeutralPadding:
 
     def _widely(self, plain: Batch, padded: Batch) -> Batch:
         """The batch with so much padding that what it shows holds for others; of one length only, as these go alone."""
-        length, *others = [*self.padding.lengths(plain).values(), 0]
-        if len(others) > 1 or not self._growth(plain, padded):
+        lengths = self.padding.lengths(plain)
+        if len(lengths) != 1 or not self._growth(plain, padded):
             return padded
         try:
-            wide = self.padding(plain, more=length // WIDE)
+            wide = self.padding(plain, more=max(lengths.values()) // WIDE)
         except DataError:  # beyond the largest bucket
             return padded
         return wide if self._growth(plain, wide) > self._growth(plain, padded) else padded

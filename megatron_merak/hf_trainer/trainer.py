@@ -173,7 +173,7 @@ class MerakTrainer(TrainerFace):
         neutral = NeutralPadding(padding, self.mesh)
         named = "length_buckets names the lengths of rows" if isinstance(self.args.buckets, tuple) else ""
         given = (self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer)
-        self.feed = Feed(*given, rows=in_one_row(sees or named), masks=without_masks(sees))
+        self.feed = Feed(*given, rows=in_one_row(sees or named, padding.limit), masks=without_masks(sees))
 
     def _sees_padding(self) -> bool:
         """Whether the loss may see what stands at padding."""

@@ -75,6 +75,14 @@ def trained(kind, arguments, directory, make, collator, ragged=False, **changes)
     return [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps], said, trainer
 
 
+def as_in_transformers(directory, make, collator, **changes):
+    """The trainer that gave the losses and norms of transformers, that of transformers, and what ours said."""
+    expected = trained(Trainer, TrainingArguments, directory, make, collator, **changes)
+    losses, norms, said, trainer = trained(MerakTrainer, MerakArguments, directory, make, collator, **changes)
+    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+    return trainer, expected[3], said
+
+
 class Pooled(nn.Module):
     """The mean over all positions, and no word of a mask."""
 
@@ -150,11 +158,9 @@ PADDED = {
 def test_padding_that_a_model_notices_is_left_out(tmp_path, name):
     make, collator, neutral = PADDED[name]
     changes = {"per_device_train_batch_size": 1 + neutral, "max_steps": 4, "ragged": True}
-    expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator, **changes)
-    losses, norms, said, trainer = trained(MerakTrainer, MerakArguments, str(tmp_path), make, collator, **changes)
-    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+    trainer, theirs, said = as_in_transformers(str(tmp_path), make, collator, **changes)
     assert ("training batches are not padded" in "".join(said)) != neutral
-    for mine, other in zip(trainer.model.buffers(), expected[3].model.buffers(), strict=True):
+    for mine, other in zip(trainer.model.buffers(), theirs.model.buffers(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
     shapes = [shapes for role, shapes in trainer.engine.programs[0]._made if role.training]
     lengths = {shape[1] for shapes in shapes for entry, shape, _ in shapes if entry == "input_ids"}
@@ -189,14 +195,12 @@ def test_masks_of_padding_go_where_they_change_nothing(tmp_path, monkeypatch, na
     monkeypatch.setattr(leaner, "LONGEST", 0)  # else such batches become one row
     make, collator, goes = MASKED[name]
     changes = {"max_steps": 3, "ragged": True}
-    expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator, **changes)
-    losses, norms, _, trainer = trained(MerakTrainer, MerakArguments, str(tmp_path), make, collator, **changes)
-    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+    trainer, theirs, _ = as_in_transformers(str(tmp_path), make, collator, **changes)
     assert bool(trainer.feed.masks.refused) == (name == "a loss that counts padding")
     made = trainer.engine.programs[0]._made
     ran = [{entry for entry, *_ in shapes} for role, shapes in made if role.training]
     assert any("attention_mask" not in entries for entries in ran) == (goes or "loss" in name)  # or was tried
-    asked = expected[3].evaluate()["eval_loss"]
+    asked = theirs.evaluate()["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(asked, rel=1e-5)
 
 
@@ -215,6 +219,21 @@ def convolved():
     return Convolved(LlamaConfig(**SMALL))
 
 
+class Stretched(LlamaForCausalLM):
+    """Computes otherwise with more tokens than a row may have."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, position_ids=None, num_items_in_batch=None):
+        words = self.get_input_embeddings()(input_ids)
+        words = words * 2 if input_ids.shape[1] > self.config.max_position_embeddings else words
+        given = {"attention_mask": attention_mask, "labels": labels, "position_ids": position_ids}
+        return super().forward(inputs_embeds=words, **given, num_items_in_batch=num_items_in_batch)
+
+
+def stretched():
+    torch.manual_seed(0)
+    return Stretched(LlamaConfig(**SMALL, max_position_embeddings=38))
+
+
 def token_classifier():
     torch.manual_seed(0)
     return LlamaForTokenClassification(LlamaConfig(**SMALL, num_labels=3, classifier_dropout=0.0))
@@ -229,8 +248,8 @@ def of_tokens(rows, begin=None):
 
 
 def of_later_tokens(rows):
-    """First tokens have no class, but for those of the second batch of an epoch."""
-    return of_tokens(rows, None if collate(rows)["attention_mask"].sum() < 39 else -100)
+    """First tokens have no class, but for those of batches with many tokens."""
+    return of_tokens(rows, None if collate(rows)["attention_mask"].sum() > 38 else -100)
 
 
 # The model, its batches, and whether rows of these become one, once all batches were seen.
@@ -243,19 +262,18 @@ ROWS = {
     "convolved": (convolved, collate, False),
     "first tokens are targets": (token_classifier, of_tokens, False),
     "some first tokens are targets": (token_classifier, of_later_tokens, False),
+    "more tokens than a row has": (stretched, collate, False),
 }
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_become_one_where_that_changes_nothing(tmp_path, name):
     make, collator, one = ROWS[name]
-    changes = {"max_steps": 4, "ragged": True}
-    expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator, **changes)
-    losses, norms, _, trainer = trained(MerakTrainer, MerakArguments, str(tmp_path), make, collator, **changes)
-    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
-    steps = [trainer.prepare_step([batch]) for batch in expected[3].get_train_dataloader()]
+    changes = {"max_steps": 4, "ragged": True, "seed": 6}  # the first batch has 36 tokens, the second 41
+    trainer, theirs, _ = as_in_transformers(str(tmp_path), make, collator, **changes)
+    steps = [trainer.prepare_step([batch]) for batch in theirs.get_train_dataloader()]
     ran = {entry["input_ids"].shape[0] == 1 for (entry,) in steps}
-    assert ran == {one} and bool(trainer.feed.rows.refused) == (make in (convolved, token_classifier))
+    assert ran == {one} and bool(trainer.feed.rows.refused) == (make in (convolved, token_classifier, stretched))
 
 
 def test_tokens_go_to_one_row_and_their_scores_back():
