@@ -302,8 +302,8 @@ def in_halves(rank, world_size, directory):
         results.append((*found, trainer.engine.halves))
     dropped = trained(MerakTrainer, MerakArguments, directory, dropping_gpt2, collate, **degrees)[3]
     replicas = trained(MerakTrainer, MerakArguments, directory, Pooled, classified, True, **REPLICAS)[:3]
-    masked = trained(MerakTrainer, MerakArguments, directory, tiny_llama, collate, True, **MIXED)
-    return results, dropped.engine.halves, replicas, (*masked[:2], masked[3].feed.masks._shown)
+    rows = trained(MerakTrainer, MerakArguments, directory, tiny_llama, collate, True, **MIXED)
+    return results, dropped.engine.halves, replicas, (*rows[:2], rows[3].feed.rows._shown)
 
 
 @pytest.mark.timeout(200)
@@ -314,7 +314,7 @@ def test_halves_that_do_not_add_up_run_whole(tmp_path):
     )
     whole = {**MIXED, "gradient_accumulation_steps": 2}
     both = trained(Trainer, TrainingArguments, str(tmp_path), tiny_llama, collate, True, **whole)
-    for rank, (ran, dropped, replicas, masked) in enumerate(run_ranks(in_halves, 2, str(tmp_path), timeout=150)):
+    for rank, (ran, dropped, replicas, rows) in enumerate(run_ranks(in_halves, 2, str(tmp_path), timeout=150)):
         for (make, collator, adds_up), (losses, norms, said, halved) in zip(HALVED, ran, strict=True):
             expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator)
             assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
@@ -322,5 +322,5 @@ def test_halves_that_do_not_add_up_run_whole(tmp_path):
         assert dropped is True, "dropout is no reason to differ"
         assert replicas[0] == pytest.approx(alone[0], rel=1e-5) and replicas[1] == pytest.approx(alone[1], rel=1e-4)
         assert ["changes by" in text for text in replicas[2]] == [True] * (rank == 0)
-        assert masked[0] == pytest.approx(both[0], rel=1e-5) and masked[1] == pytest.approx(both[1], rel=1e-4)
-        assert masked[2]
+        assert rows[0] == pytest.approx(both[0], rel=1e-5) and rows[1] == pytest.approx(both[1], rel=1e-4)
+        assert rows[2]
