@@ -87,3 +87,15 @@ def test_a_tensor_that_no_host_could_hold_is_a_parameter():
     assert is_fake(experts.up) and experts.down.dtype == torch.bfloat16 and experts.up.requires_grad
     assert experts.up.shape == experts.down.shape == (4096, 1 << 15, 1 << 15)
     assert torch.equal(experts.table, torch.ones(3))
+
+
+def test_modules_are_converted():
+    """As models of transformers do in their constructors; tied weights stay tied."""
+    with init_empty_weights():
+        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+        two.weight = one.weight
+        one.bias.requires_grad_(False)
+        model = nn.Sequential(one, two, nn.BatchNorm1d(3)).to(torch.bfloat16)
+    assert model[0].weight is model[1].weight and not model[0].bias.requires_grad
+    assert all(is_fake(p) and p.dtype == torch.bfloat16 for p in model.parameters())
+    assert model[2].running_mean.dtype == torch.bfloat16 and not is_fake(model[2].running_mean)

@@ -14,6 +14,8 @@ from megatron_merak.parallel.pieces import Pieces
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 RUN = {
     **{"use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1},
     **{"save_steps": 2, "disable_tqdm": True, "report_to": "none", "replica_check_interval": 1},

@@ -28,6 +28,8 @@ from tests.parity.cases import Case
 from tests.parity.rig import disturb, parts
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 SLOW = Cluster(DEVICES["A100"], 2, Link("inside", 1e-3, 1e6), Link("between", 3e-3, 0.25e6), "slow links")
 FREE = replace(SLOW, inside=Link("free", 0, float("inf")), between=Link("free", 0, float("inf")))

@@ -14,6 +14,8 @@ from .compare import TOLERANCE, distance
 from .reference import reference
 from .rig import mesh_of, new_trainer, run_all, train
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 BOTH = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "steps": STEPS}
 HIDDEN = {"hidden_dropout": 0.2, "steps": STEPS}

@@ -14,6 +14,8 @@ from tests.parity.cases import Case
 from .device import Rehearsal, StoppedError
 from .trainers import captured, mesh_of, native, steps
 
+pytestmark = pytest.mark.long
+
 TRAINER, STEP = "megatron_merak/training/trainer.py", "megatron_merak/parallel/host_read.py"
 
 

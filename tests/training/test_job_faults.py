@@ -24,6 +24,8 @@ from megatron_merak.training.trainer import Trainer
 from tests.ranks import RankFailure, run_ranks
 from tests.training.jobs import job
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -1,6 +1,6 @@
 """Models without memory: parameters become fake the moment they are registered, nothing is initialised."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
 from unittest import mock
@@ -21,12 +21,14 @@ def init_empty_weights() -> Iterator[None]:
     """Inside, every parameter of a module that is built holds a shape and a dtype, but no values and no memory.
 
     Buffers and Python numbers stay real: they are part of the model's definition, parameters are not. A HuggingFace
-    model draws no initial weights, fills its buffers, and ties what it always ties. May be nested.
+    model draws no initial weights, fills its buffers, and ties what it always ties. Modules may be moved and converted,
+    which torch refuses for fake parameters. May be nested.
     """
     from transformers.modeling_utils import PreTrainedModel  # here, since it takes a second
 
     mode = fake_mode()
-    register = nn.Module.register_parameter
+    register, apply = nn.Module.register_parameter, nn.Module._apply
+    converted: dict[tuple[int, int], tuple] = {}  # by parameter and function, which are kept so that no other is these
     initialise = PreTrainedModel.initialize_weights
 
     def register_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -34,6 +36,21 @@ def init_empty_weights() -> Iterator[None]:
         held = module._parameters[name]
         if held is not None and not is_fake(held):
             module._parameters[name] = fake_parameter(held, mode)
+
+    def apply_to_fake(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        fakes = {name: p for name, p in module._parameters.items() if isinstance(p, FakeTensor)}
+        module._parameters.update(dict.fromkeys(fakes))
+        apply(module, function, False)
+        for name, held in fakes.items():
+            if (id(held), id(function)) not in converted:
+                with torch.no_grad():
+                    made = nn.Parameter(function(held), held.requires_grad)
+                vars(made).update(vars(held))
+                converted[id(held), id(function)] = made, held, function
+            module._parameters[name] = converted[id(held), id(function)][0]
+        return module
 
     def initialise_buffers(model: PreTrainedModel) -> None:
         marked = [p for p in model.parameters() if is_fake(p) and not hasattr(p, _DRAWN)]
@@ -45,6 +62,7 @@ def init_empty_weights() -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(nn.Module, "register_parameter", register_fake))
+        patches.enter_context(mock.patch.object(nn.Module, "_apply", apply_to_fake))
         patches.enter_context(mock.patch.object(PreTrainedModel, "initialize_weights", initialise_buffers))
         patches.enter_context(_LargeAreFake(mode))
         yield
