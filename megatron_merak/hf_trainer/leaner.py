@@ -74,7 +74,7 @@ class Leaner:
 
     def _known(self, batch: Batch) -> float:
         entries, begins, long = self._kind(batch)
-        return max(self._shown.get((entries, each, long), 0.0) for each in {begins, True})
+        return max(self._shown.get((entries, each, long), 0.0) for each in (begins, True))
 
     def _kind(self, batch: Batch) -> tuple[tuple[str, ...], bool, bool]:
         """A batch's entries, whether a row of it begins with a target, and whether it has more tokens than a row."""

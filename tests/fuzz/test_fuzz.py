@@ -10,6 +10,8 @@ from tests.fuzz.check import Subject, Way, check, compare, report, step_of_proce
 from tests.fuzz.grammar import HEAD, recipe
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 MODULES = 200
 AT_ONCE = 20
 

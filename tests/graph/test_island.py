@@ -11,6 +11,8 @@ from megatron_merak.graph.ir.nodes import flops, is_random
 from megatron_merak.graph.ir.opaque import CustomFunction
 from tests.graph.test_capture import captured_gradients
 
+pytestmark = pytest.mark.long
+
 
 class Experts(nn.Module):
     """Runs those experts that some token chose."""

@@ -13,6 +13,8 @@ from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 from tests.hf_trainer.test_resume import masked
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 RUN = {
     "use_cpu": True,
     "per_device_train_batch_size": 2,

@@ -16,6 +16,8 @@ from tests.ranks import run_ranks
 
 from .collectives import bits, each_collective, whole
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 
 

@@ -12,6 +12,8 @@ from megatron_merak.parameter_server.supervisor import Hosts, servers_of
 
 from .launched import ROOT, SMALL, Launched, environment
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize(

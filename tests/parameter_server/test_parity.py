@@ -16,6 +16,8 @@ from tests.ranks import RankFailure, run_ranks
 
 from .jobs import job
 
+pytestmark = pytest.mark.long
+
 SYNC, ASYNC = "--data-parallel-strategy ps-sync", "--data-parallel-strategy ps-async"
 STEPS = "--train-iters 4 --eval-iters 1 --micro-batch-size 1 --clip-grad 0.5"
 CONSTANT = "--lr-decay-style constant"  # however many steps there are

@@ -14,6 +14,8 @@ from .batches import SAMPLES, replica_batch
 from .cases import Case
 from .rig import mesh_of, new_trainer, one
 
+pytestmark = pytest.mark.long
+
 SAVED, LAST = 3, 7
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 # (unbroken run, layouts that resume it). Masks of attention depend on the tensor-parallel size: there dropout is off.

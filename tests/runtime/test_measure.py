@@ -21,6 +21,8 @@ from tests.models.families import FAMILIES, batch
 from tests.ranks import run_ranks
 from tests.stages.test_captured import micro_batches
 
+pytestmark = pytest.mark.long
+
 MICROBATCHES = 8
 # Of small models where what the memory model leaves out would weigh too much.
 LAYERS = {

@@ -15,6 +15,8 @@ from tests.graph.tiny import randomise, tiny
 from tests.ranks import run_ranks
 from tests.stages.test_captured import DECAY, RATE, micro_batches, part, parts_of
 
+pytestmark = pytest.mark.long
+
 CPU, HALF = torch.device("cpu"), torch.float16
 
 

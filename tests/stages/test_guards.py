@@ -11,6 +11,8 @@ from tests.graph.tiny import gradients, randomise
 from tests.ranks import run_ranks
 from tests.stages.test_captured import part, parts_of, trainer_of
 
+pytestmark = pytest.mark.long
+
 
 def cases(name):
     if name == "longformer":

@@ -24,6 +24,8 @@ from tests.ranks import run_ranks
 from tests.training.test_pretrain_hf import NATIVE, ROOT, losses, pretrain, shape  # noqa: F401
 from tools import plan as tool
 
+pytestmark = pytest.mark.long
+
 BATCHES = "--seq-length 16 --micro-batch-size 2 --global-batch-size 8"
 
 

@@ -5,6 +5,8 @@ import pytest
 from tests.zoo.compare import EXACT
 from tests.zoo.sweep import measure_apart
 
+pytestmark = pytest.mark.long
+
 SHARE = {  # of the parameters per rank at TP=2: at most
     "llama": 0.51,
     "gpt2": 0.51,
