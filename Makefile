@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
 	@echo "make test         style check, then every test but long and exhaustive ones; ARGS='tests/data -k blend' WORKERS=1"
-	@echo "make test-long    whole jobs and further layouts, which make test leaves out (5 minutes)"
+	@echo "make test-long    whole jobs and further layouts, which make test leaves out (10 minutes)"
 	@echo "make test-oldest  the same tests with the oldest libraries that pyproject.toml allows, in .venv-oldest"
 	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"

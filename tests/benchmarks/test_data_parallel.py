@@ -23,6 +23,7 @@ def between(module) -> str:
     return PAGE.read_text(encoding="utf-8").partition(module.BEGIN)[2].partition(module.END)[0].strip()
 
 
+@pytest.mark.long
 def test_the_page_has_the_table(module):
     if module.__name__ == "data_parallel_modelled":
         assert between(module) == module.table()

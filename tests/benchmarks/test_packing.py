@@ -23,6 +23,7 @@ def test_the_page_has_the_table(module):
     assert all(f"| {way} |" in page for way in module.WAYS)
 
 
+@pytest.mark.long
 def test_all_ways_train_alike(module, capsys):
     """Losses are compared inside."""
     module.main(["--quick"])

@@ -26,6 +26,7 @@ def test_two_lines_differ(two_lines):
     assert "megatron_merak" not in plain
 
 
+@pytest.mark.long
 def test_it_runs_both_and_its_table_goes_into_a_page(two_lines, tmp_path, capsys):
     two_lines_page = sys.modules["two_lines_page"]
     saved, page, plain = (tmp_path / name for name in ("result.json", "page.md", "plain.md"))

@@ -94,6 +94,7 @@ def divided(rank, world_size, directory, layout, names):
     [("tp2 full", FEW), *(pytest.param(layout, ALL, marks=pytest.mark.slow) for layout in LAYOUTS)],
     ids=lambda part: part if isinstance(part, str) else "all" if part is ALL else "few",
 )
+@pytest.mark.long
 def test_under_every_layout_it_is_the_same_optimizer(tmp_path, layout, names):
     one, wanted = {"per_device_train_batch_size": 4}, {}
     for name in names:

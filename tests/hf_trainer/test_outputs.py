@@ -145,6 +145,7 @@ def on_two_ranks(rank, world_size, directory):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_outputs_are_those_of_one_process(tmp_path):
     ranks = run_ranks(on_two_ranks, 2, str(tmp_path), timeout=150)
     args = TrainingArguments(str(tmp_path), **RUN)

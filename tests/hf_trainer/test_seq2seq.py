@@ -76,6 +76,7 @@ def ours(rank: int, world: int, directory: str, degrees: dict[str, int], changes
     ],
 )
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_predictions_are_those_of_transformers(tmp_path, ranks, degrees, changes):
     wanted = see(Seq2SeqTrainer, Seq2SeqTrainingArguments, str(tmp_path / "theirs"), **changes)
     for found in run_ranks(ours, ranks, str(tmp_path / "ours"), degrees, changes, timeout=240):

@@ -136,6 +136,7 @@ def divided(rank, world_size, directory, tp, pp):
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.long
 def test_a_divided_model_is_gathered_or_refused(tp, pp, tmp_path):
     for found in run_ranks(divided, 2, str(tmp_path), tp, pp):
         names = ("generate", "save_pretrained", "state_dict", "forward")

@@ -155,6 +155,7 @@ def test_a_layout_computes_what_the_model_computes(name, grid, ways):
     assert seen >= set(grads)
 
 
+@pytest.mark.long
 def test_dropout_draws_the_same_masks_on_every_pipeline_layout_and_again_in_recomputation():
     options = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     ((loss, grads, curve, _),) = run_ranks(_train, 1, "gpt2", Grid(), {}, options)
@@ -193,6 +194,7 @@ def _halves(rank, world_size, name, grid, ways):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "schedule"), [("llama", "1f1b"), ("mixtral", "zb-h1")])
+@pytest.mark.long
 def test_halves_of_a_micro_batch_compute_what_the_whole_computes(name, schedule):
     loss, grads = _halves(0, 1, name, None, {})
     ways = FULL | {"tp_comm_overlap": "sub-pipeline", "pipeline_schedule": schedule}

@@ -97,6 +97,7 @@ def test_every_length_after_two_is_made_bit_for_bit(name, options):
     assert of_one(name, (20, 28, 41, 13), **options) == 2 * 2
 
 
+@pytest.mark.long
 def test_a_length_that_the_model_treats_otherwise_is_captured():
     """A window of 24 hides something of rows of 24 or more only."""
     assert of_one("window", (30, 36, 24, 23)) == 2

@@ -67,7 +67,7 @@ def check(name, found, directory):
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["sft", "sft-packed", "dpo-mixed", "reward"])
+@pytest.mark.parametrize("name", ["sft", "sft-packed", pytest.param("dpo-mixed", marks=pytest.mark.long), "reward"])
 def test_one_process(name, tmp_path):
     check(name, parallel(name, str(tmp_path)), tmp_path)
 

@@ -130,6 +130,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_processes_that_hash_differently_make_the_same_program():
     """Ranks are started apart: an order that comes from a set would make their collectives disagree."""
     answers = []
