@@ -8,7 +8,7 @@ from typing import Any
 
 _PUBLIC = {
     "Engine": "engine.engine",
-    "MerakArguments": "hf_trainer.arguments",
+    "MerakArguments": "hf_trainer.arguments.merak_arguments",
     "MerakSeq2SeqArguments": "hf_trainer.seq2seq",
     "MerakSeq2SeqTrainer": "hf_trainer.seq2seq",
     "MerakTrainer": "hf_trainer.trainer",

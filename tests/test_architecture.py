@@ -43,7 +43,10 @@ LEVELS = {
     "__main__": 10,
 }
 # Rooms inside a room, from the lowest; files of the room itself are above all of them.
-INNER = {"graph": ("ir", "capture", "partition", "sharding", "lowering", "fusion")}
+INNER = {
+    "graph": ("ir", "capture", "partition", "sharding", "lowering", "fusion"),
+    "hf_trainer": ("arguments", "batches", "run"),
+}
 TORCH_FREE = {room for room, level in LEVELS.items() if level <= 2} | {"planner"}
 ENVIRONMENT_READERS = {"parallel/launch.py", "parallel/position.py", "_native.py"}
 FILE_LINES, FUNCTION_LINES, SCRIPT_LINES = 400, 60, 20

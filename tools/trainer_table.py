@@ -51,7 +51,8 @@ def argument_rows() -> list[Row]:
     """The same of every field of ``TrainingArguments``."""
     from transformers import TrainingArguments
 
-    from megatron_merak.hf_trainer import fields, overrides
+    from megatron_merak.hf_trainer import overrides
+    from megatron_merak.hf_trainer.arguments import fields
 
     reasons = {name: overrides.Reason(*told) for name, told in fields.REFUSED.items()}
     names = sorted(field.name for field in dataclasses.fields(TrainingArguments))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..hf_trainer.arguments import MerakArguments
-from ..hf_trainer.deepspeed import decayed_by_deepspeed
+from ..hf_trainer.arguments.deepspeed import decayed_by_deepspeed
+from ..hf_trainer.arguments.merak_arguments import MerakArguments
+from ..hf_trainer.arguments.optimizers import class_and_arguments, decayed_parameters, make
+from ..hf_trainer.batches.exchange import from_rank
+from ..hf_trainer.batches.model_facts import ModelFacts, padding_of
+from ..hf_trainer.batches.same_batches import check_everywhere
 from ..hf_trainer.engine import build_engine
-from ..hf_trainer.exchange import from_rank
 from ..hf_trainer.generation import Generator
 from ..hf_trainer.job import mesh_of
-from ..hf_trainer.model_facts import ModelFacts, decayed_parameters, padding_of
-from ..hf_trainer.optimizers import class_and_arguments, make
-from ..hf_trainer.same_batches import check_everywhere
 from ..optimizer.base import StepResult
 from ..optimizer.recipe import Recipe
 from ..parallel.agree import together

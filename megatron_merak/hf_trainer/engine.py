@@ -17,12 +17,12 @@ from ..stages.devices import cluster_of
 from ..stages.optimizer_state import adamw_of, torch_optimizer_of
 from ..stages.precision import compute_dtype
 from ..stages.traced import Batch, OwnLoss, Traced
-from . import deepspeed
-from .arguments import MerakArguments
-from .fields import PARALLEL_FIELDS
-from .instances import instances_of
-from .optimizers import adam_of
-from .plan_arguments import plan_of_arguments
+from .arguments import deepspeed
+from .arguments.fields import PARALLEL_FIELDS
+from .arguments.instances import instances_of
+from .arguments.merak_arguments import MerakArguments
+from .arguments.optimizers import adam_of
+from .arguments.plan_arguments import plan_of_arguments
 
 
 def wishes(args: MerakArguments) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from ..stages.adapters import has_adapters
 from ..stages.captured import CapturedTrainer
 from ..stages.guard import Guard
 from ..stages.traced import MASK, OwnLoss
-from .neutral import NeutralPadding
-from .padding import Padding
+from .batches.neutral import NeutralPadding
+from .batches.padding import Padding
 
 PLACE, NEXT = "merak_place", "next"
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)

@@ -7,10 +7,10 @@ from ..errors import ConfigError
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..training.same_files import check_same_files
-from . import deepspeed
-from .arguments import MerakArguments
-from .fields import FILES
-from .instances import grid_of, instances_of
+from .arguments import deepspeed
+from .arguments.fields import FILES
+from .arguments.instances import grid_of, instances_of
+from .arguments.merak_arguments import MerakArguments
 
 _OWN = frozenset({"local_rank", "log_level", "log_level_replica", "disable_tqdm"})  # a rank's own affair
 

@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from ..errors import ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items
 from ..stages.traced import OwnLoss
-from .neftune import noisy
+from .arguments.neftune import noisy
 from .surroundings import Picture, surroundings
 
 INPUT = "Put what changes into the batch, as an entry that the loss reads"

@@ -15,11 +15,11 @@ from transformers.trainer_utils import PredictionOutput
 
 from ..errors import ConfigError
 from ..parallel.agree import together
-from .arguments import MerakArguments
-from .batches import Batch
-from .exchange import from_rank
-from .keywords import checked
-from .predictions import Evaluation
+from .arguments.keywords import checked
+from .arguments.merak_arguments import MerakArguments
+from .batches.exchange import from_rank
+from .batches.order import Batch
+from .batches.predictions import Evaluation
 from .trainer import MerakTrainer
 
 _DEFAULT_LENGTH = 20  # of transformers, where a generation config has none

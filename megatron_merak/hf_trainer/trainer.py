@@ -45,25 +45,25 @@ from ..parallel.launch import leave
 from ..parallel.nodes import find_nodes, notices
 from ..stages.captured import CapturedTrainer
 from ..training.outputs import check_directory
-from . import trainer_state
-from .arguments import MerakArguments
-from .batches import Batch
-from .deepspeed import refuse_beside_deepspeed
+from .arguments.deepspeed import refuse_beside_deepspeed
+from .arguments.merak_arguments import MerakArguments
+from .arguments.neftune import embedding_of
+from .batches.feed import Feed
+from .batches.leaner import in_one_row, without_masks
+from .batches.model_facts import ModelFacts, padding_of
+from .batches.neutral import NeutralPadding
+from .batches.order import Batch
+from .batches.padding import Padding
+from .batches.predictions import Evaluation, EvaluationBatches
 from .engine import build_engine, wishes
-from .feed import Feed
 from .generation import Generator
 from .job import mesh_of
-from .leaner import in_one_row, without_masks
-from .loop import TrainingLoop
-from .model_facts import ModelFacts, padding_of
-from .neftune import embedding_of
-from .neutral import NeutralPadding
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
 from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, is_overridden, label_smoother
-from .padding import Padding
-from .predictions import Evaluation, EvaluationBatches
-from .recapture import check_model, check_step, check_training
-from .run_directory import RunDirectory, write_text
+from .run import trainer_state
+from .run.loop import TrainingLoop
+from .run.recapture import check_model, check_step, check_training
+from .run.run_directory import RunDirectory, write_text
 from .trainer_face import TrainerFace
 
 

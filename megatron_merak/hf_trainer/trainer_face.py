@@ -27,16 +27,16 @@ from transformers.trainer_utils import number_of_arguments, speed_metrics
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
 from ..stages.placed import refuse_placed
-from .batches import Batch
-from .deepspeed import decayed_by_deepspeed
-from .feed import Feed
-from .model_facts import ModelFacts, decayed_parameters
-from .optimizers import class_and_arguments, make
+from .arguments.deepspeed import decayed_by_deepspeed
+from .arguments.optimizers import class_and_arguments, decayed_parameters, make
+from .batches.feed import Feed
+from .batches.model_facts import ModelFacts
+from .batches.order import Batch
 from .overrides import OPTIMIZER, refuse_gradients
 from .own_loss import compute_loss
-from .parameter_groups import ParameterGroups
-from .rates import LearningRate, schedule
-from .recapture import Moments
+from .run.parameter_groups import ParameterGroups
+from .run.rates import LearningRate, schedule
+from .run.recapture import Moments
 
 
 def _described(name: str) -> property:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput
 
-from ..hf_trainer.batches import Batch
+from ..hf_trainer.batches.order import Batch
 from ..hf_trainer.own_loss import LossOfTrainer
 from ..stages.traced import OwnLoss
 from .scores import Told, head, of_tokens

@@ -17,12 +17,12 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import PredictionOutput
 
 from ..errors import ConfigError
-from ..hf_trainer.arguments import MerakArguments
-from ..hf_trainer.batches import Batch
-from ..hf_trainer.leaner import in_rows
-from ..hf_trainer.model_facts import ModelFacts
+from ..hf_trainer.arguments.merak_arguments import MerakArguments
+from ..hf_trainer.batches.leaner import in_rows
+from ..hf_trainer.batches.model_facts import ModelFacts
+from ..hf_trainer.batches.order import Batch
+from ..hf_trainer.batches.predictions import Evaluation, Report
 from ..hf_trainer.own_loss import LossOfTrainer
-from ..hf_trainer.predictions import Evaluation, Report
 from ..hf_trainer.trainer import MerakTrainer
 from ..parallel.agree import gather_json
 from ..parallel.attendance import attend

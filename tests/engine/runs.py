@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_merak.engine import Engine, token_logprobs
 from megatron_merak.errors import MerakError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 
 # With an epsilon of 1, AdamW's step is nearly the gradient times a constant: what is wrong with one shows in weights.
 RATE, DECAY, EPSILON, CLIP = 0.5, 0.1, 1.0, 1.0

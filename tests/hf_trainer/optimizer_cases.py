@@ -4,7 +4,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Adafactor, Trainer, TrainingArguments
 
-from megatron_merak.hf_trainer.optimizers import muon
+from megatron_merak.hf_trainer.arguments.optimizers import muon
 from megatron_merak.optimizer.lion import Lion
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 

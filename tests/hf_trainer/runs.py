@@ -13,7 +13,7 @@ from packaging.version import parse
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.cases import CASES
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron_merak.checkpoint.save import check_finite
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.graph.capture.capture import accepts_num_items
-from megatron_merak.hf_trainer.model_facts import decayed_parameters
+from megatron_merak.hf_trainer.arguments.optimizers import decayed_parameters
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.optimizer.base import StepResult
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from megatron_merak.checkpoint.hf import from_pretrained
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.stages.withheld import is_withheld
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama

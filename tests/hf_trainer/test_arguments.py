@@ -11,9 +11,9 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from megatron_merak.errors import ConfigError, LaunchError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.fields import HONOURED, NEWER, REFUSED
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.engine import wishes
-from megatron_merak.hf_trainer.fields import HONOURED, NEWER, REFUSED
 
 LACKING = NEWER - {field.name for field in dataclasses.fields(TrainingArguments)}
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from megatron_merak.errors import ConfigError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.stages.withheld import is_withheld
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama

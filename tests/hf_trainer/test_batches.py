@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from megatron_merak.errors import DataError
-from megatron_merak.hf_trainer.batches import Division, Loading, epoch_order, private_randomness
+from megatron_merak.hf_trainer.batches.order import Division, Loading, epoch_order, private_randomness
 
 
 def taken(loading, epoch=0, skip=0):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_merak.hf_trainer.captures import MANY, Captures
+from megatron_merak.hf_trainer.run.captures import MANY, Captures
 
 
 def test_many_captures_are_warned_of_once():

@@ -8,10 +8,10 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_merak.checkpoint import places
-from megatron_merak.hf_trainer import trainer_state
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.loop import TrainingLoop
-from megatron_merak.hf_trainer.run_directory import TRAINING_STATE, RunDirectory, verify
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.run import trainer_state
+from megatron_merak.hf_trainer.run.loop import TrainingLoop
+from megatron_merak.hf_trainer.run.run_directory import TRAINING_STATE, RunDirectory, verify
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.checkpoint.kills import DISK, NAMES, fork, kill_before_call
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_merak.errors import ConfigError
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.deepspeed import scaler_of
+from megatron_merak.hf_trainer.arguments.deepspeed import scaler_of
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.engine import wishes
-from megatron_merak.hf_trainer.rates import schedule
+from megatron_merak.hf_trainer.run.rates import schedule
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 from tests.ranks import run_ranks

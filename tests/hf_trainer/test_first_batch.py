@@ -6,8 +6,8 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from megatron_merak.errors import DataError
-from megatron_merak.hf_trainer.apart import apart
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.batches.apart import apart
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 from tests.ranks import run_ranks
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 from megatron_merak.errors import ConfigError, NumericsError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 

@@ -7,7 +7,7 @@ import pytest
 from transformers.trainer_utils import FSDPOption
 
 from megatron_merak.errors import ConfigError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.engine import wishes
 
 PARAMS, GRADS = "optim_grads_params", "optim_grads"

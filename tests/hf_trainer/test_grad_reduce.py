@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_merak.errors import ConfigError, PlanError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from megatron_merak.errors import ConfigError, DataError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.reference import accuracy
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_merak.errors import ConfigError
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.instances import instances_of
+from megatron_merak.hf_trainer.arguments.instances import instances_of
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.launch import World
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import is_fake
 from transformers import DataCollatorWithFlattening, TrainerCallback
 
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.pieces import Pieces
 from megatron_merak.planner.memory import rank_memory

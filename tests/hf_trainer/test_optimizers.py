@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import Adafactor, Trainer, TrainerCallback, TrainingArguments
 
 from megatron_merak.errors import CheckpointError, ConfigError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.optimizer_cases import CASES, RUN, expected, moved, run
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from megatron_merak.errors import ConfigError, TraceError
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.predictions import plain_metrics
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.batches.predictions import plain_metrics
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.reference import untimed
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama

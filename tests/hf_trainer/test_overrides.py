@@ -8,7 +8,7 @@ from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from megatron_merak.errors import ConfigError, DataError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 from tests.ranks import RankFailure, run_ranks

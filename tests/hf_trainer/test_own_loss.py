@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from megatron_merak.errors import ConfigError, TraceError
 from megatron_merak.hf_trainer import own_loss
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.cases import even, pad
 from tests.hf_trainer.losses import Regressor, derived, focal, twice

@@ -15,8 +15,8 @@ import transformers as hf
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from megatron_merak.errors import DataError
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.packed import check_documents, starts
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.batches.packed import check_documents, starts
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.ranks import run_ranks
 

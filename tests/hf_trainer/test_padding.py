@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from megatron_merak.errors import DataError
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.model_facts import ModelFacts, padding_of
-from megatron_merak.hf_trainer.padding import Padding
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.batches.model_facts import ModelFacts, padding_of
+from megatron_merak.hf_trainer.batches.padding import Padding
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import LlamaForCausalLM
 
 from megatron_merak.errors import ConfigError
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.instances import instances_of
+from megatron_merak.hf_trainer.arguments.instances import instances_of
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.hf_trainer.test_instances import Asked

@@ -20,8 +20,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from megatron_merak.hf_trainer import leaner
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.batches import leaner
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from megatron_merak.errors import ConfigError, DataError, MerakError
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.exchange import from_rank
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.batches.exchange import from_rank
 from tests.hf_trainer.reference import accuracy, untimed
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 from tests.ranks import run_ranks

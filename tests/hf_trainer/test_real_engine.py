@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from megatron_merak.graph.capture.empty import init_empty_weights
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.reference import accuracy, untimed
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama

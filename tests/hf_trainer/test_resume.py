@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from megatron_merak.errors import CheckpointError, ConfigError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from tests.hf_trainer.reference import untimed
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 

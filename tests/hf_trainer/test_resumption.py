@@ -14,9 +14,10 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerControl, Trainer
 from transformers.trainer_callback import CallbackHandler
 
 from megatron_merak.errors import CheckpointError, ConfigError, MerakError, NumericsError
-from megatron_merak.hf_trainer import callbacks, fingerprint, trainer_state
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.progress import Progress
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.batches import fingerprint
+from megatron_merak.hf_trainer.run import callbacks, trainer_state
+from megatron_merak.hf_trainer.run.progress import Progress
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 from tests.hf_trainer.test_resume import RUN, Stop, masked, trainer

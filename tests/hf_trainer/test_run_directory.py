@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from megatron_merak.checkpoint import lock, places
 from megatron_merak.checkpoint.sealed import seal
 from megatron_merak.errors import CheckpointError, DamagedError, DirectoryLockedError, NumericsError
-from megatron_merak.hf_trainer.run_directory import RunDirectory
+from megatron_merak.hf_trainer.run.run_directory import RunDirectory
 from megatron_merak.optimizer.base import StepResult
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from megatron_merak.errors import TraceError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid

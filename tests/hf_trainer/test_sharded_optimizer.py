@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from megatron_merak.errors import ConfigError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.pieces import Pieces
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama

@@ -9,9 +9,9 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from megatron_merak.errors import DataError
-from megatron_merak.hf_trainer.arguments import MerakArguments
-from megatron_merak.hf_trainer.batches import Loading
-from megatron_merak.hf_trainer.same_batches import checksum
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.batches.order import Loading
+from megatron_merak.hf_trainer.batches.same_batches import checksum
 from tests.hf_trainer.stand_in import EagerTrainer, collate, tiny_llama
 from tests.ranks import run_ranks
 

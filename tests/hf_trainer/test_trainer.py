@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from tests.hf_trainer.reference import CASES, record, record_transformers
 from tests.hf_trainer.stand_in import EagerTrainer
 

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 
 from megatron_merak.errors import ConfigError
 from megatron_merak.graph.capture.empty import init_empty_weights
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks

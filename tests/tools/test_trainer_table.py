@@ -5,9 +5,9 @@ import inspect
 import pytest
 from transformers import Trainer, TrainingArguments
 
-from megatron_merak.hf_trainer import fields as of_fields
 from megatron_merak.hf_trainer import overrides
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments import fields as of_fields
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from tests.hf_trainer.stand_in import EagerTrainer, collate, tiny_llama
 from tools import trainer_table
 

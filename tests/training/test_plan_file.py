@@ -11,8 +11,8 @@ from megatron_merak.arguments import build_parser, read
 from megatron_merak.cluster import CLUSTERS, DEVICES
 from megatron_merak.config import Config, flag_name
 from megatron_merak.errors import ConfigError, MerakError, PlanError
-from megatron_merak.hf_trainer import plan_arguments
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments import plan_arguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan
 from megatron_merak.stages.blueprint import draw, follow

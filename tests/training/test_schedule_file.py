@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from megatron_merak.config import HFConfig, ParallelConfig
 from megatron_merak.errors import MerakError, PlanError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid

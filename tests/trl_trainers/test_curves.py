@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.trl import parallelize
 from tests.hf_trainer.losses import derived

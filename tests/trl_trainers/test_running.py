@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from megatron_merak.errors import ConfigError, TraceError
-from megatron_merak.hf_trainer.arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.overrides import Refused
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.trl import parallelize

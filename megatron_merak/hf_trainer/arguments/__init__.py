@@ -1,0 +1,1 @@
+"""What a script asks for: transformers' arguments and this library's, read and checked."""

@@ -1,0 +1,59 @@
+"""The instances that arguments divide the replicas into, each of which shards among its own."""
+
+from typing import Any
+
+from ...config.instances import choices_of_instances, refused_instances
+from ...config.rank_order import normal
+from ...errors import ConfigError
+from ...plan import Grid
+from ...plan.fit import check_ranks
+from ...plan.replicas import instances_by_node
+from ...training.plan_file import stored
+from . import fsdp, parallelism
+
+NAME = "num_distributed_optimizer_instances"
+
+
+def grid_of(args: Any) -> Grid:
+    """The grid of ranks that the degrees of arguments make of the job."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    return Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp, order=normal(args.rank_order))
+
+
+def instances_of(args: Any) -> int:
+    """``num_distributed_optimizer_instances``, or what ``parallelism_config`` says; or, where ``fsdp`` shards inside
+    nodes, as many as keep each in a node.
+
+    Raises ConfigError for what the replicas cannot be divided into, and where nothing says what a node is.
+    """
+    given, hybrid, grid = getattr(args, NAME), fsdp.hybrid_of(args), grid_of(args)
+    told = parallelism.instances_of(args)
+    if given is not None and told not in (None, given):
+        raise ConfigError(NAME, given, f"parallelism_config has dp_replicate_size {told}", "Set only one of them")
+    given = told if given is None else given
+    if given is not None:
+        if type(given) is not int or given < 1:
+            raise ConfigError(NAME, repr(given), "it counts groups of ranks", "Give a whole number, 1 or more")
+        if refused := refused_instances(given, grid.dp, args.sharding or "no_shard"):
+            raise ConfigError(NAME, given, *refused)
+        return given
+    return 1 if hybrid is None or grid.dp == 1 else _by_node(args, hybrid, grid)
+
+
+def _by_node(args: Any, hybrid: str, grid: Grid) -> int:
+    node, counts = args.world.ranks_per_node, " or ".join(map(str, choices_of_instances(grid.dp)))
+    found = instances_by_node(grid, node) if node else grid.dp
+    if found == grid.dp:
+        plain = "full_shard" if hybrid == "hybrid_shard" else "shard_grad_op"
+        reason = f"of {grid.dp} data-parallel ranks no two neighbours are in one node of {node} ranks"
+        reason = reason if node else "LOCAL_WORLD_SIZE is not set, so nothing says how many ranks a node has"
+        remedy = f"Set {NAME}={counts}, or use {plain}" if node else f"Start ranks by torchrun, or set {NAME}={counts}"
+        raise ConfigError(f"fsdp: {hybrid}", repr(args.fsdp), reason, remedy)
+    return found
+
+
+def check_instances(args: Any) -> None:
+    """Raises as ``instances_of``, and PlanError for a plan of another number of ranks that has several."""
+    if args.plan is not None and getattr(args, NAME) > 1:
+        check_ranks(stored(args.plan), args.world_size)
+    instances_of(args)

@@ -1,0 +1,336 @@
+"""``MerakArguments``: transformers' ``TrainingArguments`` and the degrees of parallelism.
+
+A field of ``TrainingArguments`` is either honoured with its meaning or refused by name: none is silently ignored.
+accelerate is not needed; the job is joined when the arguments are made, as transformers does it.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
+
+from ...config.parallel import BACKENDS, OF_GPUS, OVERLAPS, SCHEDULES, SHARDINGS
+from ...config.rank_order import check_order
+from ...config.sections import FP32_MATMULS
+from ...errors import ConfigError
+from ...parallel.launch import World, adopt, launch
+from . import deepspeed, fsdp, parallelism, sharding
+from .deepspeed_schedules import check_schedule
+from .fields import FIXED, HONOURED, NOT_NEGATIVE, OF_ACCELERATE, POSITIVE, REFUSED, UNKNOWN
+from .instances import check_instances, grid_of
+from .keywords import checked
+from .neftune import check_alpha
+from .optimizers import MUON, class_and_arguments
+from .plan_arguments import take_from_plan
+from .without_effect import check_without_effect, warn_of_compilation
+
+
+@dataclass(frozen=True)
+class _Place:
+    """This process among the job's, by the names that transformers asks for."""
+
+    num_processes: int
+    process_index: int
+    device: torch.device
+
+    @property
+    def local_process_index(self) -> int:
+        return self.process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    is_local_main_process = is_main_process
+    distributed_type = "NO"  # to accelerate: what spreads a model over devices is this library
+
+
+@dataclass
+class MerakArguments(TrainingArguments):
+    """``TrainingArguments`` with the same names, meanings and defaults, and these fields. Raises ConfigError.
+
+    A "device" of ``per_device_train_batch_size`` is a replica of the model: the global batch is that size times
+    ``gradient_accumulation_steps`` times the ranks that tensor and pipeline parallelism leave over.
+    ``gradient_accumulation_steps`` is the number of micro-batches that fill the pipeline.
+    """
+
+    tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share every layer."})
+    pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Stages that the layers are cut into."})
+    rank_order: str | None = field(
+        default=None, metadata={"help": "Axes that ranks run over, the innermost first: tp-dp-pp (unset) or tp-pp-dp."}
+    )
+    plan: str | None = field(
+        default=None,
+        metadata={
+            "help": "Run this plan, a JSON file that tools/plan.py wrote and that may be edited; arguments that it "
+            "decides can be left out."
+        },
+    )
+    pipeline_schedule: str | None = field(
+        default=None, metadata={"help": f"Order of the pipeline's work: {', '.join(SCHEDULES)} (unset: 1f1b)."}
+    )
+    schedule_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with a schedule written by hand, as text or as CSV of torch.distributed.pipelining, instead "
+            "of pipeline_schedule; see docs/schedule_files.md."
+        },
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = field(
+        default=None, metadata={"help": "Stages of each pipeline rank, where the schedule leaves a choice."}
+    )
+    tp_comm_overlap: str = field(
+        default="weight-gradient",
+        metadata={"help": f"What runs behind tensor-parallel collectives: {', '.join(OVERLAPS)}."},
+    )
+    recompute_method: str | None = field(
+        default=None,
+        metadata={
+            "help": "With activation_checkpointing, which units: all (unset), uniform, block, stage-aware or "
+            "capacity (as few as fit into device_memory_gb)."
+        },
+    )
+    recompute_num_layers: int | None = field(
+        default=None, metadata={"help": "Layers in a run (uniform) or per stage (block)."}
+    )
+    recompute_activations: bool = field(
+        default=False,
+        metadata={"help": "Compute what enters the second matrix of feed-forward parts again instead of keeping it."},
+    )
+    use_distributed_optimizer: bool = field(
+        default=False,
+        metadata={"help": "Shard optimizer state over data-parallel ranks (ZeRO stage 1); each updates its shards."},
+    )
+    data_parallel_sharding_strategy: str | None = field(
+        default=None,
+        metadata={
+            "help": f"What data-parallel ranks share: {', '.join(SHARDINGS)} (unset: as fsdp or deepspeed says)."
+        },
+    )
+    num_distributed_optimizer_instances: int | None = field(
+        default=None,
+        metadata={
+            "help": "Groups of neighbouring data-parallel ranks that shard, each with a copy of all (unset: one, or "
+            "with fsdp='hybrid_shard' as many as keep each in a node)."
+        },
+    )
+    grad_reduce_in_bf16: bool = field(
+        default=False,
+        metadata={
+            "help": "Send gradients between data-parallel ranks in bf16; they are added up in fp32 on every rank."
+        },
+    )
+    device_memory_gb: float | None = field(
+        default=None, metadata={"help": "Memory that a rank may use, in GiB; unset: the device's, where it is known."}
+    )
+    device_profile: str | None = field(
+        default=None,
+        metadata={"help": "Plan with the rates that benchmarks/calibrate.py measured and wrote into this JSON file."},
+    )
+    graph_sharding: str = field(
+        default="cut", metadata={"help": "How the graph becomes a chain of units: cut or farthest-dependency."}
+    )
+    tensor_parallel_rules: str | None = field(
+        default=None, metadata={"help": "Pins or bans weights: 'lm_head.weight=replicate; *.up_proj.weight=column'."}
+    )
+    warmup_ratio: float | None = field(
+        default=None, metadata={"help": "Warm-up as a fraction of all steps; the same as warmup_steps below 1."}
+    )
+    length_buckets: str | None = field(
+        default="auto",
+        metadata={
+            "help": "Lengths that token batches are padded to, since every shape is captured once: 'auto' (8, 16, 24, "
+            "..., 128, 144, ...), 'none', or a list such as '128,256,512'."
+        },
+    )
+    pad_to_multiple_of: int | None = field(
+        default=None, metadata={"help": "Pad the length of token batches to a multiple of this, not to length_buckets."}
+    )
+    max_consecutive_skipped_steps: int = field(
+        default=20,
+        metadata={
+            "help": "A step whose gradient is not finite is skipped; so many of them in a row end the run, naming it. "
+            "In fp16 those count whose loss scale was at most 1."
+        },
+    )
+    fp32_matmul_precision: str = field(
+        default="auto",
+        metadata={
+            "help": "Of fp32 matrix products, as torch.set_float32_matmul_precision names it; auto: what the script "
+            "has set, else on CPUs the fastest that a probe finds exact."
+        },
+    )
+    replica_check_interval: int = field(
+        default=100,
+        metadata={"help": "Steps between comparisons of the weights of data-parallel replicas by digest; 0: none."},
+    )
+    prediction_outputs: str | None = field(
+        default=None,
+        metadata={"help": "Model outputs that predictions consist of, joined by commas; all, if unset."},
+    )
+
+    def __post_init__(self):
+        _refuse_fields(self)
+        check_without_effect(self)
+        check_alpha(self.neftune_noise_alpha)
+        sharding.take_degrees(self)
+        self.sharding  # noqa: B018  what is refused is told now
+        check_order(self.rank_order, False, "rank_order")
+        if self.warmup_ratio is not None:
+            if self.warmup_steps or not 0 <= self.warmup_ratio < 1:
+                remedy = "Give a fraction below 1 and leave warmup_steps 0"
+                raise ConfigError("warmup_ratio", self.warmup_ratio, f"warmup_steps is {self.warmup_steps}", remedy)
+            self.warmup_steps = self.warmup_ratio
+        if self.plan is not None:
+            take_from_plan(self)
+        _check_numbers(self)
+        given = {name: getattr(self, name) for name in OF_ACCELERATE}
+        for name in OF_ACCELERATE:  # it is not needed
+            setattr(self, name, None)
+        optim, self.optim = self.optim, "adamw_torch" if self.optim == MUON else self.optim
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError, ImportError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError("training arguments", "(together)", reason, "Correct them") from error
+        for name, value in given.items():
+            setattr(self, name, value)
+        self.optim = MUON if optim == MUON else self.optim
+        class_and_arguments(self)  # a name that is refused is told now
+        self.warmup_ratio = None
+        self.buckets  # noqa: B018  a wrong list is told now
+        if self.recomputes and self.recompute_activations:
+            reason = "activation_checkpointing computes whole layers again"
+            raise ConfigError("recompute_activations", True, reason, "Set only one of them")
+        if self.load_best_model_at_end and self.save_only_model:
+            reason = "the best model is loaded from its training state, which is not saved"
+            raise ConfigError("save_only_model", True, reason, "Leave it False with load_best_model_at_end")
+        if self.world_size % (self.tensor_model_parallel_size * self.pipeline_model_parallel_size):
+            degrees = f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size}"
+            reason = f"tensor x pipeline parallelism makes replicas of {degrees} ranks"
+            raise ConfigError("world size", self.world_size, reason, "Start a multiple of that, or lower the degrees")
+        parallelism.check_world(self)
+        check_instances(self)
+        self._check_deepspeed()
+        warn_of_compilation(self)
+
+        not_honoured = [each.name for each in dataclasses.fields(TrainingArguments) if each.name not in HONOURED]
+        self._settled = {name: getattr(self, name) for name in (*not_honoured, *FIXED)}
+
+    def refuse_changes(self) -> None:
+        """Raises ConfigError for a field that was set after the arguments were made and cannot be honoured, or not any
+        more."""
+        for name, value in self._settled.items():
+            if getattr(self, name) != value:
+                raise ConfigError(name, repr(getattr(self, name)), *{**REFUSED, **FIXED}.get(name, UNKNOWN))
+        check_without_effect(self)
+        self._check_deepspeed()
+
+    def _check_deepspeed(self) -> None:
+        deepspeed.check_repeats(self, grid_of(self).dp)
+        check_schedule(self)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether units recompute; older releases of transformers have the second name alone."""
+        asked = getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing
+        return bool(asked) or fsdp.recomputes(self)
+
+    @property
+    def sharding(self) -> str | None:
+        """The strategy that ``data_parallel_sharding_strategy``, ``use_distributed_optimizer``, ``fsdp``, ``deepspeed``
+        or ``parallelism_config`` asks for."""
+        return sharding.sharding_of(self)
+
+    @property
+    def recompute_granularity(self) -> str | None:
+        return "full" if self.recomputes else "selective" if self.recompute_activations else None
+
+    @property
+    def buckets(self) -> str | tuple[int, ...] | None:
+        """``length_buckets``: "auto", ascending lengths, or None."""
+        text = self.length_buckets
+        if text is None or text in ("none", ""):
+            return None
+        if text == "auto":
+            return text
+        try:
+            lengths = tuple(sorted(int(part) for part in str(text).strip("[]()").split(",")))
+        except ValueError:
+            lengths = (0,)
+        if lengths[0] < 1:
+            raise ConfigError("length_buckets", repr(text), "it is no list of lengths", "Give auto, none or 128,256")
+        return lengths
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        """Join the job, unless this process has done so already. Raises LaunchError."""
+        world = self.world
+        self._n_gpu = int(world.device.type == "cuda")
+        self.distributed_state = _Place(world.size, world.rank, world.device)
+        return world.device
+
+    @functools.cached_property
+    def world(self) -> World:
+        """This process among all of the job, which it joins unless it has done so already. Raises LaunchError."""
+        backend, precision = self.ddp_backend or "auto", self.fp32_matmul_precision
+        if dist.is_initialized():
+            return adopt(backend, precision)
+        return launch(backend, self.ddp_timeout / 60, self.full_determinism, None, precision, self.use_cpu)
+
+
+def _refuse_fields(args: TrainingArguments) -> None:
+    for each in dataclasses.fields(TrainingArguments):
+        name, value = each.name, getattr(args, each.name)
+        if name in HONOURED:
+            continue
+        default = each.default if each.default is not dataclasses.MISSING else each.default_factory()
+        hidden = value == f"<{name.upper()}>"  # a token, in what to_dict gives
+        if value == default or hidden or not (value or default):
+            continue
+        raise ConfigError(name, repr(value), *REFUSED.get(name, UNKNOWN))
+    known = tuple(name for name in BACKENDS if name not in ("auto", "emu"))
+    if args.ddp_backend is not None and args.ddp_backend not in known:
+        remedy = f"Use {', '.join(known)} or leave it unset"
+        raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", remedy)
+    if args.use_cpu and args.ddp_backend in OF_GPUS:
+        raise ConfigError("ddp_backend", args.ddp_backend, "use_cpu is set", "Leave one of the two out")
+    if args.ddp_backend == "mpi" and (args.bf16 or args.fp16):
+        raise ConfigError("ddp_backend", "mpi", "torch's MPI backend has no 16-bit numbers", "Train in fp32")
+    if args.train_sampling_strategy == "batch_rebalance":
+        reason = "a replica's batch would depend on the number of replicas"
+        raise ConfigError("train_sampling_strategy", "batch_rebalance", reason, "Use random or group_by_length")
+
+
+def _check_numbers(args: "MerakArguments") -> None:
+    for names, least in ((POSITIVE, 1), (NOT_NEGATIVE, 0)):
+        for name in names:
+            value = getattr(args, name)
+            if not isinstance(value, int | float):
+                raise ConfigError(name, repr(value), "it is not a number", "Give a number")
+            if names is POSITIVE and not isinstance(value, int):
+                raise ConfigError(name, value, "it is not a whole number", "Give a whole number")
+            if not value >= least:
+                raise ConfigError(name, value, f"it is below {least}", f"Give {least} or more")
+    choices_of = {
+        **({} if args.pipeline_schedule is None else {"pipeline_schedule": SCHEDULES}),
+        "tp_comm_overlap": OVERLAPS,
+        "graph_sharding": ("cut", "farthest-dependency"),
+        "fp32_matmul_precision": FP32_MATMULS,
+    }
+    for name, choices in choices_of.items():
+        if (value := getattr(args, name)) not in choices:
+            raise ConfigError(name, repr(value), "there is no such choice", f"Use {' or '.join(choices)}")
+    if args.pad_to_multiple_of is not None and args.pad_to_multiple_of < 1:
+        raise ConfigError("pad_to_multiple_of", args.pad_to_multiple_of, "it is below 1", "Give 1 or more")
+
+
+MerakArguments.__init__ = checked(MerakArguments.__init__)

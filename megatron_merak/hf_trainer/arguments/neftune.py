@@ -1,0 +1,58 @@
+"""``neftune_noise_alpha``: in training, uniform noise is added to what the input embedding gives, as in transformers.
+
+Its magnitude is alpha / sqrt(length of the rows x features). The noise is part of the captured graph: it is drawn as
+dropout is, by seed, step and place in the model, so that ranks that share a layer, recomputation and stages repeat it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+
+
+def check_alpha(alpha: object) -> None:
+    """Raises ConfigError for what is no magnitude."""
+    number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if alpha is not None and not (number and 0 <= alpha < float("inf")):
+        raise ConfigError("neftune_noise_alpha", repr(alpha), "it is no magnitude", "Give 0 or more, or leave it unset")
+
+
+def embedding_of(model: nn.Module) -> nn.Module:
+    """The module whose output gets noise, by transformers' rule. Raises ConfigError for a model without one."""
+    inner = model.base_model.model if hasattr(model, "peft_config") else model
+    try:
+        found = inner.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        found = None
+    if not isinstance(found, nn.Module):
+        reason = f"{type(inner).__name__} has no input embedding to add noise to"
+        raise ConfigError("neftune_noise_alpha", "(set)", reason, "Leave it unset, or define get_input_embeddings")
+    return found
+
+
+@contextmanager
+def noisy(model: nn.Module, alpha: float | None) -> Iterator[None]:
+    """Inside, a forward of ``model`` in training is one with noise; None: as it is."""
+    if alpha is None or not model.training:
+        yield
+        return
+
+    def add(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        return output + _noise(output, alpha) if module.training else output
+
+    handle = embedding_of(model).register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _noise(output: Tensor, alpha: float) -> Tensor:
+    """Of the shape and the dtype of ``output``, uniform between the magnitude and its negative."""
+    elements = output.size(1) * output.size(2)
+    magnitude = alpha * torch.rsqrt(torch.full((), elements, dtype=torch.float32, device=output.device))
+    drawn = torch.rand_like(output, dtype=torch.float32)
+    return ((drawn - 0.5) * (2 * magnitude)).to(output.dtype)

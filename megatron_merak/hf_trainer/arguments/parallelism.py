@@ -1,0 +1,68 @@
+"""``parallelism_config`` of transformers, accelerate's ``ParallelismConfig``: degrees and instances of this library.
+
+    dp_replicate_size x dp_shard_size   replicas, in as many instances as the former, each of which shards among its own
+    tp_size                             tensor_model_parallel_size
+
+It is looked at by its attributes: accelerate is not needed.
+"""
+
+from typing import Any
+
+from ...errors import ConfigError
+
+_SEQUENCES = ("sequences are not divided over ranks", "Leave it 1; tp_size and recomputation make room for long ones")
+_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+FULL = "optim_grads_params"
+
+
+def sizes_of(args: Any) -> dict[str, int] | None:
+    """The sizes by name, None where nothing is asked. Raises ConfigError for what cannot be honoured."""
+    config = args.parallelism_config
+    if config is None:
+        return None
+    if not all(hasattr(config, name) for name in ("dp_replicate_size", "dp_shard_size", "tp_size")):
+        remedy = "Give accelerate's, or set tensor_model_parallel_size and data_parallel_sharding_strategy"
+        raise ConfigError("parallelism_config", repr(config), "it is no ParallelismConfig", remedy)
+    sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
+    for name in ("cp_size", "sp_size"):
+        if sizes[name] > 1:
+            raise ConfigError(f"parallelism_config: {name}", sizes[name], *_SEQUENCES)
+    return sizes if max(sizes.values()) > 1 else None
+
+
+def tensor_parallel_of(args: Any) -> int:
+    """``tp_size``, 1 where it is unset."""
+    return (sizes_of(args) or {}).get("tp_size", 1)
+
+
+def sharding_with(args: Any, strategy: str | None) -> str | None:
+    """The sharding strategy: ``strategy``, what other arguments ask for, or where they do not say, full sharding if any
+    replicas shard. Raises ConfigError if the two contradict each other."""
+    if (sizes := sizes_of(args)) is None:
+        return strategy
+    shards, what = sizes["dp_shard_size"], "parallelism_config: dp_shard_size"
+    if shards > 1 and strategy == "no_shard":
+        raise ConfigError(what, shards, "other arguments say that replicas share nothing", "Leave out one of the two")
+    if shards == 1 and sizes["dp_replicate_size"] > 1 and strategy not in (None, "no_shard"):
+        reason = f"other arguments ask for {strategy}, which replicas share"
+        raise ConfigError(what, shards, reason, "Give the number of replicas that share, or leave out one of the two")
+    return FULL if strategy is None and shards > 1 else strategy
+
+
+def instances_of(args: Any) -> int | None:
+    """The groups of replicas that shard among their own; None where it says nothing of them."""
+    sizes = sizes_of(args)
+    return sizes["dp_replicate_size"] if sizes is not None and sizes["dp_shard_size"] > 1 else None
+
+
+def check_world(args: Any) -> None:
+    """Raises ConfigError unless the sizes, and the stages of a pipeline, are those of the job."""
+    if (sizes := sizes_of(args)) is None:
+        return
+    stages, product = args.pipeline_model_parallel_size, 1
+    for size in sizes.values():
+        product *= size
+    if product * stages != args.world_size:
+        told = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        reason = f"{told}{f' x {stages} stages' if stages > 1 else ''} is not the {args.world_size} ranks of the job"
+        raise ConfigError("parallelism_config", product, reason, "Change a size, or start as many ranks")

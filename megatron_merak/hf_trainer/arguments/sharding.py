@@ -1,0 +1,47 @@
+"""What data-parallel ranks share, and how many share a layer, in whichever words a script asks for it."""
+
+from typing import Any
+
+from ...config.parallel import SHARDINGS
+from ...errors import ConfigError
+from . import deepspeed, fsdp, parallelism
+
+
+def sharding_of(args: Any) -> str | None:
+    """The sharding strategy that arguments ask for; None where they ask for none.
+
+    Raises ConfigError for what is refused, and where they contradict each other.
+    """
+    asked = args.data_parallel_sharding_strategy
+    if asked is not None and asked not in SHARDINGS:
+        remedy = f"Use {' or '.join(SHARDINGS)}"
+        raise ConfigError("data_parallel_sharding_strategy", repr(asked), "there is no such choice", remedy)
+    if args.fsdp and args.deepspeed:
+        raise ConfigError("fsdp", args.fsdp, "deepspeed is set, too, and both say what is sharded", "Set only one")
+    by_fsdp, by_stage = fsdp.strategy_of(args), deepspeed.strategy_of(args)
+    found = by_fsdp or by_stage
+    if asked is not None and found not in (None, asked):
+        said = f"fsdp {args.fsdp}" if by_fsdp else "the stage of deepspeed's zero_optimization"
+        raise ConfigError("data_parallel_sharding_strategy", asked, f"{said} means {found}", "Set only one of them")
+    asked = asked or found
+    if args.use_distributed_optimizer and asked == "no_shard":
+        reason = "no_shard leaves the optimizer's state whole"
+        raise ConfigError("use_distributed_optimizer", True, reason, "Leave it False, or use optim")
+    return parallelism.sharding_with(args, asked or ("optim" if args.use_distributed_optimizer else None))
+
+
+def take_degrees(args: Any) -> None:
+    """Set ``tensor_model_parallel_size`` to what ``parallelism_config`` or ``deepspeed`` says, where it is unset.
+
+    Raises ConfigError where it says something else.
+    """
+    told = {
+        "parallelism_config: tp_size": parallelism.tensor_parallel_of(args),
+        "deepspeed: tensor_parallel.autotp_size": deepspeed.tensor_parallel_of(args) if args.deepspeed else 1,
+    }
+    for what, size in told.items():
+        if size > 1 and args.tensor_model_parallel_size not in (1, size):
+            reason = f"tensor_model_parallel_size is {args.tensor_model_parallel_size}"
+            raise ConfigError(what, size, reason, "Set only one of them")
+        if size > 1:
+            args.tensor_model_parallel_size = size

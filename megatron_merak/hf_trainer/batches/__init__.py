@@ -1,0 +1,1 @@
+"""From datasets to micro-batches, and from outputs to predictions."""

@@ -1,0 +1,67 @@
+"""Predictions from the rank that has them to all ranks: nested tensors, without pickle."""
+
+import json
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import DataError
+
+
+def _pack(value: object, tensors: list[Tensor]) -> object:
+    """What JSON can say of ``value``; its tensors are appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().contiguous())
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {"mapping": {key: _pack(each, tensors) for key, each in value.items()}}
+    if isinstance(value, tuple | list):
+        return {"tuple" if isinstance(value, tuple) else "list": [_pack(each, tensors) for each in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"plain": value}
+    reason = f"{type(value).__name__} is none of tensor, number, text, tuple, list, dictionary"
+    raise DataError("a prediction", repr(value)[:60], reason, "Let preprocess_logits_for_metrics return tensors")
+
+
+def _unpack(told: dict, take) -> object:
+    if "shape" in told:
+        return take(told)
+    if "mapping" in told:
+        return {key: _unpack(each, take) for key, each in told["mapping"].items()}
+    if "plain" in told:
+        return told["plain"]
+    ((kind, parts),) = told.items()
+    values = [_unpack(each, take) for each in parts]
+    return tuple(values) if kind == "tuple" else values
+
+
+def from_rank(
+    source: int, value: object, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> object:
+    """The nested ``value`` of global rank ``source`` on every rank, its tensors on the CPU; collective over ``group``.
+
+    What other ranks pass is ignored. device: of tensors that the group's backend moves. A group of None: this process
+    is alone.
+    """
+    if group is None:
+        return value
+    mine = dist.get_rank() == source
+    tensors: list[Tensor] = []
+    text = json.dumps(_pack(value, tensors)).encode() if mine else b""
+    length = torch.tensor([len(text)], device=device)
+    dist.broadcast(length, source, group)
+    payload = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+    ).to(device)
+    dist.broadcast(payload, source, group)
+    ours = iter(tensors)
+
+    def take(told: dict) -> Tensor:
+        tensor = next(ours) if mine else torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]))
+        tensor = tensor.to(device)
+        dist.broadcast(tensor, source, group)
+        return tensor.cpu()
+
+    return _unpack(json.loads(payload.cpu().numpy().tobytes()), take)

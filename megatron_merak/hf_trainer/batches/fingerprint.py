@@ -1,0 +1,70 @@
+"""What a dataset is known by when a run resumes: its length and the values of a few samples."""
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from .apart import apart
+from .order import private_randomness
+
+SAMPLES = 8  # looked at, the first and the last among them
+
+
+def fingerprint(dataset: Dataset) -> dict:
+    """{"length": samples, "samples": digest}; None for what a stream does not tell, or what is drawn anew each time.
+
+    Whatever a sample draws from the global generators is drawn with a seed, and these stay as they are.
+    """
+    if isinstance(dataset, IterableDataset):
+        return {"length": None, "samples": None}
+    dataset, length = apart(dataset), len(dataset)
+    places = sorted({round(k * (length - 1) / (SAMPLES - 1)) for k in range(SAMPLES)}) if length else []
+    first, second = _digest(dataset, places), _digest(dataset, places)
+    return {"length": length, "samples": first if first == second else None}
+
+
+def difference(saved: Mapping, present: Mapping) -> str | None:
+    """A sentence on how two datasets differ; None where they do not, as far as both are known."""
+    if saved["length"] != present["length"]:
+        there, here = (value["length"] or "an unknown number of" for value in (saved, present))
+        return f"the checkpoint's run had {there} samples, and there are {here} now"
+    if None not in (saved["samples"], present["samples"]) and saved["samples"] != present["samples"]:
+        return "its samples are not those of the checkpoint's run, or in another order"
+    return None
+
+
+def _digest(dataset: Dataset, places: list[int]) -> str | None:
+    digest = hashlib.sha256()
+    fetch = getattr(dataset, "__getitems__", None)
+    with private_randomness(0):
+        samples = fetch(places) if fetch else [dataset[place] for place in places]
+        for sample in samples:
+            _add(digest, sample)
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib._Hash", value: object) -> None:
+    """Values only, and nothing of an object whose representation may change from run to run."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().flatten()
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.layout == torch.strided else b"")
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, str | bytes | int | float | None):
+        digest.update(f"{value!r};".encode(errors="surrogatepass"))
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            _add(digest, str(key))
+            _add(digest, value[key])
+    elif isinstance(value, list | tuple):
+        digest.update(f"[{len(value)}".encode())
+        for each in value:
+            _add(digest, each)
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
+        digest.update(f"{value.mode}{value.size}".encode() + value.tobytes())
+    else:
+        digest.update(type(value).__name__.encode())

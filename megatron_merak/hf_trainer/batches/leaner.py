@@ -1,0 +1,144 @@
+"""Changes to training batches that spare work and change nothing, where padding stands at the end of rows only:
+
+    a batch                        without its mask               its rows as documents of one
+    input_ids       1 2 3 0 0      input_ids  1 2 3 0 0           input_ids     1 2 3 4 5 6 7 8
+                    4 5 6 7 8                 4 5 6 7 8           position_ids  0 1 2 0 1 2 3 4
+    attention_mask  1 1 1 0 0
+                    1 1 1 1 1
+
+Without the mask the kernels for causal attention run: no token looks at padding behind it, and what stands at padding
+is no target. In one row nothing is computed for padding at all, where attention goes document by document.
+
+That a change leaves the loss and every gradient as they are is shown by the engine with the first batch that it is made
+to, for batches with the same entries of which at most ``REACH`` times as large a share is masked. Batches whose rows
+begin with a target are shown by themselves, as what stands before it in one row tells nothing of it; so are those with
+more tokens than a row of the model's has, where a model may compute otherwise.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...stages.traced import MASK, without_mask
+from .neutral import REACH
+from .padding import IGNORED, TARGETS
+
+Batch = Mapping[str, Any]
+LONGEST = 8192  # tokens of one row: the mask that keeps its documents apart has a byte for each pair of them
+
+
+@dataclass
+class Leaner:
+    """Makes a change to batches, and knows for which that was shown to be neutral.
+
+    change: of a batch. fits: of a batch and the engine, whether the change can be made, and spares anything. refused:
+    why none is made; "": nothing is known against it. limit: the tokens of the longest row that the model takes, None:
+    any. ``settle`` is collective over all ranks.
+    """
+
+    change: Callable[[Batch], Batch]
+    fits: Callable[[Batch, Any], bool]
+    refused: str = ""
+    limit: int | None = None
+    _shown: dict[tuple, float] = field(default_factory=dict)  # kind of batch -> the largest share that was masked
+
+    def propose(self, batches: Sequence[Batch], engine: Any) -> tuple[list[Batch], int | None]:
+        """The batches, changed where that fits, and the place of one that is to be settled before that is used.
+
+        engine: a CapturedTrainer, or None: nothing is changed.
+        """
+        if engine is None or self.refused or not engine.is_causal:
+            return list(batches), None
+        shares = [masked_share(batch) for batch in batches]
+        spared = [bool(share) and self.fits(batch, engine) for batch, share in zip(batches, shares, strict=True)]
+        known = [self._known(batch) if fits else 0.0 for batch, fits in zip(batches, spared, strict=True)]
+        changed = [self.change(batch) if fits else batch for batch, fits in zip(batches, spared, strict=True)]
+        open_ = [place for place, share in enumerate(shares) if spared[place] and share > REACH * known[place]]
+        return changed, max(open_, key=shares.__getitem__, default=None)
+
+    def settle(self, engine: Any, batch: Batch, changed: Batch) -> bool:
+        """Try a batch both ways; a replica that has nothing to settle passes a batch twice. Returns whether that told
+        anything: a step whose gradients are all zero does not."""
+        found = engine.difference(changed, [batch])
+        if found is None:
+            return False
+        if found:
+            self.refused = found
+        elif changed is not batch:
+            kind = self._kind(batch)
+            self._shown[kind] = max(self._shown.get(kind, 0.0), masked_share(batch))
+        return True
+
+    def _known(self, batch: Batch) -> float:
+        entries, begins, long = self._kind(batch)
+        return max(self._shown.get((entries, each, long), 0.0) for each in (begins, True))
+
+    def _kind(self, batch: Batch) -> tuple[tuple[str, ...], bool, bool]:
+        """A batch's entries, whether a row of it begins with a target, and whether it has more tokens than a row."""
+        entries = tuple(sorted(name for name in batch if name != "num_items_in_batch"))
+        begins = "labels" in batch and bool((batch["labels"][:, 0] != IGNORED).any())
+        return entries, begins, self.limit is not None and int(batch[MASK].sum()) > self.limit
+
+
+def without_masks(refused: str = "") -> Leaner:
+    """Leaves out masks."""
+    return Leaner(without_mask, lambda batch, engine: True, refused)
+
+
+def in_one_row(refused: str = "", limit: int | None = None) -> Leaner:
+    """Makes one row of a batch, where the engine attends by document: on CPUs."""
+    return Leaner(as_documents, _fits_one_row, refused, limit)
+
+
+def as_documents(batch: Batch) -> Batch:
+    """The rows of a batch, without what its mask hides, behind one another in one row. Where a row begins is no target:
+    nothing before it tells of it."""
+    shown, changed = batch[MASK].bool(), dict(without_mask(batch))
+    for name, value in changed.items():
+        if isinstance(value, Tensor) and value.shape == shown.shape:
+            if name == "labels":
+                value = torch.cat((torch.full_like(value[:, :1], IGNORED), value[:, 1:]), 1)
+            changed[name] = value[shown][None]
+    places = torch.arange(shown.shape[1], device=shown.device).expand_as(shown)
+    return changed | {"position_ids": places[shown][None]}
+
+
+def in_rows(value: Tensor, mask: Tensor) -> Tensor:
+    """Values per token [1, n or more] of ``as_documents`` where the tokens were, [rows, length], zero at padding.
+
+    mask: the batch's, [rows, length]. Other tensors are returned as they are.
+    """
+    if value.dim() < 2 or value.shape[0] != 1:
+        return value
+    shown = mask.to(value.device).bool()
+    found = value.new_zeros(*shown.shape, *value.shape[2:])
+    found[shown] = value[0, : int(shown.sum())]
+    return found
+
+
+def _fits_one_row(batch: Batch, engine: Any) -> bool:
+    mask, halves = batch[MASK], engine.plan.overlap == "sub-pipeline"
+    if engine.mesh.device.type != "cpu" or halves or int(mask.sum()) > LONGEST:
+        return False
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+    return "labels" in batch and "position_ids" not in batch and all(value.shape == mask.shape for value in tensors)
+
+
+def masked_share(batch: Batch) -> float:
+    """The share of positions that the mask hides; 0 where it hides none, or others than the last ones of rows, or a
+    target, or a whole row."""
+    mask = batch.get(MASK)
+    targets = [batch[name] for name in TARGETS if isinstance(batch.get(name), Tensor)]
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not targets:
+        return 0.0
+    hidden = mask == 0
+    if not hidden.any() or hidden[:, 0].any():
+        return 0.0
+    if not ((mask == 1) | hidden).all() or not (hidden[:, 1:] >= hidden[:, :-1]).all():
+        return 0.0
+    if any(target.shape != mask.shape or (target[hidden] != IGNORED).any() for target in targets):
+        return 0.0
+    return float(hidden.float().mean())

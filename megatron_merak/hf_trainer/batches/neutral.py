@@ -1,0 +1,166 @@
+"""Padding that was shown to change nothing: every other batch stays as it came.
+
+The first batch that padding would lengthen is computed both ways. In training the loss and every gradient must agree,
+in evaluation every output without the positions that were added, and which of an output's axes these lie on shows in
+the two shapes:
+
+    input 20 -> 24     logits [4, 20, 64] -> [4, 24, 64]: axis 1 is cropped     scores [4, 24] -> [4, 24]: none is
+
+A proof holds for batches with the same entries whose padding is at most ``REACH`` times as large in proportion.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import DataError, MerakError
+from ...parallel.agree import gather_json, together
+from ...parallel.mesh import Mesh
+from ...stages.proofs import outputs_differ
+from .padding import Padding
+
+Batch = Mapping[str, object]
+Axes = dict[str, dict[int, str]]  # of each output, its axes that padding lengthens, by what it lengthens
+REACH = 4
+WIDE = 8  # a proof in training pads by about this share of a length
+TRAINING = ("training",)
+
+
+class NeutralPadding:
+    """Pads batches as ``padding`` does, and knows what it was shown to be neutral for.
+
+    A purpose is TRAINING or the names of the outputs that an evaluation asks for. ``settle`` is collective over all
+    ranks, ``anywhere`` over the replicas.
+    """
+
+    def __init__(self, padding: Padding, mesh: Mesh):
+        self.padding, self.mesh = padding, mesh
+        self.refused: dict[tuple, str] = {}  # purpose -> why nothing is padded for it
+        self._reach: dict[tuple, float] = {}
+        self._axes: dict[tuple, Axes] = {}
+
+    def propose(self, batches: Sequence[Batch], purpose: tuple) -> tuple[list[Batch], int | None]:
+        """The batches, padded as far as they may be, and the place of one that is to be settled before that is used.
+
+        Raises DataError for a batch that is longer than the largest bucket.
+        """
+        if purpose in self.refused or not self.padding.active:
+            return list(batches), None
+        padded = [self._padded(batch, purpose) for batch in batches]
+        growth = [self._growth(*pair) for pair in zip(batches, padded, strict=True)]
+        known = [self._reach.get(self._key(purpose, *pair), 0.0) for pair in zip(batches, padded, strict=True)]
+        open_ = [place for place, more in enumerate(growth) if more > REACH * known[place]]
+        return padded, max(open_, key=growth.__getitem__, default=None)
+
+    def _padded(self, batch: Batch, purpose: tuple) -> Batch:
+        reason = self.padding.unfit(batch)
+        if reason:
+            self._say("such batches", reason)
+            return batch
+        padded = self.padding(batch)
+        moved = [*self._moved(batch, padded).values()]
+        told = purpose == TRAINING or len(moved) == len({*moved}) or self._key(purpose, batch, padded) in self._axes
+        return padded if told else batch  # an axis of an output could be either's
+
+    def _moved(self, plain: Batch, padded: Batch) -> dict[str, tuple[int, int]]:
+        """Of what padding lengthens, its lengths before and after."""
+        before, after = self.padding.lengths(plain), self.padding.lengths(padded)
+        return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
+
+    def _growth(self, plain: Batch, padded: Batch) -> float:
+        return max((after / before - 1 for before, after in self._moved(plain, padded).values()), default=0.0)
+
+    def _key(self, purpose: tuple, plain: Batch, padded: Batch) -> tuple:
+        names = tuple(sorted(name for name in plain if name != "num_items_in_batch"))
+        return purpose, names, tuple(self._moved(plain, padded))
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether it is so on any replica. Collective over replicas, where anything may be padded."""
+        if self.mesh.dp is None or not self.padding.active:
+            return here
+        count = torch.tensor([int(here)], device=self.mesh.device)
+        dist.all_reduce(count, group=self.mesh.dp)
+        return bool(count.item())
+
+    def settle(self, engine, plain: Batch | None, padded: Batch | None, purpose: tuple) -> bool:
+        """Try a batch both ways. A replica that has nothing to settle passes a batch twice, or in evaluation None.
+        Returns whether that told anything: a step whose gradients are all zero does not."""
+        if purpose == TRAINING:
+            padded = self._widely(plain, padded)
+            found, axes = engine.difference(padded, [plain]), {}
+        else:
+            found, axes = self._compare_outputs(engine, plain, padded, purpose)
+        if found is None:
+            return False
+        if found:
+            self.refused[purpose] = found
+            self._say("training batches" if purpose == TRAINING else "evaluation batches", found)
+        elif plain is not None and (growth := self._growth(plain, padded)):
+            key = self._key(purpose, plain, padded)
+            self._reach[key], self._axes[key] = max(growth, self._reach.get(key, 0.0)), axes
+        return True
+
+    def _widely(self, plain: Batch, padded: Batch) -> Batch:
+        """The batch with so much padding that what it shows holds for others; of one length only, as these go alone."""
+        lengths = self.padding.lengths(plain)
+        if len(lengths) != 1 or not self._growth(plain, padded):
+            return padded
+        try:
+            wide = self.padding(plain, more=max(lengths.values()) // WIDE)
+        except DataError:  # beyond the largest bucket
+            return padded
+        return wide if self._growth(plain, wide) > self._growth(plain, padded) else padded
+
+    def _say(self, what: str, reason: str) -> None:
+        if self.mesh.rank == 0:
+            text = f"{what} are not padded, and every length is captured by itself: {reason}."
+            warnings.warn(text, stacklevel=2)  # once, by its own rule
+
+    def _compare_outputs(self, engine, plain: Batch | None, padded: Batch | None, names: tuple) -> tuple[str, Axes]:
+        control, batches = self.mesh.control, [] if plain is None else [plain, padded]
+        try:
+            with together(control, "cpu"):
+                engine.admit(batches, names)
+        except MerakError as error:
+            return f"{error.what} {error.value}: {error.reason}", {}
+        found = engine.evaluate(batches, names)
+        reason, axes = ("", {}) if not found else self._axes_of(engine, plain, padded, *found)
+        return next((text for text in gather_json(reason, control, "cpu") if text), ""), axes
+
+    def _axes_of(self, engine, plain: Batch, padded: Batch, short: Mapping, long: Mapping) -> tuple[str, Axes]:
+        moved = self._moved(plain, padded)
+        names = {pair: name for name, pair in moved.items()}
+        axes: Axes = {}
+        for name, value in short.items():
+            pairs = list(zip(value.shape, long[name].shape, strict=True)) if value.dim() == long[name].dim() else [()]
+            axes[name] = {axis: names.get(pair) for axis, pair in enumerate(pairs) if len({*pair}) != 1}
+            if None in axes[name].values():
+                return f"the output {name} of shape {tuple(value.shape)} becomes {tuple(long[name].shape)}", {}
+            other = _narrowed(long[name], axes[name], {key: before for key, (before, _) in moved.items()})
+            if outputs_differ(*_shown(plain, axes[name], value, other), engine.dtype):
+                return f"the output {name} becomes another one", {}
+        return "", axes
+
+    def crop(self, name: str, value: Tensor, plain: Batch, padded: Batch, purpose: tuple) -> Tensor:
+        """An output for ``padded``, without the positions that ``plain`` does not have."""
+        if not self._moved(plain, padded):
+            return value
+        return _narrowed(value, self._axes[self._key(purpose, plain, padded)][name], self.padding.lengths(plain))
+
+
+def _narrowed(value: Tensor, axes: Mapping[int, str], lengths: Mapping[str, int]) -> Tensor:
+    for axis, name in axes.items():
+        value = value.narrow(axis, 0, lengths[name])
+    return value
+
+
+def _shown(plain: Batch, axes: Mapping[int, str], *values: Tensor) -> tuple[Tensor, ...]:
+    """Of outputs per token, those at tokens that the batch does not mask: the others are of no use to anyone."""
+    mask = plain.get("attention_mask")
+    if axes.get(1) != "input" or not isinstance(mask, Tensor) or not torch.is_tensor(values[0]):
+        return values
+    shown = mask.to(values[0].device).bool()
+    return tuple(value[shown] for value in values) if shown.shape == values[0].shape[:2] else values

@@ -1,0 +1,45 @@
+"""Packed rows: several documents in one row, each with positions of its own, so that no token sees another document.
+
+    position_ids   0  1  2  0  1  0  1  2        cu_seq_lens_q   0  3  5  8
+
+A captured model masks attention by positions, as transformers does with sdpa and eager attention. Its flash attention
+goes by ``cu_seq_lens_q`` where that is given: a batch in which the two are not the same documents is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import DataError
+
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def starts(positions: Tensor) -> list[int]:
+    """Where documents begin in one row of positions, [length]."""
+    begins = torch.cat((positions.new_ones(1, dtype=torch.bool), positions.diff() != 1))
+    return begins.nonzero().flatten().tolist()
+
+
+def check_documents(batches: Sequence[Mapping[str, object]], flash: bool) -> None:
+    """Raises DataError for a batch whose documents flash attention of transformers would take from elsewhere than from
+    its positions. flash: the model asks for that."""
+    for batch in batches if flash else ():
+        _check(batch, batch.get("position_ids"))
+
+
+def _check(batch: Mapping[str, object], positions: object) -> None:
+    given = [name for name in LENGTHS if isinstance(batch.get(name), Tensor)]
+    remedy = "Let the collator return position_ids that begin anew with each document, in one row"
+    known = isinstance(positions, Tensor) and positions.dim() == 2
+    for name in given:
+        if not known or len(positions) != 1:
+            reason = "flash attention would tell documents by it, and a captured model by position_ids of one row"
+            raise DataError("batch entry", name, reason, remedy)
+        if batch[name].tolist() != [*starts(positions[0]), positions.shape[1]]:
+            raise DataError("batch entry", name, "its documents are not those of position_ids", remedy)
+    if not given and known and len(positions) > 1 and batch.get("attention_mask") is None:
+        if any(len(starts(row)) > 1 for row in positions):
+            reason = "flash attention knows packed documents in a batch of one row only"
+            raise DataError("batch entry", "position_ids", reason, remedy)

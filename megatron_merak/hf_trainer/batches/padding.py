@@ -1,0 +1,128 @@
+"""Token batches padded to few lengths, because every shape of a batch is captured once.
+
+Padding stands at the end, is masked where the model takes a mask and is no target, so that most losses stay the same
+(``neutral.py`` tells which do not):
+
+    input_ids       7  8  9  |  pad  pad           labels        8  9 -100  |  -100 -100
+    attention_mask  1  1  1  |    0    0           position_ids  0  1  0    |     0    1
+
+Positions tell where the documents of a packed row begin: padding is further documents, none longer than those that are
+there, so that no position is one that the row does not have.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import DataError
+
+IGNORED = -100  # the label that no loss of transformers counts
+ENCODER = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "completion_mask")
+DECODER = ("decoder_input_ids", "decoder_attention_mask")
+TARGETS = ("labels", "shift_labels")
+UNPADDED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Pads the token tensors of a batch, [rows, ..., length], to a length that few batches differ in.
+
+    buckets: "auto" (8, 16, 24, ..., 128, 144, ..., 256, 288, ...: above 64 at most a ninth is padding; of an encoder
+    and a decoder, whose lengths go in pairs, 8, 12, 16, 24, 32, 48, ...), the lengths themselves, or None for none.
+    multiple: pad to a multiple of it, whatever the buckets are. pad_id: the token to pad with. mask: whether to add an
+    attention mask where there is none; packed sequences, which are told by position_ids, never get one. limit: the
+    longest sequence that the model takes; "auto" and ``multiple`` do not pad beyond it, but for rows with position_ids,
+    which may hold several. decoder: the model is an encoder with a decoder, whose labels have a length of their own.
+    """
+
+    buckets: str | tuple[int, ...] | None = "auto"
+    multiple: int | None = None
+    pad_id: int = 0
+    mask: bool = True
+    limit: int | None = None
+    decoder: bool = False
+
+    @property
+    def active(self) -> bool:
+        return self.buckets is not None or self.multiple is not None
+
+    def length(self, length: int, packed: bool = False) -> int:
+        """The length that ``length`` is padded to. packed: of rows of documents, for which ``limit`` does not count.
+        Raises DataError when it exceeds the largest bucket."""
+        if self.multiple is not None:
+            target = -(-length // self.multiple) * self.multiple
+        elif self.buckets is None:
+            return length
+        elif self.buckets == "auto":
+            power = max(8, 1 << (length - 1).bit_length())
+            step = max(power // 4, 4) if self.decoder else max(power // 16, 8)
+            target = max(-(-length // step) * step, 8)
+        else:
+            place = bisect_left(self.buckets, length)
+            if place == len(self.buckets):
+                remedy = "Add a larger bucket, or truncate the sequences"
+                raise DataError("a batch of length", length, f"the largest bucket is {self.buckets[-1]}", remedy)
+            return self.buckets[place]
+        return max(length, min(target, self.limit)) if not packed and self.limit is not None else target
+
+    def lengths(self, batch: Mapping[str, object]) -> dict[str, int]:
+        """The lengths of a batch: "input", of its tokens, and "decoder", where the model has one."""
+        tokens = {"input": _length(batch, "input_ids")}
+        if self.decoder or "decoder_input_ids" in batch:
+            tokens["decoder"] = _length(batch, "decoder_input_ids") or _length(batch, "labels")
+        return {name: length for name, length in tokens.items() if length is not None}
+
+    def unfit(self, batch: Mapping[str, object]) -> str:
+        """Why a batch is of a kind that cannot be padded; "" if it can be."""
+        for name in UNPADDED:
+            if name in batch:
+                return f"{name} gives the lengths of packed sequences"
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor) and isinstance(tokens := batch.get("input_ids"), Tensor):
+            if mask.shape != tokens.shape:
+                return f"the attention_mask of shape {tuple(mask.shape)} has not one value per token"
+        return ""
+
+    def __call__(self, batch: Mapping[str, object], more: int = 0) -> dict[str, object]:
+        """``batch`` with its token tensors padded; anything else in it, labels that are not per token too, is left as
+        it is. more: pad as if it were so much longer. Raises DataError when it is longer than the largest bucket."""
+        padded, lengths = dict(batch), self.lengths(batch)
+        if not self.active:
+            return padded
+        targets = {name: self.length(length + more, "position_ids" in batch) for name, length in lengths.items()}
+        if targets.get("input", 0) > lengths.get("input", 0):
+            if self.mask and not {"attention_mask", "position_ids"} & batch.keys():
+                padded["attention_mask"] = torch.ones_like(batch["input_ids"])
+            names = ENCODER if "decoder" in lengths else ENCODER + TARGETS
+            self._pad(padded, names, lengths["input"], targets["input"])
+        if "decoder" in lengths:
+            self._pad(padded, DECODER + TARGETS, lengths["decoder"], targets["decoder"])
+        return padded
+
+    def _pad(self, batch: dict[str, object], names: tuple[str, ...], length: int, target: int) -> None:
+        for name in names:
+            value = batch.get(name)
+            if not isinstance(value, Tensor) or value.dim() < 2 or value.size(-1) != length:
+                continue
+            if name in TARGETS and value.is_floating_point():
+                continue
+            more = value.new_full((*value.shape[:-1], target - length), self._filler(name))
+            if name == "position_ids":
+                first = value[..., :1]
+                span = int((value - first).max()) + 1
+                more = first + torch.arange(target - length, device=value.device) % span
+            batch[name] = torch.cat((value, more.to(value.dtype)), dim=-1)
+
+    def _filler(self, name: str) -> int:
+        if name in TARGETS:
+            return IGNORED
+        return self.pad_id if name in ("input_ids", "decoder_input_ids") else int(name == "special_tokens_mask")
+
+
+def _length(batch: Mapping[str, object], name: str) -> int | None:
+    value = batch.get(name)
+    whole = isinstance(value, Tensor) and value.dim() > 1 and not value.is_floating_point()
+    return value.size(-1) if whole else None

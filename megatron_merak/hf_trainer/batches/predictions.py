@@ -1,0 +1,249 @@
+"""Evaluation and prediction: every sample once, in the dataset's order, whatever the layout.
+
+Batch k goes to replica k mod R, several at a time so that a pipeline is filled. Losses and predictions are put back in
+the order of batches, so metrics, the loss among them, are those of transformers in one process. (In several processes,
+transformers counts the samples again that fill up the last batches, and weighs batches by their targets.)
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from ...errors import ConfigError
+from ...graph.capture.outputs import nested
+from ...parallel.agree import broadcast_json, gather_json, together
+from .exchange import from_rank
+from .model_facts import ModelFacts
+from .neutral import NeutralPadding
+from .order import Batch, Division, Loading
+from .packed import check_documents
+from .same_batches import check_everywhere
+
+PAD = -100
+
+
+@dataclass
+class EvaluationBatches:
+    """This replica's batches in rounds; ``len`` is the number of batches of the longest replica, for progress bars."""
+
+    loading: Loading
+    round_size: int
+
+    @property
+    def total(self) -> int | None:
+        if self.loading.streamed:
+            return None
+        return Division(self.loading.count, self.loading.batch_size, 1, self.loading.drop_last).batches
+
+    def samples(self, number: int) -> int | None:
+        """Samples of batch ``number``, which a collator may have packed into fewer rows; None for a stream."""
+        loading = self.loading
+        return None if loading.streamed else len(Division(loading.count, loading.batch_size).rows(number))
+
+    def __len__(self) -> int:
+        if self.total is None:
+            raise TypeError("a stream has no length")
+        return -(-self.total // self.loading.replicas)
+
+    @property
+    def dataset(self) -> object:
+        return self.loading.dataset
+
+    def rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
+        """(first batch, batches over all replicas, this replica's batches) of each round."""
+        loading, step = self.loading, self.round_size * self.loading.replicas
+        if isinstance(loading.dataset, IterableDataset):
+            stream, first = replace(loading, replica=0, replicas=1).epoch(0), 0
+            while chunk := list(islice(stream, step)):
+                yield first, len(chunk), chunk[loading.replica :: loading.replicas]
+                first += len(chunk)
+            return
+        mine = loading.some(range(loading.replica, self.total, loading.replicas))
+        for first in range(0, self.total, step):
+            count = min(step, self.total - first)
+            yield first, count, list(islice(mine, len(range(loading.replica, count, loading.replicas))))
+
+
+@dataclass(frozen=True)
+class Report:
+    """name: of the outputs. take: called with a batch as it was loaded, as it ran, and what it handed out."""
+
+    name: str
+    take: Callable[[Batch, Batch, Mapping[str, Tensor]], None]
+
+    def has(self, output: str) -> bool:
+        return output.partition(".")[0] == self.name
+
+
+@dataclass
+class Evaluation:
+    """One evaluation. ``run`` is collective over all ranks.
+
+    engine: a CapturedTrainer, whose ``evaluate`` gives outputs, and whose ``output_rank`` tells whose outputs count.
+    loss_only: predictions are not asked for. everyone: all ranks keep predictions, else the first. after_batch: called
+    once per batch, for progress. report: takes outputs that are no predictions.
+    """
+
+    batches: EvaluationBatches
+    engine: Any
+    facts: ModelFacts
+    neutral: NeutralPadding
+    args: Any
+    loss_only: bool
+    everyone: bool
+    after_batch: Callable[[], None]
+    preprocess: Callable | None = None
+    report: Report | None = None
+    losses: list[tuple[int, float, int]] = field(default_factory=list)
+    samples: int = 0
+
+    def run(self, compute_metrics: Callable | None, prefix: str) -> EvalLoopOutput:
+        concatenate = self.args.eval_do_concat_batches
+        kept = {name: EvalLoopContainer(concatenate, PAD) for name in ("predictions", "labels", "inputs")}
+        replicas = self.batches.loading.replicas
+        for first, count, batches in self._rounds():
+            found = self._forward(first, batches)
+            for place in range(0 if self.loss_only else count):
+                result = self._collected(place, batches, found)
+                for name, container in kept.items():
+                    if result[name] is not None and (self.everyone or self.rank == 0):
+                        container.add(result[name])
+            for _ in range(-(-count // replicas)):
+                self.after_batch()
+        losses, samples = self._losses()
+        arrays = {name: container.get_arrays() for name, container in kept.items()}
+        metrics = self._metrics(compute_metrics, arrays, losses, prefix)
+        return EvalLoopOutput(arrays["predictions"], arrays["labels"], metrics, samples)
+
+    def _collected(self, place: int, batches: list[Batch], found: list[dict]) -> dict:
+        """Of a round's batch at ``place`` what `_forward` found of it where it ran, on every rank. Collective.
+
+        batches: this replica's of the round.
+        """
+        replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
+        owner = self.engine.output_rank(replica)
+        return from_rank(owner, found[row] if self.rank == owner else None, self.control)  # type: ignore[return-value]
+
+    def _rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
+        """As of the batches, while all ranks are given the same ones. Collective."""
+        for first, count, batches in chain(self.batches.rounds(), [(0, 0, [])]):
+            check_everywhere(batches, count, self.neutral.mesh)
+            if self.facts.flash:
+                with together(self.control, "cpu"):
+                    check_documents(batches, True)
+            if count:
+                yield first, count, batches
+
+    @property
+    def rank(self) -> int:
+        return self.neutral.mesh.rank
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        return self.neutral.mesh.control
+
+    def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
+        """Outputs of this replica's batches of a round; on ranks without them, an empty list."""
+        has_loss = bool(batches) and self.facts.has_loss(batches[0])
+        wanted = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
+        wanted = (wanted or ("loss",)) + (() if self.report is None else (self.report.name,))
+        plain = [self._counted(self.engine.read(batch), has_loss) for batch in batches]
+        padded = self._padded(plain, wanted)
+        outputs = self.engine.evaluate(padded, wanted)
+        if outputs is None:
+            return []
+        loading, results = self.batches.loading, []
+        for row, (batch, full, output) in enumerate(zip(plain, padded, outputs, strict=True)):
+            number = first + loading.replica + row * loading.replicas
+            rows = self.batches.samples(number) or find_batch_size(batches[row]) or 1
+            if self.rank == self.engine.output_rank(loading.replica):
+                self.losses.append((number, float(output["loss"]) if has_loss else None, rows))
+                if self.report is not None:
+                    self.report.take(batches[row], full, output)
+            if not self.loss_only:
+                told = {name: x for name, x in output.items() if not (self.report and self.report.has(name))}
+                cropped = {name: self.neutral.crop(name, x, batch, full, wanted) for name, x in told.items()}
+                results.append(self._result(batches[row], cropped))
+        return results
+
+    def _counted(self, batch: Batch, has_loss: bool) -> Batch:
+        items = self.facts.items(batch) if has_loss and self.engine.accepts_num_items else None
+        return batch | ({} if items is None else {"num_items_in_batch": items.float()})
+
+    def _padded(self, plain: list[Batch], wanted: tuple[str, ...]) -> list[Batch]:
+        """The batches of a round, padded as far as that was shown to be neutral. Collective."""
+        padded, unsettled = self.neutral.propose(plain, wanted)
+        while self.neutral.anywhere(unsettled is not None):
+            place = unsettled or 0
+            pair = (plain[place], padded[place]) if plain else (None, None)
+            self.neutral.settle(self.engine, *pair, wanted)
+            padded, unsettled = self.neutral.propose(plain, wanted)
+        return padded
+
+    def _result(self, batch: Batch, output: Mapping) -> dict:
+        labels = self.facts.labels(batch)
+        found = tuple(nested({name: _on_host(x) for name, x in output.items() if name != "loss"}).values())
+        found = found[0] if len(found) == 1 else found
+        if self.preprocess is not None:
+            found = self.preprocess(found, labels)
+        inputs = batch[self.facts.main_input] if "inputs" in self.args.include_for_metrics else None
+        return {"predictions": found, "labels": labels, "inputs": inputs}
+
+    def _losses(self) -> tuple[np.ndarray | None, int]:
+        """[samples] fp32: of each sample the loss of its batch, None without labels; and the number of samples."""
+        told = sorted(entry for rank in gather_json(self.losses, self.control, "cpu") for entry in rank)
+        samples = sum(rows for _, _, rows in told)
+        if not told or told[0][1] is None:
+            return None, samples
+        return np.repeat(np.float32([loss for _, loss, _ in told]), [rows for _, _, rows in told]), samples
+
+    def _metrics(self, compute: Callable | None, arrays: dict, losses: np.ndarray | None, prefix: str) -> dict:
+        metrics: dict = {}
+        asked = compute is not None and not self.loss_only
+        with together(self.control, "cpu"):
+            if asked and self.rank == 0 and arrays["predictions"] is not None and arrays["labels"] is not None:
+                extra = {
+                    "losses": losses if "loss" in self.args.include_for_metrics else None,
+                    "inputs": arrays["inputs"] if "inputs" in self.args.include_for_metrics else None,
+                }
+                prediction = EvalPrediction(arrays["predictions"], arrays["labels"], **extra)
+                metrics = plain_metrics(denumpify_detensorize(compute(prediction)))
+        metrics = dict(broadcast_json(metrics, self.control, "cpu"))
+        if losses is not None:
+            finite = np.isfinite(losses)
+            use = losses[finite] if self.args.logging_nan_inf_filter and finite.any() else losses
+            metrics[f"{prefix}_loss"] = use.mean().item()
+        named = {key: value for key, value in metrics.items() if key.startswith(f"{prefix}_")}
+        return named | {f"{prefix}_{key}": value for key, value in metrics.items() if key not in named}
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """In fp32 where it is fp16, as transformers has outputs of mixed precision; it does so for bf16 later."""
+    x = x.detach().cpu()
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def plain_metrics(metrics: object) -> dict:
+    """What compute_metrics returned, if logs and checkpoints can hold it. Raises ConfigError."""
+    remedy = "Return a dictionary of numbers, with a name of its own for each"
+    if not isinstance(metrics, Mapping):
+        raise ConfigError("compute_metrics", type(metrics).__name__, "it returned no dictionary", remedy)
+    for name, value in metrics.items():
+        try:
+            known = isinstance(name, str) and json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError):
+            known = False
+        if not known and not (isinstance(value, float) and isinstance(name, str)):  # nan is not equal to itself
+            reason = f"its {name!r} is a {type(value).__name__}, which logs and checkpoints cannot hold"
+            raise ConfigError("compute_metrics", repr(value)[:60], reason, remedy)
+    return dict(metrics)

@@ -1,0 +1,62 @@
+"""Whether all ranks of a replica compute with the same samples."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import DataError
+from ...parallel.mesh import Mesh
+
+
+def checksum(batches: Sequence[Mapping[str, object]]) -> int:
+    """A number of 32 bits that tells batches apart: names, shapes, types and values of their entries, in order."""
+    code = 0
+    for batch in batches:
+        for name, value in sorted(batch.items()):
+            tensor = isinstance(value, Tensor)
+            text = f"{name} {value.dtype} {tuple(value.shape)}" if tensor else f"{name} {value!r}"
+            code = zlib.crc32(text.encode(), code)
+            if tensor:
+                flat = value.detach().cpu().contiguous().flatten()
+                code = zlib.crc32(flat.view(torch.uint8).numpy(), code)
+    return code
+
+
+def differ_here(batches: Sequence[Mapping[str, object]], mesh: Mesh) -> bool:
+    """Whether a rank of this replica holds other batches than the rest. Collective over its ranks."""
+    if mesh.model is None:
+        return False
+    code = checksum(batches)
+    extent = torch.tensor([code, -code], device=mesh.device)
+    dist.all_reduce(extent, dist.ReduceOp.MAX, group=mesh.model)
+    most, least = extent.tolist()
+    return most != -least
+
+
+def different(count: int | None = None) -> DataError:
+    """Ranks that share a replica were given different samples; or, with ``count``, that is how many batches were left
+    on this rank, and others had another number."""
+    reason = "the ranks that share a replica of the model were given different samples"
+    if count is not None:
+        reason = f"it ends earlier on some ranks than on others, and gave this one {count} batches"
+    remedy = "Let it depend on its seed and the epoch only, not on the rank, the time or a generator without a seed"
+    return DataError("dataset", "(of this step)", reason, remedy)
+
+
+def check_everywhere(batches: Sequence[Mapping[str, object]], count: int, mesh: Mesh) -> None:
+    """Raise DataError on every rank unless ranks of a replica hold the same batches, and all ranks the same ``count``.
+
+    Collective over all ranks.
+    """
+    if mesh.control is None:
+        return
+    told = torch.tensor([count, -count, int(differ_here(batches, mesh))])
+    dist.all_reduce(told, dist.ReduceOp.MAX, group=mesh.control)
+    most, least, differ = told.tolist()
+    if most != -least:
+        raise different(count)
+    if differ:
+        raise different()

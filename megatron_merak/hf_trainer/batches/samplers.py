@@ -1,0 +1,92 @@
+"""The order of an epoch's samples, from a sampler: this library's own, or any that a subclass's override returns."""
+
+import hashlib
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import RandomSampler, Sampler
+
+from ...errors import DataError
+from ...parallel.agree import gather_json
+from .order import private_randomness
+
+
+class EpochSampler(Sampler):
+    """Samples in an order that is a function of the epoch. order: epoch -> indices, None for the dataset's order."""
+
+    def __init__(self, samples: int, order: Callable[[int], Sequence[int] | None]):
+        self.samples, self.order, self.epoch = samples, order, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self):
+        order = self.order(self.epoch)
+        return iter(range(self.samples) if order is None else order)
+
+
+@dataclass
+class Drawn:
+    """Epochs' orders from a sampler of the user's; calling it is collective over ``group``, all ranks of the job.
+
+    As under accelerate, a ``RandomSampler`` draws by seed + epoch, and ``set_epoch`` is called where there is one.
+    Other samplers are drawn from once per epoch, whatever epoch a resumed run begins with. What they draw from global
+    generators is seeded by (seed, epoch). Raises DataError where ranks have different orders.
+    """
+
+    sampler: Sampler
+    seed: int
+    group: dist.ProcessGroup | None
+    epochs: int = field(default=0, init=False)
+
+    def __call__(self, epoch: int) -> list[int]:
+        sampler = self.sampler
+        if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            count = sampler._num_samples
+            order = list(RandomSampler(sampler.data_source, sampler.replacement, count, generator))
+        elif hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+            order = self._draw(epoch)
+        else:
+            for number in range(self.epochs, epoch):
+                self._draw(number)
+            order, self.epochs = self._draw(epoch), epoch + 1
+        return self._agreed(order)
+
+    def _draw(self, epoch: int) -> list[int]:
+        with private_randomness(self.seed, epoch):
+            return list(self.sampler)
+
+    def _agreed(self, order: list) -> list[int]:
+        name = type(self.sampler).__name__
+        told = gather_json([_digest(order), length_of(self.sampler)], self.group, "cpu")
+        for rank, (digest, length) in enumerate(told):
+            if digest is None:
+                remedy = "Yield the number of one sample at a time, and per_device_train_batch_size cuts batches"
+                raise DataError("sampler", name, "it yields something else than numbers of samples", remedy)
+            if digest != told[0][0]:
+                remedy = "Seed it alike on every rank: samples are divided among the replicas afterwards"
+                raise DataError("sampler", name, f"rank {rank} draws another order than rank 0", remedy)
+            if length is not None and length != len(order):
+                remedy = "Let __len__ be the number of samples of an epoch"
+                raise DataError("sampler", name, f"it yields {len(order)} samples, and its length is {length}", remedy)
+        return [int(index) for index in order]
+
+
+def length_of(sampler: Sampler) -> int | None:
+    """Samples of an epoch, None where the sampler does not say."""
+    return len(sampler) if isinstance(sampler, Sized) else None
+
+
+def _digest(order: list) -> str | None:
+    try:
+        numbers = torch.tensor([index.__index__() for index in order], dtype=torch.int64)
+    except (AttributeError, TypeError):
+        return None
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()

@@ -1,0 +1,1 @@
+"""One call of ``train``: its loop, its rates, its directory and what a resumed run needs."""

@@ -1,0 +1,354 @@
+"""One call of ``MerakTrainer.train``: epochs, steps, and what callbacks decide to log, evaluate and save.
+
+The order of events, the keys of logs and the arithmetic of steps are those of ``transformers.Trainer``.
+"""
+
+import math
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import TrainerState
+from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
+
+from ...errors import CheckpointError, ConfigError
+from ...parallel.agree import broadcast_json, raise_together, together
+from ...training.skips import SkippedSteps
+from ..batches import fingerprint
+from ..batches.order import Batch
+from ..batches.same_batches import check_everywhere
+from . import callbacks, resumption, run_directory, trainer_state
+from .captures import Captures
+from .progress import Progress
+from .rates import extent
+from .recapture import check_model, lost_writes
+from .run_directory import RunDirectory
+
+DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class TrainingLoop:
+    """``trainer``: a MerakTrainer, whose state, control and engine this loop drives. Collective over all ranks."""
+
+    def __init__(self, trainer, directory: RunDirectory, resume: Path | None, ignored_outputs: list[str] | None = None):
+        self.directory, self.ignored_outputs = directory, ignored_outputs
+        self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
+        self.handler, self.loading = trainer.callback_handler, trainer.callback_handler.train_dataloader
+        division = self.loading.division
+        examples = None if division is None else len(self.loading.dataset)
+        batches = None if division is None else division.batches
+        self.samples_per_batch = self.loading.batch_size * self.loading.replicas
+        self.extent = extent(self.args, batches, examples, self.loading.replicas)
+        self.rate = trainer.learning_rate(self.extent.steps)
+        self.rates = self.rate.groups.rates()
+        limit, asked = self.args.max_consecutive_skipped_steps, "max_consecutive_skipped_steps"
+        engine, control = self.engine, trainer.control_group
+        self.skips = SkippedSteps(limit, engine.buffer, control, asked, engine.scaler)
+        self.captures = Captures(engine, trainer.is_world_process_zero())
+        self.run_loss = self.pending_loss = 0.0
+        self.last_logged = self.finite_losses = self.finite_in_run = 0
+        self.grad_norm: float | None = None
+        self.used_rate: float | None = None
+        self.first_epoch = self.skipped_batches = 0
+        self.position = (0, 0)  # epoch, samples of it that are used
+        self.dataset, self.described = self._fingerprint(), resumption.describe(trainer.model)
+        self._begin_state()
+        if resume is not None:
+            self._resume(resume)
+        self.first_step = self.state.global_step
+
+    @property
+    def state(self) -> TrainerState:
+        return self.trainer.state
+
+    def _begin_state(self) -> None:
+        trainer = self.trainer
+        trainer.state = TrainerState(stateful_callbacks=callbacks.exportable(self.handler, trainer.control))
+        trainer.state.train_batch_size = self.args.train_batch_size
+        trainer.state.compute_steps(self.args, self.extent.steps)
+        self._refer()
+
+    def _refer(self) -> None:
+        state = self.state
+        state.max_steps, state.num_train_epochs = self.extent.steps, self.extent.epochs
+        state.is_local_process_zero = self.trainer.is_local_process_zero()
+        state.is_world_process_zero = self.trainer.is_world_process_zero()
+
+    def _fingerprint(self) -> dict:
+        """Of the training dataset, as the first rank sees it; taken before an epoch may change what it gives."""
+        group, found = self.trainer.control_group, None
+        with together(group, "cpu"):
+            if self.trainer.is_world_process_zero():
+                found = fingerprint.fingerprint(self.loading.dataset)
+        return broadcast_json(found, group, "cpu")
+
+    def _resume(self, directory: Path) -> None:
+        trainer, args = self.trainer, self.args
+        trainer.state = trainer_state.read(directory, trainer.control_group)
+        best = self.state.best_model_checkpoint
+        if best is not None and not run_directory.exists(Path(best), trainer.control_group):
+            self.state.best_model_checkpoint = None
+        if args.restore_callback_states_from_checkpoint:
+            trainer.control = callbacks.restore(self.state, self.handler, trainer.control)
+        self._refer()
+        path = directory / run_directory.TRAINING_STATE
+
+        def progress_of(extra: dict) -> Progress:
+            return Progress.of_json(extra, path, self.rate.state())
+
+        # All of the directory was verified when it was found.
+        extra = self.engine.load(
+            path, verify=False, check=lambda extra: self._check_alike(directory, progress_of(extra))
+        )
+        progress = progress_of(extra)
+        self.rate.load(progress.rate)
+        self.pending_loss, self.last_logged = progress.pending_loss, progress.last_logged
+        self.finite_losses = progress.finite_losses
+        self.first_epoch, samples = progress.position
+        if not args.ignore_data_skip:
+            self.skipped_batches = self._batches_in(samples)
+
+    def _check_alike(self, directory: Path, saved: Progress) -> None:
+        """Refuse another model, dataset or seed than the checkpoint's; say what else has changed."""
+        if saved.seeds != self._seeds():
+            remedy = "Give the seed and the data_seed of the checkpoint's run, or start a new run from its weights"
+            raise CheckpointError("seed, data_seed", self._seeds(), f"the checkpoint's run has {saved.seeds}", remedy)
+        notes = resumption.check_model(saved.model, self.described)
+        if reason := fingerprint.difference(saved.dataset, self.dataset):
+            if not self.args.ignore_data_skip:
+                remedy = "Give the dataset of that run, or set ignore_data_skip=True to begin an epoch of this one"
+                raise CheckpointError("train_dataset", f"(length {self.dataset['length']})", reason, remedy)
+            notes.append(f"train_dataset: {reason}")
+        if saved.global_batch != self._global_batch():
+            notes.append(f"samples of a step: {self._global_batch()} != {saved.global_batch} (of the checkpoint)")
+        compare_trainer_and_checkpoint_args(self.args, self.state)
+        if self.trainer.is_world_process_zero():
+            resumption.say(directory, notes + resumption.argument_changes(directory, self.args.to_dict()))
+
+    def _batches_in(self, samples: int) -> int:
+        """This replica's batches among the first ``samples`` of an epoch, which another layout may have divided."""
+        whole = self.samples_per_batch
+        if samples % whole:
+            reason = f"the checkpoint stands behind {samples} samples of an epoch"
+            remedy = "Choose per_device_train_batch_size x data-parallel size so that it divides them"
+            raise CheckpointError("batches of samples", whole, reason, remedy)
+        return samples // whole
+
+    def _seeds(self) -> list:
+        return [self.args.seed, self.args.data_seed]
+
+    def _global_batch(self) -> int:
+        return self.samples_per_batch * self.args.gradient_accumulation_steps
+
+    def run(self) -> TrainOutput:
+        trainer, began = self.trainer, time.time()
+        trainer.first_tokens = self.state.num_input_tokens_seen
+        self.began = began
+        self._tell("on_train_begin")
+        if self.args.eval_on_start:
+            self._evaluate(moves_rate=False)
+        for epoch in range(self.first_epoch, self.extent.epochs):
+            self._tell("on_epoch_begin")
+            check_model(trainer)
+            self._epoch(epoch)
+            if trainer.control.should_training_stop:
+                break
+        return self._finish()
+
+    def _tell(self, event: str) -> None:
+        trainer = self.trainer
+        trainer.control = getattr(self.handler, event)(self.args, self.state, trainer.control)
+
+    def _epoch(self, epoch: int) -> None:
+        skip = self.skipped_batches if epoch == self.first_epoch else 0
+        done, total = skip, self.extent.batches
+        batches = self.loading.epoch(epoch, skip) if done < total else iter(())
+        while done < total and self.state.global_step < self.extent.steps:
+            group = list(islice(batches, min(self.args.gradient_accumulation_steps, total - done)))
+            if self.loading.streamed:
+                check_everywhere(group, len(group), self.trainer.mesh)
+            if not group:  # a stream that ended early
+                break
+            done += len(group)
+            self.position = (epoch, done * self.samples_per_batch)
+            self._step(group, epoch + done / total)
+            if self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop:
+                break
+        if done == 0:
+            self.trainer.control.should_training_stop = True
+        if done == total or not self._is_over():  # else a resumed run goes on where this one stopped
+            self.position = (epoch + 1, 0)
+        self._tell("on_epoch_end")
+        self._log_evaluate_save()
+
+    def _is_over(self) -> bool:
+        return self.trainer.control.should_training_stop or self.state.global_step >= self.extent.steps
+
+    def _step(self, batches: list[Batch], epoch: float) -> None:
+        trainer, state = self.trainer, self.state
+        self._tell("on_step_begin")
+        prepared = trainer.prepare_step(batches)
+        told = self.engine.backward(prepared)
+        self.captures.look()
+        trainer._note_reports(batches, prepared)
+        for _ in batches[1:]:
+            self._tell("on_substep_end")
+        self._tell("on_pre_optimizer_step")
+        self.rates = self.rate.groups.rates()
+        result = self.engine.update(self.rate.groups.of_engine(), told)
+        self._count_loss(result.loss)
+        self._tell("on_optimizer_step")
+        self.grad_norm, self.used_rate = result.grad_norm, self.rate.logged
+        if not result.skipped:
+            self.rate.advance()
+        state.global_step += 1
+        state.epoch = epoch
+        self._tell("on_step_end")
+        self._log_evaluate_save()
+        self.skips.count(result.skipped)
+
+    def _count_loss(self, loss: float) -> None:
+        finite = math.isfinite(loss)
+        self.finite_losses += finite
+        self.finite_in_run += finite
+        if self.args.logging_nan_inf_filter and not finite:
+            loss = self.pending_loss / (1 + self.state.global_step - self.last_logged)
+        self.pending_loss += loss
+        self.run_loss += loss
+
+    def _mean(self, total: float, steps: float, finite: int) -> float:
+        """NaN where no loss was finite: the sum of what ``logging_nan_inf_filter`` put in their places is 0 then."""
+        return total / steps if finite or not math.isfinite(total) else math.nan
+
+    def _agree(self) -> None:
+        """What any rank's callbacks decide, all ranks do: else some would wait in a collective for ever.
+
+        Needed behind every event whose wishes are read before the next one. Raises ConfigError on every rank for a
+        change of the optimizer's groups that cannot be honoured, or that other ranks did not make.
+        """
+        group, control = self.trainer.control_group, self.trainer.control
+        fault = self.rate.groups.fault() or lost_writes(self.trainer)
+        if group is None:
+            if fault is not None:
+                raise fault
+            return
+        rates = [rate if math.isfinite(rate) else -1.0 for rate in self.rates]
+        mine = [getattr(control, name) for name in DECISIONS] + [fault is not None, *rates, *(-rate for rate in rates)]
+        wishes = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(wishes, dist.ReduceOp.MAX, group=group)
+        found = wishes.tolist()
+        for name, wish in zip(DECISIONS, found, strict=False):
+            setattr(control, name, bool(wish))
+        if found[len(DECISIONS)]:
+            raise_together(fault, group, "cpu")
+        count = len(rates)
+        most, least = found[-2 * count : -count], [-rate for rate in found[-count:]]
+        if most != least:
+            reason = f"ranks used rates up to {most}"
+            raise ConfigError("optimizer.param_groups", least, reason, "Let callbacks set them on every rank")
+
+    def _log_evaluate_save(self) -> None:
+        trainer = self.trainer
+        self._agree()
+        if trainer.control.should_log and self.state.global_step > self.last_logged:
+            steps = self.state.global_step - self.last_logged
+            logs = {"loss": self._mean(self.pending_loss, steps, self.finite_losses)}
+            if self.grad_norm is not None:
+                logs["grad_norm"] = self.grad_norm
+            logs["learning_rate"] = self.rate.logged if self.used_rate is None else self.used_rate
+            self.pending_loss, self.finite_losses, self.last_logged = 0.0, 0, self.state.global_step
+            trainer.store_flos()
+            trainer.log(logs, self.began)
+            self._agree()
+        if trainer.control.should_evaluate:
+            better = self._is_better(self._evaluate())
+            self._agree()
+            if self.args.save_strategy == SaveStrategy.BEST:
+                trainer.control.should_save = better
+        if trainer.control.should_save:
+            self._save()
+            self._tell("on_save")
+            self._agree()
+
+    def _evaluate(self, moves_rate: bool = True) -> dict[str, float]:
+        metrics = self.trainer.evaluate(ignore_keys=self.ignored_outputs)
+        if self.rate.follows_metric and moves_rate:
+            self.rate.follow(self._metric(metrics))
+        return metrics
+
+    def _metric(self, metrics: dict[str, float]) -> float:
+        name = self.args.metric_for_best_model
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            remedy = f"Choose one of {', '.join(metrics)}"
+            raise ConfigError("metric_for_best_model", name, "the evaluation has no such metric", remedy)
+        return metrics[name]
+
+    def _is_better(self, metrics: dict[str, float]) -> bool:
+        """Whether the model is the best so far; remembers it if so."""
+        args, state = self.args, self.state
+        if args.metric_for_best_model is None:
+            return False
+        value = self._metric(metrics)
+        compare = np.greater if args.greater_is_better else np.less
+        if state.best_metric is None:
+            state.best_metric = -math.inf if args.greater_is_better else math.inf
+        if not compare(value, state.best_metric):
+            return False
+        state.best_metric = value
+        if args.save_strategy != SaveStrategy.NO:
+            state.best_global_step = state.global_step
+        return True
+
+    def _save(self) -> None:
+        trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
+        check_model(trainer, saves=True)
+        trainer.store_flos()
+        with self.directory.writing(state.global_step) as directory:
+            if args.save_only_model:
+                self.engine.check_finite()
+            else:  # checks the same
+                self.engine.save(directory / run_directory.TRAINING_STATE, self._progress().to_json())
+            trainer.save_model(str(directory), _internal_call=True)
+            if state.best_global_step:
+                best = self.directory.place(state.best_global_step)
+                if state.best_global_step == state.global_step or run_directory.exists(best, group):
+                    state.best_model_checkpoint = str(best)
+            callbacks.export(state, self.handler, trainer.control)
+            trainer_state.write(directory, state, group)
+        self.directory.rotate(args.save_total_limit, state.global_step, state.best_model_checkpoint)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.rate.state(),
+            self.pending_loss,
+            self.finite_losses,
+            self.last_logged,
+            self._seeds(),
+            list(self.position),
+            self._global_batch(),
+            self.dataset,
+            self.described,
+        )
+
+    def _finish(self) -> TrainOutput:
+        trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
+        steps = state.global_step - self.first_step
+        loss = self._mean(self.run_loss, steps, self.finite_in_run) if steps else 0.0
+        share = steps / max(state.max_steps, 1)
+        metrics = speed_metrics("train", self.began, self.extent.samples * share, steps)
+        trainer.store_flos()
+        metrics |= {"total_flos": state.total_flos, "train_loss": loss}
+        trainer.log(metrics)
+        best = state.best_model_checkpoint
+        if args.load_best_model_at_end and best is not None:
+            run_directory.verify(Path(best), group)
+            self.engine.load(Path(best) / run_directory.TRAINING_STATE, verify=False)
+        if best is not None and args.save_total_limit == 1:
+            self.directory.keep_only(Path(best))
+        trainer._say(self.captures.told())
+        self._tell("on_train_end")
+        return TrainOutput(state.global_step, loss, metrics)

@@ -1,0 +1,120 @@
+"""The optimizer as callbacks and schedules see it: groups of parameters whose rates may be changed, no more."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...errors import AbsentError, ConfigError
+
+REMEDY = "Change lr and weight_decay of param_groups; set the rest by the arguments before training"
+SHARDED = "parameters, gradients and moments lie sharded in flat buffers"
+HONOURED = ("lr", "weight_decay")
+_FREE = frozenset((*HONOURED, "params", "initial_lr", "param_names"))
+
+
+def _absent(name: str) -> Callable:
+    def refuse(self, *_: object, **__: object) -> None:
+        raise ConfigError(f"optimizer.{name}", "(called)", SHARDED, REMEDY)
+
+    return refuse
+
+
+class ParameterGroups(torch.optim.Optimizer):
+    """The groups of ``optimizer``, whose state and steps are the engine's.
+
+    ``lr`` and ``weight_decay`` of each are those of the next update, whoever sets them. Any other change is
+    a ``fault``, and any other use raises ConfigError.
+
+    optimizer: what a script made, or transformers would; its ``param_groups`` are these. model: its trainable
+    parameters are the groups' ``params``; their values and gradients are not the trained ones.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module):
+        self._complete, self._optimizer = False, optimizer
+        super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
+        self.param_groups = optimizer.param_groups  # the very same, which a schedule of ``optimizer`` changes, too
+        self._members = [(group["params"], len(group["params"])) for group in self.param_groups]
+        self._fixed = [{key: group[key] for key in group.keys() - _FREE} for group in self.param_groups]
+        self._all = list(model.named_parameters())
+        self._trained = [p.requires_grad for _, p in self._all]
+        members = {id(parameter) for params, _ in self._members for parameter in params}
+        self._leaves_some = any(p.requires_grad and id(p) not in members for _, p in self._all)
+        self._opt_called = optimizer._opt_called = True  # schedules look here whether updates come before their steps
+        self._complete = True
+
+    step, zero_grad = _absent("step"), _absent("zero_grad")
+    state_dict, load_state_dict = _absent("state_dict"), _absent("load_state_dict")
+    register_step_pre_hook = register_step_post_hook = _absent("register_step_hook")
+    register_state_dict_pre_hook = register_state_dict_post_hook = _absent("register_state_dict_hook")
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _absent("register_load_state_dict_hook")
+
+    def add_param_group(self, param_group: dict) -> None:
+        if self._complete:
+            _absent("add_param_group")(self)
+        super().add_param_group(param_group)
+
+    @property
+    def state(self) -> None:
+        raise AbsentError("optimizer.state", "(asked for)", SHARDED, REMEDY)
+
+    @state.setter
+    def state(self, value: object) -> None:
+        if self._complete:
+            _absent("state")(self)
+
+    def __repr__(self) -> str:
+        rates = (
+            ", ".join(f"{name} {value}" for name, value in zip(HONOURED, pair, strict=True)) for pair in self.pairs()
+        )
+        return f"ParameterGroups({type(self._optimizer).__name__}: {'; '.join(rates)})"
+
+    def moves(self, scheduler: LRScheduler) -> bool:
+        """Whether a schedule is one of these groups."""
+        return getattr(scheduler, "optimizer", None) in (self, self._optimizer)
+
+    def pairs(self) -> list[tuple[float, float]]:
+        """lr and weight decay of each group, 0 for a class that knows no decay."""
+        return [(float(group["lr"]), float(group.get("weight_decay", 0.0))) for group in self.param_groups]
+
+    def of_engine(self) -> list[tuple[float, float]]:
+        """`pairs`, and one behind them for parameters that are in no group: they stay as they are."""
+        return self.pairs() + [(0.0, 0.0)] * self._leaves_some
+
+    def rates(self) -> tuple[float, ...]:
+        """The same numbers, one behind the other."""
+        return tuple(rate for pair in self.pairs() for rate in pair)
+
+    def fault(self) -> ConfigError | None:
+        """What was changed here or in the parameters' ``requires_grad`` and would have no effect; else None."""
+        if len(self.param_groups) != len(self._members):
+            reason = f"there were {len(self._members)} of them before"
+            return ConfigError("optimizer.param_groups", len(self.param_groups), reason, REMEDY)
+        for group, (params, count), fixed in zip(self.param_groups, self._members, self._fixed, strict=True):
+            if group["params"] is not params or len(params) != count:
+                return ConfigError("optimizer.param_groups", "params", f"they were changed, and {SHARDED}", REMEDY)
+            for name, value in fixed.items():
+                if _tuple(group.get(name)) != _tuple(value):
+                    reason = "a callback or the schedule changed it, and it is one number of the whole run"
+                    return ConfigError(f"optimizer.param_groups {name}", group.get(name), reason, REMEDY)
+        for (name, parameter), trained in zip(self._all, self._trained, strict=True):
+            if parameter.requires_grad != trained:
+                reason = "requires_grad was changed during the run, and the captured gradients are those before"
+                remedy = "Freeze parameters before MerakTrainer is made"
+                return ConfigError(name, f"requires_grad={parameter.requires_grad}", reason, remedy)
+        if not all(math.isfinite(value) and value >= 0 for value in self.rates()):
+            return ConfigError("optimizer.param_groups", self.rates(), "a rate is negative or not finite", "Correct it")
+        return None
+
+    def load_rates(self, values: list[float]) -> None:
+        """Take back what ``rates`` gave."""
+        places = [(group, name) for group in self.param_groups for name in HONOURED]
+        for (group, name), value in zip(places, values, strict=True):
+            if name in group:
+                group[name] = float(value)
+
+
+def _tuple(value: object) -> tuple:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

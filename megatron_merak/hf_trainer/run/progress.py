@@ -1,0 +1,122 @@
+"""Where a run stands, beside the trainer's state: JSON in the training state, checked when it comes back."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...stages.saved_run import is_count
+from .trainer_state import Check, is_amount, is_number
+
+_ODD = "float"  # the key of an object that stands for a number which JSON does not have
+
+
+@dataclass(frozen=True)
+class Progress:
+    """``rate``: of ``LearningRate.state()``. ``pending_loss``: sum since the last log, of ``finite_losses`` steps that
+    were finite. ``position``: epoch and samples of it that are used. ``dataset``: its fingerprint. ``model``: class and
+    configuration.
+    """
+
+    rate: dict
+    pending_loss: float
+    finite_losses: int
+    last_logged: int
+    seeds: list
+    position: list
+    global_batch: int
+    dataset: dict
+    model: dict
+
+    def to_json(self) -> dict:
+        return _encode(asdict(self))
+
+    @staticmethod
+    def of_json(values: object, path: Path, rate: Mapping) -> "Progress":
+        """``rate``: the present one of ``LearningRate.state()``, whose kind the saved one must be. Raises
+        CheckpointError."""
+        remedy = "Resume from another checkpoint"
+        try:
+            values = _decode(values)
+            for name, check in _CHECKS.items():
+                if name not in values:
+                    raise ValueError(f"it has no {name}")
+                if not check(values[name]):
+                    raise ValueError(f"{name} is {str(values[name])[:60]!r}, which makes no sense there")
+            progress = Progress(**{name: values[name] for name in _CHECKS})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError("training state", path, str(error), remedy) from error
+        theirs, groups = len(progress.rate["rates"]) // 2, len(rate["rates"]) // 2
+        if theirs != groups:
+            reason = f"the checkpoint's optimizer has {theirs} groups of parameters"
+            raise CheckpointError(
+                "optimizer.param_groups", groups, reason, "Give the optimizer of the checkpoint's run"
+            )
+        scheduler = rate["scheduler"]
+        for name in sorted({*progress.rate["scheduler"], *scheduler}):
+            if not _alike(name, progress.rate["scheduler"].get(name), scheduler.get(name)):
+                reason = f"the checkpoint's schedule is of another kind: its {name} does not fit"
+                raise CheckpointError("lr_scheduler_type", path, reason, "Give the schedule of the checkpoint's run")
+        return progress
+
+
+def _is_pair(check: Check, other: Check) -> Check:
+    return lambda value: isinstance(value, list) and len(value) == 2 and check(value[0]) and other(value[1])
+
+
+def _is_rates(value: object) -> bool:
+    """Learning rate and weight decay of each group of parameters."""
+    return isinstance(value, list) and len(value) % 2 == 0 and all(map(is_amount, value))
+
+
+def _is_fingerprint(value: object) -> bool:
+    length, samples = value["length"], value["samples"]
+    return (length is None or is_count(length)) and isinstance(samples, str | None)
+
+
+_CHECKS: Mapping[str, Callable[[object], bool]] = {
+    "rate": lambda value: isinstance(value["scheduler"], dict) and _is_rates(value["rates"]),
+    "pending_loss": is_number,
+    "finite_losses": is_count,
+    "last_logged": is_count,
+    "seeds": _is_pair(lambda seed: type(seed) is int, lambda seed: seed is None or type(seed) is int),
+    "position": _is_pair(is_count, is_count),
+    "global_batch": is_count,
+    "dataset": _is_fingerprint,
+    "model": lambda value: isinstance(value["class"], str) and isinstance(value["config"], dict | None),
+}
+
+
+def _alike(name: str, saved: object, present: object) -> bool:
+    """Whether ``saved`` is of the kind of ``present``: numbers, lists of as many, text, nothing."""
+    if name == "lr_lambdas":
+        return isinstance(saved, list) and len(saved) == len(present) and all(s in (None, {}) for s in saved)
+    if isinstance(present, bool) or isinstance(saved, bool):
+        return type(saved) is type(present)
+    if isinstance(present, int | float):
+        return is_number(saved) and (isinstance(present, float) or isinstance(saved, int))
+    if isinstance(present, list):
+        pairs = isinstance(saved, list) and len(saved) == len(present)
+        return pairs and all(_alike("", s, p) for s, p in zip(saved, present, strict=True))
+    return type(saved) is type(present)
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_ODD: str(value)}
+    if isinstance(value, dict):
+        return {str(key): _encode(each) for key, each in value.items()}
+    return [_encode(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _decode(value: object) -> object:
+    if isinstance(value, dict):
+        return float(value[_ODD]) if [*value] == [_ODD] else {key: _decode(each) for key, each in value.items()}
+    return [_decode(each) for each in value] if isinstance(value, list) else value
+
+
+def as_json(text: str) -> dict:
+    """A model's configuration as this module keeps it."""
+    return _decode(_encode(json.loads(text)))

@@ -1,0 +1,108 @@
+"""The learning rate of a run by transformers' schedules, and how many steps a run has."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from transformers import TrainingArguments, get_scheduler
+from transformers.optimization import GreedyLR
+
+from ...errors import CheckpointError, ConfigError
+from ..arguments.deepspeed_schedules import schedule_of_deepspeed
+from .parameter_groups import ParameterGroups
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long a run is; the same numbers as ``transformers.Trainer`` computes.
+
+    batches: of one epoch and one replica. updates: optimizer steps of one epoch. epochs: begun at most. steps:
+    optimizer steps of the run. examples: in the dataset. samples: seen by the run, over all replicas.
+    """
+
+    batches: int
+    updates: int
+    epochs: int
+    steps: int
+    examples: int
+    samples: float
+
+
+def extent(args: TrainingArguments, batches: int | None, examples: int | None, replicas: int) -> Extent:
+    """``batches``: of one epoch and one replica, None for a stream. Raises ConfigError when the end is not known."""
+    accumulation = args.gradient_accumulation_steps
+    global_batch = args.per_device_train_batch_size * accumulation * replicas
+    if batches is None:
+        if args.max_steps <= 0:
+            reason = "the training dataset has no length"
+            raise ConfigError("max_steps", args.max_steps, reason, "Give the number of steps to train")
+        samples, steps = args.max_steps * global_batch, args.max_steps
+        return Extent(steps * accumulation, steps, sys.maxsize, steps, samples, samples)
+    updates = -(-batches // accumulation)
+    if args.max_steps > 0:
+        epochs = -(-args.max_steps // updates)
+        return Extent(batches, updates, epochs, args.max_steps, examples, args.max_steps * global_batch)
+    steps, epochs = math.ceil(args.num_train_epochs * updates), math.ceil(args.num_train_epochs)
+    return Extent(batches, updates, epochs, steps, examples, examples * args.num_train_epochs)
+
+
+def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRScheduler:
+    """The schedule of a run of ``steps`` that ``args`` asks for. Raises ConfigError for a wrong argument of it."""
+    if (found := schedule_of_deepspeed(args, steps, optimizer)) is not None:
+        return found
+    warmup = args.get_warmup_steps(steps)
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, args.lr_scheduler_kwargs)
+    except (TypeError, ValueError) as error:
+        what, remedy = f"lr_scheduler_kwargs of {args.lr_scheduler_type.value}", "Correct lr_scheduler_kwargs"
+        raise ConfigError(what, args.lr_scheduler_kwargs, str(error).rstrip("."), remedy) from error
+
+
+class LearningRate:
+    """The learning rate, moved by steps or by evaluations.
+
+    groups: what holds the rates. scheduler: what moves them; ConfigError if it moves another optimizer's, or if its
+    state is nothing that JSON can say.
+    """
+
+    def __init__(self, groups: ParameterGroups, scheduler: LRScheduler):
+        self.groups, self.scheduler = groups, scheduler
+        try:
+            json.dumps(scheduler.state_dict())
+        except TypeError as error:
+            reason = f"its state cannot be saved as JSON: {error}"
+            raise ConfigError("lr_scheduler", type(scheduler).__name__, reason, "Keep plain numbers in it") from error
+
+    @property
+    def follows_metric(self) -> bool:
+        """Whether an evaluation moves the schedule, not a step."""
+        return isinstance(self.scheduler, ReduceLROnPlateau | GreedyLR)
+
+    @property
+    def logged(self) -> float:
+        """The schedule's rate of the step that comes, as ``transformers.Trainer`` logs it."""
+        return float(self.groups.param_groups[0]["lr"] if self.follows_metric else self.scheduler.get_last_lr()[0])
+
+    def advance(self) -> None:
+        """A step was done."""
+        if not self.follows_metric:
+            self.scheduler.step()
+
+    def follow(self, metric: float) -> None:
+        """An evaluation was done."""
+        self.scheduler.step(metric)
+
+    def state(self) -> dict:
+        """What JSON can say and ``load`` takes back."""
+        return {"scheduler": self.scheduler.state_dict(), "rates": self.groups.rates()}
+
+    def load(self, state: dict) -> None:
+        try:
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.groups.load_rates(state["rates"])
+        except (KeyError, TypeError, ValueError) as error:
+            what, remedy = "checkpoint's learning rate", "Start a new run from its weights"
+            raise CheckpointError(what, "(unreadable)", f"{type(error).__name__}: {error}", remedy) from error

@@ -1,0 +1,185 @@
+"""A model that its user changed after a trainer captured it: its weights are adopted, it is captured anew, or refused.
+
+transformers.Trainer runs the model as it is at every call. A captured graph, and weights in buffers of their own, are
+as they were when the trainer was first used: what has changed since is looked for before each use.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...checkpoint.hf import source_of
+from ...errors import ConfigError
+from ...parallel.agree import gather_json, together
+from ...parallel.scattered import Scattered
+from ...stages.captured import CapturedTrainer
+from ...stages.model_picture import Change
+
+_ANEW = "Make the change before the trainer is first used, or make a new MerakTrainer with the changed model"
+_DIVIDED = (
+    "Make the change before the trainer is first used; else call save_model, and make a new MerakTrainer with the "
+    "changed model of that directory"
+)
+
+
+class Moments:
+    """Of an engine that has trained, what another one for the same parameters goes on with."""
+
+    def __init__(self, engine: CapturedTrainer):
+        self.buffer, self.optimizer, self.gatherer = engine.buffer, engine.optimizer, engine.parameters.gatherer
+
+    def fit(self, engine: CapturedTrainer) -> bool:
+        shapes = [{name: slot.shape for name, slot in each.slots.items()} for each in (self.buffer, engine.buffer)]
+        alike = self.optimizer.name == engine.optimizer.name and self.buffer.dtype == engine.buffer.dtype
+        return alike and shapes[0] == shapes[1]
+
+    @torch.no_grad()
+    def give(self, engine: CapturedTrainer) -> None:
+        """Let ``engine`` go on with them. Its weights stay: a master copy is taken where it rounds to them.
+
+        Collective over all ranks.
+        """
+        state, gatherer = engine.optimizer.state(), engine.parameters.gatherer
+        for key in state:
+            theirs = self.optimizer.state()[key]
+            flat, into = self.gatherer.full(theirs), gatherer.full(state[key])
+            for name in theirs.names if isinstance(theirs, Scattered) else self.buffer.slots:
+                own, other = engine.buffer.view(into, name), self.buffer.view(flat, name)
+                if key == "master":
+                    rounds = other.to(self.buffer.dtype) == own.to(self.buffer.dtype)
+                    other = torch.where(rounds, other, own)
+                own.copy_(other)
+            if isinstance(theirs, Scattered):
+                state[key].take(engine.buffer.buckets)
+            else:
+                engine.buffer.take(state[key], into)
+        for kind, values in engine.optimizer.others().items():
+            for name, value in values.items():
+                value.copy_(self.optimizer.others()[kind][name])
+        engine.optimizer.steps = self.optimizer.steps
+
+
+def check_model(trainer: Any, saves: bool = False) -> None:
+    """Let the engine of ``trainer`` follow what its user changed of the model. Collective over all ranks.
+
+    saves: only the weights matter. Raises ConfigError, on every rank, for a change that cannot be followed.
+    """
+    engine = trainer._engine
+    if not isinstance(engine, CapturedTrainer) or engine.user_model is None:
+        return
+    group = trainer.mesh.control
+    with together(group, "cpu"):
+        check_loss(trainer)
+        change = _change(trainer, engine, saves)
+        if change is not None:
+            _refuse(trainer, engine, change)
+    if any(gather_json(change is not None, group, "cpu")):
+        _capture_anew(trainer, engine)
+    else:
+        engine.user_model.adopt()
+
+
+def check_training(trainer: Any) -> None:
+    """As `check_model`, before ``train``; raises ConfigError for a model that cannot be trained on."""
+    kind = type(trainer.model).__name__
+    with together(trainer.mesh.control, "cpu"):
+        if trainer.model is not trainer._trained_model:
+            reason = "it was set after the trainer was made, and transformers.Trainer would train the first one"
+            raise ConfigError("trainer.model", kind, reason, "Make a new MerakTrainer with the model to train")
+    check_model(trainer)
+    if trainer._moments is not None:
+        reason = "the optimizer has trained other parameters of this model than can be trained now"
+        raise ConfigError("model", kind, reason, "Train a new MerakTrainer with the changed model")
+
+
+def check_step(trainer: Any) -> None:
+    """Before a step: what a callback wrote into weights that the model shares is trained on."""
+    check_loss(trainer)
+    user_model = getattr(trainer.engine, "user_model", None)
+    if user_model is not None and user_model.shared and user_model.touched():
+        user_model.adopt()
+
+
+def check_loss(trainer: Any) -> None:
+    """Raises ConfigError where the loss that was captured is not the one that the trainer has now."""
+    if trainer.own_loss is not None:
+        trainer.own_loss.check()
+
+
+def lost_writes(trainer: Any) -> ConfigError | None:
+    """What a callback wrote into a model that does not have the trained weights."""
+    held = getattr(trainer._engine, "user_model", None)
+    if held is None or held.shared or not held.touched():
+        return None
+    reason = "a callback wrote it, and the trained weights are divided over the ranks"
+    return ConfigError(f"model.{held.edited()}", "(written)", reason, "Leave the weights to the optimizer")
+
+
+def _change(trainer: Any, engine: CapturedTrainer, saves: bool) -> Change | None:
+    held = engine.user_model
+    assert held is not None
+    if engine.model is not trainer.model:
+        return Change("trainer.model", type(engine.model).__name__, f"another {type(trainer.model).__name__}")
+    if held.taken():
+        reason = "another trainer has divided this model since, and this one has weights of before"
+        raise ConfigError("model", type(engine.model).__name__, reason, "Use one trainer, or give each its own model")
+    change = held.change(only_weights=saves)
+    if change is None and (name := held.edited()) is not None:
+        change = Change(f"model.{name}", "(its values)", "(written since)")
+    return change
+
+
+def _refuse(trainer: Any, engine: CapturedTrainer, change: Change) -> None:
+    """Raises ConfigError unless the model can be captured anew and nothing is lost."""
+    held, now = engine.user_model, _short(change.now)
+    assert held is not None
+    if trainer.is_in_train:
+        reason = f"it was {_short(change.was)} when the model was captured, and changed while the trainer trains"
+        raise ConfigError(change.what, now, reason, "Make the change before train(), or between two calls of it")
+    if not held.shared and engine.iteration:
+        reason = f"it was {_short(change.was)} when the model was captured, and the trained weights are divided"
+        raise ConfigError(change.what, now, f"{reason} over {engine.mesh.grid.size} ranks", _DIVIDED)
+    edited = held.edited()
+    if edited is not None and source_of(trainer.model) is not None:
+        reason = "it was written after the trainer took its weights from the model's directory"
+        raise ConfigError(f"model.{edited}", now, reason, _ANEW)
+
+
+def _capture_anew(trainer: Any, engine: CapturedTrainer) -> None:
+    """Another engine, of the model as it is. The moments of one that has trained are kept until they fit again."""
+    assert engine.user_model is not None
+    if engine.iteration and trainer._moments is None:
+        trainer._moments = Moments(engine)
+    if not engine.user_model.shared:
+        replaced = any(gather_json(engine.model is not trainer.model, trainer.mesh.control, "cpu"))
+        engine.user_model.release(everywhere=replaced)
+    trainer._engine = None
+    trainer._describe()
+    with _in_memory(trainer.model, engine.user_model.shared and engine.model is trainer.model):
+        fresh = trainer.engine
+    fresh.iteration = engine.iteration
+    moments = trainer._moments
+    if moments is not None and trainer.model is trainer._trained_model and moments.fit(fresh):
+        moments.give(fresh)
+        trainer._moments = None
+
+
+@contextmanager
+def _in_memory(model: nn.Module, held: bool) -> Iterator[None]:
+    """Inside, the weights of ``model`` are those it holds, whatever directory it came from."""
+    loaded = {part: vars(part)["merak_source"] for part in model.modules() if "merak_source" in vars(part)}
+    for part in loaded if held else ():
+        part.merak_source = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for part, source in loaded.items():
+            part.merak_source = source
+
+
+def _short(told: Any) -> str:
+    text = str(told)
+    return text if len(text) < 60 else text[:57] + "..."

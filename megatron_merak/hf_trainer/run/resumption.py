@@ -1,0 +1,101 @@
+"""What changed between a checkpoint's run and the one that resumes it: refused where it is another model, else said."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import nn
+
+from ...errors import CheckpointError
+from .progress import as_json
+
+# Arguments that make a resumed run another one; transformers.Trainer goes on without a word about most of them.
+SAID = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
+    *(
+        "weight_decay",
+        "optim",
+        "optim_args",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "bf16",
+        "fp16",
+    ),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last"),
+    *("train_sampling_strategy", "label_names"),
+)
+OF_CHECKPOINT = ("learning_rate", "weight_decay")  # what the run goes on with, as transformers' optimizer state does
+# Entries of a model's configuration that say nothing of what it computes, ...
+IGNORED = (
+    *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures", "dtype"),
+    *("torch_dtype", "tokenizer_class", "id2label", "label2id"),
+)
+SOFT = tuple("drop initializer init_std use_cache attn_implementation checkpointing".split())  # ... or are choices
+
+
+def describe(model: nn.Module) -> dict:
+    """Class and configuration, of which the latter is None for what is no model of transformers."""
+    config = getattr(model, "config", None)
+    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else "null"
+    return {"class": type(model).__name__, "config": as_json(text)}
+
+
+def check_model(saved: Mapping, present: Mapping) -> list[str]:
+    """Sentences on differences that do not matter to what the model computes. Raises CheckpointError for those that do.
+
+    ``saved``, ``present``: of ``describe``.
+    """
+    notes = []
+    if saved["class"] != present["class"]:
+        notes.append(f"model: {present['class']} != {saved['class']} (of the checkpoint)")
+    if saved["config"] is None or present["config"] is None:
+        return notes
+    there, here = dict(_flat(saved["config"])), dict(_flat(present["config"]))
+    same_version = there.get("transformers_version") == here.get("transformers_version")
+    for name in sorted({*there, *here}):
+        last = name.rpartition(".")[2]
+        if any(part in IGNORED for part in name.split(".")) or there.get(name) == here.get(name):
+            continue
+        if any(soft in last for soft in SOFT) or not (same_version or name in there and name in here):
+            notes.append(f"config.{name}: {here.get(name)} != {there.get(name)} (of the checkpoint)")
+            continue
+        reason = f"the checkpoint's model has {there.get(name)}"
+        remedy = "Give that model, or start a new run from the checkpoint's weights: from_pretrained(directory)"
+        raise CheckpointError(f"config.{name}", here.get(name), reason, remedy)
+    return notes
+
+
+def argument_changes(directory: Path, arguments: Mapping) -> list[str]:
+    """Sentences on arguments that differ from those of the run that saved a checkpoint, as far as it has them."""
+    try:
+        saved = json.loads((directory / "training_args.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    if not isinstance(saved, dict):
+        return []
+    present = json.loads(json.dumps({name: arguments.get(name) for name in SAID}, default=str))
+    changed = [name for name in SAID if name in saved and saved[name] != present[name]]
+    theirs = [name in OF_CHECKPOINT for name in changed]
+    return [
+        f"{name}: {present[name]} (from args{'' if kept else ', used'}) != "
+        f"{saved[name]} (of the checkpoint{', used' if kept else ''})"
+        for name, kept in zip(changed, theirs, strict=True)
+    ]
+
+
+def say(directory: Path, notes: list[str]) -> None:
+    """One warning with all of them."""
+    if notes:
+        text = "\n\t".join(notes)
+        logging.getLogger(__name__).warning("Resuming from %s with changes:\n\t%s", directory, text)
+
+
+def _flat(config: Mapping, before: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
