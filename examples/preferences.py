@@ -27,7 +27,7 @@ DPOTrainer, DPOConfig = parallelize(trl.DPOTrainer), parallelize(trl.DPOConfig)
 WORDS = "sun sea sky sand salt stone storm stream".split()
 COMMON = {
     "per_device_train_batch_size": 8,
-    "logging_steps": 10,
+    "logging_steps": 5,
     "disable_tqdm": True,
     "report_to": "none",
     "save_strategy": "no",

@@ -197,14 +197,18 @@ def _job_store(rank: int, timeout_minutes: float) -> dist.Store:
     return job_keys(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def adopt(backend: str = "auto", fp32_matmul: str = "auto") -> World:
-    """This process in the job that the default process group already is, set up as ``launch`` does it.
+def adopt(backend: str = "auto", fp32_matmul: str = "auto", use_cpu: bool = False) -> World:
+    """This process in the job of a default process group that a script or a library has made, set up as by ``launch``.
 
-    Raises LaunchError for a ``backend`` that this job cannot have.
+    backend:     a ``--distributed-backend``; LaunchError for one that this job cannot have
+    fp32_matmul: see ``set_up``
+    use_cpu:     leave GPUs alone, also where the job could use them
     """
     if backend == MPI and (job := dist.get_backend()) != MPI:
         raise LaunchError("backend", MPI, f"the job is one of {job}", "Leave it out, or start the job with MPI")
-    on_cpu = dist.get_backend() in ("gloo", MPI)
+    # init_process_group() without a backend makes a job of several, whose get_backend() is "undefined".
+    of_devices = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    on_cpu = use_cpu or not torch.cuda.is_available() or of_devices.get("cuda", "gloo") in ("gloo", MPI)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     collectives = own_collectives(backend, device, dist.get_world_size())
     environment = _environment()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_merak import _native
 from megatron_merak.parallel.process import Environment, Setup, set_up
@@ -81,3 +82,16 @@ def adopted(rank, world_size):
 def test_arguments_in_a_job_that_exists_already():
     backend = None if getattr(_native.host(), "shared_memory", None) is None else "merak_shm"
     assert run_ranks(adopted, 2) == [(backend, "highest", "cpu")] * 2
+
+
+def adopted_without_backend(rank, world_size, path):
+    """As accelerate and TRL do it in a job of one rank that torchrun starts."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
+    backend = dist.get_backend()
+    return (backend, *adopted(rank, world_size)[1:])
+
+
+def test_arguments_in_a_job_made_without_a_backend(tmp_path):
+    assert run_ranks(adopted_without_backend, 1, str(tmp_path / "store")) == [("undefined", "highest", "cpu")]

@@ -283,7 +283,7 @@ class MerakArguments(TrainingArguments):
         """This process among all of the job, which it joins unless it has done so already. Raises LaunchError."""
         backend, precision = self.ddp_backend or "auto", self.fp32_matmul_precision
         if dist.is_initialized():
-            return adopt(backend, precision)
+            return adopt(backend, precision, self.use_cpu)
         return launch(backend, self.ddp_timeout / 60, self.full_determinism, None, precision, self.use_cpu)
 
 
