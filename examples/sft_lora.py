@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/sft_lora.py --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
 
 Documents of unequal lengths are packed into rows of 96 tokens, each attending to itself only, and adapters of rank 8
-are trained on every linear layer. The adapters are saved as peft saves them; plain peft then merges them into the model,
+are trained on every linear layer. The adapters are saved as peft saves them; plain peft merges them into the model,
 and plain transformers scores the result on documents that were not trained on.
 Without --model, a tiny Llama with random weights is written to a directory first, as a hub would deliver it.
 """
