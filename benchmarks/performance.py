@@ -22,10 +22,11 @@ TOKENS = 8  # micro-batches times their size: the work of a step does not depend
 
 TEXT = """# Speed of a training step with and without compiled kernels
 
-The table times one optimizer step of a Llama with {parameters:.0f} million parameters (hidden {hidden}, {layers} layers,
-vocabulary {vocabulary}): 8 sequences of {sequence} tokens, in one process with one thread. *Without compiled kernels* is the
-same program with `MERAK_EXT=0`. The peers are HuggingFace's model with our matmul precision and fused AdamW, with and without
-`torch.compile`. Times are medians of {repeats} fresh processes each, which alternate. {machine}, torch {torch}, {date}.
+The table times one optimizer step of a Llama with {parameters:.0f} million parameters (hidden {hidden}, {layers}
+layers, vocabulary {vocabulary}): 8 sequences of {sequence} tokens, in one process with one thread. *Without compiled
+kernels* is the same program with `MERAK_EXT=0`. The peers are HuggingFace's model with our matmul precision and fused
+AdamW, with and without `torch.compile`. Times are medians of {repeats} fresh processes each, which alternate.
+{machine}, torch {torch}, {date}.
 
 {rows}
 

@@ -157,16 +157,17 @@ def _measured_summary(measured: Mapping[Cell, Measured], load: float, at_once: i
 INTRODUCTION = """
 # Schedules
 
-This page compares the step time of every pipeline schedule: with its closed form, in simulation, in emulation, and measured
-beside `torch.distributed.pipelining`. `--pipeline-schedule NAME` selects a schedule; `--schedule-file` runs one that you wrote
-([schedule_files.md](schedule_files.md)). `python benchmarks/schedules.py` (`make bench-schedules`) writes the page.
+This page compares the step time of every pipeline schedule: with its closed form, in simulation, in emulation, and
+measured beside `torch.distributed.pipelining`. `--pipeline-schedule NAME` selects a schedule; `--schedule-file` runs
+one that you wrote ([schedule_files.md](schedule_files.md)). `python benchmarks/schedules.py` (`make bench-schedules`)
+writes the page.
 
 ## Modelled
 
-Under every schedule, a rank takes 50 ms for the forward of a micro-batch and 100 ms for its backward, half of that for the
-weight gradient. If a rank has two stages (`interleaved`, `zb-v`), each takes half of these times. Under `shifted` and
-`early-recompute`, all stages except the last recompute their forward, which takes another 50 ms. Transfers take no time. All
-times in this section are **modelled**:
+Under every schedule, a rank takes 50 ms for the forward of a micro-batch and 100 ms for its backward, half of that
+for the weight gradient. If a rank has two stages (`interleaved`, `zb-v`), each takes half of these times. Under
+`shifted` and `early-recompute`, all stages except the last recompute their forward, which takes another 50 ms.
+Transfers take no time. All times in this section are **modelled**:
 
 - *formula*: the closed form of the schedule, if there is one;
 - *simulated*: `pipeline_parallel/simulate.py`;
@@ -177,10 +178,11 @@ times in this section are **modelled**:
 MEASURED = """
 ## Measured
 
-Times are measured on the machine's clock. Kernels sleep, {forward:.0f} ms for the forward of a **stage** and {backward:.0f} ms
-for its backward, so a rank with two stages has twice the work here. Everything else is real: one process per rank, messages of
-64 KiB over gloo, the executor, the gradients. A step lasts from a start that all ranks agree on to the end of the last rank;
-the tables show medians of {n} steps. *torch* is `torch.distributed.pipelining` on the same stages in the same processes,
-alternating with ours: `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`, `ScheduleZBVZeroBubble`, and for zb-h1
-`ScheduleInterleavedZeroBubble` with one stage per rank.
+Times are measured on the machine's clock. Kernels sleep, {forward:.0f} ms for the forward of a **stage** and
+{backward:.0f} ms for its backward, so a rank with two stages has twice the work here. Everything else is real: one
+process per rank, messages of 64 KiB over gloo, the executor, the gradients. A step lasts from a start that all ranks
+agree on to the end of the last rank; the tables show medians of {n} steps. *torch* is `torch.distributed.pipelining`
+on the same stages in the same processes, alternating with ours: `ScheduleGPipe`, `Schedule1F1B`,
+`ScheduleInterleaved1F1B`, `ScheduleZBVZeroBubble`, and for zb-h1 `ScheduleInterleavedZeroBubble` with one stage per
+rank.
 """
