@@ -395,7 +395,7 @@ REFUSED = [
     (
         {"data": {"split": "1, x"}},
         1,
-        "--split '1, x': is not one to three weights between commas. Write it like '969, 30, 1'.",
+        "--split '1, x': is not a list of one to three weights separated by commas. Write it like '969, 30, 1'.",
     ),
     ({"data": {"split": "0,0"}}, 1, "--split '0,0': gives every part weight 0. Write it like '969, 30, 1'."),
     (
