@@ -28,7 +28,7 @@ def parser(
     own = flags.add_argument_group("plan")
     own.add_argument("--world-size", metavar="N", default=None, help="number of ranks [required]")
     names = ", ".join(dict.fromkeys((*DEVICES, *CLUSTERS)))
-    where = f"the device or cluster to plan for: one of {names}, or a cluster as a JSON file [cpu]"
+    where = f"device or cluster to plan for: one of {names}, or a cluster in a JSON file [cpu]"
     own.add_argument("--device", metavar="NAME", default="cpu", help=where)
     return flags, own
 
