@@ -119,7 +119,7 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
         ({"train_iters": 5}, "--train-samples 1000: contradicts --train-iters 5. Give only one of them."),
         (
             RAMP | {"train_samples": None, "train_iters": 5},
-            "--rampup-batch-size 2 2 30: counts samples, and the run is not given in samples. "
+            "--rampup-batch-size 2 2 30: counts samples, but the length of the run is not given in samples. "
             "Give --train-samples instead of --train-iters.",
         ),
         (

@@ -170,7 +170,7 @@ def test_replicas_are_divided_into_instances_that_shard():
     assert told(8).endswith("Use 4, or the strategy no_shard.")
     assert told(2, ranks=2) == f"{flag} 2: there is one data-parallel rank. Leave it 1."
     assert told(2, ranks=6) == f"{flag} 2: does not divide the 3 data-parallel ranks. Use 1."
-    nothing = f"{flag} 2: no_shard leaves nothing that an instance could shard. Choose a sharding strategy, or leave it"
+    nothing = f"{flag} 2: no_shard shards nothing that instances could divide. Choose a sharding strategy, or leave it"
     assert told(2, data_parallel_sharding_strategy="no_shard") == f"{nothing} 1."
     assert told(0) == f"{flag} 0: is out of range. Use a value at least 1."
 
@@ -212,7 +212,7 @@ REFUSED = [
     (
         {"parallel": FULL | {"recompute_num_layers": 2}},
         1,
-        "--recompute-num-layers 2: has an effect with --recompute-method uniform or block only. Choose one of them, "
+        "--recompute-num-layers 2: has an effect only with --recompute-method uniform or block. Choose one of them, "
         "or leave it out.",
     ),
     (

@@ -68,9 +68,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what to show (any number of each)")
     names = ", ".join([*BUILDERS, AUTO])
-    schedules = f"schedules by name ({names}: searched), or schedule files: text, or CSV of "
-    "torch.distributed.pipelining"
-    schedules += " [1f1b]"
+    schedules = f"schedules by name ({names}: searched), or schedule files, as text or as CSV of "
+    schedules += "torch.distributed.pipelining [1f1b]"
     what.add_argument("--schedule", "--pipeline-schedule", nargs="+", default=[], metavar="NAME", help=schedules)
     what.add_argument("--plan", nargs="+", default=[], metavar="PLAN.json", help="stored plans, with their own costs")
     traces = "measured steps, from --timeline FILE.json of a run, or traces from --perfetto"

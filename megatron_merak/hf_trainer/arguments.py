@@ -211,14 +211,14 @@ class MerakArguments(TrainingArguments):
         self.warmup_ratio = None
         self.buckets  # noqa: B018  a wrong list is told now
         if self.recomputes and self.recompute_activations:
-            reason = "activation_checkpointing computes whole layers again"
+            reason = "activation_checkpointing already recomputes entire layers"
             raise ConfigError("recompute_activations", True, reason, "Set only one of them")
         if self.load_best_model_at_end and self.save_only_model:
             reason = "the best model is loaded from its training state, which is not saved"
             raise ConfigError("save_only_model", True, reason, "Leave it False with load_best_model_at_end")
         if self.world_size % (self.tensor_model_parallel_size * self.pipeline_model_parallel_size):
             degrees = f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size}"
-            reason = f"tensor x pipeline parallelism makes replicas of {degrees} ranks"
+            reason = f"a replica of the model takes {degrees} ranks (tensor x pipeline parallel)"
             raise ConfigError("world size", self.world_size, reason, "Start a multiple of that, or lower the degrees")
         parallelism.check_world(self)
         check_instances(self)
@@ -270,7 +270,7 @@ class MerakArguments(TrainingArguments):
         except ValueError:
             lengths = (0,)
         if lengths[0] < 1:
-            raise ConfigError("length_buckets", repr(text), "it is no list of lengths", "Give auto, none or 128,256")
+            raise ConfigError("length_buckets", repr(text), "it is not a list of lengths", "Give auto, none or 128,256")
         return lengths
 
     @property
@@ -335,7 +335,7 @@ def _check_numbers(args: "MerakArguments") -> None:
     }
     for name, choices in choices_of.items():
         if (value := getattr(args, name)) not in choices:
-            raise ConfigError(name, repr(value), "there is no such choice", f"Use {' or '.join(choices)}")
+            raise ConfigError(name, repr(value), "it is not one of the choices", f"Use {' or '.join(choices)}")
     if args.pad_to_multiple_of is not None and args.pad_to_multiple_of < 1:
         raise ConfigError("pad_to_multiple_of", args.pad_to_multiple_of, "it is below 1", "Give 1 or more")
 

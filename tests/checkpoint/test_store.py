@@ -83,7 +83,7 @@ def test_a_directory_of_another_program_is_never_removed(tmp_path):
     theirs = tmp_path / "iter_0000010" / ".metadata"
     theirs.parent.mkdir()
     theirs.write_bytes(b"theirs")
-    with pytest.raises(CheckpointError, match="holds .metadata, which megatron_merak did not write"):
+    with pytest.raises(CheckpointError, match="contains .metadata, which megatron_merak did not write"):
         _save(tmp_path, 10)
     _save(tmp_path, 20)
     prune(tmp_path, 100)

@@ -101,4 +101,6 @@ def in_unequal_nodes(rank, world_size):
 @pytest.mark.slow
 def test_nodes_of_unequal_size_are_told_before_groups_are_made():
     told = run_ranks(in_unequal_nodes, 4)
-    assert set(told) == {"num_distributed_optimizer_instances 1: rank 2 has it, rank 0 has 2. Start all ranks alike."}
+    assert set(told) == {
+        "num_distributed_optimizer_instances 1: rank 2 has it, rank 0 has 2. Start all ranks with the same arguments."
+    }

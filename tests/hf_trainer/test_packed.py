@@ -194,7 +194,7 @@ def test_what_flash_attention_would_take_for_other_documents_is_refused():
     check(position_ids=[[0, 1, 2, 0, 1]], cu_seq_lens_q=[0, 3, 5], cu_seq_lens_k=[0, 3, 5])
     check(position_ids=[[0, 1, 2], [0, 1, 2]])
     check(position_ids=[[0, 1, 0], [0, 1, 2]], attention_mask=[[1, 1, 1], [1, 1, 0]])
-    with pytest.raises(DataError, match="cu_seq_lens_q: its documents are not those of position_ids"):
+    with pytest.raises(DataError, match="cu_seq_lens_q: its documents differ from those of position_ids"):
         check(position_ids=[[0, 1, 2, 0, 1]], cu_seq_lens_q=[0, 2, 5])
     with pytest.raises(DataError, match="cu_seq_lens_q: flash attention would tell documents by it"):
         check(cu_seq_lens_q=[0, 2, 5])
