@@ -153,7 +153,7 @@ def test_changes_that_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"trained other parameters .* Train a new MerakTrainer"):
         trainer.train()
     trainer = made(tmp_path, model, max_steps=3, eval_strategy="steps", eval_steps=2, callbacks=[AtStep(scale)])
-    with pytest.raises(ConfigError, match=r"self_attn.scaling 5.0: .*changed while the trainer trains"):
+    with pytest.raises(ConfigError, match=r"self_attn.scaling 5.0: .*changed during training"):
         trainer.train()
 
 

@@ -96,7 +96,7 @@ def test_the_documented_configuration_and_everything_without_effect_is_taken():
         (of_stage(gradient_accumulation_steps=2), {}, "gradient_accumulation_steps 2: gradient_acc.* is 1"),
         (of_stage(train_batch_size=9), {}, "train_batch_size 9: .*size 8 x gradient.*steps 1 x 1 replicas is 8"),
         (of_stage(gradient_clipping=0.3), {}, "gradient_clipping 0.3: max_grad_norm is 1.0"),
-        ({"zero_optimization": {"stage": 1}}, {}, "clips nothing then, and max_grad_norm is 1.0"),
+        ({"zero_optimization": {"stage": 1}}, {}, "without it DeepSpeed does not clip, and max_grad_norm is 1.0"),
         (of_stage(bf16={"enabled": True}), {}, "bf16.enabled True: bf16 is False"),
         (of_stage(fp16={"enabled": False}), {"fp16": True}, "fp16.enabled False: fp16 is True"),
         (

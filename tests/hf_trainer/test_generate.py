@@ -230,5 +230,5 @@ def test_typing_mistakes_are_told_as_transformers_tells_them(trainer):
 def test_models_that_do_not_generate(tmp_path):
     config = BertConfig(**TOKENS, **LLAMA, max_position_embeddings=32)
     trainer = build(str(tmp_path), BertForMaskedLM(config))
-    with pytest.raises(ConfigError, match="no model that generates tokens"):
+    with pytest.raises(ConfigError, match="the model class cannot generate tokens"):
         trainer.generate(**prompts(), max_new_tokens=2)
