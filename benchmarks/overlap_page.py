@@ -161,44 +161,50 @@ def _prediction(wall: Wall) -> str:
 INTRODUCTION = """
 # Overlap of tensor-parallel communication
 
-What is left exposed of the all-reduces of tensor parallelism, by `--tp-comm-overlap`, as `python benchmarks/overlap.py`
-(`make bench-overlap`) found.
+This page shows how much of the tensor-parallel all-reduces each value of `--tp-comm-overlap` hides.
+`python benchmarks/overlap.py` (`make bench-overlap`) writes it.
 
-- *none*: every all-reduce is waited for where it is launched (plain blocking).
-- *weight-gradient*: those of the backward run behind the weight gradients of the same segment. The fair baseline.
-- *sub-pipeline*: the micro-batch runs as two halves, each computing while the other communicates.
-- *pair*: the forward of one micro-batch beside the backward of another, whole; a steady state, of which only the sum
-  is known.
+| value | what overlaps |
+| --- | --- |
+| *none* | nothing: every all-reduce blocks |
+| *weight-gradient* | all-reduces of the backward with the weight gradients of the same segment; the fair baseline |
+| *sub-pipeline* | the two halves of a micro-batch: each computes while the other communicates |
+| *pair* | the forward of one micro-batch and the backward of another, in steady state; only their sum is known |
 
 *Exposed* is the time of a phase in which the rank does not compute. *Hidden* is the share of the all-reduce time that
-is not exposed; the blocking run exposes all of it. F, R and B are forward, recomputation (as an op of its own) and
+is not exposed; the blocking run exposes all of it. F, R and B are forward, recomputation (as a separate op) and
 backward.
 
 ## Modelled
 
-The native model, a Llama of 8 layers (hidden 4096, MLP 11008, 32 heads, vocabulary 32000, bfloat16), with 8 sequences
-of 2048 tokens in a micro-batch, on two ranks that compute at 156 TFLOP/s and 1.5 TB/s each: half an A100's FLOP/s, as
-large kernels reach them, and its memory. All times of this section are **modelled**: real processes run the real engine
-on the backend `emu`, which charges every operation by its roofline and every all-reduce by its link (5 us, and the
-bandwidth of the table), and moves real data. They do so with a model 16 times smaller in its widths and length, on a
-device with 16^3 times fewer FLOP/s and memory and links with 16^2 times fewer bytes/s: it takes the same times. What
-small or concurrent kernels lose on a real device is not in the model.
+- **Model**: the native model, a Llama with 8 layers (hidden 4096, MLP 11008, 32 heads, vocabulary 32000, bfloat16); 8
+  sequences of 2048 tokens per micro-batch.
+- **Devices**: two ranks with 156 TFLOP/s and 1.5 TB/s each: half of an A100's FLOP/s, which large kernels reach, and
+  its memory bandwidth.
+- **Times**: all times in this section are **modelled**. Real processes run the real engine on the backend `emu`,
+  which moves real data and charges every operation by its roofline and every all-reduce by its link (5 us, and the
+  bandwidth in the table).
+- **Scale**: the processes run a model that is 16 times smaller in widths and length, on a device with 16^3 times
+  fewer FLOP/s and memory and links with 16^2 times fewer bytes/s, which takes the same times.
+
+The model leaves out what small or concurrent kernels lose on a real device.
 """
 
 RECOMPUTING = """
-Every layer is recomputed. In a pair the recomputation is part of the backward, and all three run together.
+Every layer is recomputed. In a pair, the recomputation is part of the backward, and all three run together.
 """
 
 MEASURED = """
 ## Measured
 
-On the machine's clock, over a link of 1 Gbit/s: two network namespaces joined by a cable, with a token bucket on each
-end. The real engine runs layers of two all-reduces each way; kernels sleep, all-reduces by gloo are real.
+Times are measured on the machine's clock over a link of 1 Gbit/s: two network namespaces joined by a virtual cable
+with a token bucket at each end. The real engine runs layers with two all-reduces in each direction. Kernels sleep;
+all-reduces are real, by gloo.
 """
 
 PREDICTED = """
-### Modelled beside measured
+### Modelled and measured
 
-The same chain on the backend `emu`, where kernels take what the run without communication was measured to take, and the
-link is the table's `ethernet-1g` (0.1 ms, 119 MB/s):
+The same chain on the backend `emu`. Kernels take the times measured without communication, and the link is
+`ethernet-1g` of the cost table (0.1 ms, 119 MB/s):
 """

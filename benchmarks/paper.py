@@ -190,24 +190,26 @@ def row(name: str, gpus: int) -> Row | None:
 
 TEXT = """# Merak's paper, modelled
 
-**Every number on this page is modelled**: plans of the native GPT priced by the planner's cost table. No GPU
+This page models the experiments of Merak's paper: its three techniques one by one, all together, and the best plan
+that this library finds. **Every number is modelled**: the planner's cost table prices plans of the native GPT. No GPU
 was involved.
 
-- Cluster: {gpus} RTX 3090s, {ranks} in a node over PCIe 4.0 ({inside:.0f} GB/s a direction), nodes over 100
-  Gbit/s Ethernet ({between:.0f} GB/s); 16-bit matrix products at {flops:.0f} TFLOP/s of which {efficiency:.0%}
-  is reached; {memory:.0f} of 24 GiB for the model.
-- Work: sequences of {sequence}, {batch} samples a step, 16-bit weights with fp32 master weights and gradients.
-  The paper's batch sizes, degrees and cluster are not public in what we could read: these are ours.
-- *Base* is Megatron-LM's way: 1F1B, every layer recomputed, blocking tensor-parallel collectives, on the layout
-  (degrees and micro-batch) that is fastest for it. Each technique alone, and the three together, are on **the
-  same layout**, as speed-up over the base. *Merak* and *ours* choose layouts of their own.
-- *Ours* chooses among all schedules here (a searched one too), recomputes as few units as fit, with stages
-  balanced anew, and overlaps as the cost model says. *Fair base* is the base with what costs nothing: weight
-  gradients behind the collectives of the backward.
-- The paper reports speed-ups of **up to** {published} over the best of Megatron-LM and DeepSpeed on up to 64
-  GPUs, measured.
+- **Cluster**: {gpus} RTX 3090s, {ranks} per node over PCIe 4.0 ({inside:.0f} GB/s per direction), nodes over 100
+  Gbit/s Ethernet ({between:.0f} GB/s). 16-bit matrix products reach {efficiency:.0%} of {flops:.0f} TFLOP/s. The
+  model may use {memory:.0f} of 24 GiB.
+- **Work**: sequences of {sequence} tokens, {batch} samples per step, 16-bit weights with fp32 master weights and
+  gradients. The paper's batch sizes, degrees and cluster are not public in what we could read, so these are ours.
+- ***Base***: Megatron-LM's way, that is 1F1B, every layer recomputed and blocking tensor-parallel collectives, on the
+  layout (degrees and micro-batch) that is fastest for it.
+- **Techniques**: each one alone, and the three together, run on **the same layout**; numbers are speed-ups over the
+  base.
+- ***Merak*** and ***ours*** choose their own layouts. *Ours* chooses among all schedules (including a searched one),
+  recomputes as few units as fit, with rebalanced stages, and overlaps as the cost model says.
+- ***Fair base***: the base with weight gradients overlapping the collectives of the backward, which costs nothing.
+- **Published**: the paper reports measured speed-ups of **up to** {published} over the best of Megatron-LM and
+  DeepSpeed on up to 64 GPUs.
 
-## Whole runs
+## Complete runs
 
 {whole}
 
@@ -217,9 +219,10 @@ was involved.
 
 {free}
 
-## The same where tensor and pipeline parallelism are used
+## With tensor and pipeline parallelism
 
-The third technique needs tensor parallelism, which this cost model avoids over PCIe wherever memory allows.
+The third technique needs tensor parallelism. Over PCIe this cost model avoids it wherever memory allows, so this
+table requires it.
 
 {divided}
 

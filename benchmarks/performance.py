@@ -20,13 +20,13 @@ from step import available_cores, processor, run_group
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 TOKENS = 8  # micro-batches times their size: the work of a step does not depend on how it is cut
 
-TEXT = """# What compiled kernels are worth in a training step
+TEXT = """# Speed of a training step with and without compiled kernels
 
-One optimizer step of a Llama with {parameters:.0f} million parameters (hidden {hidden}, {layers} layers, vocabulary
-{vocabulary}), 8 sequences of {sequence} tokens, in one process with one thread. *Without compiled kernels* is the same
-program with `MERAK_EXT=0`. The peers are HuggingFace's model with our matmul precision and fused AdamW, compiled by
-`torch.compile` and as it is. Medians of {repeats} fresh processes each, which took turns. {machine}, torch {torch},
-{date}.
+The table times one optimizer step of a Llama with {parameters:.0f} million parameters (hidden {hidden}, {layers}
+layers, vocabulary {vocabulary}): 8 sequences of {sequence} tokens, in one process with one thread. *Without compiled
+kernels* is the same program with `MERAK_EXT=0`. The peers are HuggingFace's model with our matmul precision and fused
+AdamW, with and without `torch.compile`. Times are medians of {repeats} fresh processes each, which alternate.
+{machine}, torch {torch}, {date}.
 
 {rows}
 

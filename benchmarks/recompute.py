@@ -120,20 +120,26 @@ def rows(size: str) -> list[list[str]]:
 
 TEXT = """# Recomputing no more than necessary, modelled
 
-**Every number on this page is modelled**: plans of the native GPT priced by the planner's cost table for RTX 3090s
-with {memory:.0f} of their 24 GiB for the model, sequences of {sequence}, {batch} samples a step, 16-bit weights with
-fp32 master weights. Of the layouts with four stages or more on which full recomputation fits and none does not, the one
-on which full recomputation is fastest.
+Recomputation (activation checkpointing) costs time, so it pays to recompute only what does not fit. This page shows
+how much each `--recompute-method` saves over recomputing every layer.
 
-Step time with full recomputation, and speed-up over it of: *stage-aware*, Merak's ratio rule; *fewest*, as few units
-as fit, on the same stages; *capacity*, the same with stages balanced by what they recompute.
+**Every number on this page is modelled**: the planner's cost table prices plans of the native GPT on RTX 3090s with
+{memory:.0f} of their 24 GiB for the model, sequences of {sequence} tokens, {batch} samples per step, and 16-bit
+weights with fp32 master weights. Layouts have at least four stages; the model fits with full recomputation and does
+not fit without recomputation. Each row uses the layout on which full recomputation is fastest.
+
+The table lists the step time with full recomputation, and the speed-up over it:
+
+- *stage-aware*: Merak's ratio rule;
+- *fewest*: as few units as fit, on the same stages;
+- *capacity*: as few units as fit, on stages rebalanced by what they recompute.
 
 {table}
 
-The ratio rule keeps more on later stages, but the first stage stays the slowest, so only filling and draining the
-pipeline get shorter. With stages balanced anew the later ones take over layers. Under the shifted schedule full
-recomputation leaves the last stage its tapes, and recomputing ahead of a backward holds all tapes of a stage at once,
-which leaves less memory to keep others.
+With the ratio rule later stages keep more activations, but the first stage remains the slowest, so only the warm-up
+and the drain of the pipeline get shorter. With rebalanced stages the later ones take over layers. Under the shifted
+schedule, full recomputation already lets the last stage keep its activations, and recomputing ahead of a backward
+stores all activations of a stage at once, which leaves less memory to keep others.
 
 Regenerate: `make bench-recompute`
 """

@@ -94,12 +94,12 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _modelled_table(cells: Sequence[Cell], modelled: Mapping[Cell, Modelled]) -> str:
-    header = ["schedule", "micro-batches", "formula, ms", "simulated, ms", "emulated, ms", "bubble", "against 1f1b"]
+    header = ["schedule", "micro-batches", "formula, ms", "simulated, ms", "emulated, ms", "bubble", "relative to 1f1b"]
     rows = []
     for cell in cells:
         start = [cell.schedule, str(cell.microbatches)]
         if cell.outside:
-            rows.append([*start, f"outside of its domain: {cell.outside}", "", "", "", ""])
+            rows.append([*start, f"not applicable: {cell.outside}", "", "", "", ""])
             continue
         found = modelled[cell]
         plain = modelled[Cell("1f1b", cell.ranks, cell.microbatches, cell.forward)].simulated
@@ -123,12 +123,12 @@ def _measured_table(cells: Sequence[Cell], measured: Mapping[Cell, Measured]) ->
     for cell in cells:
         start = [cell.schedule, str(cell.microbatches)]
         if cell not in measured:
-            rows.append([*start, f"outside of its domain: {cell.outside}", *[""] * 5])
+            rows.append([*start, f"not applicable: {cell.outside}", *[""] * 5])
             continue
         one = measured[cell]
         spread = f"{1e3 * min(one.ours):.1f} - {1e3 * max(one.ours):.1f}"
         ours = [_milliseconds(one.simulated), _milliseconds(median(one.ours)), spread, f"{1 + one.excess:.3f}"]
-        theirs = [_milliseconds(median(one.torch)), f"{one.ratio:.3f}"] if one.torch else ["has none", ""]
+        theirs = [_milliseconds(median(one.torch)), f"{one.ratio:.3f}"] if one.torch else ["none", ""]
         rows.append([*start, *ours, *theirs])
     return table(header, rows)
 
@@ -150,36 +150,39 @@ def _measured_summary(measured: Mapping[Cell, Measured], load: float, at_once: i
             f"it: the median of ours / torch is {median(ratios):.3f}, the worst {max(ratios):.3f}."
         )
         same = sum(one.same_gradients for one in beside)
-        lines.append(f"- Gradients equal torch's to the bit in {same} of {len(beside)} cells.")
+        lines.append(f"- Gradients are bitwise equal to torch's in {same} of {len(beside)} cells.")
     return "\n".join(lines)
 
 
 INTRODUCTION = """
 # Schedules
 
-How long a step takes under every pipeline schedule, as `python benchmarks/schedules.py` (`make bench-schedules`) found.
-A schedule of your own comes from a file, see [schedule_files.md](schedule_files.md).
+This page compares the step time of every pipeline schedule: with its closed form, in simulation, in emulation, and
+measured beside `torch.distributed.pipelining`. `--pipeline-schedule NAME` selects a schedule; `--schedule-file` runs
+one that you wrote ([schedule_files.md](schedule_files.md)). `python benchmarks/schedules.py` (`make bench-schedules`)
+writes the page.
 
 ## Modelled
 
-A rank takes 50 ms for the forward of a micro-batch and 100 ms for its backward, half of that for the weight gradient,
-whatever the schedule: where a rank has two stages (`interleaved`, `zb-v`), each takes half of it. Under `shifted` and
-`early-recompute` all stages but the last recompute their forward, 50 ms more. Transfers take no time. All times of this
-section are **modelled**:
+Under every schedule, a rank takes 50 ms for the forward of a micro-batch and 100 ms for its backward, half of that
+for the weight gradient. If a rank has two stages (`interleaved`, `zb-v`), each takes half of these times. Under
+`shifted` and `early-recompute`, all stages except the last recompute their forward, which takes another 50 ms.
+Transfers take no time. All times in this section are **modelled**:
 
-- *formula*: the closed form of the schedule, where there is one;
+- *formula*: the closed form of the schedule, if there is one;
 - *simulated*: `pipeline_parallel/simulate.py`;
-- *emulated*: real processes with real transfers run the real executor, on a logical clock (backend `emu`);
-- *bubble*: the part of the step in which a rank neither runs forwards nor backwards (it waits, or recomputes).
+- *emulated*: real processes with real transfers run the real executor on a logical clock (backend `emu`);
+- *bubble*: the part of the step in which a rank runs neither forwards nor backwards (it waits or recomputes).
 """
 
 MEASURED = """
 ## Measured
 
-On the machine's clock, with kernels that sleep: {forward:.0f} ms for the forward of a **stage** and {backward:.0f} ms
-for its backward, so that a rank with two stages has twice the work here. Everything else is real: one process per rank,
-messages of 64 KiB by gloo, the executor, gradients. Medians of {n} steps. A step is from a start that all ranks agree
-on to the end of the last rank. torch is `torch.distributed.pipelining` on the same stages in the same processes, in
-turn with ours: `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`, `ScheduleZBVZeroBubble`, and beside zb-h1
-`ScheduleInterleavedZeroBubble` with one stage per rank.
+Times are measured on the machine's clock. Kernels sleep, {forward:.0f} ms for the forward of a **stage** and
+{backward:.0f} ms for its backward, so a rank with two stages has twice the work here. Everything else is real: one
+process per rank, messages of 64 KiB over gloo, the executor, the gradients. A step lasts from a start that all ranks
+agree on to the end of the last rank; the tables show medians of {n} steps. *torch* is `torch.distributed.pipelining`
+on the same stages in the same processes, alternating with ours: `ScheduleGPipe`, `Schedule1F1B`,
+`ScheduleInterleaved1F1B`, `ScheduleZBVZeroBubble`, and for zb-h1 `ScheduleInterleavedZeroBubble` with one stage per
+rank.
 """

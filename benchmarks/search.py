@@ -141,24 +141,27 @@ def ablation_table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-TEXT = """# Schedules by search
+TEXT = """# Quality of searched schedules
 
-`python benchmarks/search.py` wrote this file. It searched a schedule (`--pipeline-schedule auto`) for {0} pipelines,
-drawn from their numbers by `benchmarks/search_instances.py`: 2 to 8 stages, one to four times as many micro-batches,
-even or uneven stages, links of a hundredth or of up to the whole of a forward, with and without recomputation, memory
-caps and separate weight gradients. **All times but those of the search are modelled.**
+This page shows how good the schedules are that `--pipeline-schedule auto` finds. `python benchmarks/search.py` writes
+it. It searches a schedule for {0} pipelines, each generated from its number by `benchmarks/search_instances.py`: 2 to
+8 stages, one to four times as many micro-batches, even or uneven stages, transfers that take a hundredth of a forward
+or up to a full one, with and without recomputation, memory caps and separate weight gradients. **All times except
+those of the search are modelled.**
 
-- Ratios are medians; in brackets the 10th and the 90th percentile and the largest.
-- The bound (`pipeline_parallel/search/bound.py`) is one that no schedule beats, not one that some schedule reaches.
-- The best builder is the best of naive, gpipe, 1f1b, shifted, early-recompute and zb-h1, as far as the memory cap and
-  the permission to split W allow. Shifted is Merak's order as it stands, on instances that recompute and have the
-  memory for it; the general shift is `shift_recompute` of 1F1B, on all instances that recompute.
-- The search times at most {1} schedules and stops at the bound; it has no clock, so its answer is always the same.
+- Ratios are medians, with the 10th percentile, the 90th percentile and the maximum in brackets.
+- The bound (`pipeline_parallel/search/bound.py`) is a lower bound: no schedule beats it, and possibly none reaches it.
+- The best builder is the best of naive, gpipe, 1f1b, shifted, early-recompute and zb-h1 that respects the memory cap
+  and the permission to split W. *Shifted* is Merak's order unchanged, on instances that recompute and have the memory
+  for it. The *general shift* is `shift_recompute` of 1F1B, on all instances that recompute.
+- The search times at most {1} schedules and stops at the bound. It does not depend on a clock, so its result is
+  reproducible.
 """
-ABLATION_TEXT = """## The parts of the shifted critical path, for any costs
+ABLATION_TEXT = """## The parts of the shifted critical path, with general costs
 
-Medians over the instances that recompute: the time that 1F1B saves by (a) a last stage that keeps its activations, (b)
-recomputation while a stage waits after its last forward, (c) before it, with a forward earlier where that helps.
+The table shows the time that 1F1B saves by (a) a last stage that keeps its activations, (b) recomputation while a
+stage waits after its last forward, (c) recomputation before its last forward, with a forward moved earlier if that
+helps. Values are medians over the instances that recompute.
 """
 
 

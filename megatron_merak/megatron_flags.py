@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that are no settings here: taken where they ask for what happens anyway, else refused."""
+"""Megatron-LM flags without a setting here: accepted if they request the existing behaviour, else an error."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,12 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Taken:
-    """A flag that changes nothing. values: those that do not, none for a switch. why: a sentence for the user. beside:
-    the flag without which it would ask for something."""
+    """An accepted flag that changes nothing.
+
+    why: the reason, as a sentence for the user.
+    values: values that change nothing; empty for a switch.
+    beside: the flag that must also be given; without it this flag would request something.
+    """
 
     why: str
     values: tuple[str, ...] = ()
@@ -18,7 +22,7 @@ class Taken:
 _ONE = ("1",)
 _STRATEGY = "--data-parallel-sharding-strategy"
 _FUSED = Taken("fused and plain operations compute the same formula here")
-_ALWAYS = Taken("this is always so here")
+_ALWAYS = Taken("this is the only behaviour here")
 
 TAKEN: Mapping[str, Taken] = MappingProxyType(
     {
@@ -26,14 +30,14 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         "--overlap-param-gather": Taken("parameters are gathered during the forward unless --no-overlap-param-gather"),
         "--use-megatron-fsdp": Taken("there is one implementation of sharded weights", beside=_STRATEGY),
         "--accumulate-allreduce-grads-in-fp32": Taken(
-            "gradients are added up in fp32, and sent in fp32 unless --grad-reduce-in-bf16"
+            "gradients are accumulated in fp32, and sent in fp32 unless --grad-reduce-in-bf16"
         ),
         "--attention-softmax-in-fp32": _ALWAYS,
         "--apply-query-key-layer-scaling": Taken(
-            "it keeps scores in the range of fp16, and scores of fp16 queries and keys are fp32 here"
+            "it keeps scores in the range of fp16, and here the scores of fp16 queries and keys are fp32"
         ),
         "--use-mcore-models": Taken("there is one GPT model"),
-        "--use-flash-attn": Taken("attention is torch's fused kernel where there is one"),
+        "--use-flash-attn": Taken("attention uses torch's fused kernel where one exists"),
         "--use-cpu-initialization": Taken("the initial weights do not depend on device or layout"),
         "--no-masked-softmax-fusion": _FUSED,
         "--no-bias-gelu-fusion": _FUSED,
@@ -41,19 +45,19 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         "--no-bias-dropout-fusion": _FUSED,
         "--no-gradient-accumulation-fusion": _FUSED,
         "--cross-entropy-loss-fusion": _FUSED,
-        "--context-parallel-size": Taken("sequences are not divided over ranks", _ONE),
+        "--context-parallel-size": Taken("sequences are not sharded over ranks", _ONE),
         "--expert-model-parallel-size": Taken("there are no experts", _ONE),
         "--expert-tensor-parallel-size": Taken("there are no experts", _ONE),
         "--transformer-impl": Taken("there is one implementation", ("local", "transformer_engine")),
-        "--attention-backend": Taken("torch chooses the kernel of attention", ("auto",)),
+        "--attention-backend": Taken("torch chooses the attention kernel", ("auto",)),
         "--dataloader-type": Taken("samples are always read in that order", ("single",)),
-        "--timing-log-level": Taken("no more is timed", ("0",)),
+        "--timing-log-level": Taken("there are no further timers", ("0",)),
     }
 )
 
 _BY_COST = "Leave it out: the embedding, the layers and the output head are cut into stages by cost"
 
-# What is refused by name, and what to do instead. Of flags that are taken: with another value.
+# Remedies for flags that are errors; for accepted flags, with other values.
 NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -71,9 +75,9 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(),
             _BY_COST,
         ),
-        "--window-size": "Train a model that has sliding windows with pretrain_hf.py",
-        "--wandb-project": "Use --tensorboard-dir, or --metrics for a line per iteration",
-        "--recompute-modules": "Leave it out: layers are recomputed whole",
+        "--window-size": "Use pretrain_hf.py with a model that has sliding windows",
+        "--wandb-project": "Use --tensorboard-dir, or --metrics for a JSON line per iteration",
+        "--recompute-modules": "Leave it out: --recompute-granularity full recomputes entire layers",
         "--num-layers-per-virtual-pipeline-stage": "Use --num-virtual-stages-per-pipeline-rank",
         "--fp16-lm-cross-entropy": "Leave it out: losses are computed in fp32",
         **dict.fromkeys(
@@ -83,7 +87,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(
             "--use-megatron-fsdp --use-torch-fsdp2".split(),
-            f"Use {_STRATEGY} optim_grads_params, or optim_grads to keep whole weights",
+            f"Use {_STRATEGY} optim_grads_params, or optim_grads to keep weights replicated",
         ),
         "--vocab-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
         "--merge-file": "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
@@ -97,7 +101,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
 
 
 def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """A command line without the flags that change nothing, and a sentence on each of these."""
+    """Remove the flags that change nothing from a command line; return the rest, and a notice for each removed flag."""
     rest: list[str] = []
     notices: dict[str, None] = {}
     left, given = list(tokens), {token.partition("=")[0] for token in tokens}

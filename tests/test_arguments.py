@@ -242,7 +242,7 @@ def test_megatron_flags_that_change_nothing_are_taken_with_a_notice(kind):
     assert notices == (
         "--overlap-grad-reduce changes nothing: gradients are reduced during the backward unless "
         "--no-overlap-grad-reduce.",
-        "--context-parallel-size 1 changes nothing: sequences are not divided over ranks.",
+        "--context-parallel-size 1 changes nothing: sequences are not sharded over ranks.",
         "--transformer-impl local changes nothing: there is one implementation.",
     )
     for others in (
@@ -286,7 +286,7 @@ def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
         "flag --context-parallel-size: is a Megatron-LM flag that megatron_merak does not have yet. Leave it "
-        "out, or use 1: sequences are not divided over ranks.",
+        "out, or use 1: sequences are not sharded over ranks.",
         "flag --seq-len: is not known. Use --seq-length.",
         "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
     ]

@@ -119,7 +119,7 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
         ({"train_iters": 5}, "--train-samples 1000: contradicts --train-iters 5. Give only one of them."),
         (
             RAMP | {"train_samples": None, "train_iters": 5},
-            "--rampup-batch-size 2 2 30: counts samples, and the run is not given in samples. "
+            "--rampup-batch-size 2 2 30: counts samples, but the length of the run is not given in samples. "
             "Give --train-samples instead of --train-iters.",
         ),
         (
@@ -176,7 +176,7 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
         ),
         (
             {"step_batch_size_schedule": "0:4", "decrease_batch_size_if_needed": True},
-            "--step-batch-size-schedule 0:4: says every size. Leave out --decrease-batch-size-if-needed.",
+            "--step-batch-size-schedule 0:4: already gives every batch size. Leave out --decrease-batch-size-if-needed.",
         ),
         (
             {"global_batch_size": 1, "decrease_batch_size_if_needed": True},

@@ -170,7 +170,7 @@ def test_replicas_are_divided_into_instances_that_shard():
     assert told(8).endswith("Use 4, or the strategy no_shard.")
     assert told(2, ranks=2) == f"{flag} 2: there is one data-parallel rank. Leave it 1."
     assert told(2, ranks=6) == f"{flag} 2: does not divide the 3 data-parallel ranks. Use 1."
-    nothing = f"{flag} 2: no_shard leaves nothing that an instance could shard. Choose a sharding strategy, or leave it"
+    nothing = f"{flag} 2: no_shard shards nothing that instances could divide. Choose a sharding strategy, or leave it"
     assert told(2, data_parallel_sharding_strategy="no_shard") == f"{nothing} 1."
     assert told(0) == f"{flag} 0: is out of range. Use a value at least 1."
 
@@ -212,7 +212,7 @@ REFUSED = [
     (
         {"parallel": FULL | {"recompute_num_layers": 2}},
         1,
-        "--recompute-num-layers 2: has an effect with --recompute-method uniform or block only. Choose one of them, "
+        "--recompute-num-layers 2: has an effect only with --recompute-method uniform or block. Choose one of them, "
         "or leave it out.",
     ),
     (
@@ -395,7 +395,7 @@ REFUSED = [
     (
         {"data": {"split": "1, x"}},
         1,
-        "--split '1, x': is not one to three weights between commas. Write it like '969, 30, 1'.",
+        "--split '1, x': is not a list of one to three weights separated by commas. Write it like '969, 30, 1'.",
     ),
     ({"data": {"split": "0,0"}}, 1, "--split '0,0': gives every part weight 0. Write it like '969, 30, 1'."),
     (
@@ -650,7 +650,7 @@ def test_the_directory_of_a_captured_model_knows_its_vocabulary_and_tokenizer(da
         ({"train": {"global_batch_size": 3}}, 1, "--global-batch-size 3: is not a multiple"),
         ({"optimizer": {"lr": None}}, 1, "--lr (missing)"),
         ({"checkpoint": {"save_interval": 2}}, 1, "--save-interval 2: has no effect without --save"),
-        ({"parallel": {TP: 2, "sequence_parallel": True}}, 2, "--sequence-parallel True: is for native models"),
+        ({"parallel": {TP: 2, "sequence_parallel": True}}, 2, "--sequence-parallel True: is only supported for native models"),
     ],
 )
 def test_a_run_of_a_captured_model_is_checked_like_any_other(sections, world_size, message):

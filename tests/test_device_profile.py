@@ -95,7 +95,7 @@ def test_runs_and_tools_plan_with_it(tmp_path):
     path = str(tmp_path / "profile.json")
     Profile(DEVICE, "cpu", "2026-11-23", "2.11").to_json(path)
     assert cluster_of(World(0, 1, torch.device("cpu")), path) == HERE
-    with pytest.raises(ConfigError, match=r"--device-profile .*the cluster is emulated, and has a device"):
+    with pytest.raises(ConfigError, match=r"--device-profile .*an emulated cluster defines its own device"):
         cluster_of(World(0, 1, torch.device("cpu"), CLUSTERS["dgx-a100"]), path)
 
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --vocab-size 9"

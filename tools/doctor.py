@@ -1,4 +1,4 @@
-"""Say what is active here, and why the rest is not: the command merak-doctor, in a clone. --help says more."""
+"""Show which parts are active, and why others are not: the command merak-doctor, in a clone. See --help."""
 
 import sys
 from pathlib import Path

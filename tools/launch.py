@@ -1,4 +1,4 @@
-"""Start a job with parameter servers that outlives its ranks: the command merak-launch. --help says more."""
+"""Start a job with parameter servers that survives failed ranks: the command merak-launch. See --help."""
 
 import sys
 from pathlib import Path

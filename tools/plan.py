@@ -1,4 +1,4 @@
-"""Show how a training command would run: the command merak-plan, in a clone. --help says more."""
+"""Show how a training command would run: the command merak-plan, in a clone. See --help."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tokenize text into data sets: the command merak-preprocess, in a clone. --help says more."""
+"""Tokenize text into data sets: the command merak-preprocess, in a clone. See --help."""
 
 import sys
 from pathlib import Path

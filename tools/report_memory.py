@@ -1,4 +1,4 @@
-"""Show what fills the memory of a plan's ranks: the command merak-memory, in a clone. --help says more."""
+"""Show what fills the memory of a plan's ranks: the command merak-memory, in a clone. See --help."""
 
 import sys
 from pathlib import Path

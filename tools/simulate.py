@@ -1,4 +1,4 @@
-"""Simulate pipeline schedules and plans: the command merak-simulate, in a clone. --help says more."""
+"""Simulate pipeline schedules and plans: the command merak-simulate, in a clone. See --help."""
 
 import sys
 from pathlib import Path

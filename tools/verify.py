@@ -1,4 +1,4 @@
-"""Compare checkpoints with their manifests: the command merak-verify, in a clone. --help says more."""
+"""Compare checkpoints with their manifests: the command merak-verify, in a clone. See --help."""
 
 import sys
 from pathlib import Path

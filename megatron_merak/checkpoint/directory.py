@@ -109,7 +109,7 @@ def clear(plain: Path) -> None:
         if not names or any(map(_is_ours, names)):
             discard(plain)
             return
-    reason = f"it holds {', '.join(sorted(names)[:3])}, which megatron_merak did not write"
+    reason = f"it contains {', '.join(sorted(names)[:3])}, which megatron_merak did not write"
     raise CheckpointError("checkpoint", plain, reason, "Save to another directory with --save, or move it away")
 
 
@@ -190,7 +190,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         path = directory / name
         size = path.stat().st_size if path.is_file() else None
         if size != written["bytes"]:
-            reason = f"another rank wrote {written['bytes']} bytes, and {size or 0} are seen here"
+            reason = f"another rank wrote {written['bytes']} bytes, but {size or 0} are visible here"
             raise CheckpointError("checkpoint file", path, reason, "Give --save a directory that all hosts share")
 
 

@@ -112,7 +112,7 @@ class HFSource(Source):
         names = [n for n in names if not silent.search(n) and not any(fnmatchcase(n, glob) for glob in allowed)]
         if names:
             reason = f"{len(names)} tensors of {type(model).__name__} are missing: {_some(names)}"
-            remedy = f"from_pretrained(..., allow_missing={_globs(names)!r}) starts them from random values"
+            remedy = f"from_pretrained(..., allow_missing={_globs(names)!r}) initializes them randomly"
             raise CheckpointError("model directory", self.directory, reason, remedy)
 
     def _refuse_extra(self, model: nn.Module, names: list[str], allowed: Sequence[str]) -> None:
@@ -131,7 +131,7 @@ class HFSource(Source):
             bounds = ((start, min(start + step, rows)),)
             equal = equal and torch.equal(*(read(part(x, 0, bounds), self._files.read) for x in (one, other)))
         if not equal:
-            reason = f"{canonical} and {alias} are one tensor in the model, and have different values here"
+            reason = f"{canonical} and {alias} are tied in the model, but have different values here"
             raise CheckpointError("model directory", self.directory, reason, "Load it with tie_word_embeddings=False")
 
 
@@ -200,7 +200,7 @@ def fill(shards: Iterable[Shard], source: Source) -> None:
         if shard.name not in known:
             raise CheckpointError("tensor", shard.name, "the weights do not have it", "Initialise it")
         if source.shape(shard.name) != tuple(shard.shape):
-            reason = f"it has shape {source.shape(shard.name)}, and {tuple(shard.shape)} is wanted"
+            reason = f"it has shape {source.shape(shard.name)}, but {tuple(shard.shape)} is needed"
             raise CheckpointError("tensor", shard.name, reason, "Give the weights of this model")
     for shard in sorted(shards, key=lambda shard: source.place(shard.name)):
         held, offset = shard.tensor.detach(), 0

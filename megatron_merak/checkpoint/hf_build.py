@@ -93,8 +93,8 @@ def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any])
     _check_type(directory, text, trust_remote_code)
     _check_values(file, text)
     if text.get("quantization_config"):
-        reason = "its weights are quantised, and training needs them in floating point"
-        raise CheckpointError("model directory", directory, reason, "Give the model from which it was quantised")
+        reason = "its weights are quantized, and training needs floating-point weights"
+        raise CheckpointError("model directory", directory, reason, "Use the model from which it was quantized")
     try:
         config, unknown = AutoConfig.from_pretrained(
             directory,
@@ -108,7 +108,7 @@ def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any])
         raise CheckpointError("config", file, reason, "Copy the model directory again") from error
     if unknown:
         near = get_close_matches(sorted(unknown)[0], dir(config), 1)
-        remedy = f"Did you mean {near[0]}" if near else "Name a field of config.json"
+        remedy = f"Did you mean {near[0]}" if near else "Use a field of config.json"
         raise ConfigError("config field", sorted(unknown)[0], f"{type(config).__name__} has no such field", remedy)
     return config
 
@@ -122,7 +122,7 @@ def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) 
     if kind in CONFIG_MAPPING or (own_code and trust_remote_code):
         return
     if own_code:
-        reason = f"it is of type {kind}, which transformers does not know, and brings its own code"
+        reason = f"its type {kind} is unknown to transformers, and it has its own code"
         remedy = "Read that code, then allow it with --trust-remote-code (trust_remote_code=True)"
         raise CheckpointError("model directory", directory, reason, remedy)
     if not isinstance(kind, str):
@@ -136,7 +136,7 @@ def _check_values(file: Path, text: dict[str, Any]) -> None:
     """Refuse what would run for long, or far, before anybody notices."""
     names = text.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        reason = f"its architectures are {str(names)[:60]!r}, and not a list of class names"
+        reason = f"its architectures are {str(names)[:60]!r}, not a list of class names"
         raise CheckpointError("config", file, reason, "Copy the model directory again")
     pending = [("", text)]
     while pending:

@@ -84,7 +84,7 @@ class WeightFiles:
                     self.entries.setdefault(tensor, entry)
         lost = sorted(set(weight_map) - set(self.entries))
         if lost:
-            reason = f"it says that {weight_map[lost[0]]} holds {lost[0]}, which that file does not"
+            reason = f"it lists {lost[0]} in {weight_map[lost[0]]}, which does not contain it"
             raise bad("index", self.directory / (name + INDEX), reason)
 
     def read(self, name: str, take: tuple[tuple[int, int], ...]) -> torch.Tensor:
@@ -124,7 +124,7 @@ class WeightFiles:
                 raise bad("model directory", directory, reason, remedy)
             return name, {} if single else _weight_map(directory / (name + INDEX), Path(name).suffix)
         remedy = f"Give a directory with {WEIGHTS} or {WEIGHTS}{INDEX}"
-        raise bad("model directory", directory, "it holds no weights", remedy)
+        raise bad("model directory", directory, "it has no weights", remedy)
 
     def _inside(self, file: str) -> Path:
         """The path of a weight file, which must be a regular file of this directory or of its hub cache."""

@@ -101,7 +101,7 @@ def to_files(model: nn.Module, tensors: Mapping[str, Patchwork]) -> dict[str, Pa
     try:
         return revert_weight_conversion(model, dict(tensors))
     except Exception as error:
-        reason = f"transformers cannot undo what it did to its weights when it loaded them ({error})"
+        reason = f"transformers cannot reverse the conversion that it applied to the weights on loading ({error})"
         raise CheckpointError("model", type(model).__name__, reason, "Report this with the model's config") from error
 
 
@@ -119,7 +119,7 @@ def _convert(rule, name: str, model: nn.Module) -> dict:
     try:
         return rule.convert(name, model=model, config=model.config)
     except Exception as error:
-        reason = f"the tensors that it is made of do not fit each other ({error})"
+        reason = f"the tensors that it is built from do not match ({error})"
         remedy = "Copy the model directory again; the config may also belong to another model"
         raise CheckpointError("tensor", name, reason, remedy) from error
 

@@ -83,10 +83,10 @@ def _tensors(model: nn.Module, gather: Gather) -> dict[str, Patchwork]:
         canonical = aliases.get(name, name)
         held = next((other for other in names.get(canonical, [name]) if other in gather.dtypes), None)
         if held is None:
-            raise CheckpointError("tensor", name, "no rank holds it", "Give the shards of the whole model")
+            raise CheckpointError("tensor", name, "no rank has it", "Pass the shards of the complete model")
         if gather.shapes[held] != tuple(tensor.shape):
-            reason = f"the ranks hold shape {gather.shapes[held]}, and the model has {tuple(tensor.shape)}"
-            raise CheckpointError("tensor", name, reason, "Give the shards of this model")
+            reason = f"the ranks have shape {gather.shapes[held]}, and the model has {tuple(tensor.shape)}"
+            raise CheckpointError("tensor", name, reason, "Pass the shards of this model")
         state[name] = stored(held, gather.shapes[held], gather.dtypes[held])
     return hf_names.to_files(model, state)
 
@@ -114,7 +114,7 @@ def _prepare(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed + _MARGIN:
         reason = f"{needed + _MARGIN} bytes are needed and {free} are free"
-        raise CheckpointError("output directory", directory, reason, "Free some space or save elsewhere")
+        raise CheckpointError("output directory", directory, reason, "Free some space, or save elsewhere")
     (directory / _FRESH).mkdir()
 
 

@@ -86,8 +86,8 @@ def load(
             _tell(passed, manifest.iteration, say, first)
             return dict(manifest.meta)
     if passed:
-        raise DamagedError("checkpoint directory", root, f"none of its checkpoints is whole: {passed[0]}", _RESTORE)
-    raise CheckpointError("checkpoint directory", root, "it holds no complete checkpoint", _REMEDY)
+        raise DamagedError("checkpoint directory", root, f"all of its checkpoints are damaged: {passed[0]}", _RESTORE)
+    raise CheckpointError("checkpoint directory", root, "it has no complete checkpoint", _REMEDY)
 
 
 def _tell(passed: Sequence[str], loaded: int, say: Callable[[str], object] | None, first: bool) -> None:
@@ -138,7 +138,7 @@ def _asked(root: Path, iteration: int) -> Path:
         if directory_of(root, iteration).is_dir():
             read_manifest(directory_of(root, iteration))  # raises, and says what is wrong with it
         complete = ", ".join(str(other) for other in newest_first(root)) or "none"
-        reason = f"it holds no complete checkpoint of iteration {iteration} (complete are: {complete})"
+        reason = f"it has no complete checkpoint of iteration {iteration} (complete are: {complete})"
         raise CheckpointError("checkpoint directory", root, reason, _REMEDY)
     return directory
 
@@ -148,7 +148,7 @@ def _check_known(source: Path, manifest: Manifest, shards: Mapping[str, Sequence
     for kind, parts in shards.items():
         if kind not in manifest.tensors:
             reason = f"it has no {kind} state, only {', '.join(manifest.tensors)}"
-            remedy = "Start the optimizer afresh with --no-load-optim, or load another checkpoint"
+            remedy = "Start with new optimizer state by --no-load-optim, or load another checkpoint"
             raise CheckpointError("checkpoint", source, reason, remedy)
         for part in parts:
             entry = manifest.tensors[kind].get(part.name)
@@ -188,7 +188,7 @@ def _check_all_wanted(
         extra = [name for index, name in enumerate(sorted(manifest.tensors[kind])) if not mask >> index & 1]
         if extra:
             named = ", ".join(extra[:_NAMED]) + (f" and {len(extra) - _NAMED} more" if len(extra) > _NAMED else "")
-            reason = f"it holds {kind} tensors that the model does not have: {named}"
+            reason = f"it has {kind} tensors that the model does not have: {named}"
             raise CheckpointError("checkpoint", source, reason, "Load it into the model that saved it")
     return sorted(wanted)
 

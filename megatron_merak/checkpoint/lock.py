@@ -200,7 +200,7 @@ def _renewed(path: Path) -> int | None:
 
 def _locked(path: Path, owner: dict) -> DirectoryLockedError:
     who = f"process {owner.get('pid')} on host {owner.get('host')}"
-    remedy = f"{_REMEDY}; should no such process exist, remove {path}"
+    remedy = f"{_REMEDY}; if no such process exists, remove {path}"
     return DirectoryLockedError("directory", path.parent, f"another job writes to it: {who}", remedy)
 
 

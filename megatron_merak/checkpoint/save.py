@@ -87,7 +87,7 @@ def check_finite(
             for part in turn.shards:
                 if (trained is None or part.name in trained) and not is_finite(part.tensor):
                     remedy = "Resume from an earlier checkpoint with a lower learning rate; nothing was written"
-                    reason = "it holds numbers that are not finite, and such a checkpoint would be of no use"
+                    reason = "it has values that are not finite, and a checkpoint with them would be useless"
                     raise NumericsError("tensor", f"{name}/{part.name}", reason, remedy)
 
 
@@ -104,7 +104,7 @@ def _prepare(root: Path, iteration: int, needed: int) -> None:
     free = shutil.disk_usage(root).free
     if free < needed + _MARGIN:
         reason = f"{needed + _MARGIN} bytes are needed and {free} are free"
-        raise CheckpointError("checkpoint directory", root, reason, "Free some space or save elsewhere with --save")
+        raise CheckpointError("checkpoint directory", root, reason, "Free some space, or save elsewhere with --save")
 
 
 def _write(fresh: Path, file: str, kind: str, parts: Sequence[Shard], told: Mapping[str, str]) -> tuple[dict, dict]:
@@ -138,7 +138,7 @@ def _complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], me
         manifest = Manifest(iteration, save_id, files, _join(reports), {**meta, "iteration": iteration})
         text = manifest.render()
     except (ValueError, TypeError) as error:
-        remedy = "Give each part of a tensor one owner, and a meta that JSON can say"
+        remedy = "Give each part of a tensor one owner, and a meta that JSON can represent"
         raise CheckpointError("checkpoint", fresh, str(error), remedy) from error
     parse_manifest(text, fresh / NAME)  # what cannot be read back (two keys that JSON says alike) must not be published
     directories.check_files(fresh, manifest)

@@ -74,7 +74,7 @@ def parse(path: Path) -> Unit:
             raise ValueError("a file has its digests in a manifest that is not listed")
         return Unit(_size(document["step"]), str(document["save_id"]), files)
     except FileNotFoundError as error:
-        reason = f"it has no {path.name}: its save did not end, or another program or version wrote it"
+        reason = f"it has no {path.name}: its save was interrupted, or another program or version wrote it"
         remedy = "Use another checkpoint, or start a new run from its weights: from_pretrained(directory)"
         raise DamagedError("checkpoint", path.parent, reason, remedy) from error
     except OSError as error:
@@ -106,7 +106,7 @@ def read(directory: Path, step: int | None = None) -> Unit:
             reason = "it is not a regular file (links are not followed)"
             raise DamagedError("checkpoint file", directory / path, reason, _REMEDY)
         if found.st_size != written["bytes"]:
-            reason = f"it has {found.st_size} bytes where {written['bytes']} were written"
+            reason = f"it has {found.st_size} bytes but {written['bytes']} were written"
             raise DamagedError("checkpoint file", directory / path, reason, _REMEDY)
     return unit
 

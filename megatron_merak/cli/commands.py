@@ -15,40 +15,42 @@ MODULE = "python -m megatron_merak"
 
 @dataclass(frozen=True)
 class Command:
-    """What a command is for, in a few words; ``target`` is the function that it runs, as "module:function"."""
+    """A command: the function that it runs, as "module:function", and a short description."""
 
     target: str
     text: str
 
 
-# The entry point of each is merak- and its name (pyproject.toml).
+# The entry point of each command is merak-NAME (pyproject.toml).
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "pretrain": Command("megatron_merak.cli.pretrain:gpt", "pretrain a GPT (pretrain_gpt.py)"),
         "pretrain-hf": Command("megatron_merak.cli.pretrain:hf", "train a HuggingFace language model (pretrain_hf.py)"),
-        "preprocess": Command("megatron_merak.cli.preprocess_data:main", "tokenize text into data sets"),
+        "preprocess": Command("megatron_merak.cli.preprocess_data:main", "tokenize text into indexed datasets"),
         "launch": Command(
-            "megatron_merak.cli.launch:main", "start a job with parameter servers that outlives its ranks"
+            "megatron_merak.cli.launch:main", "start a job with parameter servers that survives failed ranks"
         ),
         "plan": Command("megatron_merak.cli.plan:main", "show how a training command would run, or a stored plan"),
         "memory": Command("megatron_merak.cli.report_memory:main", "show what fills the memory of every rank"),
         "simulate": Command("megatron_merak.cli.simulate:main", "simulate pipeline schedules and plans"),
         "verify": Command("megatron_merak.cli.verify:main", "compare checkpoints with their manifests"),
-        "doctor": Command("megatron_merak.cli.doctor:main", "say what is active here, and why the rest is not"),
+        "doctor": Command(
+            "megatron_merak.cli.doctor:main", "show which kernels and backends are active, and why others are not"
+        ),
     }
 )
 
 
 def listing() -> str:
-    """The commands, a line each."""
+    """Return the list of commands, one line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.text}" for name, command in COMMANDS.items()]
     head = [f"megatron_merak {__version__}", "", f"usage: {MODULE} COMMAND ...      (or merak-COMMAND ...)", ""]
-    return "\n".join([*head, *lines, "", f"{MODULE} COMMAND --help shows the flags of one."])
+    return "\n".join([*head, *lines, "", f"{MODULE} COMMAND --help shows the flags of a command."])
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
-    """Run the command that the first argument names, with the rest; the exit status is the command's."""
+    """Run the command named by the first argument with the other arguments; return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("--help", "-h", "help"):
         print(listing())

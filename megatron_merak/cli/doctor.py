@@ -1,9 +1,9 @@
-"""What of megatron_merak is active on this machine, and why the rest is not.
+"""Show which parts of megatron_merak are active on this machine, and why the others are not.
 
     merak-doctor            a table
-    merak-doctor --json     the same for programs
+    merak-doctor --json     the same as JSON
 
-The exit status is 1 when a compiled part is wanted but cannot be used (MERAK_EXT=0 says that none is wanted).
+The exit status is 1 if a compiled part cannot be used, unless MERAK_EXT=0 disables compiled parts.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Starts the ranks of a job with parameter servers on this host, as torchrun does, but lets the job outlive its ranks.
+"""Start the ranks of a job with parameter servers on this host, like torchrun, and keep the job running if ranks fail.
 
-A worker that dies is left, and the others go on; a parameter server that is killed is started again and goes on from
-its last snapshot (--save, --ps-snapshot-interval). See docs/parameter_server.md.
+If a worker dies, the others continue. A killed parameter server is restarted from its last snapshot (--save,
+--ps-snapshot-interval). See docs/parameter_server.md.
 
 examples:
   # three workers and one server on this host
   merak-launch --nproc-per-node 4 pretrain --data-parallel-strategy ps-async \\
       --num-parameter-servers 1 --save runs/served ... (the flags of merak-pretrain)
 
-  # two hosts of eight ranks; the same on the other one with --node-rank 1
+  # two hosts with eight ranks each; use --node-rank 1 on the second
   merak-launch --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr host0 pretrain-hf ...
 """
 
@@ -30,19 +30,21 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc-per-node", type=int, required=True, help="ranks on this host")
-    parser.add_argument("--nnodes", type=int, default=1, help="hosts, each with as many ranks (default: 1)")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this host is (default: 0)")
-    parser.add_argument("--master-addr", default="127.0.0.1", help="the first host (default: this one)")
-    parser.add_argument("--master-port", type=int, default=29500, help="a port of it that is free (default: 29500)")
-    parser.add_argument("--max-restarts", type=int, default=3, help="of each parameter server (default: 3)")
+    parser.add_argument("--nproc-per-node", type=int, required=True, help="number of ranks on this host")
+    parser.add_argument("--nnodes", type=int, default=1, help="number of hosts, each with this many ranks (default: 1)")
+    parser.add_argument("--node-rank", type=int, default=0, help="index of this host, from 0 (default: 0)")
+    parser.add_argument("--master-addr", default="127.0.0.1", help="address of the first host (default: this host)")
+    parser.add_argument("--master-port", type=int, default=29500, help="free port on the first host (default: 29500)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=3, help="restarts allowed per parameter server (default: 3)"
+    )
     parser.add_argument("script", help="pretrain, pretrain-hf, or a script like pretrain_gpt.py")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="its flags")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
     return parser.parse_args(given)
 
 
 def _checked(asked: argparse.Namespace) -> argparse.Namespace:
-    """Raises LaunchError for numbers that make no job."""
+    """Return ``asked``; raise LaunchError if its numbers do not describe a job."""
     for flag, value, least in (
         ("--nproc-per-node", asked.nproc_per_node, 1),
         ("--nnodes", asked.nnodes, 1),
@@ -50,19 +52,21 @@ def _checked(asked: argparse.Namespace) -> argparse.Namespace:
         ("--max-restarts", asked.max_restarts, 0),
     ):
         if value < least:
-            raise LaunchError(flag, value, f"it is below {least}", f"Use {least} or more")
+            raise LaunchError(flag, value, f"it is below {least}", f"Use at least {least}")
     if asked.node_rank >= asked.nnodes:
         raise LaunchError("--node-rank", asked.node_rank, f"there are {asked.nnodes} hosts", "Count them from 0")
     if not 0 < asked.master_port < 1 << 16:
-        remedy = "Name one that is free, from 1 to 65535"
-        raise LaunchError("--master-port", asked.master_port, "ranks cannot meet at such a port", remedy)
+        remedy = "Use a free port from 1 to 65535"
+        raise LaunchError("--master-port", asked.master_port, "it is not a valid port", remedy)
     if asked.script not in TRAINING and not Path(asked.script).is_file():
-        raise LaunchError("script", asked.script, "there is no such file", f"Name {' or '.join(TRAINING)}")
+        raise LaunchError(
+            "script", asked.script, "the file does not exist", f"Use {', '.join(TRAINING)} or the path of a script"
+        )
     return asked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command merak-launch, and tools/launch.py; the exit status is that of the job."""
+    """Run merak-launch (tools/launch.py); return the exit status of the job."""
     try:
         asked = _checked(_arguments(sys.argv[1:] if arguments is None else arguments))
         from ..parameter_server.supervisor import Hosts, servers_of

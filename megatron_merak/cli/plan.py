@@ -1,8 +1,8 @@
-"""Shows how a training command would run: rank grid, stages, memory, schedule, predicted time. Needs no GPU.
+"""Show how a training command would run: rank grid, stages, memory, schedule, predicted time. Needs no GPU.
 
-Takes every flag of pretrain_gpt.py (merak-pretrain), so a command line can be copied as it is; data and learning rate
-may be missing. With --model, a HuggingFace directory or config.json, it takes those of pretrain_hf.py, and shows which
-weights tensor parallelism divides, and why. A plan that was stored is shown again without being made again.
+Copy the flags of your pretrain_gpt.py (merak-pretrain) command; data and learning rate may be left out. With --model, a
+HuggingFace directory or config.json, use the flags of pretrain_hf.py; the output then shows which weights are sharded,
+and why. A stored plan is shown without being made again.
 
 examples:
   # a small GPT on 8 CPU ranks
@@ -10,13 +10,13 @@ examples:
       --vocab-size 8000 --micro-batch-size 4 --global-batch-size 64 --tensor-model-parallel-size 2 \\
       --pipeline-model-parallel-size 2
 
-  # GPT-3 on 1,024 GPUs; the plan as JSON and its timeline as a picture
+  # GPT-3 on 1,024 GPUs, with the plan as JSON and its timeline as a picture
   merak-plan show --world-size 1024 --device H100 --num-layers 96 --hidden-size 12288 \\
       --num-attention-heads 96 --seq-length 2048 --vocab-size 50257 --micro-batch-size 1 --bf16 \\
       --global-batch-size 1536 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 \\
       --save plan.json --timeline plan.png
 
-  # an unmodified HuggingFace model of that size; then what a smaller tensor-parallel degree changes
+  # an unmodified HuggingFace model of that size; then the difference to another stored plan
   merak-plan show --model examples/shapes/bloom-176b.json --world-size 384 --device A100 --seq-length 2048 \\
       --micro-batch-size 2 --global-batch-size 2048 --bf16 --tensor-model-parallel-size 4 \\
       --pipeline-model-parallel-size 12 --recompute-granularity full --save bloom.json
@@ -48,8 +48,10 @@ USAGE = """merak-plan show --world-size N [--device NAME] [--save FILE.json] TRA
 
 def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
     flags, own = planned_parser(described(__doc__, NAME), described(USAGE, NAME), kind)
-    flags.add_argument("command", choices=("show", "diff"), help="print a plan, or what differs between two")
-    own.add_argument("--json", metavar="FILE", default=None, help="store the plan; so does --save FILE.json [unset]")
+    flags.add_argument("command", choices=("show", "diff"), help="print a plan, or the differences between two")
+    own.add_argument(
+        "--json", metavar="FILE", default=None, help="write the plan to FILE, as --save FILE.json does [unset]"
+    )
     return flags
 
 
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if arguments[:1] == ["diff"]:
             if len(files) != 2 or len(arguments) != 3:
-                raise ConfigError("diff", " ".join(arguments[1:]), "it compares two stored plans", "Name two files")
+                raise ConfigError("diff", " ".join(arguments[1:]), "it compares two stored plans", "Give two files")
             from ..planner.tables import difference
             from ..training.plan_file import stored
 

@@ -21,16 +21,22 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         type=Path,
-        help="files of one JSON object per line, .txt files of one document each, either with .gz; or directories",
+        help="files with one JSON object per line, .txt files with one document each (both optionally .gz), or "
+        "directories",
     )
-    add("--json-keys", nargs="+", default=["text"], help="keys to extract; each makes a dataset of its own")
-    add("--output-prefix", required=True, help="writes {prefix}_{key}_document.bin and .idx")
-    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    add("--json-keys", nargs="+", default=["text"], help="keys to extract; each key becomes a separate dataset")
+    add("--output-prefix", required=True, help="prefix of the output files {prefix}_{key}_document.bin and .idx")
+    add("--append-eod", action="store_true", help="append the end-of-document token to every document")
     add("--tokenizer-type", required=True, choices=["HuggingFaceTokenizer", "NullTokenizer"])
-    add("--tokenizer-model", help="tokenizer.json, or a directory as save_pretrained writes it")
+    add("--tokenizer-model", help="tokenizer.json, or a directory written by save_pretrained")
     add("--vocab-size", type=int, help="number of token ids, for NullTokenizer")
-    add("--workers", type=int, default=1, help="processes; 1 is this process, with the tokenizer's own threads")
-    add("--skip-bad", type=int, default=0, metavar="N", help="leave out up to N documents that cannot be read")
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        help="number of processes; 1 uses this process with the tokenizer's own threads",
+    )
+    add("--skip-bad", type=int, default=0, metavar="N", help="skip up to N documents that cannot be read")
     return flags
 
 
@@ -38,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser()
     options = flags.parse_args(arguments)
     if options.workers < 1 or options.skip_bad < 0:
-        flags.error("--workers is at least 1 and --skip-bad at least 0")
+        flags.error("--workers must be at least 1 and --skip-bad at least 0")
     from ..data.preprocess import EncoderConfig, preprocess
 
     config = EncoderConfig(

@@ -1,5 +1,8 @@
-"""The two training commands: the command line, this process's place in the job, the job. torch is imported when the
-command line is understood; a mistake is told in one line, by one of the ranks that make it alike."""
+"""The two training commands: parse the command line, find this process's position in the job, run the job.
+
+torch is imported after the command line has been parsed. If several ranks raise the same error, one of them prints it,
+in one line.
+"""
 
 import signal
 import sys
@@ -80,12 +83,12 @@ def _command(
 
 
 def _understood(kind: type[Run], description: str, given: Sequence[str]) -> tuple[Run, int | None]:
-    """The configuration, and the number of ranks to start where the command line asks for them; exits with status 2
-    for a command line that cannot be read."""
+    """Return the configuration, and the number of ranks to start or None; exit with status 2 if the command line is
+    invalid."""
     parser = build_parser(description, kind)
     parser.usage = f"{program()} [{FLAG} RANKS] FLAGS"
     group = parser.add_argument_group("processes")
-    text = "start this many processes on this host, each a rank; several hosts are started by torchrun [unset]"
+    text = "start this many ranks on this host; use torchrun for several hosts [unset]"
     group.add_argument(FLAG, metavar="N", default=None, help=text)
     try:
         config, own = read(parser, given, kind, _decided(kind, given))
@@ -99,28 +102,33 @@ def _understood(kind: type[Run], description: str, given: Sequence[str]) -> tupl
 
 
 def _start(config: RunConfig, ranks: int, command: str, given: Sequence[str]) -> int:
-    """The exit status of the ranks; with parameter servers they outlive each other."""
+    """Start the ranks and return their exit status; with parameter servers the job survives failed ranks."""
     if not config.parallel.served:
         return start(ranks, command, given)
     return supervise(ranks, command, without_flag(given), config.parallel.num_parameter_servers)
 
 
 def check_command(command: str, given: Sequence[str], ranks: int) -> None:
-    """Raises a MerakError for a command line of "pretrain" or "pretrain-hf" that cannot run on so many ranks."""
+    """Raise a MerakError if a command line of "pretrain" or "pretrain-hf" cannot run on ``ranks`` ranks."""
     kind = Config if command == "pretrain" else HFConfig
     _check(read(build_parser("", kind), given, kind, _decided(kind, given))[0], ranks)
 
 
 def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(FLAG, text, "it is not a number of ranks", "Give it, 1 or more")
+        raise ConfigError(FLAG, text, "it is not a number of ranks", "Give a whole number of at least 1")
     if launched():
-        raise ConfigError(FLAG, text, "torchrun has started this process", f"Give {FLAG} to one of them")
+        raise ConfigError(
+            FLAG,
+            text,
+            "torchrun has already started this process",
+            f"Give {FLAG} only to torchrun, or only to this command",
+        )
     return int(text)
 
 
 def _decided(kind: type[RunConfig], given: Sequence[str]) -> dict[str, Any]:
-    """What a stored plan says of the settings."""
+    """Return the settings that a stored plan decides."""
     if not any(argument.partition("=")[0] == "--plan" for argument in given):
         return {}
     from ..training.plan_file import decided
@@ -129,7 +137,7 @@ def _decided(kind: type[RunConfig], given: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(config: RunConfig, size: int) -> None:
-    """Raises a MerakError for a configuration that does not fit a job of ``size`` ranks."""
+    """Raise a MerakError if the configuration does not fit a job of ``size`` ranks."""
     if config.parallel.plan is not None:
         from ..training.plan_file import check_plan_ranks
 
@@ -170,7 +178,7 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
 
 
 def _abandon(status: int) -> NoReturn:
-    """End this process without the other ranks, at once where they may be connected."""
+    """End this process without waiting for the other ranks; end it immediately if they may be connected."""
     launch = sys.modules.get("megatron_merak.parallel.launch")
     if launch is not None:
         launch.abandon(status)

@@ -1,19 +1,19 @@
-"""Shows what fills the memory of the ranks of a plan: a table per stage and rank, and a picture. Needs no GPU.
+"""Show what fills the memory of the ranks of a plan: a table per stage and rank, and a picture. Needs no GPU.
 
-Takes a stored plan, or every flag of pretrain_gpt.py, so that a command line can be copied as it is; with --model, a
-HuggingFace directory or config.json, those of pretrain_hf.py. All numbers are modelled:
+Give a stored plan, or copy the flags of your pretrain_gpt.py command; with --model, a HuggingFace directory or
+config.json, those of your pretrain_hf.py command. All numbers are modelled:
 
-  weights      parameters in the compute type, tied ones once per rank
-  gradients    the fp32 buffer that all micro-batches add to, of weights that are trained
-  optimizer    its state, such as both moments of AdamW in fp32, and an fp32 copy of 16-bit weights
-  activations  what micro-batches in flight keep for their backwards when the rank keeps most, under the plan's
-               schedule and recomputation: inputs of recomputed layers, tapes of the others, what waits for a W
-  working      what the largest unit needs only while it runs, such as logits and their gradient; where replicas share
-               weights or gradients, the whole ones of two units
-  transfers    activations and gradients on their way over the borders of stages
+  weights      parameters in the compute dtype; tied ones count once per rank
+  gradients    the fp32 buffer in which trained weights accumulate gradients over micro-batches
+  optimizer    optimizer state, such as both fp32 moments of AdamW, and an fp32 copy of 16-bit weights
+  activations  what the micro-batches in flight store for their backwards, at the rank's peak, under the plan's schedule
+               and recomputation: inputs of recomputed layers, saved tensors of others, operands of deferred W ops
+  working      what the largest unit needs only while it runs, such as logits and their gradient; if replicas shard
+               weights or gradients, also the unsharded ones of two units
+  transfers    activations and gradients that are being sent between stages
 
 examples:
-  # 20B parameters on 24 GB cards: what recomputing no more than necessary leaves room for
+  # 20B parameters on 24 GB GPUs, recomputing no more than necessary
   merak-memory --world-size 64 --device "RTX 3090" --num-layers 44 --hidden-size 6144 \\
       --num-attention-heads 64 --seq-length 1024 --vocab-size 50257 --micro-batch-size 2 --global-batch-size 256 \\
       --bf16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 16 --recompute-granularity full \\
@@ -44,7 +44,7 @@ GIB, MIB, GB = 2**30, 2**20, 10**9
 
 
 def looked_at(plan: "Plan", limit: float) -> str:
-    """The tables, the rank that needs most, and what does not fit."""
+    """Return the report: tables, the rank with the highest peak, and what does not fit."""
     from ..plan import prediction, sharing
     from ..planner.memory import rank_memory
     from ..planner.remedies import misfits
@@ -55,7 +55,7 @@ def looked_at(plan: "Plan", limit: float) -> str:
     recomputed = [f"{len(stage.recompute)}/{len(stage.units)}" for stage in plan.stages]
     batches = f"{plan.num_microbatches} micro-batches of {plan.micro_batch_size}"
     lines = [
-        f"{plan.grid.size} ranks, {plan.schedule.name}, {batches}, {plan.dtype}; every number is modelled, of one rank",
+        f"{plan.grid.size} ranks, {plan.schedule.name}, {batches}, {plan.dtype}; every number is modelled, per rank",
         f"recomputed units per stage: {' '.join(recomputed)}",
         *filter(None, [sharing(plan), prediction(plan)]),
         "",
@@ -67,7 +67,7 @@ def looked_at(plan: "Plan", limit: float) -> str:
 
 
 def classic() -> str:
-    """Figures to check a memory model against."""
+    """Return well-known figures for checking a memory model."""
     from ..planner.memory import StageMemory, Values
     from ..planner.tables import align
 
@@ -82,13 +82,13 @@ def classic() -> str:
     rows.append(["its optimizer state", *(f"{memory.optimizer / MIB:.0f} MB" for memory in sizes[0])])
     rows.append(["175B parameters", *(f"{memory.weights / GB:.0f} GB" for memory in sizes[1])])
     rows.append(["with gradients and optimizer", *(f"{memory.total / GB:.0f} GB" for memory in sizes[1])])
-    return "\n".join([*align(rows), "", "MB are 2^20 bytes, GB 10^9, as these figures are usually quoted."])
+    return "\n".join([*align(rows), "", "MB is 2^20 bytes and GB 10^9 bytes, as these figures are usually quoted."])
 
 
 def show(arguments: Sequence[str]) -> None:
     flags, own = parser(described(__doc__, NAME), described(USAGE, NAME), kind_of(arguments))
-    own.add_argument("--picture", metavar="FILE", default=None, help="draw a bar per rank into this PNG file [unset]")
-    own.add_argument("--classic", action="store_true", help="print well-known figures and end")
+    own.add_argument("--picture", metavar="FILE", default=None, help="draw one bar per rank into this PNG file [unset]")
+    own.add_argument("--classic", action="store_true", help="print well-known figures and exit")
     alone = argparse.ArgumentParser(add_help=False)
     alone.add_argument("--plan")
     alone.add_argument("--picture")
@@ -96,7 +96,7 @@ def show(arguments: Sequence[str]) -> None:
     given, rest = alone.parse_known_args(arguments)
     if given.classic or given.plan is not None:
         if rest:
-            reason = "it needs no training flags, and they would have no effect"
+            reason = "training flags have no effect with it"
             raise ConfigError("--classic" if given.classic else "--plan", " ".join(rest), reason, "Leave them out")
     if given.classic:
         print(classic())
@@ -122,7 +122,7 @@ def show(arguments: Sequence[str]) -> None:
 
 def check_picture(path: str) -> None:
     if not path.endswith(".png"):
-        raise ConfigError("--picture", path, "it is not a PNG file", "Name a file that ends in .png")
+        raise ConfigError("--picture", path, "it is not a PNG file", "Use a name that ends in .png")
     from ..pipeline_parallel.pictures.library import check_drawing
     from ..training.outputs import check_file
 

@@ -1,34 +1,34 @@
-"""Simulates pipeline schedules and plans, and shows them, or a real run, side by side. Needs no GPU.
+"""Simulate pipeline schedules and plans, and show them beside each other or beside a real run. Needs no GPU.
 
-How long a step takes, where the ranks wait, what they hold: as text, as a PNG, as one HTML page to zoom into, or as a
-trace for ui.perfetto.dev. Times are milliseconds of one micro-batch. One number of --forward, --backward, --weight and
---recompute is the time of all that one pipeline rank holds, shared by its stages. A list ("10,10,10,14") is of that
-many pieces of the model, in order: as many as there are stages, or as the stages of the schedule with most. --transfer
-and --latency are per boundary between two stages: one number, or one less than there are stages.
+The output shows how long a step takes, where ranks wait and how much memory they need: as text, as a PNG, as one
+zoomable HTML page, or as a trace for ui.perfetto.dev. Times are milliseconds per micro-batch. A single number for
+--forward, --backward, --weight or --recompute is the time of one pipeline rank, shared by its stages. A list
+("10,10,10,14") has one time per piece of the model, in order: one piece per stage, or per stage of the schedule with
+the most stages. --transfer and --latency are per boundary between two stages: one number, or one per boundary.
 
 examples:
-  # 1F1B on 8 ranks: 7/32 of the time is bubble
+  # 1F1B on 8 ranks, with a bubble of 7/32
   merak-simulate --schedule 1f1b --ranks 8 --microbatches 25 --html 1f1b.html
 
-  # several schedules of one model on one time axis; W ops take half of the backward unless --weight says otherwise
+  # several schedules of one model on one time axis; W ops take half of the backward unless --weight is given
   merak-simulate --schedule 1f1b interleaved zb-h1 zb-v --microbatches 12 --transfer 1 --html side.html
 
-  # recomputation on all stages but the last, which is slower (it has the output layer)
+  # recomputation on all stages but the last, which is slower because it has the output layer
   merak-simulate --schedule 1f1b shifted --forward 10,10,10,14 --backward 20,20,20,28 --recompute 10,10,10,0
 
-  # a schedule searched for uneven stages and a slow link, in the memory of 1F1B, beside what formulas give
+  # a schedule searched for uneven stages and a slow link, within the memory of 1F1B, beside named schedules
   merak-simulate --schedule auto 1f1b zb-h1 --forward 10,10,10,14 --backward 20,20,20,28 --latency 4
 
-  # a schedule of one's own, before it is run with --schedule-file
+  # your own schedule, before running it with --schedule-file
   merak-simulate --schedule mine.txt 1f1b --ranks 2 --microbatches 4 --html mine.html
 
-  # a slow link: the steady state pays for the round trip, not only the fill and the drain
+  # a slow link, whose round trip delays the steady state, not only the warm-up and the drain
   merak-simulate --ranks 8 --microbatches 8 --forward 20 --backward 40 --latency 8.4
 
-  # plans that merak-plan stored, with the bytes that every rank holds
+  # plans stored by merak-plan, with the memory of every rank
   merak-simulate --plan one.json other.json --html plans.html
 
-  # a plan beside the step as it really ran
+  # a plan beside the measured step
   torchrun --nproc-per-node 4 pretrain_gpt.py ... --timeline run.json
   merak-simulate --plan plan.json --trace run.json --html both.html
 """
@@ -66,40 +66,44 @@ AUTO = "auto"
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     text = described(__doc__, "merak-simulate")
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_argument_group("what is shown, several after each other")
+    what = parser.add_argument_group("what to show (any number of each)")
     names = ", ".join([*BUILDERS, AUTO])
-    schedules = f"schedules by name ({names}: one that is searched for), or files with a schedule, as text or as CSV "
-    schedules += "of torch.distributed.pipelining [1f1b]"
+    schedules = f"schedules by name ({names}: searched), or schedule files, as text or as CSV of "
+    schedules += "torch.distributed.pipelining [1f1b]"
     what.add_argument("--schedule", "--pipeline-schedule", nargs="+", default=[], metavar="NAME", help=schedules)
     what.add_argument("--plan", nargs="+", default=[], metavar="PLAN.json", help="stored plans, with their own costs")
-    traces = "steps as they ran, from --timeline FILE.json of a run, or from --perfetto"
+    traces = "measured steps, from --timeline FILE.json of a run, or traces from --perfetto"
     what.add_argument("--trace", nargs="+", default=[], metavar="TRACE.json", help=traces)
-    size = parser.add_argument_group("the schedules")
+    size = parser.add_argument_group("schedules")
     size.add_argument("--ranks", "--stages", type=int, default=4, help="pipeline ranks [%(default)s]")
-    size.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step [%(default)s]")
-    size.add_argument("--chunks", type=int, help="stages per rank, of schedules that leave a choice [their own]")
-    size.add_argument("--group", type=int, help="micro-batches of an interleaved group [--ranks]")
-    held = "most micro-batches that each stage may hold in a searched schedule [as 1F1B]"
+    size.add_argument("--microbatches", type=int, default=8, help="micro-batches per step [%(default)s]")
+    size.add_argument(
+        "--chunks", type=int, help="stages per rank, for schedules that support it [the schedule's default]"
+    )
+    size.add_argument("--group", type=int, help="micro-batches per group of an interleaved schedule [--ranks]")
+    held = "maximum micro-batches in flight per stage of a searched schedule [as 1F1B]"
     size.add_argument("--in-flight", metavar="N", help=held)
-    costs = parser.add_argument_group("their costs")
+    costs = parser.add_argument_group("costs")
     for name, default, text in (
         ("forward", "10", "forward"),
         ("backward", "20", "backward, with weight gradients"),
-        ("weight", None, "the part of the backward that a W op takes over [half]"),
-        ("recompute", "0", "recomputation before or inside the backward"),
-        ("transfer", "0", "how long one message occupies the link"),
-        ("latency", "0", "further delay of a message, during which the link is free"),
+        ("weight", None, "part of the backward that is done by a W op [half]"),
+        ("recompute", "0", "recomputation, before or inside the backward"),
+        ("transfer", "0", "time that a message occupies the link"),
+        ("latency", "0", "additional delay of a message, during which the link is free"),
     ):
         known = "" if default is None else " [%(default)s]"
         costs.add_argument(f"--{name}", default=default, metavar="MS", help=text + known)
-    hidden = "of ops run together, the share of the shorter that is hidden, 0 to 1 [%(default)s]"
+    hidden = "for ops that run together, the hidden share of the shorter one, 0 to 1 [%(default)s]"
     costs.add_argument("--overlap", type=float, default=0.0, metavar="SHARE", help=hidden)
     out = parser.add_argument_group("output")
     out.add_argument("--png", metavar="FILE.png", help="write a picture")
-    out.add_argument("--html", metavar="FILE.html", help="write a page that needs nothing else, to zoom and compare")
+    out.add_argument("--html", metavar="FILE.html", help="write a self-contained, zoomable page")
     out.add_argument("--perfetto", metavar="FILE.json", help="write a trace for ui.perfetto.dev")
     out.add_argument("--text", action="store_true", help="print the timelines as text")
-    out.add_argument("--print-schedule", action="store_true", help="print every rank's ops, with communication")
+    out.add_argument(
+        "--print-schedule", action="store_true", help="print the ops of every rank, including communication"
+    )
     return parser.parse_args(arguments)
 
 
@@ -183,8 +187,8 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
     elif Path(name).exists():
         schedule = read_schedule(name, "--schedule")
     else:
-        reason = f"it is no file, and no schedule of {', '.join([*BUILDERS, 'auto'])}"
-        raise ScheduleError("--schedule", name, reason, "Name one of them, or a file")
+        reason = f"it is neither a file nor one of {', '.join([*BUILDERS, 'auto'])}"
+        raise ScheduleError("--schedule", name, reason, "Use one of these names, or a file")
     timeline = simulate(schedule, stage_costs(arguments, schedule), arguments.overlap)
     return View(timeline, detail=words(arguments))
 
@@ -199,7 +203,7 @@ def traced(path: str) -> tuple[View, ...]:
         return from_trace(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, ScheduleError) as error:
         reason = error.reason if isinstance(error, ScheduleError) else str(error)
-        remedy = "Name a file that --timeline FILE.json of a run wrote, or --perfetto of this tool"
+        remedy = "Use a file written by --timeline FILE.json of a run, or by --perfetto of this tool"
         raise ConfigError("--trace", path, reason, remedy) from error
 
 
@@ -231,7 +235,7 @@ def main(given: Sequence[str] | None = None) -> None:
         for flag, path in outputs.items():
             check_file(flag, path)
             if Path(path).suffix.lower() != OUTPUTS[flag]:
-                raise ConfigError(flag, path, "its suffix says otherwise", f"Name a file that ends in {OUTPUTS[flag]}")
+                raise ConfigError(flag, path, "it has another suffix", f"Use a name that ends in {OUTPUTS[flag]}")
             check_suffix(flag, path)
         shown = views(arguments)
     except (MerakError, OSError, UnicodeDecodeError) as error:

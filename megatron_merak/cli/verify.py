@@ -1,9 +1,9 @@
-"""Reads every byte of checkpoints and compares it with their manifests.
+"""Read every byte of checkpoints and compare it with their manifests.
 
-    merak-verify DIRECTORY ...     of --save, an output_dir of MerakTrainer, or a single checkpoint
+    merak-verify DIRECTORY ...     a --save directory, an output_dir of MerakTrainer, or a single checkpoint
 
-One line per checkpoint, newest first. The exit status is 1 when one is damaged, or when there is none. Directories in
-which a save was interrupted do not count. Needs no GPU and no model, and changes nothing.
+Prints one line per checkpoint, newest first. The exit status is 1 if a checkpoint is damaged or if there is none.
+Interrupted saves are ignored. Needs no GPU and no model, and changes nothing.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 count += 1
                 try:
                     verify(path)
-                    print(f"{path}: whole")
+                    print(f"{path}: undamaged")
                 except CheckpointError as error:
                     faults.append(error)
         except CheckpointError as error:

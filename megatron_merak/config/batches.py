@@ -65,7 +65,7 @@ def batches_of(train: TrainConfig, sequence_length: int, replicas: int) -> Batch
         return batches
     if train.step_batch_size_schedule is not None:
         remedy = "Leave out --decrease-batch-size-if-needed"
-        raise ConfigError(STEPS, train.step_batch_size_schedule, "says every size", remedy)
+        raise ConfigError(STEPS, train.step_batch_size_schedule, "already gives every batch size", remedy)
     return Batches(tuple((first, size // unit * unit) for first, size in batches.sizes))
 
 
@@ -92,7 +92,7 @@ def check_length(train: TrainConfig, batches: Batches) -> None:
     for flag in (RAMP, STEPS):
         value = _value(train, flag)
         if value is not None and train.train_samples is None:
-            reason = "counts samples, and the run is not given in samples"
+            reason = "counts samples, but the length of the run is not given in samples"
             raise ConfigError(flag, value, reason, "Give --train-samples instead of --train-iters")
     if train.train_samples is None:
         return

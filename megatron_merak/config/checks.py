@@ -144,7 +144,7 @@ def check_schedule(parallel: ParallelConfig) -> None:
         "microbatch_group_size_per_virtual_pipeline_stage",
     ):
         if (value := getattr(parallel, name)) is not None:
-            reason = f"contradicts --schedule-file {parallel.schedule_file}, which holds the whole schedule"
+            reason = f"contradicts --schedule-file {parallel.schedule_file}, which contains the complete schedule"
             raise ConfigError(flag_name(name), value, reason, "Give only one of them")
 
 
@@ -157,7 +157,7 @@ def check_recompute(parallel: ParallelConfig) -> None:
         reason = f"is needed with --recompute-method {method}"
         raise ConfigError("--recompute-num-layers", "(missing)", reason, "Give a number of layers")
     if layers is not None and method not in ("uniform", "block"):
-        reason = "has an effect with --recompute-method uniform or block only"
+        reason = "has an effect only with --recompute-method uniform or block"
         raise ConfigError("--recompute-num-layers", layers, reason, "Choose one of them, or leave it out")
 
 
@@ -192,7 +192,7 @@ def check_precision(train: TrainConfig) -> None:
         if not train.fp16:
             raise ConfigError(flag_name(name), value, "has no effect without --fp16", "Add --fp16, or leave it out")
         if train.loss_scale and name in moving:
-            reason = f"has no effect with --loss-scale {train.loss_scale}, which never moves"
+            reason = f"has no effect with --loss-scale {train.loss_scale}, which is fixed"
             raise ConfigError(flag_name(name), value, reason, "Leave one of them out")
     if train.min_loss_scale > train.initial_loss_scale:
         reason = f"exceeds --initial-loss-scale {train.initial_loss_scale}"

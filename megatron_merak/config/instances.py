@@ -18,7 +18,7 @@ def refused_instances(instances: int, replicas: int, sharding: str) -> tuple[str
     if instances == 1:
         return None
     if sharding == "no_shard":
-        return "no_shard leaves nothing that an instance could shard", "Choose a sharding strategy, or leave it 1"
+        return "no_shard shards nothing that instances could divide", "Choose a sharding strategy, or leave it 1"
     if replicas == 1:
         return "there is one data-parallel rank", "Leave it 1"
     if instances == replicas:

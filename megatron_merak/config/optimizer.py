@@ -1,4 +1,4 @@
-"""The settings of the optimizer, and of how its rates change over a run."""
+"""The settings of the optimizer and of its learning-rate and weight-decay schedules."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ class OptimizerConfig(Section):
     decoupled_lr: float | None = setting(None, above=0)
     """Peak learning rate of the word embedding and the output layer (unset: --lr)."""
     decoupled_min_lr: float | None = setting(None, least=0)
-    """Learning rate of these at the end of the decay (unset: --min-lr, or a tenth of --decoupled-lr)."""
+    """Their learning rate at the end of the decay (unset: --min-lr, or a tenth of --decoupled-lr)."""
     lr_decay_style: str = setting(
         "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), megatron="linear"
     )
@@ -26,13 +26,13 @@ class OptimizerConfig(Section):
     lr_decay_iters: int | None = setting(None, least=1)
     """Iteration at which the decay ends (unset: --train-iters)."""
     lr_decay_samples: int | None = setting(None, least=1)
-    """Samples at which the decay ends, in runs of --train-samples (unset: these)."""
+    """Samples at which the decay ends, in runs of --train-samples (unset: --train-samples)."""
     lr_warmup_iters: int = setting(0, least=0)
     """Iterations of linear warm-up."""
     lr_warmup_samples: int = setting(0, least=0)
     """Samples of linear warm-up, in runs of --train-samples."""
     lr_warmup_fraction: float | None = setting(None, least=0, below=1)
-    """Warm-up as a fraction of the decay; instead of --lr-warmup-iters or --lr-warmup-samples."""
+    """Warm-up as a fraction of the decay, instead of --lr-warmup-iters or --lr-warmup-samples."""
     lr_warmup_init: float = setting(0.0, least=0)
     """Learning rate at which warm-up starts."""
     lr_wsd_decay_style: str = setting("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
@@ -42,46 +42,46 @@ class OptimizerConfig(Section):
     lr_wsd_decay_samples: int | None = setting(None, least=1)
     """Samples of the final decay with --lr-decay-style WSD, in runs of --train-samples."""
     weight_decay: float = setting(0.1, least=0, megatron=0.01)
-    """Weight decay; biases and norms have none."""
+    """Weight decay; not applied to biases and norms."""
     start_weight_decay: float | None = setting(None, least=0)
-    """Weight decay at the start, when it grows."""
+    """Weight decay at the start of the run, if it changes."""
     end_weight_decay: float | None = setting(None, least=0)
-    """Weight decay at the end, when it grows."""
+    """Weight decay at the end of the run, if it changes."""
     weight_decay_incr_style: str = setting("constant", choices=("constant", "linear", "cosine"))
     """How weight decay moves from --start-weight-decay to --end-weight-decay."""
     clip_grad: float = setting(1.0, least=0)
-    """Largest norm of the whole gradient; 0 does not clip."""
+    """Gradient norm to clip to; 0 disables clipping."""
     adam_beta1: float = setting(0.9, least=0, below=1)
     """Decay of Adam's first moment."""
     adam_beta2: float = setting(0.95, least=0, below=1, megatron=0.999)
     """Decay of Adam's second moment."""
     adam_eps: float = setting(1e-8, above=0)
-    """Added to the root of Adam's second moment."""
+    """Epsilon added to the square root of Adam's second moment."""
     sgd_momentum: float = setting(0.9, least=0, below=1)
     """Momentum of --optimizer sgd."""
     lion_beta1: float = setting(0.95, least=0, below=1)
-    """Of the sum of momentum and gradient whose sign is Lion's update, the momentum's part."""
+    """Weight of the momentum in the sum of momentum and gradient whose sign is Lion's update."""
     lion_beta2: float = setting(0.98, least=0, below=1)
     """Decay of Lion's momentum."""
 
     @property
     def state_bytes(self) -> float:
-        """What the optimizer keeps of a parameter in fp32, beside its value."""
+        """Bytes of fp32 optimizer state per parameter."""
         return {"adam": 8.0, "lion": 4.0, "sgd": 4.0 if self.sgd_momentum else 0.0}[self.optimizer]
 
     @property
     def final_lr(self) -> float:
-        """``min_lr``, or a tenth of ``lr`` when it is unset; needs one of them."""
+        """``min_lr``, or a tenth of ``lr`` if it is unset; needs one of them."""
         return self.min_lr if self.min_lr is not None else 0.1 * self.lr
 
     @property
     def decay(self) -> int | None:
-        """Where the decay ends, in iterations or in samples, as the run is given; None: with the run."""
+        """Where the decay ends, in the run's unit (iterations or samples); None: at the end of the run."""
         return self.lr_decay_iters or self.lr_decay_samples
 
     @property
     def warmup(self) -> int:
-        """The length of the warm-up in the same unit, where it is not given as a fraction."""
+        """The length of the warm-up in the same unit, unless it is given as a fraction."""
         return self.lr_warmup_iters or self.lr_warmup_samples
 
     @property

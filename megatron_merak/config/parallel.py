@@ -1,4 +1,4 @@
-"""How the work of a run is spread over ranks."""
+"""The settings that distribute a run over ranks."""
 
 import dataclasses
 
@@ -9,101 +9,102 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recomput
 BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "merak_peer", "gloo_cuda", "mpi")
 OF_GPUS = ("nccl", "merak_peer", "gloo_cuda")  # backends that carry tensors of GPUs
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
-STRATEGIES = ("allreduce", "ps-sync", "ps-async")  # how data-parallel replicas come to the same weights
-SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # each one shards what those before it do
+STRATEGIES = ("allreduce", "ps-sync", "ps-async")  # how data-parallel replicas combine gradients
+SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # cumulative, in this order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How the work is spread over ranks; what tensor and pipeline degrees leave over is data parallel."""
+    """Distribution over ranks. Data parallelism uses the ranks that tensor and pipeline parallelism leave over."""
 
     tensor_model_parallel_size: int = setting(1, least=1)
-    """Ranks that share every layer."""
+    """Tensor-parallel degree: number of ranks over which every layer is sharded."""
     pipeline_model_parallel_size: int = setting(1, least=1)
-    """Pipeline stages; the layers are cut between them by cost."""
+    """Pipeline-parallel degree: number of pipeline ranks; the layers are cut into stages by cost."""
     rank_order: str | None = setting(None, ours=True)
-    """Which axis of parallelism ranks run over first, joined by dashes: tp-dp-pp (Megatron-LM's tp-cp-ep-dp-pp) puts
-    replicas beside each other and pipelines across nodes, tp-pp-dp pipelines inside and replicas across (unset:
-    tp-dp-pp)."""
+    """Order in which ranks are assigned to the axes of parallelism, fastest-varying first, joined by dashes. tp-dp-pp
+    (Megatron-LM's tp-cp-ep-dp-pp) places replicas on adjacent ranks and pipelines across nodes; tp-pp-dp places
+    pipelines inside nodes and replicas across them (unset: tp-dp-pp)."""
     use_tp_pp_dp_mapping: bool = setting(False)
     """The same as --rank-order tp-pp-dp."""
     plan: str | None = setting(None, ours=True)
-    """Run this plan, a JSON file that tools/plan.py wrote and that may be edited; flags that it decides can be left
-    out (unset: a plan is made from the flags)."""
+    """Run the plan in this JSON file, which tools/plan.py writes and which may be edited; flags that the plan decides
+    may be left out (unset: make a plan from the flags)."""
     pipeline_schedule: str | None = setting(None, choices=SCHEDULES, ours=True)
-    """Order of forwards, backwards, recomputations and weight gradients over the pipeline; auto searches for one
-    (unset: 1f1b, or what --schedule-file holds)."""
+    """Pipeline schedule: the order of forwards, backwards, recomputations and weight gradients; auto searches for one
+    (unset: 1f1b, or that of --schedule-file)."""
     schedule_file: str | None = setting(None, ours=True)
-    """File with a schedule written by hand, as text or as CSV of torch.distributed.pipelining, instead of
-    --pipeline-schedule: a rank per line, in the order of its ops; see docs/schedule_files.md."""
+    """File with a pipeline schedule, instead of --pipeline-schedule: text, or CSV of torch.distributed.pipelining, with
+    one line of ops per rank; see docs/schedule_files.md."""
     num_virtual_stages_per_pipeline_rank: int | None = setting(None, least=1)
-    """Stages that each pipeline rank holds (unset: 2 where the schedule is interleaved or zb-v, else 1)."""
+    """Stages per pipeline rank (unset: 2 if the schedule is interleaved or zb-v, else 1)."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(None, least=1)
-    """Micro-batches that a stage runs before its rank turns to its next stage (unset: the pipeline-parallel size)."""
+    """Micro-batches that a rank runs on one of its stages before the next stage (unset: the pipeline-parallel size)."""
     sequence_parallel: bool = setting(False)
-    """Divide what tensor parallelism leaves whole (norms, dropout, residuals) over its ranks along the sequence."""
+    """Shard norms, dropout and residuals along the sequence over the tensor-parallel ranks, which otherwise replicate
+    them."""
     tp_comm_overlap: str = setting("weight-gradient", choices=OVERLAPS, bare="auto", megatron=False)
-    """What runs while tensor-parallel collectives are under way: nothing, weight gradients, the other half of the
-    micro-batch, or another micro-batch; auto lets the cost model choose."""
+    """What overlaps tensor-parallel collectives: nothing, weight gradients, the other half of the micro-batch, or
+    another micro-batch; with auto, or no value, the cost model chooses."""
     distributed_backend: str = setting("auto", choices=BACKENDS, megatron="nccl")
-    """Collective library; auto is nccl on GPUs and merak_shm on CPUs; merak_shm is gloo, and shared memory for tensor
-    and data parallelism within a host; merak_peer is nccl, and within a host our own kernels for sums of up to 8 MiB
-    and the copy engine between stages; gloo_cuda lets ranks share GPUs, to debug; emu moves data by gloo and models
-    the time; mpi is torch's, where torch was built with it, for fp32 on CPUs."""
+    """Communication backend. auto: nccl on GPUs, merak_shm on CPUs. merak_shm: gloo, with shared memory for tensor and
+    data parallelism within a host. merak_peer: nccl, with our own kernels for reductions of up to 8 MiB and the copy
+    engine between stages within a host. gloo_cuda: lets ranks share GPUs, for debugging. emu: gloo with modelled
+    times. mpi: torch's MPI backend, if torch was built with it, for fp32 on CPUs."""
     emulate: str | None = setting(None, ours=True)
-    """The cluster that --distributed-backend emu models: a name, or a JSON file."""
+    """Cluster that --distributed-backend emu models: a name, or a JSON file."""
     distributed_timeout_minutes: int = setting(10, least=1)
-    """Minutes after which a collective that does not finish is an error."""
+    """Minutes after which an unfinished collective is an error."""
     no_overlap_grad_reduce: bool = setting(False, megatron=True, ours=True)
-    """Reduce gradients after the backward pass instead of during it (sharded gradients always during it)."""
+    """Reduce gradients after the backward pass instead of during it; sharded gradients are always reduced during it."""
     ddp_bucket_size: int | None = setting(None, least=1)
-    """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size)); of no effect where
-    gradients are sharded, one unit of the model at a time."""
+    """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size)); no effect if gradients
+    are sharded, which are reduced one unit of the model at a time."""
     grad_reduce_in_bf16: bool = setting(False)
-    """Send gradients between data-parallel ranks in bf16, half the bytes; they are added up in fp32 on every rank."""
+    """Send gradients between data-parallel ranks in bf16, which halves the bytes; every rank accumulates them in
+    fp32."""
     use_distributed_optimizer: bool = setting(False)
-    """Shard optimizer state over data-parallel ranks (ZeRO stage 1): each one updates its shard of every bucket of
-    parameters, and gathers the others' shards; the same as --data-parallel-sharding-strategy optim."""
+    """Shard optimizer state over data-parallel ranks (ZeRO stage 1): each rank updates its shard of every parameter
+    bucket, then shards are all-gathered. Same as --data-parallel-sharding-strategy optim."""
     data_parallel_sharding_strategy: str | None = setting(None, choices=SHARDINGS)
-    """What data-parallel ranks share instead of holding all of it: nothing, optimizer state (ZeRO stage 1), gradients
-    too (stage 2: reduce-scattered in every micro-batch), or weights too (stage 3, FSDP: all-gathered before every
-    forward and backward) (unset: no_shard, or optim with --use-distributed-optimizer)."""
+    """What is sharded over data-parallel ranks: nothing; optimizer state (ZeRO stage 1); also gradients (stage 2,
+    reduce-scattered in every micro-batch); or also weights (stage 3, FSDP, all-gathered before every forward and
+    backward) (unset: no_shard, or optim with --use-distributed-optimizer)."""
     num_distributed_optimizer_instances: int = setting(1, least=1)
-    """Groups of neighbouring data-parallel ranks that shard among themselves, each with a copy of all that the sharding
-    strategy shards; gradients are reduce-scattered inside a group, then all-reduced across (1: all ranks share)."""
+    """Number of groups of adjacent data-parallel ranks, each with a full copy of the sharded state; gradients are
+    reduce-scattered within a group, then all-reduced across groups (1: shard over all ranks)."""
     no_overlap_param_gather: bool = setting(False, ours=True)
-    """Gather updated parameters at the end of the step instead of during the next forward (weights that stay sharded
-    are gathered unit by unit in any case)."""
+    """All-gather updated parameters at the end of the step instead of during the next forward; sharded weights are
+    always gathered unit by unit."""
     data_parallel_strategy: str = setting("allreduce", choices=STRATEGIES, ours=True)
-    """How data-parallel replicas come to the same weights: they sum their gradients by collectives (allreduce), or send
-    them to parameter servers, which wait for all of them (ps-sync) or for none (ps-async); see
-    docs/parameter_server.md."""
+    """How data-parallel replicas combine gradients: by collectives (allreduce), or on parameter servers that wait for
+    all replicas (ps-sync) or for none (ps-async); see docs/parameter_server.md."""
     num_parameter_servers: int = setting(0, least=0, ours=True)
-    """Ranks that only serve parameters, the last ones of the job; 0: every rank of a worker serves a part as well."""
+    """Dedicated parameter-server ranks, the last ranks of the job; 0: every rank of a worker also serves a part."""
     ps_max_staleness: int | None = setting(None, least=0, ours=True)
-    """Drop a gradient of ps-async when more than so many others were applied since its weights were read (unset: 4 x
+    """Drop a gradient of ps-async if more than this many others were applied since its weights were read (unset: 4 x
     the number of workers)."""
     ps_snapshot_interval: int | None = setting(None, least=1, ours=True)
-    """Updates between two snapshots of a parameter server, below --save, from which a server that was started again
-    goes on (unset: 100)."""
+    """Updates between snapshots of a parameter server, written below --save; a restarted server resumes from its
+    snapshot (unset: 100)."""
     recompute_granularity: str | None = setting(None, choices=("full", "selective"))
-    """Recompute in the backward pass instead of keeping: the activations of whole layers (full), or what enters the
-    second matrix of feed-forward parts (selective), which costs hardly any time; attention keeps no scores in any case
-    but dropout on a CPU (unset: keep all)."""
+    """What the backward recomputes instead of storing: the activations of entire layers (full), or the input of the
+    second matrix of feed-forward layers (selective), which costs hardly any time. Attention stores no scores, except
+    for dropout on a CPU (unset: recompute nothing)."""
     recompute_method: str | None = setting(None, choices=("uniform", "block", "stage-aware", "capacity"))
-    """Which layers: all, in runs of --recompute-num-layers of which only the input is kept (uniform); the first
-    --recompute-num-layers of each stage (block); Merak's ratio rule (stage-aware); as few as fit into
-    --device-memory-gb, with stages balanced anew (capacity) (unset: all, one by one)."""
+    """Which layers are recomputed: all, in runs of --recompute-num-layers of which only the input is stored (uniform);
+    the first --recompute-num-layers of each stage (block); by Merak's ratio rule (stage-aware); as few as fit into
+    --device-memory-gb, with rebalanced stages (capacity) (unset: all, one by one)."""
     recompute_num_layers: int | None = setting(None, least=1)
-    """Layers in a run, or per stage; see --recompute-method."""
+    """Layers per run, or per stage; see --recompute-method."""
     device_memory_gb: float | None = setting(None, above=0, ours=True)
-    """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's, where it is known)."""
+    """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's memory, if known)."""
     device_profile: str | None = setting(None, ours=True)
-    """Plan with the rates that benchmarks/calibrate.py measured on this device and wrote into this JSON file."""
+    """JSON file of benchmarks/calibrate.py with rates measured on this device, to plan with."""
 
     @property
     def ranks_of_replica(self) -> int:
-        """Ranks that hold the model once."""
+        """Number of ranks of one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
@@ -113,16 +114,16 @@ class ParallelConfig(Section):
 
     @property
     def order(self) -> str:
-        """The rank order in effect, with all of its axes; of a given one that is sound."""
+        """The effective rank order, with all axes; a given order must be valid."""
         return PIPELINE_INSIDE if self.use_tp_pp_dp_mapping else normal(self.rank_order)
 
     @property
     def sharding(self) -> str:
-        """The sharding strategy in effect."""
+        """The effective sharding strategy."""
         alone = "optim" if self.use_distributed_optimizer else "no_shard"
         return self.data_parallel_sharding_strategy or alone
 
     @property
     def recomputes_activations(self) -> bool:
-        """Those of feed-forward parts alone."""
+        """Whether only the activations of feed-forward layers are recomputed."""
         return self.recompute_granularity == "selective"

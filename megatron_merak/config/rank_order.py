@@ -40,7 +40,7 @@ def check_order(order: str | None, pipeline_inside: bool, name: str) -> None:
     if order is None:
         return
     if not isinstance(order, str):
-        raise ConfigError(name, repr(order), "it is no text", REMEDY)
+        raise ConfigError(name, repr(order), "it is not text", REMEDY)
     if reason := mistake(order):
         raise ConfigError(name, order, reason, REMEDY)
     if pipeline_inside and normal(order) != PIPELINE_INSIDE:

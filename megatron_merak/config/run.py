@@ -134,7 +134,7 @@ class RunConfig:
             why = "has no effect: sharded gradients are reduced one unit of the model at a time."
             told.append(f"--ddp-bucket-size {parallel.ddp_bucket_size} {why}")
         if parallel.data_parallel_strategy == "ps-async" and self.data.num_workers:
-            why = "has no effect: a worker of --data-parallel-strategy ps-async loads the part that it has claimed."
+            why = "has no effect: a worker of --data-parallel-strategy ps-async loads the part that it claimed."
             told.append(f"--num-workers {self.data.num_workers} {why}")
         return tuple(told)
 
@@ -168,7 +168,7 @@ class HFConfig(RunConfig):
             raise ConfigError(
                 "--sequence-parallel",
                 True,
-                "is for native models: nothing says where a captured one may be divided along its sequence",
+                "is only supported for native models: a captured model does not show where its sequence may be sharded",
                 "Leave it out, or train a native model with pretrain_gpt.py",
             )
 

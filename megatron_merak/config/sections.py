@@ -23,7 +23,7 @@ class ModelConfig(Section):
     num_attention_heads: int = setting(least=1, most=65536)
     """Number of attention heads."""
     group_query_attention: bool = setting(False)
-    """Let groups of query heads share one key-value head, see --num-query-groups."""
+    """Let each group of query heads share one key-value head; see --num-query-groups."""
     num_query_groups: int = setting(1, least=1)
     """Number of key-value heads; needs --group-query-attention."""
     kv_channels: int | None = setting(None, least=1)
@@ -31,48 +31,49 @@ class ModelConfig(Section):
     seq_length: int = setting(least=1)
     """Tokens per training sample."""
     max_position_embeddings: int | None = setting(None, least=1)
-    """Longest sequence that the position embedding can serve (unset: --seq-length)."""
+    """Longest sequence that the position embedding supports (unset: --seq-length)."""
     position_embedding_type: str = setting(
         "learned_absolute", choices=("learned_absolute", "rope", "none"), not_yet=("yarn", "mrope", "relative")
     )
-    """How a token knows its position: a learned table, rotary embedding, or not at all."""
+    """Position embedding: a learned table, rotary embedding, or none."""
     rotary_base: int = setting(10000, least=1)
     """Base of the rotary frequencies."""
     rotary_percent: float = setting(1.0, above=0, most=1)
-    """Fraction of a head's channels that is rotated."""
+    """Fraction of a head's channels that are rotated."""
     use_rope_scaling: bool = setting(False)
-    """Stretch the rotary frequencies as Llama 3.1 does."""
+    """Scale the rotary frequencies as in Llama 3.1."""
     rope_scaling_factor: float = setting(8.0, least=1)
-    """How far --use-rope-scaling stretches the low frequencies."""
+    """Factor by which --use-rope-scaling scales the low frequencies."""
     normalization: str = setting("LayerNorm", choices=("LayerNorm", "RMSNorm"))
-    """The normalization in front of attention, MLP and output layer."""
+    """Normalization before attention, MLP and output layer."""
     norm_epsilon: float = setting(1e-5, above=0)
-    """Added to the variance inside a normalization."""
+    """Epsilon added to the variance in normalizations."""
     qk_layernorm: bool = setting(False)
-    """Normalize each head's queries and keys."""
+    """Normalize the queries and keys of each head."""
     swiglu: bool = setting(False)
-    """Use SiLU(gate) x up in the MLP instead of GELU."""
+    """Use SiLU(gate) x up instead of GELU in the MLP."""
     disable_bias_linear: bool = setting(False)
-    """Leave out the biases of all linear layers."""
+    """Build all linear layers without biases."""
     add_qkv_bias: bool = setting(False)
-    """Give queries, keys and values a bias even with --disable-bias-linear."""
+    """Keep the bias of queries, keys and values with --disable-bias-linear."""
     untie_embeddings_and_output_weights: bool = setting(False)
-    """Give the output layer a weight of its own instead of the token embedding's."""
+    """Give the output layer its own weight instead of sharing the token embedding's."""
     hidden_dropout: float = setting(0.1, least=0, below=1)
-    """Dropout on the embedding's and each sublayer's output."""
+    """Dropout probability of the outputs of the embedding and of each sublayer."""
     attention_dropout: float = setting(0.1, least=0, below=1)
-    """Dropout on the attention probabilities."""
+    """Dropout probability of the attention probabilities."""
     init_method_std: float = setting(0.02, above=0)
     """Standard deviation of the initial weights."""
     make_vocab_size_divisible_by: int = setting(128, least=1)
     """Pad the vocabulary to a multiple of this times the tensor-parallel degree."""
     vocab_size: int | None = setting(None, least=1)
-    """Vocabulary before padding (unset: the tokenizer's); a NullTokenizer adds an end-of-document id."""
+    """Vocabulary size before padding (unset: the tokenizer's); NullTokenizer adds an end-of-document id."""
     fp32_residual_connection: bool = setting(False)
-    """Keep the residual stream of a 16-bit model in fp32: embeddings and what sublayers return are cast to it, sums and
-    what travels between stages are fp32; normalizations read it and return 16 bits."""
+    """Keep the residual stream of a 16-bit model in fp32: embeddings and sublayer outputs are cast to fp32, sums and
+    tensors sent between stages are fp32, and normalizations return 16 bits."""
     cross_entropy_chunk_size: int = setting(0, least=0, ours=True)
-    """Compute the loss for so many tokens at a time, keeping no logits: their product is made twice; 0: keep all."""
+    """Compute the loss for this many tokens at a time; logits are recomputed in the backward instead of stored (0:
+    store all logits)."""
 
     @property
     def ffn_size(self) -> int:
@@ -86,7 +87,7 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Number of key-value heads in effect."""
+        """The effective number of key-value heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     @property
@@ -99,11 +100,14 @@ class ModelConfig(Section):
         return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` x ``tensor_parallel_size``.
-        Raises ConfigError when the vocabulary is not known yet."""
+        """Return ``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` x
+        ``tensor_parallel_size``. Raise ConfigError if the vocabulary size is not known yet."""
         if self.vocab_size is None:
             raise ConfigError(
-                "--vocab-size", "(unset)", "is needed to size the embedding", "Give it, or a tokenizer that knows it"
+                "--vocab-size",
+                "(unset)",
+                "is needed to size the embedding",
+                "Give it, or a tokenizer, which defines it",
             )
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
@@ -114,56 +118,60 @@ class TrainConfig(Section):
     """Batch, length and precision of the run."""
 
     micro_batch_size: int = setting(least=1)
-    """Samples in one forward pass of one replica."""
+    """Samples per micro-batch of one replica."""
     global_batch_size: int | None = setting(None, least=1)
     """Samples per optimizer step over all replicas (unset: micro-batch size x data-parallel size)."""
     train_iters: int | None = setting(None, least=1)
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the run."""
     train_samples: int | None = setting(None, least=1)
-    """Samples of the whole run, instead of --train-iters; learning rate and weight decay then follow samples too."""
+    """Samples of the run, instead of --train-iters; the learning-rate and weight-decay schedules then also count
+    samples."""
     rampup_batch_size: tuple[str, ...] = setting(())
-    """Grow the batch: 'START INCREMENT SAMPLES' goes from START to --global-batch-size in steps of INCREMENT, over so
-    many samples of --train-samples."""
+    """Batch-size ramp 'START INCREMENT SAMPLES': grow from START to --global-batch-size in steps of INCREMENT over the
+    first SAMPLES of --train-samples."""
     step_batch_size_schedule: str | None = setting(None)
-    """Batch sizes by tokens seen, like '0:768 250B:1536 500B:3072' (K, M, B, T), instead of --global-batch-size."""
+    """Batch sizes by consumed tokens, such as '0:768 250B:1536 500B:3072' (K, M, B, T), instead of
+    --global-batch-size."""
     decrease_batch_size_if_needed: bool = setting(False)
-    """Round batch sizes down to whole micro-batches of all replicas instead of refusing them."""
+    """Round batch sizes down to a multiple of micro-batch size x data-parallel size instead of raising an error."""
     exit_interval: int | None = setting(None, least=1)
-    """Stop after an iteration divisible by this."""
+    """Stop after an iteration that is divisible by this."""
     eval_interval: int | None = setting(None, least=1)
     """Iterations between evaluations on the validation set (unset: only after training)."""
     eval_iters: int = setting(100, least=0)
-    """Global batches per evaluation; 0 evaluates nothing."""
+    """Global batches per evaluation; 0 disables evaluation."""
     seed: int = setting(1234, least=0, most=2**32 - 1)
     """Seed of initialization, data order and dropout."""
     deterministic_mode: bool = setting(False)
-    """Use only deterministic algorithms; two equal runs are then bitwise equal."""
+    """Use only deterministic algorithms; repeated runs are then bitwise equal."""
     bf16: bool = setting(False)
     """bfloat16 weights and activations, with fp32 master weights and fp32 gradients."""
     fp16: bool = setting(False)
     """float16 weights and activations, with fp32 master weights, fp32 gradients and a loss scale."""
     loss_scale: float | None = setting(None, least=0, most=2**127)
-    """Fixed loss scale of --fp16 (unset or 0: it follows overflows by the next four flags)."""
+    """Fixed loss scale of --fp16 (unset or 0: dynamic, controlled by the next four flags)."""
     initial_loss_scale: float = setting(2.0**32, least=2.0**-126, most=2.0**127)
-    """Loss scale of --fp16 at the start."""
+    """Initial dynamic loss scale of --fp16."""
     min_loss_scale: float = setting(1.0, least=2.0**-126, most=2.0**127)
-    """The loss scale of --fp16 is lowered no further; a run whose gradients overflow at it ends by
+    """Smallest dynamic loss scale of --fp16; a run whose gradients overflow at it ends by
     --max-consecutive-skipped-steps."""
     loss_scale_window: float = setting(1000.0, least=1)
-    """Steps of --fp16 without overflow after which the loss scale is doubled."""
+    """Steps without overflow after which the loss scale of --fp16 is doubled."""
     hysteresis: int = setting(2, least=1)
-    """Overflows of --fp16 after which the loss scale is halved, by every further one too until it has been doubled."""
+    """Overflows after which the loss scale of --fp16 is halved; each further overflow halves it again until it has been
+    doubled."""
     fp32_matmul_precision: str = setting("auto", choices=FP32_MATMULS, ours=True)
-    """torch's precision of fp32 matrix products; auto is the fastest on CPUs that a probe finds exact, else highest."""
+    """torch's precision of fp32 matrix products; auto: on CPUs the fastest one that a probe finds exact, else
+    highest."""
     calculate_per_token_loss: bool = setting(False)
-    """Weigh every token alike: divide by the global batch's tokens instead of averaging micro-batch means."""
+    """Divide the loss by the tokens of the global batch instead of averaging micro-batch means."""
     check_weight_hash_across_dp_replicas_interval: int = setting(100, least=0, megatron=0)
-    """Iterations between comparisons of the weights of data-parallel replicas by digest; 0 for none."""
+    """Iterations between comparisons of the weight digests of data-parallel replicas; 0 for none."""
     max_consecutive_skipped_steps: int = setting(20, least=1, ours=True)
-    """End the run with an error after so many steps in a row whose gradient was not finite; such steps are skipped. In
-    fp16 those count at which the loss scale could not be lowered."""
+    """End the run with an error after this many consecutive steps were skipped because the gradient was not finite. In
+    fp16, count only steps at which the loss scale could not be lowered."""
     skip_train: bool = setting(False)
-    """Only evaluate."""
+    """Evaluate without training."""
 
     @property
     def dtype(self) -> str:
@@ -178,36 +186,36 @@ class TrainConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Data sets and tokenizer."""
+    """Datasets and tokenizer."""
 
     data_path: tuple[str, ...] = setting(())
-    """One indexed data set PREFIX, or WEIGHT PREFIX pairs to blend; --split cuts it."""
+    """PREFIX of an indexed dataset, or WEIGHT PREFIX pairs to blend; --split divides it into parts."""
     split: str = setting("969, 30, 1", megatron=None)
     """Weights of the training, validation and test parts of --data-path."""
     train_data_path: tuple[str, ...] = setting(())
-    """Training data, written like --data-path; instead of it."""
+    """Training data in the form of --data-path, instead of --data-path."""
     valid_data_path: tuple[str, ...] = setting(())
-    """Validation data, written like --data-path."""
+    """Validation data in the form of --data-path."""
     test_data_path: tuple[str, ...] = setting(())
-    """Test data, written like --data-path."""
+    """Test data in the form of --data-path."""
     data_cache_path: str | None = setting(None)
-    """Directory of the sample indices (unset: beside each data set)."""
+    """Directory for cached sample indices (unset: beside each dataset)."""
     mock_data: bool = setting(False)
     """Train on generated tokens; for benchmarks and tests."""
     num_workers: int = setting(0, least=0, megatron=2)
-    """Loader threads per rank that prepare batches ahead; 0 loads when a batch is needed."""
+    """Loader threads per rank that prepare batches in advance; 0 loads each batch when it is needed."""
     no_mmap_bin_files: bool = setting(False)
-    """Read the token files instead of mapping them into memory."""
+    """Read the token files instead of memory-mapping them."""
     eod_mask_loss: bool = setting(False)
-    """Leave end-of-document tokens out of the loss."""
+    """Exclude end-of-document tokens from the loss."""
     mid_level_dataset_surplus: float = setting(0.005, least=0)
-    """Share of extra samples built per blended data set, so that rounding never runs dry."""
+    """Fraction of extra samples built per blended dataset, so that rounding never exhausts one."""
     tokenizer_type: str | None = setting(
         None,
         choices=("HuggingFaceTokenizer", "NullTokenizer"),
         not_yet=("GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"),
     )
-    """HuggingFaceTokenizer reads --tokenizer-model; NullTokenizer takes data that is numbers below --vocab-size."""
+    """HuggingFaceTokenizer reads --tokenizer-model; NullTokenizer is for data of numbers below --vocab-size."""
     tokenizer_model: str | None = setting(None)
     """Directory or tokenizer.json of the HuggingFace tokenizer."""
 
@@ -220,7 +228,10 @@ class DataConfig(Section):
             weights = []
         if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights):
             raise ConfigError(
-                "--split", repr(self.split), "is not one to three weights between commas", "Write it like '969, 30, 1'"
+                "--split",
+                repr(self.split),
+                "is not a list of one to three weights separated by commas",
+                "Write it like '969, 30, 1'",
             )
         train, valid, test = (weights + [0.0, 0.0])[:3]
         return train, valid, test
@@ -233,11 +244,11 @@ class CheckpointConfig(Section):
     save: str | None = setting(None)
     """Directory to write checkpoints to."""
     load: str | None = setting(None)
-    """Directory to resume from; the newest complete checkpoint is taken."""
+    """Directory to resume from; the newest complete checkpoint is used."""
     save_interval: int | None = setting(None, least=1)
     """Iterations between checkpoints (unset: only at the end)."""
     save_retain_interval: int | None = setting(None, least=1)
-    """Keep the checkpoints of iterations divisible by this, of the others only the newest (unset: keep all)."""
+    """Keep checkpoints of iterations divisible by this, and the newest of the others (unset: keep all)."""
     ckpt_step: int | None = setting(None, least=0)
     """Resume from this iteration instead of the newest."""
     finetune: bool = setting(False)
@@ -245,19 +256,19 @@ class CheckpointConfig(Section):
     no_load_optim: bool = setting(False)
     """Do not load the optimizer's state."""
     no_load_rng: bool = setting(False)
-    """Accepted and without effect: random numbers follow from --seed and the iteration, no state is loaded."""
+    """Accepted without effect: random numbers depend on --seed and the iteration, and no state is loaded."""
     no_save_optim: bool = setting(False)
     """Do not save the optimizer's state."""
     no_save_rng: bool = setting(False)
-    """Accepted and without effect: random numbers follow from --seed and the iteration, no state is saved."""
+    """Accepted without effect: random numbers depend on --seed and the iteration, and no state is saved."""
     use_checkpoint_opt_param_scheduler: bool = setting(False)
-    """Take the learning-rate and weight-decay schedule of the checkpoint's run instead of the flags'."""
+    """Use the learning-rate and weight-decay schedule of the checkpoint instead of the flags."""
     override_opt_param_scheduler: bool = setting(False)
-    """Take the schedule of the flags where the checkpoint's run had another; so it is without this flag, and told."""
+    """Use the schedule of the flags instead of the checkpoint's. This is the default; a difference is reported."""
     override_dataset: bool = setting(False, ours=True)
-    """Resume with other training data than the checkpoint's run read, which is refused otherwise."""
+    """Allow resuming with training data other than the checkpoint's, which is otherwise an error."""
     exit_on_missing_checkpoint: bool = setting(False)
-    """Stop when --load holds no checkpoint, instead of starting anew."""
+    """Stop if --load has no checkpoint, instead of starting from iteration 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,12 +276,12 @@ class HFCheckpointConfig(CheckpointConfig):
     """Saving and resuming."""
 
     save_hf: str | None = setting(None, ours=True)
-    """Directory to write the trained model to, as from_pretrained of HuggingFace reads it."""
+    """Directory to save the trained model to, in HuggingFace's format for from_pretrained."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
-    """What the run tells."""
+    """Progress output and logs."""
 
     log_interval: int = setting(100, least=1)
     """Iterations between console lines."""
@@ -281,7 +292,7 @@ class LoggingConfig(Section):
     log_num_zeros_in_grad: bool = setting(False)
     """Count the zeros in the gradient."""
     timeline: str | None = setting(None, ours=True)
-    """Draw the timeline of the last step: a .png, an .html page to zoom into, or a .json trace for Perfetto."""
+    """Draw the timeline of the last step: a .png, a zoomable .html page, or a .json trace for Perfetto."""
     metrics: str | None = setting(None, ours=True)
     """Append the loss of every iteration to this JSON-lines file."""
     curve: str | None = setting(None, ours=True)

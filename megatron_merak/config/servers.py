@@ -37,13 +37,13 @@ def check_servers(
                 raise ConfigError(flag_name(name), value, reason, f"Add {STRATEGY}, or leave it out")
         return
     if strategy == "ps-sync" and parallel.ps_max_staleness is not None:
-        reason = f"has no effect with {STRATEGY} ps-sync, whose gradients are never old"
+        reason = f"has no effect with {STRATEGY} ps-sync, whose gradients are never stale"
         raise ConfigError("--ps-max-staleness", parallel.ps_max_staleness, reason, "Leave it out, or use ps-async")
     if parallel.ps_snapshot_interval is not None and checkpoint.save is None:
-        reason = "has no effect without --save, below which snapshots are written"
+        reason = "has no effect without --save, which contains the snapshots"
         raise ConfigError("--ps-snapshot-interval", parallel.ps_snapshot_interval, reason, "Give --save DIRECTORY")
-    kept = "parameter servers keep the optimizer's state, and workers all of the weights and gradients"
-    steps = "workers of parameter servers take steps of one size, counted in --train-iters"
+    kept = "parameter servers keep the optimizer's state, and workers replicate weights and gradients"
+    steps = "workers of parameter servers use one batch size and count in --train-iters"
     refused = {
         "use_distributed_optimizer": (parallel.use_distributed_optimizer, kept),
         "data_parallel_sharding_strategy": (parallel.sharding != "no_shard" and parallel.sharding, kept),
@@ -51,7 +51,10 @@ def check_servers(
         "train_samples": (train.train_samples, steps),
         "rampup_batch_size": (" ".join(train.rampup_batch_size), steps),
         "step_batch_size_schedule": (train.step_batch_size_schedule, steps),
-        "calculate_per_token_loss": (train.calculate_per_token_loss, "workers do not know how many tokens others have"),
+        "calculate_per_token_loss": (
+            train.calculate_per_token_loss,
+            "a worker does not know the token counts of the others",
+        ),
         "log_num_zeros_in_grad": (logging.log_num_zeros_in_grad, "no rank has the gradient of all workers"),
         "optimizer": (optimizer.optimizer != "adam" and optimizer.optimizer, "parameter servers update by AdamW"),
         "timeline": (logging.timeline, "workers have no common clock"),
@@ -61,10 +64,10 @@ def check_servers(
             remedy = f"Leave it out, or use {STRATEGY} allreduce"
             raise ConfigError(flag_name(name), value, f"{reason} ({STRATEGY} {strategy})", remedy)
     if parallel.distributed_backend == "emu":
-        reason = f"models collectives, and {STRATEGY} {strategy} has none between workers"
+        reason = f"models collectives, but {STRATEGY} {strategy} has none between workers"
         raise ConfigError("--distributed-backend", "emu", reason, "Use benchmarks/parameter_server.py to model it")
     if parallel.distributed_backend == "mpi":
-        reason = f"has one group of all ranks, and {STRATEGY} {strategy} one for each worker"
+        reason = f"has one group of all ranks, but {STRATEGY} {strategy} needs one per worker"
         raise ConfigError("--distributed-backend", "mpi", reason, "Use gloo")
 
 

@@ -24,10 +24,15 @@ def parse_blend(flag: str, values: Sequence[str]) -> tuple[list[str], list[float
     paired = len(values) % 2 == 0 and all((number is None) == (i % 2 == 1) for i, number in enumerate(numbers))
     if not paired:
         reason = "weights and prefixes do not alternate"
-        raise DataError(flag, " ".join(values), reason, "Write 'W1 PREFIX1 W2 PREFIX2 ...', or prefixes alone")
+        raise DataError(flag, " ".join(values), reason, "Write 'W1 PREFIX1 W2 PREFIX2 ...', or prefixes only")
     weights = numbers[::2]
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise DataError(flag, " ".join(values), "a weight is not a positive number", "Remove that prefix or weigh it")
+        raise DataError(
+            flag,
+            " ".join(values),
+            "a weight is not a positive number",
+            "Remove that prefix, or give it a positive weight",
+        )
     return [value.strip() for value in values[1::2]], weights
 
 

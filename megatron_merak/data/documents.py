@@ -55,7 +55,7 @@ def read_documents(path: Path) -> Iterator[Raw]:
                 if data.strip():
                     yield Raw(str(path), line, data)
     except (OSError, EOFError) as error:
-        reason = f"reading failed behind line {line} ({error})"
+        reason = f"reading failed after line {line} ({error})"
         raise DataError("--input", path, reason, "Copy or unpack the file again") from error
 
 

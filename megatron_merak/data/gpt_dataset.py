@@ -64,7 +64,7 @@ class GPTDataset:
         self.index_split = index_split
         first, last = bounds
         if not source.sequence_lengths[first:last].any():
-            reason = f"its {index_split} part, sequences [{first}, {last}) of {len(source)}, holds no token"
+            reason = f"its {index_split} part, sequences [{first}, {last}) of {len(source)}, has no tokens"
             raise DataError("dataset", source.prefix, reason, "Change --split, or give a larger dataset")
         self.document_index, self.sample_index, self.shuffle_index = self._indices()
         self._position_ids = torch.arange(config.sequence_length)

@@ -81,5 +81,5 @@ def _load(path: Path) -> np.ndarray:
             "index cache",
             path,
             f"it cannot be read ({error})",
-            "Delete the file's directory; it is built again at the next start",
+            "Delete the file's directory; the next start rebuilds it",
         ) from error

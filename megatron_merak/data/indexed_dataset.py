@@ -163,7 +163,7 @@ def _map(path: Path, size: int) -> memory_map.mmap | bytes:
 def _parse_header(path: Path, header: bytes, size: int) -> tuple[np.dtype, int, int, bool]:
     """Return (token dtype, S, D, has modes) of an index of `size` bytes."""
     if len(header) < HEADER.size:
-        raise DataError("index file", path, f"{size} bytes do not hold the {HEADER.size} bytes of a header", REBUILD)
+        raise DataError("index file", path, f"{size} bytes are fewer than the {HEADER.size} bytes of a header", REBUILD)
     magic, version, code, sequences, documents = HEADER.unpack(header)
     if magic != MAGIC:
         raise DataError(
@@ -173,9 +173,9 @@ def _parse_header(path: Path, header: bytes, size: int) -> tuple[np.dtype, int, 
             "Give --data-path the prefix of a .bin and .idx pair written by tools/preprocess_data.py",
         )
     if version != VERSION:
-        raise DataError("index file", path, f"its version is {version}, known is {VERSION}", REBUILD)
+        raise DataError("index file", path, f"its version is {version}; only {VERSION} is supported", REBUILD)
     if code not in DTYPES or DTYPES[code].kind == "f":
-        raise DataError("index file", path, f"dtype code {code} is no integer type", REBUILD)
+        raise DataError("index file", path, f"dtype code {code} is not an integer type", REBUILD)
     expected = HEADER.size + 12 * sequences + 8 * documents
     if documents < 1 or size not in (expected, expected + sequences):
         reason = (
@@ -221,7 +221,7 @@ class IndexedDatasetWriter:
         limits = np.iinfo(self.dtype)
         if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
             reason = f"token ids from {array.min()} to {array.max()}, at document {self.documents}, do not fit"
-            raise DataError("dtype", self.dtype.name, reason, "Give the writer the dtype of the whole vocabulary")
+            raise DataError("dtype", self.dtype.name, reason, "Pass a dtype for the complete vocabulary to the writer")
         counts = [int(length) for length in lengths]
         assert sum(counts) == array.size, f"sequence lengths {counts} do not add up to {array.size} tokens"
         self._file.write(array.astype(self.dtype).tobytes())

@@ -112,7 +112,9 @@ def _receive(busy: deque[tuple[Connection, int]], idle: deque[Connection]) -> tu
     try:
         result = connection.recv()
     except (EOFError, ConnectionError) as error:
-        raise DataError("--workers", "process", "it died, perhaps for want of memory", "Use fewer workers") from error
+        raise DataError(
+            "--workers", "process", "it died, possibly because it ran out of memory", "Use fewer workers"
+        ) from error
     if isinstance(result, BaseException):
         raise result
     idle.append(connection)

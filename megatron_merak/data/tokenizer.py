@@ -41,14 +41,14 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None, voc
         return NullTokenizer(vocab_size)
     if tokenizer_type != "HuggingFaceTokenizer":
         raise DataError(
-            "--tokenizer-type", tokenizer_type, "it is not known", "Use HuggingFaceTokenizer or NullTokenizer"
+            "--tokenizer-type", tokenizer_type, "it is unknown", "Use HuggingFaceTokenizer or NullTokenizer"
         )
     if tokenizer_model is None:
         raise DataError(
             "--tokenizer-model",
             "(missing)",
-            "a HuggingFaceTokenizer is read from it",
-            "Give a tokenizer.json or a directory that holds one",
+            "HuggingFaceTokenizer needs it",
+            "Give a tokenizer.json, or a directory that contains one",
         )
     path = Path(tokenizer_model)
     settings = ("tokenizer_config.json", "config.json")
@@ -70,7 +70,7 @@ class FileTokenizer:
                 "--tokenizer-model",
                 path,
                 f"it cannot be read ({error})",
-                "Give a tokenizer.json as the tokenizers library saves it",
+                "Use a tokenizer.json saved by the tokenizers library",
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -114,7 +114,7 @@ class HuggingFaceTokenizer:
                 "--tokenizer-model",
                 path,
                 f"it cannot be read ({error})",
-                "Give a directory as save_pretrained writes it",
+                "Use a directory written by save_pretrained",
             ) from error
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size = max(ids, default=-1) + 1

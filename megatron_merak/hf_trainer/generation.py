@@ -90,11 +90,11 @@ class Generator:
         kind = type(self.inner)
         if not (isinstance(self.inner, GenerationMixin) and self.inner.can_generate()):
             remedy = "Generate with a model of transformers that has a language modelling head"
-            raise ConfigError("generate", kind.__name__, "it is no model that generates tokens", remedy)
+            raise ConfigError("generate", kind.__name__, "the model class cannot generate tokens", remedy)
         if kind.generate is not GenerationMixin.generate:
-            reason = "its class has a generate of its own, which does more than to call its forward"
+            reason = "its class overrides generate and does more than call its forward"
             raise ConfigError(
-                "generate", kind.__name__, reason, "Call it of a whole model: save_model, from_pretrained"
+                "generate", kind.__name__, reason, "Use save_model and from_pretrained, and generate with that model"
             )
         refuse(kwargs)
 
@@ -206,7 +206,7 @@ class Generator:
         told = torch.tensor([code, -code])
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.mesh.control)
         if told[0] != -told[1]:
-            raise ConfigError("generate", "(the next token)", "ranks have come to different tokens", _TOGETHER)
+            raise ConfigError("generate", "(the next token)", "ranks computed different tokens", _TOGETHER)
 
 
 class _Signature:
@@ -236,7 +236,7 @@ class _StandIn:
         mode = config.get_generation_mode()
         if mode not in _MODES:
             known = ", ".join(each.value for each in _MODES)
-            raise ConfigError("generate", mode.value, "it needs more than the next logits", f"Use {known}")
+            raise ConfigError("generate", mode.value, "it needs more than the logits of the next token", f"Use {known}")
         config.use_cache = False
         return config, rest
 

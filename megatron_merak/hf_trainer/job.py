@@ -32,7 +32,9 @@ def mesh_of(args: Any) -> Mesh:
     for rank, other in enumerate(all_arguments):
         for name, value in other.items():
             if value != (first := all_arguments[0][name]):
-                raise ConfigError(name, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
+                raise ConfigError(
+                    name, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks with the same arguments"
+                )
     check_same_files({name: path for name in FILES if (path := getattr(args, name))}, control)
     where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
     return build_mesh(grid_of(args), *where, instances)

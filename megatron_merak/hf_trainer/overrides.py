@@ -1,4 +1,4 @@
-"""What a script gives to ``transformers.Trainer``, overrides or sets in it, and ``MerakTrainer`` cannot honour.
+"""Names of ``transformers.Trainer`` that a script may use and ``MerakTrainer`` cannot honour.
 
 The two classes are compared: a name that ``Trainer`` has and ``MerakTrainer`` does not is refused when a subclass
 overrides it, when it is set and when it is read. ``REFUSED`` says why and what to do instead, and adds the attributes
@@ -19,34 +19,34 @@ from ..errors import AbsentError, ConfigError
 
 @dataclass(frozen=True)
 class Reason:
-    """why: what stands against it. instead: what to do."""
+    """Why a name is refused, and what to do instead."""
 
     why: str
     instead: str
 
 
-LOSS = Reason("the loss is captured with the model, once", "Override compute_loss, and enter the context in it")
-SHARES = Reason("it follows from the model's loss_type", "Override compute_loss, and count the targets there")
+LOSS = Reason("the loss is captured once, with the model", "Override compute_loss, and enter the context in it")
+SHARES = Reason("it is derived from the model's loss_type", "Override compute_loss, and count the targets there")
 STEP = Reason("a step is a schedule of micro-batches over all stages", "Use callbacks, or the model's forward")
-OPTIMIZER = Reason("steps, gradients and state are the engine's", "Override create_optimizer or create_scheduler")
+OPTIMIZER = Reason("the engine owns steps, gradients and state", "Override create_optimizer or create_scheduler")
 BATCHES = Reason(
-    "batches are cut from one order of samples, whatever the layout",
+    "batches are cut from one order of samples, in all layouts",
     "Override _get_train_sampler or _get_eval_sampler, or change the dataset or the data_collator",
 )
-COLUMNS = Reason("columns are chosen by the model's forward", "Set remove_unused_columns=False, or drop them yourself")
+COLUMNS = Reason("the model's forward determines the columns", "Set remove_unused_columns=False, or drop them yourself")
 EVALUATION = Reason(
     "batches of an evaluation run through the pipeline together",
     "Use compute_metrics and preprocess_logits_for_metrics, or override evaluate or predict",
 )
-LOOP = Reason("the training loop is this library's", "Use callbacks")
+LOOP = Reason("this library has its own training loop", "Use callbacks")
 FILES = Reason("every rank writes its part of a checkpoint", "Override save_model, or use the callback on_save")
 HUB = Reason("nothing is uploaded", "Call save_model, then huggingface_hub.upload_folder")
-SEARCH = Reason("there is no search of hyperparameters", "Start one run per trial")
-ACCELERATE = Reason("accelerate is not used", "Ask trainer.args or trainer.mesh")
-DEGREES = Reason("parallelism is this library's", "Ask trainer.mesh.grid")
-PLACEMENT = Reason("the model is captured, not run, and its shards are on the devices", "Use trainer.model as it is")
-COUNTS = Reason("operations are counted as 6 x tokens x parameters", "Count others in a callback")
-OTHER = Reason("it would never be called", "Use callbacks, or a method that docs/trainer.md lists")
+SEARCH = Reason("there is no hyperparameter search", "Start one run per trial")
+ACCELERATE = Reason("accelerate is not used", "Use trainer.args or trainer.mesh")
+DEGREES = Reason("this library has its own parallelism", "Use trainer.mesh.grid")
+PLACEMENT = Reason("the model is captured, and its shards are on the devices", "Use trainer.model as it is")
+COUNTS = Reason("FLOPs are counted as 6 x tokens x parameters", "Count them differently in a callback")
+OTHER = Reason("it would never be called", "Use callbacks, or a method listed in docs/trainer.md")
 
 _GROUPS: tuple[tuple[Reason, str], ...] = (
     (LOSS, "compute_loss_context_manager autocast_smart_context_manager"),
@@ -98,31 +98,36 @@ _GROUPS: tuple[tuple[Reason, str], ...] = (
     (COUNTS, "floating_point_ops"),
 )
 REFUSED: Mapping[str, Reason] = MappingProxyType({name: why for why, names in _GROUPS for name in names.split()})
-# What is there and honoured, but is not quite what it is in transformers.
+# Honoured, with a difference from transformers.
 DIFFERENT: Mapping[str, str] = MappingProxyType(
     {
         "args": "`MerakArguments`; the same on every rank",
-        "callbacks": "`on_substep_end` and `on_pre_optimizer_step` come when all gradients of the step are there; "
-        "gradients are not in `p.grad`. What one rank's callback decides, all ranks do",
-        "compute_loss": "captured with the model: runs once for batches of a kind, and reads what stays as it is",
-        "compute_loss_func": "captured with the model, as `compute_loss` is",
-        "compute_metrics": "runs on the first rank, which tells the others",
-        "end": "leaves the job; the last call of a script, on every rank",
-        "evaluate": "collective: called on every rank",
+        "callbacks": "`on_substep_end` and `on_pre_optimizer_step` are called when all gradients of the step "
+        "are complete; "
+        "gradients are not in `p.grad`. All ranks follow the decision of one rank's callback",
+        "compute_loss": "captured with the model: its Python code runs once per kind of batch, and may read "
+        "only values that do not change",
+        "compute_loss_func": "captured with the model, like `compute_loss`",
+        "compute_metrics": "runs on the first rank, which sends the result to the others",
+        "end": "leaves the job; every rank calls it last",
+        "evaluate": "collective: every rank calls it",
         "_get_eval_sampler": "called on every rank, for the samples of all replicas",
-        "_get_train_sampler": "called on every rank, for the samples of all replicas; what it draws at random is "
+        "_get_train_sampler": "called on every rank, for the samples of all replicas; its random numbers are "
         "seeded by seed and epoch",
-        "is_local_process_zero": "true on the first rank of the job, not of every node",
-        "label_names": "read only: set `args.label_names` before the trainer is made",
+        "is_local_process_zero": "true only on the first rank of the job, not on that of every node",
+        "label_names": "read-only: set `args.label_names` before constructing the trainer",
         "log": "called on every rank, with the same numbers",
-        "lr_scheduler": "a schedule of `trainer.optimizer`; set by `create_scheduler`, or given with `optimizers`",
-        "create_optimizer": "called when the model is captured; optimizers like the one that it sets step shards, see "
+        "lr_scheduler": "a schedule of `trainer.optimizer`; set by `create_scheduler`, or passed in `optimizers`",
+        "create_optimizer": "called when the model is captured; optimizers of the class that it sets step the "
+        "shards, see "
         "docs/optimizers.md",
-        "optimizer": "the groups of parameters: `lr` and `weight_decay` count, any other change or call raises. "
-        "A parameter that no batch of a step uses has a gradient of 0, not None: weight decay and moments go on, with "
-        "a warning",
-        "optimizers": "the optimizer is not stepped: others like it step shards, see docs/optimizers.md",
-        "predict": "collective: called on every rank, and all of them get the predictions",
+        "optimizer": "its parameter groups: changes of `lr` and `weight_decay` take effect, any other change or "
+        "call raises. "
+        "A parameter that no batch of a step uses has a gradient of 0, not None, so weight decay and moments still "
+        "change it, with a warning",
+        "optimizers": "the optimizer itself is not stepped: optimizers of its class step the shards, see "
+        "docs/optimizers.md",
+        "predict": "collective: every rank calls it and gets the predictions",
         "preprocess_logits_for_metrics": "gets tensors on the CPU",
         "save_model": "collective; writes `training_args.json`, no pickle",
         "train": "collective; `trial` is refused",
@@ -131,7 +136,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
 
 
 class Refused:
-    """Stands in MerakTrainer for a name that only ``transformers.Trainer`` has; to set or to read it raises."""
+    """Descriptor for a name that only ``transformers.Trainer`` has; setting or reading it raises."""
 
     def __init__(self, name: str):
         self.name, self.reason = name, REFUSED.get(name, OTHER)
@@ -146,7 +151,7 @@ class Refused:
 
 
 def refusing(kind: type) -> type:
-    """``kind``, in which every name that ``transformers.Trainer`` has and ``kind`` has not is ``Refused``."""
+    """Set every name that ``transformers.Trainer`` has and ``kind`` lacks to ``Refused``; return ``kind``."""
     for name in dict.fromkeys((*dir(Trainer), *REFUSED)):
         if not hasattr(kind, name):
             setattr(kind, name, Refused(name))
@@ -163,16 +168,16 @@ def refuse_inputs(model: object, model_init: object, optimizer_class: object, op
         raise ConfigError(both, f"({type(model).__name__})", "exactly one of the two is needed", "Give one")
     optimizer, scheduler = optimizers
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ConfigError("optimizers", type(optimizer).__name__, "it is no torch.optim.Optimizer", "Give one")
+        raise ConfigError("optimizers", type(optimizer).__name__, "it is not a torch.optim.Optimizer", "Pass one")
     if optimizer is not None and optimizer_class is not None:
         what = "optimizers and optimizer_cls_and_kwargs"
-        raise ConfigError(what, type(optimizer).__name__, "both say what the optimizer is", "Give one of them")
+        raise ConfigError(what, type(optimizer).__name__, "both define the optimizer", "Pass only one of them")
     if model_init is not None and (optimizer, scheduler) != (None, None):
-        reason = "its parameters are of no model that model_init makes"
+        reason = "its parameters do not belong to a model of model_init"
         raise ConfigError("optimizers", type(optimizer).__name__, reason, "Override create_optimizer instead")
     if scheduler is not None and (optimizer is None or getattr(scheduler, "optimizer", None) is not optimizer):
-        reason = "the scheduler moves the rates of another optimizer than the one given"
-        raise ConfigError("optimizers", type(scheduler).__name__, reason, "Give both, or override create_scheduler")
+        reason = "the scheduler belongs to another optimizer"
+        raise ConfigError("optimizers", type(scheduler).__name__, reason, "Pass both, or override create_scheduler")
 
 
 def refuse_overrides(kind: type, base: type, adapted: Collection[type] = ()) -> None:
@@ -183,7 +188,7 @@ def refuse_overrides(kind: type, base: type, adapted: Collection[type] = ()) -> 
     for each in kind.__mro__[: kind.__mro__.index(base)]:
         for name in () if each in adapted else vars(each):
             if isinstance(refused := vars(base).get(name), Refused):
-                why = f"it would have no effect, for {refused.reason.why}"
+                why = f"it would have no effect, because {refused.reason.why}"
                 raise ConfigError(f"{each.__name__}.{name}", "(overridden)", why, refused.reason.instead)
     if issubclass(kind, Trainer) and not adapted:
         remedy = f"Derive it from {base.__name__} alone"
@@ -203,7 +208,7 @@ def refuse_late(built: Mapping[str, Any], wanted: Mapping[str, Any], later: Coll
         elif dataclasses.is_dataclass(new):
             refuse_late(vars(old), vars(new), later)
         elif old != new and name not in later:
-            remedy = "Make a new MerakTrainer with it"
+            remedy = "Create a new MerakTrainer with it"
             raise ConfigError(f"args: {name}", new, f"the model was captured with {old}", remedy)
 
 
@@ -213,7 +218,7 @@ def refuse_gradients(callback: object) -> None:
         code = getattr(getattr(callback, event, None), "__code__", None)
         if code is not None and _reads(code, "grad"):
             name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
-            reason = "it reads .grad, which is None here: gradients lie sharded in flat buffers"
+            reason = "it reads .grad, which is None here: gradients are in sharded flat buffers"
             raise ConfigError(f"{name}.{event}", f"(line {code.co_firstlineno})", reason, "Use grad_norm of on_log")
 
 

@@ -61,7 +61,7 @@ def compute_loss(
         shifts = _class_name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         loss = smoother(outputs, labels, shift_labels=shifts, num_items_in_batch=num_items)
     elif isinstance(outputs, dict) and "loss" not in outputs:
-        remedy = "Put what it computes the loss from (labels) into the batch"
+        remedy = "Add the inputs of the loss (labels) to the batch"
         raise TraceError("model", _class_name(model), f"its forward returns no loss, only {', '.join(outputs)}", remedy)
     else:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
@@ -147,7 +147,7 @@ class LossOfTrainer:
         after = self._picture()
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if changed:
-            reason = f"it changes {changed[0]}, which a captured loss would do once, not at every step"
+            reason = f"it changes {changed[0]}; a captured loss would do so once, not at every step"
             raise TraceError(self.name, f"({changed[0]})", reason, "Return it among the outputs, or leave it out")
         read = {f"trainer.{name}" for name in self.read}
         seen = {name: after.get(name) for name in read | {n for n in after if not n.startswith("trainer.")}}
@@ -158,7 +158,7 @@ class LossOfTrainer:
         now = self._picture(self.read) if self.known else {}
         for name in sorted(self.known):
             if now.get(name) != self.known[name]:
-                reason = "it has changed since the loss was captured, which goes on with what it was"
+                reason = "it has changed since the loss was captured, and the captured loss uses the earlier value"
                 raise ConfigError(self.name, f"({name})", reason, INPUT)
 
     def _picture(self, names: Collection[str] | None = None) -> dict[str, Any]:
@@ -217,7 +217,9 @@ def _alone(model: nn.Module, name: str) -> Iterator[None]:
     def look(module: nn.Module, inputs: object) -> None:
         if module not in inside and next(module.parameters(), None) is not None:
             reason = "the loss calls it, and only trainer.model is captured and planned"
-            remedy = "Make it a part of the model before the trainer, frozen (model.teacher = ...), and call that"
+            remedy = (
+                "Make it a frozen part of the model before the trainer is built (model.teacher = ...), and call that"
+            )
             raise TraceError(name, f"({type(module).__name__})", reason, remedy)
 
     inside = set(model.modules())

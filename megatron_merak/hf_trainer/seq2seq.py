@@ -45,7 +45,7 @@ class MerakSeq2SeqArguments(MerakArguments):
 
     def __post_init__(self):
         if self.sortish_sampler:
-            reason = "transformers.Trainer has no such sampler any more"
+            reason = "transformers.Trainer no longer has this sampler"
             raise ConfigError("sortish_sampler", True, reason, "Set train_sampling_strategy='group_by_length'")
         super().__post_init__()
 

@@ -61,7 +61,7 @@ def _model() -> property:
 
     def put(trainer: "TrainerFace", model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise ConfigError("trainer.model", type(model).__name__, "it is no model", "Set a torch.nn.Module")
+            raise ConfigError("trainer.model", type(model).__name__, "it is not a model", "Set a torch.nn.Module")
         refuse_placed(model)
         vars(trainer)["model"] = model
         if "feed" in vars(trainer):
@@ -118,7 +118,7 @@ class TrainerFace:
     def label_names(self, value: list[str]) -> None:
         if isinstance(value, list) and value == self.label_names:
             return
-        reason = "batches are made by what args said when the trainer was made"
+        reason = "batches are built from the value of args when the trainer was constructed"
         raise ConfigError(f"{type(self).__name__}.label_names", value, reason, "Set args.label_names before")
 
     @property
@@ -163,7 +163,9 @@ class TrainerFace:
             raise ConfigError("model_init", f"({count} arguments)", "it is called with at most one", "Take no more")
         model = self.model_init(trial) if count else self.model_init()
         if not isinstance(model, nn.Module):
-            raise ConfigError("model_init", f"(returned {type(model).__name__})", "it is no model", "Return a module")
+            raise ConfigError(
+                "model_init", f"(returned {type(model).__name__})", "it is not a model", "Return a module"
+            )
         return model
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:

@@ -120,10 +120,10 @@ def follow(traced: Traced, plan: Plan, state_of: StateOf | None = None) -> "Blue
     PlanError, naming the first difference, when the plan is one of another model or cannot be met."""
     captured, tp = traced.captured, plan.grid.tp
     if plan.sequence_parallel:
-        raise PlanError("plan: sequence_parallel", True, "only the native model has it", "Let it be false")
+        raise PlanError("plan: sequence_parallel", True, "only the native model supports it", "Set it to false")
     if plan.fp32_residual:
-        remedy = "Let it be false: the model's own code decides in which dtype it adds"
-        raise PlanError("plan: fp32_residual", True, "only the native model has it", remedy)
+        remedy = "Set it to false: the model's own code decides the dtype of its residuals"
+        raise PlanError("plan: fp32_residual", True, "only the native model supports it", remedy)
     if not plan.graph_sharding:
         raise PlanError("plan: graph_sharding", "''", "it is a plan of the native model", "Make a plan of this model")
     chain = cut(captured, plan.graph_sharding)
@@ -214,7 +214,7 @@ class Blueprint:
         captured = traced.capture(batch, role.training, role.outputs, role.compute)
         unknown = [name for name in captured.trainable if name not in first.shapes]
         if unknown:
-            reason = "this batch uses it, and the first one, which decided where it goes, did not"
+            reason = "this batch uses it, but the first batch, which determined its placement, did not"
             raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
         if role.training:
             self.unused.tell(first.trainable, captured.trainable, mesh)
@@ -231,7 +231,7 @@ class Blueprint:
             self.partial = rewritten.partial
         extra = [name for name in rewritten.partial if name not in self.partial and name in first.shapes]
         if role.training and extra:
-            reason = "its gradient is partial for this batch, and was whole for the first one"
+            reason = "its gradient is a partial sum for this batch, but was complete for the first batch"
             raise PlanError(
                 "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
             )
@@ -269,7 +269,7 @@ class Programs:
             if not line:
                 return program
         if len(made) == MOST_CASES:
-            reason = f"it decides by values of the batch, and {len(made)} batches of one shape were all different"
+            reason = f"it branches on values of the batch, and {len(made)} batches of one shape all differed"
             remedy = (
                 "Collate batches so that this value is the same for most, or rewrite that line with tensor operations"
             )

@@ -17,7 +17,7 @@ def cluster_of(world: World, profile: str | None = None) -> Cluster:
     if world.cluster is not None:
         if profile is not None:
             remedy = "Write the profile's device into the file that --emulate names"
-            raise ConfigError("--device-profile", profile, "the cluster is emulated, and has a device", remedy)
+            raise ConfigError("--device-profile", profile, "an emulated cluster defines its own device", remedy)
         return world.cluster
     if world.device.type != "cuda":
         return profiled(CLUSTERS["cpu"], profile)

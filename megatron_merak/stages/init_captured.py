@@ -79,8 +79,8 @@ class Initialiser:
             values = self._constructed(names[0], seed)
             values = values if values is not None and _is_set(values) else None
         if values is None or values.shape != held.shape:
-            reason = f"neither {type(places[0][0]).__name__} nor a model around it says how it is initialised"
-            remedy = "Build the model outside of init_empty_weights, so that it comes with values"
+            reason = f"neither {type(places[0][0]).__name__} nor an enclosing model defines how to initialize it"
+            remedy = "Build the model outside init_empty_weights, so that its parameters have values"
             raise ConfigError("parameter", name, reason, remedy)
         return values.detach().to(held.dtype)
 

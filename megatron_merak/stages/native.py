@@ -138,7 +138,7 @@ def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, Sharding]:
     PlanError for a mesh of another number of instances."""
     if plan.sharding_instances != mesh.instances:
         reason = f"the groups of ranks were made for {mesh.instances}"
-        raise PlanError("sharding_instances", plan.sharding_instances, reason, "Make the mesh with those of the plan")
+        raise PlanError("sharding_instances", plan.sharding_instances, reason, "Build the mesh with the plan's number")
     return mesh.shard_ranks, mesh.shard_rank, _SHARDINGS[plan.sharding]
 
 

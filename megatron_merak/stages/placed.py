@@ -19,10 +19,10 @@ def refuse_placed(model: nn.Module) -> None:
             sizes = {name: getattr(module, name, None) or 1 for name in _DEGREES}
             told = ", ".join(f"{name.removeprefix('_')} {size}" for name, size in sizes.items() if size > 1)
             instead = " and ".join(_DEGREES[name].format(size) for name, size in sizes.items() if size > 1)
-            reason = f"from_pretrained has divided it over ranks{f' ({told})' if told else ''}"
+            reason = f"from_pretrained has sharded it over ranks{f' ({told})' if told else ''}"
             remedy = f"Load it without distributed_config, tp_plan and tp_size; set {instead or 'the degrees'} instead"
             raise ConfigError("model", type(model).__name__, reason, remedy)
     for name, parameter in model.named_parameters():
         if isinstance(parameter.data, DTensor) or isinstance(parameter, DTensor):
-            reason = "it is a DTensor: something has divided the model over ranks"
-            raise ConfigError("parameter", name, reason, "Give the model whole; its layout is the plan's")
+            reason = "it is a DTensor: the model has already been sharded over ranks"
+            raise ConfigError("parameter", name, reason, "Pass the unsharded model; the plan shards it")

@@ -78,5 +78,5 @@ def check_operands(captured: Captured) -> None:
         if len(dtypes) > 1 and (name in _ALIKE or dtypes[0] == torch.float32):
             told = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             reason = f"its operands are {told}, and {name} takes one dtype"
-            remedy = "Cast there in the model's code; or give the whole model one dtype, model.float() or model.to(...)"
+            remedy = "Cast there in the model's code, or convert the model to one dtype: model.float() or model.to(...)"
             raise TraceError("line", source(node), reason, remedy)

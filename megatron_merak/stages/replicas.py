@@ -67,7 +67,7 @@ class Replicas:
         norms = torch.tensor(told[1:]).float().tolist()  # as precise as the clipping that follows from it
         if len(dict.fromkeys(norms)) > 1:
             other = next(place for place, norm in enumerate(norms) if norm != norms[0])
-            reason = f"replica {other} had a gradient norm of {norms[other]} at the step before, and replica 0 of "
+            reason = f"replica {other} had a gradient norm of {norms[other]} in the previous step, and replica 0 had "
             reason += f"{norms[0]}, so their weights are no longer the same"
             raise PlanError("data-parallel replicas", self._ranks(other), reason, _REMEDY)
         return told[0]
@@ -86,9 +86,9 @@ class Replicas:
                 odd.append(rank)
         if odd:
             named = ", ".join(map(str, odd[:_NAMED])) + (f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else "")
-            who = f"ranks {named} hold" if len(odd) > 1 else f"rank {named} holds"
+            who = f"ranks {named} have" if len(odd) > 1 else f"rank {named} has"
             first = "first replica" if self.mesh.instances == 1 else "first replica, or instance"
-            reason = f"{who} other weights than the same place of the {first}"
+            reason = f"{who} other weights than the same position of the {first}"
             raise PlanError("data-parallel replicas", f"({grid.dp})", reason, _REMEDY)
 
     def _ranks(self, replica: int) -> str:

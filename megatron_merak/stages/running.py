@@ -35,7 +35,7 @@ class RunningStatistics:
                 path, _, key = name.rpartition(".")
                 norm: nn.Module = model.get_submodule(path)
                 if getattr(norm, "momentum", 0.0) is None:
-                    reason = "with momentum=None it depends on how many batches there were, and a graph has none"
+                    reason = "with momentum=None it depends on the number of batches, unknown to a graph"
                     raise TraceError("module", path, reason, "Give it a momentum, for example 0.1")
                 if unit not in mine:
                     continue

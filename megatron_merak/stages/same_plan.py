@@ -19,7 +19,7 @@ def check_same_plan(plan: Plan, control: dist.ProcessGroup | None) -> None:
     found = "" if plan == first else difference(first, plan) or "it differs"
     for rank, told in enumerate(gather_json(found, control, "cpu")):
         if told:
-            reason = f"rank {rank} has another one than the first: {told.splitlines()[0]}"
+            reason = f"rank {rank} has a different one than rank 0: {told.splitlines()[0]}"
             raise PlanError(
-                "plan", f"(of {plan.grid.size} ranks)", reason, "Give all ranks the same model and settings"
+                "plan", f"(of {plan.grid.size} ranks)", reason, "Use the same model and settings on all ranks"
             )

@@ -63,7 +63,7 @@ def check_same_optimizer(meta: Mapping[str, Any], optimizer: Optimizer, otherwis
     """Raises CheckpointError where what a checkpoint has is the state of another one. otherwise: what else helps."""
     theirs = meta.get("optimizer", "AdamW")  # the only one of earlier versions
     if theirs != optimizer.name:
-        remedy = f"Give that one{otherwise}, or start a new run from the checkpoint's weights"
+        remedy = f"Use that one{otherwise}, or start a new run from the checkpoint's weights"
         raise CheckpointError("optimizer", optimizer.name, f"the checkpoint's run had {theirs}", remedy)
 
 

@@ -247,6 +247,6 @@ class Traced:
         cases = gather_json(case, mesh.control, "cpu")
         if len(dict.fromkeys(cases)) > 1:
             line = guards.lines[0] if guards else "the model"
-            reason = f"{line} decides by its values, and they differ between ranks"
-            raise PlanError("example batch", f"(rank {mesh.rank})", reason, "Pass the same one on every rank")
+            reason = f"{line} branches on its values, and they differ between ranks"
+            raise PlanError("example batch", f"(rank {mesh.rank})", reason, "Pass the same batch on every rank")
         check_same_graph(self.captured, self.example, mesh)

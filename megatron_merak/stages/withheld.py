@@ -52,7 +52,7 @@ class _Note:
 
 def elsewhere(what: str, value: object, ranks: int, remedy: str = _REMEDY) -> ConfigError:
     """The error for a use of a model whose trained weights are divided over ``ranks`` ranks."""
-    reason = f"the trained weights are divided over {ranks} ranks, and this model does not have them"
+    reason = f"the trained weights are sharded over {ranks} ranks, and this model does not have them"
     return ConfigError(what, value, reason, remedy)
 
 

@@ -65,7 +65,7 @@ def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, d
     """
     refused, told = _model_changes(config, saved, model)
     for change in refused:
-        reason = f"the checkpoint's run had {_text(change.saved)}: it would be another model"
+        reason = f"the checkpoint's run had {_text(change.saved)}; another value makes another model"
         raise CheckpointError(change.flag, _text(change.now), reason, change.undone())
     lines = []
     if not config.checkpoint.finetune:
@@ -85,7 +85,7 @@ def schedule_of(saved: SavedRun, config: RunConfig) -> OptimizerConfig:
     unit, other = ("samples", "iters") if config.train.train_samples else ("iters", "samples")
     remedy = "Leave out --use-checkpoint-opt-param-scheduler"
     if saved.config["train"].get(f"train_{other}") is not None:
-        reason = f"the checkpoint's schedule follows --train-{other}, this run has --train-{unit}"
+        reason = f"the checkpoint's schedule counts in --train-{other}, and this run has --train-{unit}"
         raise CheckpointError("--use-checkpoint-opt-param-scheduler", "on", reason, remedy)
     if theirs.get(f"lr_decay_{unit}") is None:
         theirs[f"lr_decay_{unit}"] = saved.config["train"].get(f"train_{unit}")

@@ -40,7 +40,7 @@ def build_model(config: HFModelConfig) -> nn.Module:
         model.merak_source = None
     elif config.init_weights == "directory" and model.merak_source is None:
         remedy = "Use --init-weights random, or name a directory with weights"
-        raise ConfigError("--init-weights", "directory", f"{path} holds no weights", remedy)
+        raise ConfigError("--init-weights", "directory", f"{path} has no weights", remedy)
     _check_length(model, config.seq_length, 0)
     return model
 
@@ -64,7 +64,7 @@ def _check_causal(model: nn.Module, path: Path) -> None:
     seen = type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
     if not causal or seen or getattr(config, "is_encoder_decoder", False):
         reason = f"it is a {name}, and GPT data trains causal language models"
-        raise ConfigError("--model", path, reason, "Train it with MerakTrainer on data of its own")
+        raise ConfigError("--model", path, reason, "Train it with MerakTrainer on suitable data")
 
 
 def known_tokens(model: nn.Module) -> int:

@@ -43,7 +43,12 @@ def agree(config: RunConfig, control: dist.ProcessGroup | None) -> None:
             for key, value in values.items():
                 if value != (first := configs[0][section][key]):
                     flag = "--" + key.replace("_", "-")
-                    raise ConfigError(flag, value, f"rank {rank} has it, rank 0 has {first}", "Start all ranks alike")
+                    raise ConfigError(
+                        flag,
+                        value,
+                        f"rank {rank} has it, rank 0 has {first}",
+                        "Start all ranks with the same arguments",
+                    )
     check_same_files({flag_name(name): path for name in _FILES if (path := _setting(config, name))}, control)
 
 
@@ -59,7 +64,7 @@ def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:
             text = difference(theirs[part], first)
             if text or first is not None and theirs[part]["order"] != first["order"]:
                 reason = f"rank {rank} reads other {part} data than rank 0: {text or 'samples in another order'}"
-                raise DataError("data set", f"({part})", reason, "Give all hosts the same files")
+                raise DataError("data set", f"({part})", reason, "Provide the same files on all hosts")
 
 
 def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Sequence[str] = ()) -> str:
@@ -140,7 +145,7 @@ class Job:
         if step is None and store.latest(options.load, self.mesh.control) is None:
             if options.exit_on_missing_checkpoint:
                 remedy = "Name a directory that holds one, or leave out --exit-on-missing-checkpoint"
-                raise CheckpointError("--load", options.load, "it holds no complete checkpoint", remedy)
+                raise CheckpointError("--load", options.load, "it has no complete checkpoint", remedy)
             self.say(f"no checkpoint in {options.load}: starting at iteration 0")
             return None
         loaded = self.trainer.load(options.load, step, self.say)
@@ -159,7 +164,7 @@ class Job:
         many. Raises DataError."""
         if self.datasets.train is None:
             raise DataError(
-                "--split", self.config.data.split, "it leaves nothing to train on", "Give the first part a weight"
+                "--split", self.config.data.split, "it leaves no training data", "Give the first part a weight"
             )
         return self._loader(self.datasets.train, replica, replicas, size, self.trainer.consumed_samples)
 

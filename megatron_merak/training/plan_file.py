@@ -51,7 +51,7 @@ MAKES = (
 
 def stored(path: str) -> Plan:
     """The plan of a JSON file; what it predicts is computed anew, as it may have been edited. Raises PlanError."""
-    remedy = "Name a file that tools/plan.py wrote"
+    remedy = "Use a file written by tools/plan.py"
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is not a regular file")
@@ -80,7 +80,7 @@ def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
     given = {argument.partition("=")[0] for argument in arguments}
     for name in MAKES:
         if flag_name(name) in given and name in known:
-            raise ConfigError(flag_name(name), "(given)", f"the plan {path} decides that", "Leave it out")
+            raise ConfigError(flag_name(name), "(given)", f"it is decided by the plan {path}", "Leave it out")
     if given & {RAMP, STEPS}:  # they say the sizes, of which the plan has the largest
         known -= {"global_batch_size"}
     if "--use-distributed-optimizer" in given:  # it says so alone
@@ -125,7 +125,7 @@ def compare(plan: Plan, settings: Mapping[str, Any], named: Callable[[str], str]
     """Raises ConfigError for the first of some settings that a plan decides otherwise. named: what users call it."""
     for name, value in DECIDES.items():
         if name in settings and settings[name] != value(plan):
-            reason = f"the plan says {value(plan)}"
+            reason = f"the plan has {value(plan)}"
             raise ConfigError(named(name), settings[name], reason, "Leave it out, or change the plan")
 
 

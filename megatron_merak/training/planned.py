@@ -28,7 +28,7 @@ def parser(
     own = flags.add_argument_group("plan")
     own.add_argument("--world-size", metavar="N", default=None, help="number of ranks [required]")
     names = ", ".join(dict.fromkeys((*DEVICES, *CLUSTERS)))
-    where = f"the device or cluster to plan for: one of {names}, or a cluster as a JSON file [cpu]"
+    where = f"device or cluster to plan for: one of {names}, or a cluster in a JSON file [cpu]"
     own.add_argument("--device", metavar="NAME", default="cpu", help=where)
     return flags, own
 
@@ -48,7 +48,7 @@ def planned(config: RunConfig, own: argparse.Namespace) -> tuple["Plan", tuple[s
         notes = (told_of_worker(config.parallel, workers),)
         config, ranks = of_worker(config, workers), config.parallel.ranks_of_replica
     if config.parallel.plan is not None:
-        raise ConfigError("--plan", config.parallel.plan, "it is made already", "Use: plan.py show FILE")
+        raise ConfigError("--plan", config.parallel.plan, "it is already a plan", "Use: plan.py show FILE")
     if isinstance(config, Config):
         from ..planner import plan  # here and below, so that a command line is answered before planning is loaded
 
@@ -74,5 +74,7 @@ def _growth(found: "Plan", config: RunConfig, ranks: int) -> tuple[str, ...]:
 
 def world_size(text: str | None) -> int:
     if text is None or not text.isdecimal() or int(text) < 1:
-        raise ConfigError("--world-size", text or "(missing)", "it is a number of ranks", "Give it, 1 or more")
+        raise ConfigError(
+            "--world-size", text or "(missing)", "it is not a number of ranks", "Give a whole number of at least 1"
+        )
     return int(text)

@@ -83,14 +83,14 @@ def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokeni
         extra = data.tokenizer_type is not None  # a NullTokenizer adds the end of a document
         ids = known_ids - extra if ids is None else ids
         if ids + extra > known_ids:
-            reason = f"the model has rows for {known_ids} token ids" + " and a NullTokenizer adds one" * extra
+            reason = f"the model's embedding has {known_ids} rows" + ", and NullTokenizer adds a token" * extra
             raise DataError("--vocab-size", ids, reason, f"Use at most {known_ids - extra}")
     else:
         data, ids = _own_tokenizer(data, Path(config.model.model)), None
     config = dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, vocab_size=ids))
     tokenizer = build_tokenizer(config)
     if tokenizer.vocab_size > known_ids:
-        reason = f"it has ids up to {tokenizer.vocab_size - 1}, and the model has rows for {known_ids}"
+        reason = f"it has ids up to {tokenizer.vocab_size - 1}, and the model's embedding has {known_ids} rows"
         raise DataError("--tokenizer-model", data.tokenizer_model, reason, "Use the model's own tokenizer")
     return config, tokenizer
 

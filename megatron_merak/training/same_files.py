@@ -23,7 +23,7 @@ def check_same_files(paths: Mapping[str, str], control: dist.ProcessGroup | None
             if digest != first[name]:
                 absent = [each for each, held in ((0, first[name]), (rank, digest)) if held is None]
                 reason = f"rank {absent[0]} finds no such file" if absent else f"rank {rank} finds another than rank 0"
-                raise ConfigError(name, paths[name], reason, "Give all hosts the same file")
+                raise ConfigError(name, paths[name], reason, "Provide the same file on all hosts")
 
 
 def _digest(path: Path) -> str | None:

@@ -106,8 +106,8 @@ class Worker:
                 digest = hashlib.sha256(mine.encode()).hexdigest()
                 first = self.store.compare_set(_JOB, "", digest).decode()
                 if first != digest:
-                    reason = "its flags, or the data it finds, are not those of the worker that came first"
-                    raise ConfigError("worker", self.role.worker, reason, "Start all ranks alike")
+                    reason = "its flags or its data differ from those of the first worker"
+                    raise ConfigError("worker", self.role.worker, reason, "Start all ranks with the same arguments")
 
     def tell_loaded(self, iteration: int | None) -> None:
         """Tell the other workers which checkpoint to load, before the weights of this one are there."""
@@ -216,7 +216,7 @@ class WorkerJob:
                     trainer.consumed_samples = self.consumed + (part - start * workers) * part_size
                 batches = next(loader, None) if sync else loader.at(trainer.consumed_samples)
                 if batches is None:
-                    reason = f"the training data ends at {trainer.consumed_samples} samples"
+                    reason = f"the training data ends after {trainer.consumed_samples} samples"
                     raise DataError("--train-iters", train.train_iters, reason, "Lower it, or give more data")
                 job.train_step(batches, before)
                 before = trainer.consumed_samples

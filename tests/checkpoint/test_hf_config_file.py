@@ -39,7 +39,7 @@ def test_a_path_that_does_not_exist_is_refused(tmp_path):
     "change, told",
     [
         ({"architectures": 5}, "its architectures are '5'"),
-        ({"architectures": "LlamaForCausalLM"}, "and not a list of class names"),
+        ({"architectures": "LlamaForCausalLM"}, "not a list of class names"),
         ({"architectures": [5]}, "its architectures are"),
         ({"num_hidden_layers": 10**9}, "its num_hidden_layers is 1000000000"),
         ({"num_hidden_layers": -1}, "its num_hidden_layers is -1"),

@@ -206,11 +206,11 @@ def test_plain_modules_get_their_state_dict(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda parts: parts[1:], "no rank holds it"),
+        (lambda parts: parts[1:], "no rank has it"),
         (lambda parts: [Shard("x", (4,), 0, ((0, 3),), torch.zeros(3)), *parts], r"\[3, 4\) are in no part"),
         (
             lambda parts: [Shard(parts[0].name, (2, 2), None, (), torch.zeros(2, 2)), *parts[1:]],
-            "the ranks hold shape",
+            "the ranks have shape",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_an_owner_elsewhere_is_known_by_its_signs_of_life(tmp_path, where):
     _owner(path, **where)
     beat = threading.Timer(0.2, lambda: os.utime(path))
     beat.start()
-    with pytest.raises(DirectoryLockedError, match=f"should no such process exist, remove {path}"):
+    with pytest.raises(DirectoryLockedError, match=f"if no such process exists, remove {path}"):
         DirectoryLock(tmp_path, patience=60)
     beat.join()
 

@@ -83,7 +83,7 @@ def test_a_directory_of_another_program_is_never_removed(tmp_path):
     theirs = tmp_path / "iter_0000010" / ".metadata"
     theirs.parent.mkdir()
     theirs.write_bytes(b"theirs")
-    with pytest.raises(CheckpointError, match="holds .metadata, which megatron_merak did not write"):
+    with pytest.raises(CheckpointError, match="contains .metadata, which megatron_merak did not write"):
         _save(tmp_path, 10)
     _save(tmp_path, 20)
     prune(tmp_path, 100)
@@ -204,7 +204,7 @@ def test_numbers_that_are_not_finite_are_not_saved(tmp_path):
     for kind, value in (("model", math.nan), ("exp_avg", math.inf)):
         shards = state(0, 1, 0)
         shards[kind][2].tensor[-1, -1] = value
-        with pytest.raises(NumericsError, match=f"{kind}/h.0.attn.c_attn.weight: it holds numbers that are not finite"):
+        with pytest.raises(NumericsError, match=f"{kind}/h.0.attn.c_attn.weight: it has values that are not finite"):
             save(tmp_path, 10, shards, {}, None, "cpu")
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000005"]
     mask = Shard("mask", (2, 2), None, (), torch.full((2, 2), -math.inf))  # frozen: it has no moments

@@ -180,7 +180,7 @@ def test_bounds_keep_splits_apart(tmp_path):
 def test_errors_are_typed(tmp_path):
     source, _ = corpus(tmp_path, [5, 0, 9])
     for bounds in ((1, 2), (3, 3)):
-        with pytest.raises(DataError, match="holds no token"):
+        with pytest.raises(DataError, match="has no tokens"):
             GPTDataset(source, bounds, 1, "valid", config())
     dataset = GPTDataset(source, (0, 3), 1, "train", config(vocab_size=EOD))
     with pytest.raises(DataError, match=r"document \d holds token ids .* vocabulary ends at 98"):

@@ -86,7 +86,7 @@ def test_first_line_beyond_the_allowance_is_named(tmp_path):
 def test_truncated_gzip_is_named(tmp_path):
     packed = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(900)))
     (tmp_path / "in.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(DataError, match=r"in\.jsonl\.gz: reading failed behind line \d+"):
+    with pytest.raises(DataError, match=r"in\.jsonl\.gz: reading failed after line \d+"):
         list(read_documents(tmp_path / "in.jsonl.gz"))
 
 

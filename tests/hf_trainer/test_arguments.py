@@ -110,7 +110,7 @@ def test_a_misspelt_field_is_told():
         ({"ddp_backend": "ucc"}, "ddp_backend"),
         ({"ddp_backend": "mpi", "bf16": True}, "ddp_backend mpi: torch's MPI backend has no 16-bit numbers"),
         ({"rank_order": "tp-pp"}, "rank_order tp-pp: dp is missing. Join tp, dp and pp"),
-        ({"rank_order": ("tp", "pp", "dp")}, "rank_order .*: it is no text"),
+        ({"rank_order": ("tp", "pp", "dp")}, "rank_order .*: it is not text"),
         ({"ddp_backend": "gloo_cuda"}, "ddp_backend gloo_cuda: use_cpu is set"),
         (
             {
@@ -137,7 +137,7 @@ def test_a_misspelt_field_is_told():
         ({"optim": "adamw_anyprecision"}, "optim adamw_anyprecision: .*torchdistx"),
         ({"optim": "adamw_torch", "optim_args": "amsgrad=true"}, "optim_args amsgrad=true: adamw_torch takes none"),
         ({"optim": "sgd", "optim_args": "weight_decay=0.1"}, "optim_args weight_decay=0.1: .* Set weight_decay"),
-        ({"optim": "sgd", "optim_args": "momentum"}, "optim_args momentum: it is no key=value"),
+        ({"optim": "sgd", "optim_args": "momentum"}, "optim_args momentum: it is not key=value"),
         ({"optim": "muon", "optim_args": "ns_steps=few"}, "optim_args ns_steps=few"),
         ({"ddp_broadcast_buffers": False}, "ddp_broadcast_buffers False: the first replica's buffers"),
         ({"gradient_checkpointing_kwargs": {"context_fn": print}}, "gradient_checkpointing_kwargs: context_fn"),

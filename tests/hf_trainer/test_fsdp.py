@@ -81,7 +81,7 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
         ({"fsdp": True, "fsdp_config": {"reshard_after_forward": "maybe"}}, "'maybe': it is neither true nor false"),
         ({"fsdp": True, "fsdp_config": {"colour": 1}}, "fsdp_config: colour 1: there is no such key here"),
         ({"fsdp": True, "fsdp_config": "nowhere.json"}, "fsdp_config nowhere.json: it cannot be read"),
-        ({"fsdp": True, "fsdp_config": ["x"]}, "it is no set of keys"),
+        ({"fsdp": True, "fsdp_config": ["x"]}, "it is not a mapping"),
         (
             {"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}},
             "fsdp_config: reshard_after_forward True: fsdp is shard_grad_op",
@@ -90,10 +90,10 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
             {"fsdp": "full_shard", "data_parallel_sharding_strategy": GRADS},
             "data_parallel_sharding_strategy optim_grads: fsdp full_shard means optim_grads_params",
         ),
-        ({"fsdp": "no_shard", "use_distributed_optimizer": True}, "use_distributed_optimizer True: no_shard leaves"),
+        ({"fsdp": "no_shard", "use_distributed_optimizer": True}, "use_distributed_optimizer True: no_shard replicates"),
         (
             {"data_parallel_sharding_strategy": "zero3"},
-            "data_parallel_sharding_strategy 'zero3': there is no such choice",
+            "data_parallel_sharding_strategy 'zero3': it is not one of the choices",
         ),
     ],
 )

@@ -209,7 +209,10 @@ def test_a_callback_generates_while_training(tmp_path):
         ({"guidance_scale": 2.0}, "generate: guidance_scale 2.0"),
         ({"assistant_model": llama()}, "generate: assistant_model LlamaForCausalLM"),
         ({"custom_generate": "somewhere"}, "generate: custom_generate somewhere"),
-        ({"prompt_lookup_num_tokens": 2}, "generate assisted_generation: it needs more than the next logits"),
+        (
+            {"prompt_lookup_num_tokens": 2},
+            "generate assisted_generation: it needs more than the logits of the next token",
+        ),
         ({"penalty_alpha": 0.6, "top_k": 4}, "generate contrastive_search"),
         ({"generation_config": GenerationConfig(num_beams=4, num_beam_groups=2, diversity_penalty=0.1)}, "group_beam"),
     ],
@@ -227,5 +230,5 @@ def test_typing_mistakes_are_told_as_transformers_tells_them(trainer):
 def test_models_that_do_not_generate(tmp_path):
     config = BertConfig(**TOKENS, **LLAMA, max_position_embeddings=32)
     trainer = build(str(tmp_path), BertForMaskedLM(config))
-    with pytest.raises(ConfigError, match="no model that generates tokens"):
+    with pytest.raises(ConfigError, match="the model class cannot generate tokens"):
         trainer.generate(**prompts(), max_new_tokens=2)

@@ -43,10 +43,10 @@ SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
     [
         ({"compute_loss_func": 3}, "compute_loss_func 3: it cannot be called"),
         ({"optimizers": (None, 1)}, "optimizers"),
-        ({"optimizers": (3, None)}, "optimizers int: it is no torch.optim.Optimizer"),
+        ({"optimizers": (3, None)}, "optimizers int: it is not a torch.optim.Optimizer"),
         (
             {"optimizers": (SGD, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
-            "optimizers and optimizer_cls_and_kwargs SGD: both say",
+            "optimizers and optimizer_cls_and_kwargs SGD: both define",
         ),
         ({"optimizers": (SGD, None), "model_init": tiny_llama}, "optimizers SGD: .*Override create_optimizer"),
         ({"optimizers": (None, LambdaLR(SGD, float))}, "optimizers LambdaLR: .*another optimizer"),

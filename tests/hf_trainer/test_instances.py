@@ -70,11 +70,11 @@ def test_instances_are_nodes_unless_a_number_says_otherwise(asked, instances):
     ("asked", "told"),
     [
         (Asked(8, 0, HYBRID), "fsdp: hybrid_shard .*LOCAL_WORLD_SIZE is not set.*torchrun, or set .*=1 or 2 or 4"),
-        (Asked(16, 4, HYBRID, **TP4), "of 4 data-parallel ranks no two neighbours .* node of 4 ranks. Set .*=1 or 2,"),
+        (Asked(16, 4, HYBRID, **TP4), "no two adjacent ones of the 4 data-parallel ranks are .* node of 4 ranks. Set .*=1 or 2,"),
         (Asked(8, 8, HYBRID, 3), "instances 3: does not divide the 8 data-parallel ranks. Use 2 or 4"),
         (Asked(8, 8, HYBRID, 16), "instances 16: does not divide the 8 data-parallel ranks. Use 4"),
         (Asked(8, 8, HYBRID, 8), "instances 8: an instance would be one of the 8 .* Use 4, or the strategy no_shard"),
-        (Asked(8, 8, None, 2), "instances 2: no_shard leaves nothing .* Choose a sharding strategy"),
+        (Asked(8, 8, None, 2), "instances 2: no_shard shards nothing .* Choose a sharding strategy"),
         (Asked(1, 8, HYBRID, 2), "instances 2: there is one data-parallel rank"),
         (Asked(8, 8, HYBRID, 0), "instances 0: it counts groups of ranks"),
         (Asked(8, 8, HYBRID, "2"), "instances '2': it counts groups of ranks"),
@@ -101,4 +101,6 @@ def in_unequal_nodes(rank, world_size):
 @pytest.mark.slow
 def test_nodes_of_unequal_size_are_told_before_groups_are_made():
     told = run_ranks(in_unequal_nodes, 4)
-    assert set(told) == {"num_distributed_optimizer_instances 1: rank 2 has it, rank 0 has 2. Start all ranks alike."}
+    assert set(told) == {
+        "num_distributed_optimizer_instances 1: rank 2 has it, rank 0 has 2. Start all ranks with the same arguments."
+    }

@@ -160,7 +160,7 @@ def test_outputs_are_those_of_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        ({"per_class": np.ones(2)}, "its 'per_class' is a ndarray, which logs and checkpoints cannot hold"),
+        ({"per_class": np.ones(2)}, "its 'per_class' is a ndarray, which cannot be logged or saved"),
         ({1: 0.5}, "its 1 is a float"),
         ([0.5], "compute_metrics list: it returned no dictionary"),
     ],

@@ -155,7 +155,7 @@ class Batched(Sampler):
 @pytest.mark.parametrize(
     ("sampler", "told"),
     [
-        (Batched(), "numbers of samples"),
+        (Batched(), "items other than sample indices"),
         (iter([1, 2]), "no length"),
         (type("S", (Backwards,), {"__len__": lambda s: 3})(8), "its length is 3"),
     ],

@@ -71,7 +71,7 @@ def test_sizes_that_are_not_the_jobs_are_refused():
     with pytest.raises(ConfigError, match="tp_size 2: tensor_model_parallel_size is 4"):
         config = ParallelismConfig(tp_size=2)
         MerakArguments("unused", use_cpu=True, parallelism_config=config, tensor_model_parallel_size=4)
-    with pytest.raises(ConfigError, match="it is no ParallelismConfig"):
+    with pytest.raises(ConfigError, match="it is not a ParallelismConfig"):
         MerakArguments("unused", use_cpu=True, parallelism_config={"tp_size": 2})
 
 

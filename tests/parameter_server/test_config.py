@@ -91,5 +91,5 @@ def test_batches_that_grow_are_refused(flags):
     text = GIVEN.replace("--train-iters 4", "")
     given = [*text.split(), *flags.split(), *SYNC.split()]
     settings = arguments.read(arguments.build_parser(config=Config), given, Config)[0]
-    with pytest.raises(ConfigError, match="workers of parameter servers take steps of one size"):
+    with pytest.raises(ConfigError, match="workers of parameter servers use one batch size"):
         settings.validate(2)

@@ -74,7 +74,7 @@ def test_a_wrong_flag_is_told_once_before_ranks_start():
         ("--nproc-per-node 0", "--nproc-per-node 0: it is below 1. Use 1 or more"),
         (
             "--nproc-per-node 2 --master-port 0",
-            "--master-port 0: ranks cannot meet at such a port. Name one",
+            "--master-port 0: it is not a valid port. Use a free port",
         ),
         ("--nproc-per-node 2 --nnodes 2 --node-rank 2", "--node-rank 2: there are 2 hosts. Count them from 0"),
         ("--nproc-per-node 2 --max-restarts -1", "--max-restarts -1: it is below 0. Use 0 or more"),

@@ -220,4 +220,4 @@ def test_a_checkpoint_that_is_damaged_in_one_file_is_not_loaded(tmp_path, kind):
         with pytest.raises(RankFailure) as caught:
             run(2, f"--train-iters 2 {strategy} --load {tmp_path / 'run'}", tmp_path / "resumed")
         assert isinstance(caught.value.__cause__, DamagedError), caught.value
-        assert "none of its checkpoints is whole" in str(caught.value) and str(file) in str(caught.value)
+        assert "all of its checkpoints are damaged" in str(caught.value) and str(file) in str(caught.value)

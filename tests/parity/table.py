@@ -9,28 +9,30 @@ from .reference import reference
 
 TEXT = """# Parity of the native models: every layout computes what one process computes
 
-{cases} runs, each against **one process that runs HuggingFace's own model** (`GPT2LMHeadModel`, `LlamaForCausalLM`, and
-`Qwen3ForCausalLM` with biases on its qkv projections) with plain autograd, `torch.optim.AdamW`, no weight decay on
-biases and norms, and `clip_grad_norm_`: every layout of up to 8 ranks under gpipe and 1f1b, with and without
-recomputation of every layer, with and without sequence parallelism, whole micro-batches and halves; and every schedule
-with every recomputation and every overlap, where all of them meet tensor and pipeline parallelism. A cell is the
-largest difference over what is not its row or column.
+This page compares the native models with **one process that runs HuggingFace's own model** (`GPT2LMHeadModel`,
+`LlamaForCausalLM`, and `Qwen3ForCausalLM` with biases on its qkv projections) with plain autograd,
+`torch.optim.AdamW`, no weight decay on biases and norms, and `clip_grad_norm_`. There are {cases} runs:
 
-- Gradient: |ours - theirs| / |theirs| after one step, in 2-norms, of the worst tensor and of all tensors as one
-  vector. Every rank's part of every gradient is read back under its HuggingFace name; each element has exactly
-  one owner, copies on other ranks are equal to the bit, padding is zero.
-- Curve: the largest absolute difference of the loss over {steps} optimizer steps with warm-up, clipping and
+- every layout of up to 8 ranks under gpipe and 1f1b, with and without recomputation of every layer, with and without
+  sequence parallelism, with full micro-batches and with halves;
+- every schedule with every recomputation and every overlap, all of them with tensor and pipeline parallelism.
+
+A cell is the largest difference over all settings other than its row and column.
+
+- **Gradient**: |ours - theirs| / |theirs| after one step, in 2-norms, of the worst tensor and of all tensors as one
+  vector. Every rank's part of every gradient is read back under its HuggingFace name. Each element has exactly one
+  owner, copies on other ranks are bitwise equal, and padding is zero.
+- **Curve**: the largest absolute difference of the loss over {steps} optimizer steps with warm-up, clipping and
   weight decay.
-- Models: {layers} layers, hidden size {hidden}, {heads} heads, sequence {sequence}, vocabularies of
-  {vocabularies} (no tensor-parallel size divides them, so they pad), random weights everywhere, norms and
-  biases too. Global batch {batch}, micro-batch {micro}, tokens unevenly masked, one micro-batch without any
-  token that counts. CPU and gloo, one thread per rank.
-- Limits (worst tensor, all, curve): fp32 {fp32}; bf16 {bf16}. Two correct
-  bf16 models differ about as much as each differs from fp32: the last table says how far HuggingFace's bf16 run
-  is away from its fp32 run. The worst tensors are the smallest, norms of six elements and biases of key
-  projections.
+- **Models**: {layers} layers, hidden size {hidden}, {heads} heads, sequence {sequence}, vocabularies of
+  {vocabularies} (no tensor-parallel size divides them, so they are padded), random weights everywhere, including
+  norms and biases. Global batch {batch}, micro-batch {micro}, unevenly masked tokens, and one micro-batch in which
+  every token is masked. CPU and gloo, one thread per rank.
+- **Limits** (worst tensor, all, curve): fp32 {fp32}; bf16 {bf16}. Two correct bf16 models differ about as much as
+  each differs from fp32: the last table shows the distance of HuggingFace's bf16 run from its fp32 run. The worst
+  tensors are the smallest: norms of six elements and biases of key projections.
 
-What is equal to the bit is in `tests/parity/test_bitwise.py`, with the reason why.
+`tests/parity/test_bitwise.py` lists what is bitwise equal, and why.
 
 | TP | PP | DP | model | fp32: worst tensor | all | curve | bf16: worst tensor | all | curve |
 |---:|---:|---:|---|---:|---:|---:|---:|---:|---:|
@@ -40,8 +42,8 @@ What is equal to the bit is in `tests/parity/test_bitwise.py`, with the reason w
 |---|---:|---:|---:|
 {own}
 
-Schedules by overlap of tensor-parallel communication: fp32, worst tensor, over {ways} runs of the llama at
-TP 2 x PP 2 and TP 2 x PP 4 with every recomputation ({recompute}), with and without sequence parallelism.
+Schedules by overlap of tensor-parallel communication: fp32, worst tensor, over {ways} runs of the Llama with TP 2 x
+PP 2 and TP 2 x PP 4, with every recomputation ({recompute}), with and without sequence parallelism.
 
 | schedule | {overlaps} |
 |---|{rules}

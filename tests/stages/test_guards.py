@@ -72,7 +72,7 @@ def _too_many(rank, world_size):
 
 def _differing(rank, world_size):
     model, batches = cases("deciding")
-    with pytest.raises(PlanError, match="decides by its values, and they differ between ranks"):
+    with pytest.raises(PlanError, match="branches on its values, and they differ between ranks"):
         trainer_of(model, batches[rank], Grid(dp=2), rank, 2)
 
 

@@ -188,5 +188,5 @@ def test_plain_modules_reset_themselves_or_are_refused():
     for name in ("0.linear.weight", "0.linear.bias"):
         assert 0.5 * 8**-0.5 < float(ours.draw(name, 0).abs().max()) <= 8**-0.5
     assert ours.draw("1.weight", 0).shape == (8, 3, 3, 3) and bool(ours.draw("1.bias", 0).std() > 0)
-    with pytest.raises(ConfigError, match=r"0.scale: neither Scale nor .*outside of init_empty_weights"):
+    with pytest.raises(ConfigError, match=r"0.scale: neither Scale nor .*outside init_empty_weights"):
         ours.draw("0.scale", 0)

@@ -168,11 +168,11 @@ def drift_of_twins(rank, world_size):
 def test_shards_are_compared_with_those_of_the_other_instances():
     for told in run_ranks(drift_of_twins, 4):
         for text in told:
-            assert "rank 2 holds other weights than the same place of the first replica, or instance" in text
+            assert "rank 2 has other weights than the same position of the first replica, or instance" in text
 
 
 def test_replicas_that_drift_apart_are_named():
     told, others = run_ranks(drift, 2)
     assert told == others
     assert "(ranks 1): replica 1 had a gradient norm of " in told[0]
-    assert "rank 1 holds other weights" in told[1] and told[2] == told[1]
+    assert "rank 1 has other weights" in told[1] and told[2] == told[1]

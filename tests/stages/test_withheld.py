@@ -159,7 +159,7 @@ def test_uses_of_the_module():
             use()
     with pytest.raises(ConfigError, match="pickled"):
         torch.save(model, io.BytesIO())
-    with pytest.raises(RuntimeError, match=r"model.inner.weight.*copy_.*the trained weights are divided"):
+    with pytest.raises(RuntimeError, match=r"model.inner.weight.*copy_.*the trained weights are sharded"):
         model.inner.load_state_dict(nn.Linear(4, 4).state_dict())
     twin = copy.deepcopy(model)
     assert described(twin) == described(model) and twin.head.weight is twin.embedding.weight

@@ -113,7 +113,7 @@ def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
     "arguments,message",
     [
         (("--ranks", "0"), "0 pipeline ranks"),
-        (("--schedule", "1f2b"), "--schedule 1f2b: it is no file, and no schedule of naive"),
+        (("--schedule", "1f2b"), "--schedule 1f2b: it is neither a file nor one of naive"),
         (("--schedule", str(ROOT)), f"--schedule {ROOT}: it cannot be read as text"),
         (("--schedule", str(ROOT / "pyproject.toml")), r"'\[build-system\]' in row 1, column 1 is no step"),
         (("--forward", "1,2,3"), "--forward 1,2,3: 3 values do not fit 4 stages"),
@@ -123,7 +123,7 @@ def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
         (("--schedule", "auto", "--in-flight", "1,2"), "--in-flight 1,2: 2 values, 4 or 1 are needed"),
         (("--png", f"{__file__}/a.png"), f"--png {__file__}/a.png: it cannot be written"),
         (("--perfetto", str(ROOT)), f"--perfetto {ROOT}: it is a directory"),
-        (("--html", "/tmp/a.png"), "--html /tmp/a.png: its suffix says otherwise"),
+        (("--html", "/tmp/a.png"), "--html /tmp/a.png: it has another suffix"),
         (("--plan", "nowhere"), "plan nowhere: .*No such file"),
         (("--plan", __file__), "plan .*it does not parse"),
         (("--trace", __file__), "--trace .*Extra data"),

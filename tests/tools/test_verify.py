@@ -23,9 +23,9 @@ def test_whole_ones_are_listed_newest_first(tmp_path, tool, capsys):
     _save(tmp_path)
     assert tool.main([str(tmp_path)]) == 0
     names = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
-    assert names == [f"{n}: whole" for n in ("checkpoint-10", "checkpoint-5", "iter_0000010", "iter_0000005")]
+    assert names == [f"{n}: undamaged" for n in ("checkpoint-10", "checkpoint-5", "iter_0000010", "iter_0000005")]
     assert tool.main([str(tmp_path / "checkpoint-5"), str(tmp_path / "iter_0000005")]) == 0
-    assert capsys.readouterr().out.count(": whole") == 2
+    assert capsys.readouterr().out.count(": undamaged") == 2
 
 
 def test_damage_is_named_and_fails(tmp_path, tool, capsys):
@@ -35,7 +35,7 @@ def test_damage_is_named_and_fails(tmp_path, tool, capsys):
     (tmp_path / "checkpoint-10" / "config.json").unlink()
     assert tool.main([str(tmp_path)]) == 1
     told = capsys.readouterr().out
-    assert told.count(": whole") == 1 and told.count("damaged: ") == 3
+    assert told.count(": undamaged") == 1 and told.count("damaged: ") == 3
     for name in ("checkpoint-5/config.json", "iter_0000010/manifest.json", "checkpoint-10/config.json"):
         assert name in told
     assert tool.main([str(tmp_path / "nothing")]) == 1

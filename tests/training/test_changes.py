@@ -41,7 +41,7 @@ def test_another_model_is_refused_by_flag_and_both_values(tmp_path):
         "--num-attention-heads 2": "--num-attention-heads 2: the checkpoint's run had 4",
         "--position-embedding-type none": "--position-embedding-type none: the checkpoint's run had rope",
         "--rotary-base 500": "--rotary-base 500: the checkpoint's run had 10000",
-        "--swiglu": "--swiglu on: the checkpoint's run had off: it would be another model. Leave --swiglu out",
+        "--swiglu": "--swiglu on: the checkpoint's run had off; another value makes another model. Leave --swiglu out",
         "--norm-epsilon 1e-3": "--norm-epsilon 0.001: the checkpoint's run had 1e-05",
         "--seq-length 8": "--seq-length 8: the checkpoint's run had 16",
     }
@@ -131,7 +131,7 @@ def test_a_captured_model_is_compared_by_its_config_file(tmp_path):
         config=HFConfig,
     )
     assert "Changed" in told[0] and "config.json" not in told[0] and "--train-iters 2 (it was 1)" in told[0]
-    assert "config.json head_dim 16: the checkpoint's run had 8: it would be another model" in told[1]
+    assert "config.json head_dim 16: the checkpoint's run had 8; another value makes another model" in told[1]
     assert "config.json attention_dropout 0.5 (it was 0.0)" in told[2]
 
 

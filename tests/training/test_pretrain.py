@@ -100,7 +100,7 @@ def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
     ("flags", "ranks", "told"),
     [
         ("--train-iters 2 --tensor-model-parallel-size 2", 3, "the number of ranks 3"),
-        ("--train-iters 2 --load nowhere --exit-on-missing-checkpoint", 2, "it holds no complete checkpoint"),
+        ("--train-iters 2 --load nowhere --exit-on-missing-checkpoint", 2, "it has no complete checkpoint"),
         (
             "--train-iters 2 --distributed-backend emu",
             2,

@@ -129,7 +129,7 @@ def test_generated_and_numeric_data_have_the_ids_that_the_model_knows(shape):
     assert (tokenizer.vocab_size, tokenizer.eod) == (130, 129)
     _, tokenizer = resolved(shape, tokenizer_type="NullTokenizer", vocab_size=99)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
-    with pytest.raises(DataError, match="rows for 130 token ids and a NullTokenizer adds one") as caught:
+    with pytest.raises(DataError, match="embedding has 130 rows, and NullTokenizer adds a token") as caught:
         resolved(shape, tokenizer_type="NullTokenizer", vocab_size=130)
     assert caught.value.remedy == "Use at most 129"
 
@@ -142,7 +142,7 @@ def test_the_tokenizer_of_the_directory_is_used_and_must_fit(shape, tmp_path):
     config, tokenizer = resolved(tmp_path)
     assert config.data.tokenizer_model == str(tmp_path) and tokenizer.vocab_size == 120
     write_tokenizer(tmp_path, ids=131)
-    with pytest.raises(DataError, match="ids up to 130, and the model has rows for 130"):
+    with pytest.raises(DataError, match="ids up to 130, and the model's embedding has 130 rows"):
         resolved(tmp_path)
 
 

@@ -167,8 +167,8 @@ def test_a_file_that_cannot_be_run_ends_every_rank_with_the_same_error(tmp_path,
     (tmp_path / "0" / "missing.txt").write_text(ONE_F_ONE_B)
     ranks = run_ranks(_attempts, 2, str(tmp_path), files, timeout=120)
     expected = [
-        "ConfigError: {flag} missing.txt: rank 1 finds no such file. Give all hosts the same file",
-        "ConfigError: {flag} other.txt: rank 1 finds another than rank 0. Give all hosts the same file",
+        "ConfigError: {flag} missing.txt: rank 1 finds no such file. Provide the same file on all hosts",
+        "ConfigError: {flag} other.txt: rank 1 finds another than rank 0. Provide the same file on all hosts",
         "ConfigError: --schedule-file long.txt: on ranks 0, 1, it is a schedule of 5 micro-batches, and a step has 4",
         "ConfigError: --schedule-file four.txt: on ranks 0, 1, it is a schedule of 4 ranks, and --pipeline-model-para",
     ]
@@ -183,7 +183,7 @@ def _unlike(rank, world, files):
     _, _, batch = tiny("llama")
     parallel = ParallelConfig(pipeline_model_parallel_size=2, schedule_file=files["mine"] if rank else None)
     model, mesh = randomise(tiny("llama")[0]()), build_mesh(Grid(pp=2), rank, torch.device("cpu"))
-    with pytest.raises(PlanError, match="rank 1 has another one than the first: schedule"):
+    with pytest.raises(PlanError, match="rank 1 has a different one than rank 0: schedule"):
         engine_of(model, batch, mesh, parallel=parallel, microbatches=4)
     return True
 

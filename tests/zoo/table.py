@@ -14,12 +14,14 @@ SHOWN = ("pp3", "tp2", "curve")  # cells in the table of heads
 
 TEXT = """# Parity: any model, unmodified
 
-Every model type in transformers' own auto mappings that trains from a tiny configuration, each once, under its most
-natural training head, against **one process that runs the unmodified eager model** with the same random weights.
-Nothing here is registered by hand: types, configurations and batches are found in transformers by `tests/zoo`, so a new
-release adds its rows by itself. Heads whose loss needs labels of its own kind (detection, segmentation of instances,
-speech synthesis) or an image processor (text about images) have no rows. The layouts of our own GPT are in
-[parity_native.md](parity_native.md). Measured with {versions}{origin}.
+This page compares every model type of transformers' auto mappings that trains from a tiny configuration with **one
+process that runs the unmodified eager model** with the same random weights. Each type appears once, with its most
+natural training head.
+
+`tests/zoo` finds types, configurations and batches in transformers; none is registered by hand, so a new release adds
+its own rows. Heads whose loss needs special labels (detection, instance segmentation, speech synthesis) or an image
+processor (text about images) have no rows. [parity_native.md](parity_native.md) covers the layouts of the native GPT.
+Measured with {versions}{origin}.
 
 | | all types | causal language models |
 |---|---:|---:|
@@ -29,33 +31,34 @@ speech synthesis) or an image processor (text about images) have no rows. The la
 |---|---:|---:|---:|---:|---:|---:|
 {heads}
 
-- **pp2, pp3**: the captured graph cut into 2 and 3 stages that share nothing but the values that cross, each behind an
-  engine of its own. **tp2, tp4**: the graph divided over 2 ranks, and over 4 where there are fewer key-value heads
-  than ranks. Loss and every gradient are compared.
-- **curve**: the loss of {steps} AdamW steps, clipping included, on {ranks} ranks (tensor {tp} x pipeline {pp} x
-  data {dp}), {micro} micro-batches each.
-- A number is the largest difference of a gradient relative to that gradient's largest entry (curve: of the loss). A
-  plain one is **exact** in fp32: loss within 1e-5, every gradient within 1e-4. Where fp32 misses that, the run is
-  repeated with everything in fp64, and **fp64** means loss and gradients within 1e-10: the difference was rounding. A
+- **pp2, pp3**: the captured graph, cut into 2 and 3 stages. Each stage has its own engine; stages share only the
+  values that cross between them. Loss and every gradient are compared.
+- **tp2, tp4**: the graph sharded over 2 ranks, and over 4 if there are fewer key-value heads than ranks. Loss and
+  every gradient are compared.
+- **curve**: the loss over {steps} AdamW steps, including clipping, on {ranks} ranks (tensor {tp} x pipeline {pp} x
+  data {dp}), with {micro} micro-batches each.
+- **Numbers**: the largest difference of a gradient, relative to that gradient's largest entry (curve: of the loss). A
+  plain number is **exact** in fp32: loss within 1e-5, every gradient within 1e-4. If fp32 misses that, the run is
+  repeated entirely in fp64; **fp64** means loss and gradients within 1e-10, so the difference was rounding. A
   gradient below 1e-7 of the largest one is zero in exact arithmetic (key biases) and is compared with the largest.
-- **share**: of all parameters that one rank holds at TP=2.
-- Tiny models: hidden size 64, 4 heads, 2 key-value heads, a layer of each kind and two at least, 256 tokens of
-  vocabulary, sequences of 32, fp32, no dropout; noise on every initial weight, since zero biases and equal norms hide
-  mistakes. CPU and gloo.
+- **share**: the fraction of all parameters on one rank at TP=2.
+- **Models** are tiny: hidden size 64, 4 heads, 2 key-value heads, at least two layers and one of each kind, 256
+  tokens of vocabulary, sequences of 32, fp32, no dropout. Every initial weight has noise added, because zero biases
+  and equal norms hide mistakes. CPU and gloo.
 
 | type | class | capture | pp2 | pp3 | tp2 | tp4 | curve | share |
 |---|---|---|---:|---:|---:|---:|---:|---:|
 {rows}
 {failures}{notes}
-## Refused by name
+## Not supported
 
-Types that train, but that we do not run: the error says which line of the model stands in the way.
+These types train with transformers but not here. The error names the line of the model that prevents it.
 
 {refused}
 
 ## Left out
 
-Types whose unmodified model does not train from a tiny configuration and a generic batch, with the reason.
+The unmodified model of these types does not train from a tiny configuration and a generic batch, for the given reason.
 
 {left_out}
 

@@ -91,7 +91,7 @@ def scaler_of(args: Any) -> LossScaler:
         least = 0 if name in ("loss_scale", "initial_scale_power") else 1
         if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
             remedy = f"Give {least} or more, or leave it out"
-            raise ConfigError(f"deepspeed: fp16.{name}", repr(value), "it is no such number", remedy)
+            raise ConfigError(f"deepspeed: fp16.{name}", repr(value), "it is not a valid number", remedy)
     setting = "deepspeed: fp16.min_loss_scale"
     if found["loss_scale"]:
         return LossScaler(found["loss_scale"], setting="deepspeed: fp16.loss_scale")
@@ -112,7 +112,7 @@ def scheduler_of(args: Any) -> tuple[str, Mapping[str, Any]] | None:
     if section is None:
         return None
     if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
-        raise ConfigError("deepspeed: scheduler", repr(section), "it is no set of keys", "Give its type and params")
+        raise ConfigError("deepspeed: scheduler", repr(section), "it is not a mapping", "Give its type and params")
     return str(section.get("type")), section.get("params", {})
 
 
@@ -130,7 +130,7 @@ def check_repeats(args: Any, replicas: int) -> None:
     _same("gradient_accumulation_steps", config, steps, "gradient_accumulation_steps")
     _same("train_batch_size", config, micro * steps * replicas, product)
     if "gradient_clipping" not in config and args.max_grad_norm:
-        reason = f"DeepSpeed clips nothing then, and max_grad_norm is {args.max_grad_norm}"
+        reason = f"without it DeepSpeed does not clip, and max_grad_norm is {args.max_grad_norm}"
         raise ConfigError("deepspeed: gradient_clipping", "(missing)", reason, 'Set it to "auto", or max_grad_norm=0')
     _same("gradient_clipping", config, args.max_grad_norm, "max_grad_norm")
     for name in ("bf16", "fp16"):
@@ -167,14 +167,14 @@ def _check_adam(args: Any, section: Mapping[str, Any]) -> None:
     if kind.lower() not in _ADAMS:
         instead = _OPTIMS.get(kind.lower(), "...")
         remedy = f'Leave the section out, and set optim="{instead}" (docs/optimizers.md)'
-        raise ConfigError("deepspeed: optimizer.type", kind, "Adam and AdamW alone are taken from here", remedy)
+        raise ConfigError("deepspeed: optimizer.type", kind, "only Adam and AdamW are supported here", remedy)
     if optim not in _SAME_OPTIM:
         raise ConfigError("deepspeed: optimizer.type", kind, f"optim is {optim}", "Leave out one of the two")
     for name, value in params.items():
         what = f"deepspeed: optimizer.params.{name}"
         if name == "adam_w_mode":
             if not value and args.weight_decay and kind.lower() == "adam":
-                raise ConfigError(what, value, "weight decay is AdamW's", "Leave it out, or set weight_decay=0")
+                raise ConfigError(what, value, "only AdamW has weight decay", "Leave it out, or set weight_decay=0")
         elif name in _ADAM_NEUTRAL:
             if value not in _ADAM_NEUTRAL[name]:
                 raise ConfigError(what, value, "it would be another optimizer", "Leave it out")
@@ -207,7 +207,7 @@ def _same(path: str, section: Mapping[str, Any], value: Any, argument: str, miss
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = config.get(name)
     if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(f"deepspeed: {name}", repr(section), "it is no set of keys", "Give a dict")
+        raise ConfigError(f"deepspeed: {name}", repr(section), "it is not a mapping", "Give a dict")
     return section or {}
 
 

@@ -47,7 +47,7 @@ def check_schedule(args: Any) -> None:
         fills = name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if name != "warmup_type" and not number and not (fills and value == AUTO):
-            raise ConfigError(what, repr(value), "it is no number", 'Give one, or "auto"' if fills else "Give one")
+            raise ConfigError(what, repr(value), "it is not a number", 'Give one, or "auto"' if fills else "Give one")
     named = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     if named not in ("linear", _ALIKE[kind]):
         reason = f"lr_scheduler_type is {named}"

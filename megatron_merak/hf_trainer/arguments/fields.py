@@ -1,4 +1,4 @@
-"""What becomes of each field of transformers' ``TrainingArguments``: honoured, refused, or different and said so."""
+"""The status of each field of transformers' ``TrainingArguments``: honoured, refused, or different."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -23,25 +23,25 @@ HONOURED = frozenset(
     ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph neftune_noise_alpha""".split()
 )
 UNKNOWN = ("this field is not supported", "Leave it as it is")
-_REDUCED = "without effect: gradients are reduced by this library"
-_KWARGS = "`use_reentrant` is without effect: both compute the same; what would change a number is refused by name"
-_COMPILED = "without effect, which a warning says: the captured program is run by this library"
+_REDUCED = "no effect: this library reduces gradients"
+_KWARGS = "`use_reentrant` has no effect: both variants compute the same; keys that change a number are refused"
+_COMPILED = "no effect, with a warning: this library runs the captured program"
 # field -> (why, what to do); a value other than the field's default is refused.
 REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "optim_target_modules": ("every trainable parameter is optimised", "Freeze parameters by requires_grad"),
+        "optim_target_modules": ("every trainable parameter is optimized", "Freeze parameters with requires_grad"),
         "average_tokens_across_devices": ("the loss is always the mean over all tokens", "Leave it True"),
         "fp16_full_eval": ("evaluation runs in the precision of training", "Use fp16"),
         "bf16_full_eval": ("evaluation runs in the precision of training", "Use bf16"),
-        "tf32": ("it is a choice of the process", "Set fp32_matmul_precision"),
+        "tf32": ("it is a setting of the process", "Set fp32_matmul_precision"),
         "use_liger_kernel": ("kernels are fused into the captured graph", "Leave it False"),
         "liger_kernel_config": ("kernels are fused into the captured graph", "Leave it unset"),
-        "use_cache": ("training keeps no cache of keys and values", "Leave it False"),
+        "use_cache": ("training does not cache keys and values", "Leave it False"),
         "auto_find_batch_size": ("the plan fixes the batch size", "Choose per_device_train_batch_size"),
-        "eval_use_gather_object": ("predictions travel as tensors", "Leave it False"),
+        "eval_use_gather_object": ("predictions are sent as tensors", "Leave it False"),
         "batch_eval_metrics": ("compute_metrics sees the whole evaluation", "Use preprocess_logits_for_metrics"),
         "save_on_each_node": ("output_dir is one directory that all nodes see", "Leave it False"),
-        "enable_jit_checkpoint": ("checkpoints are collective", "Use save_steps"),
+        "enable_jit_checkpoint": ("saving a checkpoint is collective", "Use save_steps"),
         "push_to_hub": ("nothing is uploaded", "Call save_model, then huggingface_hub.upload_folder"),
         "hub_token": ("nothing is uploaded", "Leave it unset"),
         "hub_model_id": ("nothing is uploaded", "Leave it unset"),
@@ -53,63 +53,66 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "skip_memory_metrics": ("memory is not tracked", "Leave it True"),
     }
 )
-# What is honoured as it was when the arguments were made: field -> (why, what to do) for a later change.
+# Fields that are read once, when the arguments are constructed: field -> (why, what to do) for a later change.
 FIXED: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"neftune_noise_alpha": ("how batches are padded follows from what it was", "Give it when the arguments are made")}
+    {"neftune_noise_alpha": ("the padding of batches was derived from the earlier value", "Set it in the constructor")}
 )
-# What is honoured, but is not quite what it is in transformers.
+# Honoured, with a difference from transformers.
 DIFFERENT: Mapping[str, str] = MappingProxyType(
     {
-        "accelerator_config": "says how batches are loaded; what would change them is refused by name",
-        "activation_checkpointing": "units of the plan recompute; see `recompute_method`",
+        "accelerator_config": "sets how batches are loaded; keys that would change the batches are refused",
+        "activation_checkpointing": "recomputes units of the plan; see `recompute_method`",
         "activation_checkpointing_kwargs": _KWARGS,
-        "bf16": "no autocast: all computes in bf16; weights are trained and saved as given, see docs/weights.md",
-        "data_seed": "also seeds what datasets and collators draw at random, by epoch and batch",
-        "dataloader_num_workers": "of each rank",
-        "dataloader_persistent_workers": "without effect: workers live for one epoch",
-        "ddp_backend": "of all groups of the job; also `shm`, `emu` and others of this library",
-        "ddp_broadcast_buffers": "False is refused: the first replica's buffers are saved and evaluated with",
+        "bf16": "no autocast: everything computes in bf16; weights are trained and saved in their dtype, see "
+        "docs/weights.md",
+        "data_seed": "also seeds the random numbers of datasets and collators, by epoch and batch",
+        "dataloader_num_workers": "per rank",
+        "dataloader_persistent_workers": "no effect: workers live for one epoch",
+        "ddp_backend": "for all process groups of the job; also `shm`, `emu` and other backends of this library",
+        "ddp_broadcast_buffers": "False is refused: the first replica's buffers are saved and used for evaluation",
         "ddp_bucket_cap_mb": _REDUCED,
         "ddp_find_unused_parameters": _REDUCED,
         "ddp_static_graph": _REDUCED,
-        "deepspeed": "ZeRO's stage is `data_parallel_sharding_strategy`; keys that could not be honoured are refused",
-        "eval_accumulation_steps": "predictions always go to the CPU at once",
-        "fsdp": "as `data_parallel_sharding_strategy`; `hybrid_shard` shards inside a node; `offload` is refused",
-        "fsdp_config": "units of the plan are what is wrapped; keys that could not be honoured are refused by name",
-        "fp16": "no autocast: as `bf16`; the loss scale is torch's GradScaler's, for a model given in fp32",
+        "deepspeed": "the ZeRO stage sets `data_parallel_sharding_strategy`; unsupported keys are refused",
+        "eval_accumulation_steps": "predictions always move to the CPU immediately",
+        "fsdp": "sets `data_parallel_sharding_strategy`; `hybrid_shard` shards within a node; `offload` is refused",
+        "fsdp_config": "the units of the plan are wrapped; unsupported keys are refused",
+        "fp16": "no autocast, as for `bf16`; the loss scale is that of torch's GradScaler, for an fp32 model",
         "gradient_accumulation_steps": "the micro-batches that fill the pipeline",
-        "gradient_checkpointing": "as `activation_checkpointing`",
+        "gradient_checkpointing": "same as `activation_checkpointing`",
         "gradient_checkpointing_kwargs": _KWARGS,
-        "ignore_data_skip": "batches are numbered, so nothing is loaded to be skipped",
+        "ignore_data_skip": "skipped batches are not loaded, because batches are numbered",
         "include_num_input_tokens_seen": "counted over replicas, not over ranks",
-        "logging_nan_inf_filter": "by step, not by micro-batch; without a finite loss in between nan is logged",
-        "neftune_noise_alpha": "the noise draws as dropout does, by seed, step and place in the model",
-        "optim": "also `muon`; `lion_32bit` needs no bitsandbytes; quantised state, `galore`, `lomo` and the like are "
+        "logging_nan_inf_filter": "per step, not per micro-batch; if no loss of the interval is finite, nan is logged",
+        "neftune_noise_alpha": "the noise is drawn like dropout: by seed, step and position in the model",
+        "optim": "also `muon`; `lion_32bit` needs no bitsandbytes; quantized state, `galore`, `lomo` and "
+        "similar ones are "
         "refused, see docs/optimizers.md",
-        "optim_args": "those that would have no effect are refused",
-        "parallelism_config": "degrees and instances of this library; sequences are not divided",
-        "per_device_eval_batch_size": "of a replica of the model",
-        "per_device_train_batch_size": "of a replica of the model: tensor x pipeline ranks",
-        "save_total_limit": "counts complete checkpoints",
-        "seed": "dropout draws by seed, step and place in the model, so that recomputation and pipelines repeat it",
+        "optim_args": "arguments without effect are refused",
+        "parallelism_config": "sets degrees and instances of this library; sequences are not sharded",
+        "per_device_eval_batch_size": "per replica of the model",
+        "per_device_train_batch_size": "per replica of the model: tensor x pipeline ranks",
+        "save_total_limit": "counts complete checkpoints only",
+        "seed": "dropout is drawn by seed, step and position in the model, so that recomputation and pipelines "
+        "repeat it",
         "torch_compile": _COMPILED,
         "torch_compile_backend": _COMPILED,
         "torch_compile_mode": _COMPILED,
-        "torch_empty_cache_steps": "without effect: buffers are allocated once",
-        "train_sampling_strategy": "`group_by_length` draws by seed and epoch; `batch_rebalance` is refused",
+        "torch_empty_cache_steps": "no effect: buffers are allocated once",
+        "train_sampling_strategy": "`group_by_length` is drawn by seed and epoch; `batch_rebalance` is refused",
     }
 )
 POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "max_consecutive_skipped_steps"),
 )
-# Fields that transformers hands to accelerate, DeepSpeed and torch.compile when arguments are made.
+# Fields that transformers passes to accelerate, DeepSpeed and torch.compile on construction.
 OF_ACCELERATE = (
     *("fsdp", "fsdp_config", "deepspeed", "accelerator_config"),
     *("torch_compile", "torch_compile_backend", "torch_compile_mode"),
 )
-FILES = ("plan", "schedule_file", "device_profile")  # fields that name a file, which hosts may have copies of
-PARALLEL_FIELDS = (  # those that ParallelConfig has, too, beside the degrees
+FILES = ("plan", "schedule_file", "device_profile")  # fields that name a file; hosts may have their own copies
+PARALLEL_FIELDS = (  # fields of ParallelConfig, apart from the degrees
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "tp_comm_overlap"),
     *("recompute_method", "recompute_num_layers", "device_memory_gb", "device_profile", "rank_order"),
     "grad_reduce_in_bf16",

@@ -45,7 +45,7 @@ def _by_node(args: Any, hybrid: str, grid: Grid) -> int:
     found = instances_by_node(grid, node) if node else grid.dp
     if found == grid.dp:
         plain = "full_shard" if hybrid == "hybrid_shard" else "shard_grad_op"
-        reason = f"of {grid.dp} data-parallel ranks no two neighbours are in one node of {node} ranks"
+        reason = f"no two adjacent ones of the {grid.dp} data-parallel ranks are in one node of {node} ranks"
         reason = reason if node else "LOCAL_WORLD_SIZE is not set, so nothing says how many ranks a node has"
         remedy = f"Set {NAME}={counts}, or use {plain}" if node else f"Start ranks by torchrun, or set {NAME}={counts}"
         raise ConfigError(f"fsdp: {hybrid}", repr(args.fsdp), reason, remedy)

@@ -22,7 +22,7 @@ def checked(init: Callable) -> Callable:
                 raise ConfigError(name, repr(named[name]), OF_THE_MODEL[name], "Leave it out")
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                remedy = f"Perhaps {near[0]} is meant" if near else "See transformers.TrainingArguments"
+                remedy = f"Did you mean {near[0]}" if near else "See transformers.TrainingArguments"
                 raise ConfigError(name, repr(named[name]), "there is no such training argument", remedy)
         init(self, *values, **named)
 

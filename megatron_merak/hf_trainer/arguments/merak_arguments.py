@@ -31,7 +31,7 @@ from .without_effect import check_without_effect, warn_of_compilation
 
 @dataclass(frozen=True)
 class _Place:
-    """This process among the job's, by the names that transformers asks for."""
+    """The position of this process in the job, with the attribute names of accelerate's state."""
 
     num_processes: int
     process_index: int
@@ -46,131 +46,138 @@ class _Place:
         return self.process_index == 0
 
     is_local_main_process = is_main_process
-    distributed_type = "NO"  # to accelerate: what spreads a model over devices is this library
+    distributed_type = "NO"  # tells accelerate that this library distributes the model
 
 
 @dataclass
 class MerakArguments(TrainingArguments):
-    """``TrainingArguments`` with the same names, meanings and defaults, and these fields. Raises ConfigError.
+    """``TrainingArguments`` with additional fields for parallelism. Raises ConfigError for values it cannot honour.
+
+    Fields of ``TrainingArguments`` keep their names, meanings and defaults.
 
     A "device" of ``per_device_train_batch_size`` is a replica of the model: the global batch is that size times
     ``gradient_accumulation_steps`` times the ranks that tensor and pipeline parallelism leave over.
     ``gradient_accumulation_steps`` is the number of micro-batches that fill the pipeline.
     """
 
-    tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share every layer."})
-    pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Stages that the layers are cut into."})
+    tensor_model_parallel_size: int = field(
+        default=1, metadata={"help": "Tensor-parallel degree: ranks over which layers are sharded."}
+    )
+    pipeline_model_parallel_size: int = field(
+        default=1, metadata={"help": "Pipeline-parallel degree: number of pipeline ranks."}
+    )
     rank_order: str | None = field(
-        default=None, metadata={"help": "Axes that ranks run over, the innermost first: tp-dp-pp (unset) or tp-pp-dp."}
+        default=None,
+        metadata={"help": "Order of the axes over ranks, fastest-varying first: tp-dp-pp (unset) or tp-pp-dp."},
     )
     plan: str | None = field(
         default=None,
         metadata={
-            "help": "Run this plan, a JSON file that tools/plan.py wrote and that may be edited; arguments that it "
-            "decides can be left out."
+            "help": "Run the plan in this JSON file, which tools/plan.py writes and which may be edited; "
+            "arguments that the plan decides may be left out."
         },
     )
     pipeline_schedule: str | None = field(
-        default=None, metadata={"help": f"Order of the pipeline's work: {', '.join(SCHEDULES)} (unset: 1f1b)."}
+        default=None, metadata={"help": f"Pipeline schedule: {', '.join(SCHEDULES)} (unset: 1f1b)."}
     )
     schedule_file: str | None = field(
         default=None,
         metadata={
-            "help": "File with a schedule written by hand, as text or as CSV of torch.distributed.pipelining, instead "
-            "of pipeline_schedule; see docs/schedule_files.md."
+            "help": "File with a pipeline schedule, instead of pipeline_schedule: text, or CSV of "
+            "torch.distributed.pipelining; see docs/schedule_files.md."
         },
     )
     num_virtual_stages_per_pipeline_rank: int | None = field(
-        default=None, metadata={"help": "Stages of each pipeline rank, where the schedule leaves a choice."}
+        default=None, metadata={"help": "Stages per pipeline rank, if the schedule leaves a choice."}
     )
     tp_comm_overlap: str = field(
         default="weight-gradient",
-        metadata={"help": f"What runs behind tensor-parallel collectives: {', '.join(OVERLAPS)}."},
+        metadata={"help": f"What overlaps tensor-parallel collectives: {', '.join(OVERLAPS)}."},
     )
     recompute_method: str | None = field(
         default=None,
         metadata={
-            "help": "With activation_checkpointing, which units: all (unset), uniform, block, stage-aware or "
+            "help": "Units that activation_checkpointing recomputes: all (unset), uniform, block, stage-aware or "
             "capacity (as few as fit into device_memory_gb)."
         },
     )
     recompute_num_layers: int | None = field(
-        default=None, metadata={"help": "Layers in a run (uniform) or per stage (block)."}
+        default=None, metadata={"help": "Layers per run (uniform) or per stage (block)."}
     )
     recompute_activations: bool = field(
         default=False,
-        metadata={"help": "Compute what enters the second matrix of feed-forward parts again instead of keeping it."},
+        metadata={"help": "Recompute the input of the second matrix of feed-forward layers instead of storing it."},
     )
     use_distributed_optimizer: bool = field(
         default=False,
-        metadata={"help": "Shard optimizer state over data-parallel ranks (ZeRO stage 1); each updates its shards."},
+        metadata={"help": "Shard optimizer state over data-parallel ranks (ZeRO stage 1)."},
     )
     data_parallel_sharding_strategy: str | None = field(
         default=None,
         metadata={
-            "help": f"What data-parallel ranks share: {', '.join(SHARDINGS)} (unset: as fsdp or deepspeed says)."
+            "help": f"What is sharded over data-parallel ranks: {', '.join(SHARDINGS)} (unset: set by fsdp or "
+            "deepspeed)."
         },
     )
     num_distributed_optimizer_instances: int | None = field(
         default=None,
         metadata={
-            "help": "Groups of neighbouring data-parallel ranks that shard, each with a copy of all (unset: one, or "
-            "with fsdp='hybrid_shard' as many as keep each in a node)."
+            "help": "Groups of adjacent data-parallel ranks, each with a full copy of the sharded state (unset: "
+            "one, or with fsdp='hybrid_shard' one per node)."
         },
     )
     grad_reduce_in_bf16: bool = field(
         default=False,
-        metadata={
-            "help": "Send gradients between data-parallel ranks in bf16; they are added up in fp32 on every rank."
-        },
+        metadata={"help": "Send gradients between data-parallel ranks in bf16; every rank accumulates them in fp32."},
     )
     device_memory_gb: float | None = field(
-        default=None, metadata={"help": "Memory that a rank may use, in GiB; unset: the device's, where it is known."}
+        default=None, metadata={"help": "Memory that a rank may use, in GiB (unset: the device's memory, if known)."}
     )
     device_profile: str | None = field(
         default=None,
-        metadata={"help": "Plan with the rates that benchmarks/calibrate.py measured and wrote into this JSON file."},
+        metadata={"help": "JSON file of benchmarks/calibrate.py with measured rates, to plan with."},
     )
     graph_sharding: str = field(
-        default="cut", metadata={"help": "How the graph becomes a chain of units: cut or farthest-dependency."}
+        default="cut", metadata={"help": "How the graph is cut into units: cut or farthest-dependency."}
     )
     tensor_parallel_rules: str | None = field(
-        default=None, metadata={"help": "Pins or bans weights: 'lm_head.weight=replicate; *.up_proj.weight=column'."}
+        default=None, metadata={"help": "How weights are sharded: 'lm_head.weight=replicate; *.up_proj.weight=column'."}
     )
     warmup_ratio: float | None = field(
-        default=None, metadata={"help": "Warm-up as a fraction of all steps; the same as warmup_steps below 1."}
+        default=None, metadata={"help": "Warm-up as a fraction of all steps; same as warmup_steps below 1."}
     )
     length_buckets: str | None = field(
         default="auto",
         metadata={
-            "help": "Lengths that token batches are padded to, since every shape is captured once: 'auto' (8, 16, 24, "
-            "..., 128, 144, ...), 'none', or a list such as '128,256,512'."
+            "help": "Lengths to which token batches are padded, because every shape is captured once: 'auto' "
+            "(8, 16, 24, ..., 128, 144, ...), 'none', or a list such as '128,256,512'."
         },
     )
     pad_to_multiple_of: int | None = field(
-        default=None, metadata={"help": "Pad the length of token batches to a multiple of this, not to length_buckets."}
+        default=None,
+        metadata={"help": "Pad the length of token batches to a multiple of this instead of to length_buckets."},
     )
     max_consecutive_skipped_steps: int = field(
         default=20,
         metadata={
-            "help": "A step whose gradient is not finite is skipped; so many of them in a row end the run, naming it. "
-            "In fp16 those count whose loss scale was at most 1."
+            "help": "End the run with an error after this many consecutive steps were skipped because the gradient was "
+            "not finite. In fp16, count only steps with a loss scale of at most 1."
         },
     )
     fp32_matmul_precision: str = field(
         default="auto",
         metadata={
-            "help": "Of fp32 matrix products, as torch.set_float32_matmul_precision names it; auto: what the script "
-            "has set, else on CPUs the fastest that a probe finds exact."
+            "help": "Precision of fp32 matrix products, as in torch.set_float32_matmul_precision; auto: the script's "
+            "setting, else on CPUs the fastest one that a probe finds exact."
         },
     )
     replica_check_interval: int = field(
         default=100,
-        metadata={"help": "Steps between comparisons of the weights of data-parallel replicas by digest; 0: none."},
+        metadata={"help": "Steps between comparisons of the weight digests of data-parallel replicas; 0: none."},
     )
     prediction_outputs: str | None = field(
         default=None,
-        metadata={"help": "Model outputs that predictions consist of, joined by commas; all, if unset."},
+        metadata={"help": "Model outputs to return as predictions, separated by commas (unset: all)."},
     )
 
     def __post_init__(self):
@@ -204,14 +211,14 @@ class MerakArguments(TrainingArguments):
         self.warmup_ratio = None
         self.buckets  # noqa: B018  a wrong list is told now
         if self.recomputes and self.recompute_activations:
-            reason = "activation_checkpointing computes whole layers again"
+            reason = "activation_checkpointing already recomputes entire layers"
             raise ConfigError("recompute_activations", True, reason, "Set only one of them")
         if self.load_best_model_at_end and self.save_only_model:
             reason = "the best model is loaded from its training state, which is not saved"
             raise ConfigError("save_only_model", True, reason, "Leave it False with load_best_model_at_end")
         if self.world_size % (self.tensor_model_parallel_size * self.pipeline_model_parallel_size):
             degrees = f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size}"
-            reason = f"tensor x pipeline parallelism makes replicas of {degrees} ranks"
+            reason = f"a replica of the model takes {degrees} ranks (tensor x pipeline parallel)"
             raise ConfigError("world size", self.world_size, reason, "Start a multiple of that, or lower the degrees")
         parallelism.check_world(self)
         check_instances(self)
@@ -263,7 +270,7 @@ class MerakArguments(TrainingArguments):
         except ValueError:
             lengths = (0,)
         if lengths[0] < 1:
-            raise ConfigError("length_buckets", repr(text), "it is no list of lengths", "Give auto, none or 128,256")
+            raise ConfigError("length_buckets", repr(text), "it is not a list of lengths", "Give auto, none or 128,256")
         return lengths
 
     @property
@@ -328,7 +335,7 @@ def _check_numbers(args: "MerakArguments") -> None:
     }
     for name, choices in choices_of.items():
         if (value := getattr(args, name)) not in choices:
-            raise ConfigError(name, repr(value), "there is no such choice", f"Use {' or '.join(choices)}")
+            raise ConfigError(name, repr(value), "it is not one of the choices", f"Use {' or '.join(choices)}")
     if args.pad_to_multiple_of is not None and args.pad_to_multiple_of < 1:
         raise ConfigError("pad_to_multiple_of", args.pad_to_multiple_of, "it is below 1", "Give 1 or more")
 

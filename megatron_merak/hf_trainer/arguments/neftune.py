@@ -17,7 +17,9 @@ def check_alpha(alpha: object) -> None:
     """Raises ConfigError for what is no magnitude."""
     number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if alpha is not None and not (number and 0 <= alpha < float("inf")):
-        raise ConfigError("neftune_noise_alpha", repr(alpha), "it is no magnitude", "Give 0 or more, or leave it unset")
+        raise ConfigError(
+            "neftune_noise_alpha", repr(alpha), "it is not a non-negative number", "Give 0 or more, or leave it unset"
+        )
 
 
 def embedding_of(model: nn.Module) -> nn.Module:

@@ -78,7 +78,7 @@ def _parsed(args: TrainingArguments, name: str) -> dict[str, Any]:
     known = _ARGUMENTS.get(name)
     for key, equals, value in pairs:
         if not equals or (known is not None and key not in known):
-            reason = f"{name} takes {', '.join(known) if known else 'none'}" if equals else "it is no key=value"
+            reason = f"{name} takes {', '.join(known) if known else 'none'}" if equals else "it is not key=value"
             remedy = "Set weight_decay" if key == "weight_decay" else "Leave it out; others are arguments by themselves"
             raise ConfigError("optim_args", f"{key}{equals}{value}", reason, remedy)
     if name != MUON:

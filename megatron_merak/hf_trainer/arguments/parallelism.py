@@ -21,8 +21,8 @@ def sizes_of(args: Any) -> dict[str, int] | None:
     if config is None:
         return None
     if not all(hasattr(config, name) for name in ("dp_replicate_size", "dp_shard_size", "tp_size")):
-        remedy = "Give accelerate's, or set tensor_model_parallel_size and data_parallel_sharding_strategy"
-        raise ConfigError("parallelism_config", repr(config), "it is no ParallelismConfig", remedy)
+        remedy = "Pass accelerate's class, or set tensor_model_parallel_size and data_parallel_sharding_strategy"
+        raise ConfigError("parallelism_config", repr(config), "it is not a ParallelismConfig", remedy)
     sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
     for name in ("cp_size", "sp_size"):
         if sizes[name] > 1:
@@ -42,10 +42,12 @@ def sharding_with(args: Any, strategy: str | None) -> str | None:
         return strategy
     shards, what = sizes["dp_shard_size"], "parallelism_config: dp_shard_size"
     if shards > 1 and strategy == "no_shard":
-        raise ConfigError(what, shards, "other arguments say that replicas share nothing", "Leave out one of the two")
+        raise ConfigError(what, shards, "other arguments disable sharding", "Leave out one of the two")
     if shards == 1 and sizes["dp_replicate_size"] > 1 and strategy not in (None, "no_shard"):
-        reason = f"other arguments ask for {strategy}, which replicas share"
-        raise ConfigError(what, shards, reason, "Give the number of replicas that share, or leave out one of the two")
+        reason = f"other arguments request {strategy}, which shards over replicas"
+        raise ConfigError(
+            what, shards, reason, "Give the number of replicas to shard over, or leave out one of the two"
+        )
     return FULL if strategy is None and shards > 1 else strategy
 
 

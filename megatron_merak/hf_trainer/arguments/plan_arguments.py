@@ -44,24 +44,26 @@ def take_from_plan(args: Any) -> None:
     """
     plan = stored(args.plan)
     if not plan.graph_sharding:
-        raise ConfigError("plan", args.plan, "it is one of the native model", "Make it by tools/plan.py show --model")
+        raise ConfigError(
+            "plan", args.plan, "it is a plan of the native model", "Make it with tools/plan.py show --model"
+        )
     if (hybrid := fsdp.hybrid_of(args)) and plan.sharding_instances == 1 < plan.grid.dp:
         remedy = "Leave it out, or make the plan with --num-distributed-optimizer-instances"
         raise ConfigError(f"fsdp: {hybrid}", repr(args.fsdp), f"the plan {args.plan} has one instance", remedy)
     defaults = {each.name: each.default for each in dataclasses.fields(args)}
     for name in (name for name in MAKES if name in defaults):
         if getattr(args, name) != defaults[name]:
-            raise ConfigError(name, getattr(args, name), f"the plan {args.plan} decides that", "Leave it out")
+            raise ConfigError(name, getattr(args, name), f"it is decided by the plan {args.plan}", "Leave it out")
     if fsdp.recomputes(args):
         raise ConfigError(
-            "fsdp_config: activation_checkpointing", True, f"the plan {args.plan} decides that", "Leave it out"
+            "fsdp_config: activation_checkpointing", True, f"it is decided by the plan {args.plan}", "Leave it out"
         )
     order = args.rank_order and normal(args.rank_order)
     effective = {"data_parallel_sharding_strategy": args.sharding, "rank_order": order}
     for name, value in DECIDES.items():
         given = effective.get(name, getattr(args, name))
         if given not in (defaults[name], value(plan)):
-            reason = f"the plan {args.plan} says {value(plan)}"
+            reason = f"the plan {args.plan} has {value(plan)}"
             raise ConfigError(name, given, reason, "Leave it out, or change the plan")
         setattr(args, name, value(plan))
 

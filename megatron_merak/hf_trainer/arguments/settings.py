@@ -18,7 +18,7 @@ def settings_of(name: str, given: Any) -> Mapping[str, Any]:
                 name, given, f"it cannot be read ({error})", "Give a dict, or name a JSON file"
             ) from error
     if given and not isinstance(given, Mapping):
-        raise ConfigError(name, repr(given), "it is no set of keys", "Give a dict, or name a JSON file")
+        raise ConfigError(name, repr(given), "it is not a mapping", "Give a dict, or name a JSON file")
     return given or {}
 
 

@@ -15,7 +15,7 @@ def sharding_of(args: Any) -> str | None:
     asked = args.data_parallel_sharding_strategy
     if asked is not None and asked not in SHARDINGS:
         remedy = f"Use {' or '.join(SHARDINGS)}"
-        raise ConfigError("data_parallel_sharding_strategy", repr(asked), "there is no such choice", remedy)
+        raise ConfigError("data_parallel_sharding_strategy", repr(asked), "it is not one of the choices", remedy)
     if args.fsdp and args.deepspeed:
         raise ConfigError("fsdp", args.fsdp, "deepspeed is set, too, and both say what is sharded", "Set only one")
     by_fsdp, by_stage = fsdp.strategy_of(args), deepspeed.strategy_of(args)
@@ -25,7 +25,7 @@ def sharding_of(args: Any) -> str | None:
         raise ConfigError("data_parallel_sharding_strategy", asked, f"{said} means {found}", "Set only one of them")
     asked = asked or found
     if args.use_distributed_optimizer and asked == "no_shard":
-        reason = "no_shard leaves the optimizer's state whole"
+        reason = "no_shard replicates the optimizer's state"
         raise ConfigError("use_distributed_optimizer", True, reason, "Leave it False, or use optim")
     return parallelism.sharding_with(args, asked or ("optim" if args.use_distributed_optimizer else None))
 

@@ -62,7 +62,7 @@ def check_without_effect(args: Any) -> None:
     what = "accelerator_config: gradient_accumulation_kwargs"
     _check(what, settings_of(what, kwargs), _ACCUMULATION)
     if args.ddp_broadcast_buffers is False:
-        reason = "the first replica's buffers are saved and evaluated with"
+        reason = "the first replica's buffers are saved and used for evaluation"
         raise ConfigError("ddp_broadcast_buffers", False, reason, "Leave it unset")
 
 

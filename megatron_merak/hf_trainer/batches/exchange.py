@@ -21,7 +21,7 @@ def _pack(value: object, tensors: list[Tensor]) -> object:
         return {"tuple" if isinstance(value, tuple) else "list": [_pack(each, tensors) for each in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"plain": value}
-    reason = f"{type(value).__name__} is none of tensor, number, text, tuple, list, dictionary"
+    reason = f"{type(value).__name__} is not a tensor, number, text, tuple, list or dictionary"
     raise DataError("a prediction", repr(value)[:60], reason, "Let preprocess_logits_for_metrics return tensors")
 
 

@@ -151,8 +151,8 @@ class Feed:
         for rank, (shapes, values) in enumerate(told):
             replica = self.mesh.grid.coordinates(rank)[2]
             if shapes != told[0][0] or values != values_of.setdefault(replica, values):
-                reason = "its length or its first batch is not that of the ranks before it"
-                remedy = "Make the same dataset on every rank: seed what is random, sort what has no order"
+                reason = "its length or its first batch differs from that of lower ranks"
+                remedy = "Build the same dataset on every rank: seed random choices and sort unordered sources"
                 raise DataError("dataset", f"(on rank {rank})", reason, remedy)
 
     def prepare(

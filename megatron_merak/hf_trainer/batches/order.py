@@ -154,7 +154,7 @@ class Loading:
             return None
         division = Division(self.count, self.batch_size, self.replicas, self.drop_last)
         if division.batches == 0:
-            reason = f"it makes no batch of {self.batch_size} for each of {self.replicas} replicas"
+            reason = f"it is too short for a batch of {self.batch_size} on each of {self.replicas} replicas"
             remedy = "Give more samples, or set dataloader_drop_last=False"
             raise DataError("a dataset of length", self.count, reason, remedy)
         return division
@@ -193,7 +193,7 @@ class Loading:
         self.begun[id(self.dataset)] = (self.seed, epoch), samples
         rows = samples.look(self.batch_size)
         if not rows or (self.drop_last and len(rows) < self.batch_size):
-            remedy = "Give a stream with more samples, or one that can be iterated over again"
+            remedy = "Pass a stream with more samples, or one that can be iterated again"
             raise DataError("dataset", type(self.dataset).__name__, "the stream ends before its first batch", remedy)
         with private_randomness(self.seed, epoch, 0):
             return tensors_of(collate(copied(rows)))

@@ -235,7 +235,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 def plain_metrics(metrics: object) -> dict:
     """What compute_metrics returned, if logs and checkpoints can hold it. Raises ConfigError."""
-    remedy = "Return a dictionary of numbers, with a name of its own for each"
+    remedy = "Return a dictionary of numbers with distinct names"
     if not isinstance(metrics, Mapping):
         raise ConfigError("compute_metrics", type(metrics).__name__, "it returned no dictionary", remedy)
     for name, value in metrics.items():
@@ -244,6 +244,6 @@ def plain_metrics(metrics: object) -> dict:
         except (TypeError, ValueError):
             known = False
         if not known and not (isinstance(value, float) and isinstance(name, str)):  # nan is not equal to itself
-            reason = f"its {name!r} is a {type(value).__name__}, which logs and checkpoints cannot hold"
+            reason = f"its {name!r} is a {type(value).__name__}, which cannot be logged or saved"
             raise ConfigError("compute_metrics", repr(value)[:60], reason, remedy)
     return dict(metrics)

@@ -39,10 +39,10 @@ def differ_here(batches: Sequence[Mapping[str, object]], mesh: Mesh) -> bool:
 def different(count: int | None = None) -> DataError:
     """Ranks that share a replica were given different samples; or, with ``count``, that is how many batches were left
     on this rank, and others had another number."""
-    reason = "the ranks that share a replica of the model were given different samples"
+    reason = "ranks of one replica of the model received different samples"
     if count is not None:
-        reason = f"it ends earlier on some ranks than on others, and gave this one {count} batches"
-    remedy = "Let it depend on its seed and the epoch only, not on the rank, the time or a generator without a seed"
+        reason = f"it ends earlier on some ranks than on others; this rank received {count} batches"
+    remedy = "Make it depend only on its seed and the epoch, not on the rank, the time or an unseeded generator"
     return DataError("dataset", "(of this step)", reason, remedy)
 
 

@@ -68,13 +68,13 @@ class Drawn:
         told = gather_json([_digest(order), length_of(self.sampler)], self.group, "cpu")
         for rank, (digest, length) in enumerate(told):
             if digest is None:
-                remedy = "Yield the number of one sample at a time, and per_device_train_batch_size cuts batches"
-                raise DataError("sampler", name, "it yields something else than numbers of samples", remedy)
+                remedy = "Yield one sample index at a time; per_device_train_batch_size forms the batches"
+                raise DataError("sampler", name, "it yields items other than sample indices", remedy)
             if digest != told[0][0]:
-                remedy = "Seed it alike on every rank: samples are divided among the replicas afterwards"
-                raise DataError("sampler", name, f"rank {rank} draws another order than rank 0", remedy)
+                remedy = "Use the same seed on every rank: samples are distributed over replicas afterwards"
+                raise DataError("sampler", name, f"rank {rank} draws a different order than rank 0", remedy)
             if length is not None and length != len(order):
-                remedy = "Let __len__ be the number of samples of an epoch"
+                remedy = "Return the number of samples of an epoch from __len__"
                 raise DataError("sampler", name, f"it yields {len(order)} samples, and its length is {length}", remedy)
         return [int(index) for index in order]
 

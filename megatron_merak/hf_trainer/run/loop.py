@@ -119,7 +119,7 @@ class TrainingLoop:
         notes = resumption.check_model(saved.model, self.described)
         if reason := fingerprint.difference(saved.dataset, self.dataset):
             if not self.args.ignore_data_skip:
-                remedy = "Give the dataset of that run, or set ignore_data_skip=True to begin an epoch of this one"
+                remedy = "Pass the dataset of that run, or set ignore_data_skip=True to start an epoch of this one"
                 raise CheckpointError("train_dataset", f"(length {self.dataset['length']})", reason, remedy)
             notes.append(f"train_dataset: {reason}")
         if saved.global_batch != self._global_batch():
@@ -132,8 +132,8 @@ class TrainingLoop:
         """This replica's batches among the first ``samples`` of an epoch, which another layout may have divided."""
         whole = self.samples_per_batch
         if samples % whole:
-            reason = f"the checkpoint stands behind {samples} samples of an epoch"
-            remedy = "Choose per_device_train_batch_size x data-parallel size so that it divides them"
+            reason = f"the checkpoint was saved after {samples} samples of an epoch"
+            remedy = "Choose per_device_train_batch_size x data-parallel size to divide them"
             raise CheckpointError("batches of samples", whole, reason, remedy)
         return samples // whole
 

@@ -97,12 +97,12 @@ class ParameterGroups(torch.optim.Optimizer):
                 return ConfigError("optimizer.param_groups", "params", f"they were changed, and {SHARDED}", REMEDY)
             for name, value in fixed.items():
                 if _tuple(group.get(name)) != _tuple(value):
-                    reason = "a callback or the schedule changed it, and it is one number of the whole run"
+                    reason = "a callback or the schedule changed it, and it is fixed for the run"
                     return ConfigError(f"optimizer.param_groups {name}", group.get(name), reason, REMEDY)
         for (name, parameter), trained in zip(self._all, self._trained, strict=True):
             if parameter.requires_grad != trained:
-                reason = "requires_grad was changed during the run, and the captured gradients are those before"
-                remedy = "Freeze parameters before MerakTrainer is made"
+                reason = "requires_grad was changed during the run, but gradients were captured before"
+                remedy = "Freeze parameters before constructing MerakTrainer"
                 return ConfigError(name, f"requires_grad={parameter.requires_grad}", reason, remedy)
         if not all(math.isfinite(value) and value >= 0 for value in self.rates()):
             return ConfigError("optimizer.param_groups", self.rates(), "a rate is negative or not finite", "Correct it")

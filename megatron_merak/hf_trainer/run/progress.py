@@ -50,14 +50,14 @@ class Progress:
             raise CheckpointError("training state", path, str(error), remedy) from error
         theirs, groups = len(progress.rate["rates"]) // 2, len(rate["rates"]) // 2
         if theirs != groups:
-            reason = f"the checkpoint's optimizer has {theirs} groups of parameters"
+            reason = f"the checkpoint's optimizer has {theirs} parameter groups"
             raise CheckpointError(
                 "optimizer.param_groups", groups, reason, "Give the optimizer of the checkpoint's run"
             )
         scheduler = rate["scheduler"]
         for name in sorted({*progress.rate["scheduler"], *scheduler}):
             if not _alike(name, progress.rate["scheduler"].get(name), scheduler.get(name)):
-                reason = f"the checkpoint's schedule is of another kind: its {name} does not fit"
+                reason = f"the checkpoint has another kind of schedule: its {name} does not fit"
                 raise CheckpointError("lr_scheduler_type", path, reason, "Give the schedule of the checkpoint's run")
         return progress
 

@@ -87,11 +87,11 @@ def check_training(trainer: Any) -> None:
     kind = type(trainer.model).__name__
     with together(trainer.mesh.control, "cpu"):
         if trainer.model is not trainer._trained_model:
-            reason = "it was set after the trainer was made, and transformers.Trainer would train the first one"
+            reason = "it was set after the trainer was constructed, and transformers.Trainer would train the first one"
             raise ConfigError("trainer.model", kind, reason, "Make a new MerakTrainer with the model to train")
     check_model(trainer)
     if trainer._moments is not None:
-        reason = "the optimizer has trained other parameters of this model than can be trained now"
+        reason = "the optimizer trained other parameters of this model than those that are trainable now"
         raise ConfigError("model", kind, reason, "Train a new MerakTrainer with the changed model")
 
 
@@ -114,7 +114,7 @@ def lost_writes(trainer: Any) -> ConfigError | None:
     held = getattr(trainer._engine, "user_model", None)
     if held is None or held.shared or not held.touched():
         return None
-    reason = "a callback wrote it, and the trained weights are divided over the ranks"
+    reason = "a callback wrote it, and the trained weights are sharded over ranks"
     return ConfigError(f"model.{held.edited()}", "(written)", reason, "Leave the weights to the optimizer")
 
 
@@ -124,7 +124,7 @@ def _change(trainer: Any, engine: CapturedTrainer, saves: bool) -> Change | None
     if engine.model is not trainer.model:
         return Change("trainer.model", type(engine.model).__name__, f"another {type(trainer.model).__name__}")
     if held.taken():
-        reason = "another trainer has divided this model since, and this one has weights of before"
+        reason = "another trainer has sharded this model since, and this trainer has earlier weights"
         raise ConfigError("model", type(engine.model).__name__, reason, "Use one trainer, or give each its own model")
     change = held.change(only_weights=saves)
     if change is None and (name := held.edited()) is not None:
@@ -137,14 +137,14 @@ def _refuse(trainer: Any, engine: CapturedTrainer, change: Change) -> None:
     held, now = engine.user_model, _short(change.now)
     assert held is not None
     if trainer.is_in_train:
-        reason = f"it was {_short(change.was)} when the model was captured, and changed while the trainer trains"
+        reason = f"it was {_short(change.was)} when the model was captured, and changed during training"
         raise ConfigError(change.what, now, reason, "Make the change before train(), or between two calls of it")
     if not held.shared and engine.iteration:
-        reason = f"it was {_short(change.was)} when the model was captured, and the trained weights are divided"
+        reason = f"it was {_short(change.was)} when the model was captured, and the trained weights are sharded"
         raise ConfigError(change.what, now, f"{reason} over {engine.mesh.grid.size} ranks", _DIVIDED)
     edited = held.edited()
     if edited is not None and source_of(trainer.model) is not None:
-        reason = "it was written after the trainer took its weights from the model's directory"
+        reason = "it was written after the trainer read its weights from the model's directory"
         raise ConfigError(f"model.{edited}", now, reason, _ANEW)
 
 
