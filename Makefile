@@ -26,7 +26,7 @@ PY = $(shell $(ENVIRONMENT) --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help environment install wheel train test test-long test-oldest lint parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
+.PHONY: help environment install wheel train test test-long test-oldest lint docs parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -54,6 +54,7 @@ help:
 	@echo "make doctor           what is compiled and active here, and why the rest is not"
 	@echo "make gpu              on a machine with a GPU: its tests, none of them skipped, then its kernels' speed into docs/gpu.md"
 	@echo "make wheel        a source distribution in dist/, and a wheel of it: compiled for any x86-64-v3 CPU, faster on AVX-512 (2 minutes)"
+	@echo "make docs         the documentation site, into build/site; broken links and pages outside the nav fail (20 seconds)"
 	@echo "make install      only the set-up that all of these share; idempotent"
 	@echo "make clean        remove build products and caches; .venv and runs/ stay"
 
@@ -66,6 +67,7 @@ train bench-search bench-servers: NEEDS = dependencies pictures
 install test test-long test-oldest parity-full test-native test-slow fuzz-graph: NEEDS = dependencies test
 bench bench-two-lines: NEEDS = dependencies accelerate
 lint: NEEDS = lint
+docs: NEEDS = docs
 compile-check: NEEDS = torch
 doctor: NEEDS = torch numpy
 wheel: NEEDS = torch build
@@ -92,6 +94,11 @@ test-oldest:
 
 lint: environment
 	@$(STYLE)
+
+# Pages open from disk: build/site/index.html.
+docs: environment
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+	@echo "build/site/index.html"
 
 parity: environment
 	@$(PY) tools/parity.py --write $(ARGS)

@@ -1,0 +1,118 @@
+"""Pages of docs/ taken apart, and the commands and Python lines on them answered as they are here.
+
+python -m tests.pages        writes what the commands of a page print into the page, but those of whole jobs
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_merak.cli.commands import COMMANDS
+from megatron_merak.cli.launcher import FLAG, without_flag
+from megatron_merak.cli.pretrain import check_command
+from megatron_merak.cli.words import told
+from megatron_merak.errors import MerakError
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+WRITTEN = """index quickstart supported install configuration troubleshooting from_megatron_lm from_huggingface
+    comparison api""".split()
+SMALL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4
+    --global-batch-size 32 --train-iters 20 --lr 1e-3 --mock-data --vocab-size 1000"""
+TRAINING = {"merak-pretrain": "pretrain", "merak-pretrain-hf": "pretrain-hf"}
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+MARK = re.compile(r"<!-- (.+) -->\n\n$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page: its language, text, and the comment in front of it; ``start`` is where its text is."""
+
+    page: str
+    language: str
+    text: str
+    mark: str
+    start: int
+
+
+def blocks(page: str, language: str = "") -> Iterator[Block]:
+    """The code blocks of a page, without the indentation that they have inside lists."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        mark = MARK.search(text[: match.start()])
+        content = re.sub(rf"^{match.group(1)}", "", match.group(3), flags=re.MULTILINE)
+        if language in ("", match.group(2)):
+            yield Block(page, match.group(2), content, mark.group(1) if mark else "", match.start(3))
+
+
+def commands(text: str) -> list[str]:
+    """Command lines of a shell block, those that end in a backslash joined, without comments and variables in front."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def answers(text: str) -> list[tuple[str, str]]:
+    """(command, what it prints) of a console block."""
+    parts = re.split(r"^\$ ", re.sub(r"\\\n\s*", "", text), flags=re.MULTILINE)[1:]
+    return [(command, output) for command, _, output in (part.partition("\n") for part in parts)]
+
+
+def words(command: str) -> list[str]:
+    """A command line as its program gets it; ... stands for the flags of a small model."""
+    return shlex.split(command.replace(" ... ", f" {SMALL} ").removesuffix(" ..."), comments=True)
+
+
+def answer(command: str) -> str:
+    """What a command says that ends before ranks are started, as its first rank or the command itself prints it."""
+    program, *given = words(command)
+    if program in TRAINING:
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument(FLAG, type=int, default=1)
+        ranks = finder.parse_known_args(given)[0].nproc_per_node
+        try:
+            check_command(TRAINING[program], without_flag(given), ranks)
+        except MerakError as error:
+            return f"{told(error)}\n"
+        return ""
+    module, _, function = COMMANDS[program.removeprefix("merak-")].target.partition(":")
+    main = getattr(__import__(module, fromlist=[function]), function)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            main(given)
+        except SystemExit as end:
+            return f"{out.getvalue()}{end.code or ''}\n"
+    return out.getvalue()
+
+
+def shown(block: Block) -> str:
+    """A console block as it has to be: its commands, with what they say now. A block whose output begins with ... has
+    the last lines of it, as many as it has now."""
+    lines = []
+    for part in re.split(r"^(?=\$ )", block.text, flags=re.MULTILINE)[1:]:
+        ((command, output),) = answers(part)
+        typed = part.removesuffix(output) if output else part
+        now = answer(command)
+        if output.startswith("...\n"):
+            now = "...\n" + "\n".join(now.rstrip("\n").splitlines()[1 - len(output.splitlines()) :]) + "\n"
+        lines.append(typed + now)
+    return "".join(lines)
+
+
+def rewrite() -> None:
+    """Write what commands print into their pages."""
+    for page in WRITTEN:
+        path = DOCS / f"{page}.md"
+        text = path.read_text(encoding="utf-8")
+        for block in reversed([each for each in blocks(page, "console") if not each.mark.startswith("run")]):
+            text = text[: block.start] + shown(block) + text[block.start + len(block.text) :]
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(rewrite())
