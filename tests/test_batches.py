@@ -176,7 +176,7 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
         ),
         (
             {"step_batch_size_schedule": "0:4", "decrease_batch_size_if_needed": True},
-            "--step-batch-size-schedule 0:4: already gives every batch size. Leave out --decrease-batch-size-if-needed.",
+            "--step-batch-size-schedule 0:4: already gives every batch size. Leave out --decrease-batch-size-if-needed",
         ),
         (
             {"global_batch_size": 1, "decrease_batch_size_if_needed": True},

@@ -650,7 +650,11 @@ def test_the_directory_of_a_captured_model_knows_its_vocabulary_and_tokenizer(da
         ({"train": {"global_batch_size": 3}}, 1, "--global-batch-size 3: is not a multiple"),
         ({"optimizer": {"lr": None}}, 1, "--lr (missing)"),
         ({"checkpoint": {"save_interval": 2}}, 1, "--save-interval 2: has no effect without --save"),
-        ({"parallel": {TP: 2, "sequence_parallel": True}}, 2, "--sequence-parallel True: is only supported for native models"),
+        (
+            {"parallel": {TP: 2, "sequence_parallel": True}},
+            2,
+            "--sequence-parallel True: is only supported for native models",
+        ),
     ],
 )
 def test_a_run_of_a_captured_model_is_checked_like_any_other(sections, world_size, message):

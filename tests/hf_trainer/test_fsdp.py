@@ -90,7 +90,10 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
             {"fsdp": "full_shard", "data_parallel_sharding_strategy": GRADS},
             "data_parallel_sharding_strategy optim_grads: fsdp full_shard means optim_grads_params",
         ),
-        ({"fsdp": "no_shard", "use_distributed_optimizer": True}, "use_distributed_optimizer True: no_shard replicates"),
+        (
+            {"fsdp": "no_shard", "use_distributed_optimizer": True},
+            "use_distributed_optimizer True: no_shard replicates",
+        ),
         (
             {"data_parallel_sharding_strategy": "zero3"},
             "data_parallel_sharding_strategy 'zero3': it is not one of the choices",

@@ -70,7 +70,10 @@ def test_instances_are_nodes_unless_a_number_says_otherwise(asked, instances):
     ("asked", "told"),
     [
         (Asked(8, 0, HYBRID), "fsdp: hybrid_shard .*LOCAL_WORLD_SIZE is not set.*torchrun, or set .*=1 or 2 or 4"),
-        (Asked(16, 4, HYBRID, **TP4), "no two adjacent ones of the 4 data-parallel ranks are .* node of 4 ranks. Set .*=1 or 2,"),
+        (
+            Asked(16, 4, HYBRID, **TP4),
+            "no two adjacent ones of the 4 data-parallel ranks are .* node of 4 ranks. Set .*=1 or 2,",
+        ),
         (Asked(8, 8, HYBRID, 3), "instances 3: does not divide the 8 data-parallel ranks. Use 2 or 4"),
         (Asked(8, 8, HYBRID, 16), "instances 16: does not divide the 8 data-parallel ranks. Use 4"),
         (Asked(8, 8, HYBRID, 8), "instances 8: an instance would be one of the 8 .* Use 4, or the strategy no_shard"),

@@ -198,7 +198,9 @@ def test_what_flash_attention_would_take_for_other_documents_is_refused():
         check(position_ids=[[0, 1, 2, 0, 1]], cu_seq_lens_q=[0, 2, 5])
     with pytest.raises(DataError, match="cu_seq_lens_q: flash attention separates documents by it"):
         check(cu_seq_lens_q=[0, 2, 5])
-    with pytest.raises(DataError, match="position_ids: flash attention supports packed documents only in a batch of one row"):
+    with pytest.raises(
+        DataError, match="position_ids: flash attention supports packed documents only in a batch of one row"
+    ):
         check(position_ids=[[0, 1, 0], [0, 1, 2]])
     check_documents([{"cu_seq_lens_q": torch.tensor([0, 2, 5])}], False)  # other attention does not read it
 
