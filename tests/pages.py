@@ -1,14 +1,17 @@
 """Pages of docs/ taken apart, and the commands and Python lines on them answered as they are here.
 
-python -m tests.pages        writes what the commands of a page print into the page, but those of whole jobs
+python -m tests.pages        writes what the commands of a page print into the page, but those of whole jobs, and the
+                             source that a page quotes: <!-- source: FILE NAME, CLASS.NAME, ... --> before a block
 """
 
 import argparse
+import ast
 import contextlib
 import io
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 WRITTEN = """index quickstart supported install configuration troubleshooting from_megatron_lm from_huggingface
     comparison api""".split()
+QUOTING = ("extending",)
+SOURCE = "source: "
 SMALL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4
     --global-batch-size 32 --train-iters 20 --lr 1e-3 --mock-data --vocab-size 1000"""
 TRAINING = {"merak-pretrain": "pretrain", "merak-pretrain-hf": "pretrain-hf"}
@@ -104,8 +109,33 @@ def shown(block: Block) -> str:
     return "".join(lines)
 
 
+def quoted(block: Block) -> str:
+    """The source that a block must show: the definitions that its mark names."""
+    file, names = block.mark.removeprefix(SOURCE).split(" ", 1)
+    text = (ROOT / file).read_text(encoding="utf-8")
+    parts = []
+    for name in names.split(", "):
+        node = ast.parse(text)
+        for part in name.split("."):
+            node = next(each for each in node.body if part in _defined(each))
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        parts.append(textwrap.dedent("".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno])))
+    return "\n\n".join(parts)
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ())
+    return [getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))]
+
+
 def rewrite() -> None:
-    """Write what commands print into their pages."""
+    """Write what commands print, and the source that is quoted, into their pages."""
+    for page in QUOTING:
+        path = DOCS / f"{page}.md"
+        text = path.read_text(encoding="utf-8")
+        for block in reversed([each for each in blocks(page, "python") if each.mark.startswith(SOURCE)]):
+            text = text[: block.start] + quoted(block) + text[block.start + len(block.text) :]
+        path.write_text(text, encoding="utf-8")
     for page in WRITTEN:
         path = DOCS / f"{page}.md"
         text = path.read_text(encoding="utf-8")

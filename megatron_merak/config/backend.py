@@ -1,14 +1,16 @@
 """What settings ask of the backend of collectives."""
 
 from ..errors import ConfigError
+from .backends import BACKENDS
 from .parallel import ParallelConfig
 from .sections import TrainConfig
 
 
 def check_backend(parallel: ParallelConfig, train: TrainConfig) -> None:
-    if parallel.distributed_backend == "mpi" and (train.bf16 or train.fp16):
+    backend = BACKENDS.get(parallel.distributed_backend)
+    if backend is not None and not backend.halves and (train.bf16 or train.fp16):
         flag = "--bf16" if train.bf16 else "--fp16"
-        reason = "torch's MPI backend has no 16-bit numbers"
+        reason = f"torch's {backend.name} backend has no 16-bit numbers"
         raise ConfigError(flag, True, reason, "Leave it out, or use --distributed-backend gloo")
     _check_emulation(parallel)
 

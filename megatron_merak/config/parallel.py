@@ -2,12 +2,11 @@
 
 import dataclasses
 
+from .backends import BACKENDS
 from .rank_order import PIPELINE_INSIDE, normal
 from .settings import Section, setting
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v", "auto")
-BACKENDS = ("auto", "gloo", "nccl", "emu", "merak_shm", "merak_peer", "gloo_cuda", "mpi")
-OF_GPUS = ("nccl", "merak_peer", "gloo_cuda")  # backends that carry tensors of GPUs
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
 STRATEGIES = ("allreduce", "ps-sync", "ps-async")  # how data-parallel replicas combine gradients
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # cumulative, in this order
@@ -46,7 +45,7 @@ class ParallelConfig(Section):
     tp_comm_overlap: str = setting("weight-gradient", choices=OVERLAPS, bare="auto", megatron=False)
     """What overlaps tensor-parallel collectives: nothing, weight gradients, the other half of the micro-batch, or
     another micro-batch; with auto, or no value, the cost model chooses."""
-    distributed_backend: str = setting("auto", choices=BACKENDS, megatron="nccl")
+    distributed_backend: str = setting("auto", choices=("auto", *BACKENDS), megatron="nccl")
     """Communication backend. auto: nccl on GPUs, merak_shm on CPUs. merak_shm: gloo, with shared memory for tensor and
     data parallelism within a host. merak_peer: nccl, with our own kernels for reductions of up to 8 MiB and the copy
     engine between stages within a host. gloo_cuda: lets ranks share GPUs, for debugging. emu: gloo with modelled

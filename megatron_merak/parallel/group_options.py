@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .peer_group import NAME as PEER_MEMORY
+from ..config.backends import BACKENDS
 
 
 class Traffic(NamedTuple):
@@ -32,7 +32,7 @@ TRAFFIC = {
 def group_options(use: str, backend: str, timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options | None":
     """Options of one new group, to be used once; None where the backend is not NCCL's. use: a key of `TRAFFIC`."""
     traffic = TRAFFIC[use]
-    if backend not in ("nccl", PEER_MEMORY) or not dist.is_nccl_available():
+    if backend not in BACKENDS or BACKENDS[backend].job != "nccl" or not dist.is_nccl_available():
         return None
     told = dist.ProcessGroupNCCL.Options(is_high_priority_stream=traffic.urgent)
     if traffic.blocks is not None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster, find_cluster
+from ..config.backends import BACKENDS
 from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
@@ -74,7 +75,8 @@ class World:
 
 
 def _device(backend: str, size: int) -> torch.device:
-    if backend in ("gloo", "emu", MPI, shared_memory.NAME) or (backend == "auto" and not torch.cuda.is_available()):
+    on_cpu = not torch.cuda.is_available() if backend == "auto" else not BACKENDS[backend].of_gpus
+    if on_cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
@@ -222,9 +224,9 @@ def _job_backend(backend: str, device: torch.device) -> str:
     if backend == staged.NAME:
         staged.register()
         return backend
-    if device.type == "cuda":
-        return "nccl"
-    return backend if backend in ("emu", MPI) else "gloo"
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    return BACKENDS[backend].job
 
 
 def own_collectives(backend: str, device: torch.device, size: int) -> str | None:

@@ -6,12 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config.backends import BACKENDS
 from ..pipeline_parallel.ops import RECEIVES, Kind, Op, Schedule, ops_of
 from .mailbox import Ends, open_mailboxes
 from .mesh import Mesh, new_groups
 from .peer_group import NAME as PEER_MEMORY
-from .shared_segment import NAME as SHARED_MEMORY
-from .staged import NAME as STAGED
 
 MOST_VALUES = 64  # that one transfer may carry
 
@@ -35,7 +34,7 @@ class Pipes:
     def __init__(self, mesh: Mesh, schedule: Schedule):
         self.mesh, self.schedule = mesh, schedule
         backend = None if mesh.pp is None else dist.get_backend(mesh.pp)
-        self._by_tag = backend in ("gloo", "emu", SHARED_MEMORY, STAGED)
+        self._by_tag = backend in BACKENDS and BACKENDS[backend].by_tag
         self._mailboxes: Ends | None = None
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
         self._routes: dict[tuple[Op, int], Route] = {}  # found once: they lie between the kernels of every step

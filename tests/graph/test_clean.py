@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.capture import capture
-from megatron_merak.graph.ir.inplace import aliasing
+from megatron_merak.graph.ir.aliases import aliased
 from tests.graph.tiny import run
 
 
@@ -47,7 +47,7 @@ def check(function, x=None):
     nodes = list(captured.module.graph.nodes)
     assert all("val" in node.meta for node in nodes if node.op != "output")
     dead = [node for node in nodes if not node.users and node.op not in ("output", "placeholder")]
-    assert all(aliasing(node)[1] for node in dead), "dead code"
+    assert all(aliased(node)[1] for node in dead), "dead code"
     assert {node.op for node in nodes} <= {"placeholder", "get_attr", "call_function", "output"}
     assert not any("_assert" in str(node.target) for node in nodes)
     return captured

@@ -13,7 +13,8 @@ from megatron_merak.errors import PlanError
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.capture.captured import Captured
 from megatron_merak.graph.capture.empty import init_empty_weights
-from megatron_merak.graph.ir.nodes import aliased, is_op, mutation_deps, op_name, storages
+from megatron_merak.graph.ir.aliases import aliased, mutation_deps, storages
+from megatron_merak.graph.ir.nodes import is_op, op_name
 from megatron_merak.graph.partition.cut import ALGORITHMS, align, cut
 from megatron_merak.graph.partition.loads import unit_loads
 from megatron_merak.planner.partition import partition

@@ -14,7 +14,9 @@ from megatron_merak.graph.capture.captured import Captured
 from megatron_merak.graph.capture.eager_module import ByValue, around_node
 from megatron_merak.graph.capture.guards import is_guard, take_guards
 from megatron_merak.graph.capture.unlift import Raw, source
-from megatron_merak.graph.ir.inplace import aliasing, call, out_of_place, written
+from megatron_merak.graph.ir.aliases import is_view, written
+from megatron_merak.graph.ir.gradients import passes_gradient
+from megatron_merak.graph.ir.inplace import call, out_of_place
 from megatron_merak.graph.ir.opaque import CustomFunction
 
 aten = torch.ops.aten
@@ -184,9 +186,7 @@ def _drop_identities(graph: Graph, trainable: frozenset[str]) -> None:
         if node.op == "get_attr":
             differentiable[node] = node.target in trainable
         else:
-            flows = name != "detach" and any(differentiable[x] for x in node.all_input_nodes)
-            value = node.meta.get("val")
-            differentiable[node] = flows and not (isinstance(value, Tensor) and not _floating(value))
+            differentiable[node] = passes_gradient(node) and any(differentiable[x] for x in node.all_input_nodes)
         if not name or not node.args or not isinstance(node.args[0], Node):
             continue
         source = node.args[0]
@@ -225,10 +225,6 @@ def _asks_for_copy(node: Node) -> bool:
     return ({**dict(zip(names, node.args, strict=False)), **node.kwargs}).get("copy") is True
 
 
-def _floating(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
-
-
 def _use_linear(graph: Graph, parameters: tuple[str, ...]) -> None:
     """x @ W.T -> linear(x, W)."""
     for node in list(graph.nodes):
@@ -260,8 +256,7 @@ def _sink_views(graph: Graph, parameters: tuple[str, ...]) -> None:
     """
     viewed: dict[Node, None] = {}
     for node in graph.nodes:
-        view, write = aliasing(node)
-        moves = view and not write and _name(node) not in ("to", "contiguous")
+        moves = is_view(node) and _name(node) not in ("to", "contiguous")
         moves = moves and not isinstance(node.target, CustomFunction)
         if moves and (node.args[0] in viewed or node.args[0].target in parameters):
             viewed[node] = None

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.unlift import Raw
 from megatron_merak.graph.capture.values import GUARD, only_like
-from megatron_merak.graph.ir.nodes import aliased, is_random, mutation_deps
+from megatron_merak.graph.ir.aliases import aliased, mutation_deps
+from megatron_merak.graph.ir.nodes import is_random
 
 _MARK = torch.ops.aten._assert_async.msg
 

@@ -18,7 +18,7 @@ from torch.distributions import Distribution
 from torch.fx import Graph
 
 from megatron_merak.graph.capture.guards import upstream
-from megatron_merak.graph.ir.nodes import mutation_deps
+from megatron_merak.graph.ir.aliases import mutation_deps
 
 aten = torch.ops.aten
 

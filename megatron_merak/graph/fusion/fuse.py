@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..ir.inplace import written
+from ..ir.aliases import written
 from . import attention, linear, loss, pointwise
 from .patterns import Found, match
 

@@ -1,6 +1,5 @@
 """Operations that work in place -> ones that do not, wherever a graph shows every reader of what they write."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,45 +8,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node, map_arg
 
-from megatron_merak.graph.ir.opaque import CustomFunction
+from megatron_merak.graph.ir.aliases import Storages, aliased
 
 aten = torch.ops.aten
 _SCATTER = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-
-
-def aliasing(node: Node) -> tuple[bool, bool]:
-    """(its value may share memory with its first argument, it writes into its first argument), by its schema."""
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return not isinstance(source.target, torch._ops.OpOverload) or aliasing(source)[0], False
-    if isinstance(node.target, CustomFunction):
-        return node.target.shares, False
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], Node):
-        return False, False
-    info = node.target._schema.arguments[0].alias_info
-    return info is not None, info is not None and info.is_write
-
-
-class Storage:
-    """Which nodes share memory, as far as the nodes added so far tell. root: node -> the node that made its memory."""
-
-    def __init__(self) -> None:
-        self.root: dict[Node, Node] = {}
-        self.shared: dict[Node, list[Node]] = {}
-
-    def add(self, node: Node) -> bool:
-        """Enter a node behind all that it reads; returns whether it writes in place."""
-        view, write = aliasing(node)
-        self.root[node] = self.root[node.args[0]] if view and isinstance(node.args[0], Node) else node
-        self.shared.setdefault(self.root[node], []).append(node)
-        return write
-
-
-def written(graph: Graph) -> dict[Node, list[Node]]:
-    """Nodes that work in place -> all nodes that share the memory they write."""
-    storage = Storage()
-    writers = [node for node in graph.nodes if storage.add(node)]
-    return {node: storage.shared[storage.root[node]] for node in writers}
 
 
 def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -68,14 +32,20 @@ def out_of_place(graph: Graph) -> None:
     is not written.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    storage = Storage()
+    storages = Storages()
     for node in list(graph.nodes):
-        if storage.add(node):
-            _replace(graph, node, storage, order)
+        storages.add(node)
+        if _writes_first(node):
+            _replace(graph, node, storages, order)
 
 
-def _replace(graph: Graph, node: Node, storage: Storage, order: dict[Node, int]) -> None:
-    target, root = node.args[0], storage.root[node]
+def _writes_first(node: Node) -> bool:
+    """Whether a node writes to its first argument, and to no other."""
+    return aliased(node)[1] == list(node.args[:1])
+
+
+def _replace(graph: Graph, node: Node, storages: Storages, order: dict[Node, int]) -> None:
+    target, root = node.args[0], storages.root[node]
     if root.op == "get_attr" or not isinstance(root.meta["val"], Tensor):
         return
 
@@ -85,8 +55,8 @@ def _replace(graph: Graph, node: Node, storage: Storage, order: dict[Node, int])
     path = _path(target, root) if later(root) else []
     if path is None:
         return
-    hidden = [x for x in storage.shared[root] if x not in (root, target, node)]
-    rewritten = [user for x in (target, node) for user in later(x) if aliasing(user)[1] and user.args[0] is x]
+    hidden = [x for x in storages.shared[root] if x not in (root, target, node)]
+    rewritten = [user for x in (target, node) for user in later(x) if _writes_first(user) and user.args[0] is x]
     if any(later(x) for x in hidden) or (target is not root and rewritten):
         return
     start = node.prev
@@ -100,9 +70,9 @@ def _replace(graph: Graph, node: Node, storage: Storage, order: dict[Node, int])
     made = start.next
     while made is not node:
         order[made] = order[node]
-        storage.add(made)
+        storages.add(made)
         made = made.next
-    storage.shared[root].remove(node)
+    storages.shared[root].remove(node)
     for old, new in ((target, value), (root, whole)) if path else ((target, value),):
         for reader in later(old):
             reader.replace_input_with(old, new)

@@ -1,6 +1,5 @@
-"""Facts about the nodes of a captured graph: values, costs, storages, and what a node depends on."""
+"""Facts about the nodes of a captured graph: values, costs, chance, and what becomes of a node in a cut."""
 
-import operator
 from collections.abc import Container, Iterator
 from math import prod
 
@@ -8,6 +7,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from .aliases import mutation_deps, storages, writers
 from .opaque import CustomFunction
 
 EMBEDDINGS = ("embedding", "embedding_bag")
@@ -137,63 +137,6 @@ def is_random(node: Node) -> bool:
     if given.get("train") is False or given.get("training") is False or given.get("dropout_p") == 0:
         return False
     return not ("dropout" in op_name(node) and given.get("p") == 0)
-
-
-def aliased(node: Node) -> tuple[list[Node], list[Node]]:
-    """(inputs whose storage a node's result shares, inputs that it writes), from the operator's schema."""
-    if node.target is operator.getitem:
-        return [x for x in node.args[:1] if isinstance(x, Node)], []
-    if isinstance(node.target, CustomFunction) and node.target.shares:
-        return list(node.args[:1]), []
-    if not isinstance(node.target, OpOverload):
-        return [], []
-    shared: list[Node] = []
-    written: list[Node] = []
-    for index, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None:
-            continue
-        value = node.kwargs.get(argument.name, node.args[index] if index < len(node.args) else None)
-        found = [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node)]
-        shared += found
-        written += found if argument.alias_info.is_write else []
-    return shared, written
-
-
-def storages(graph: Graph) -> dict[Node, Node]:
-    """Of every node the one that made its storage: itself, or the start of the views it is the last of."""
-    root: dict[Node, Node] = {}
-    for node in graph.nodes:
-        shared, _ = aliased(node)
-        root[node] = root[shared[0]] if shared else node
-    return root
-
-
-def writers(graph: Graph) -> dict[Node, list[Node]]:
-    """The nodes that write each storage in place, in order, by the node that made it."""
-    root = storages(graph)
-    found: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
-        for storage in dict.fromkeys(root[x] for x in aliased(node)[1]):
-            found.setdefault(storage, []).append(node)
-    return found
-
-
-def mutation_deps(graph: Graph) -> dict[Node, tuple[Node, ...]]:
-    """What the dataflow does not show: for a node, the earlier nodes that wrote in place to a storage it reads.
-
-    A node must run after all of these; nodes without any are left out.
-    """
-    root = storages(graph)
-    written: dict[Node, list[Node]] = {}
-    found: dict[Node, tuple[Node, ...]] = {}
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        earlier = [writer for x in inputs for writer in written.get(root[x], ()) if writer is not x]
-        if earlier:
-            found[node] = tuple(dict.fromkeys(earlier))
-        for storage in dict.fromkeys(root[x] for x in aliased(node)[1]):
-            written.setdefault(storage, []).append(node)
-    return found
 
 
 def classify(graph: Graph, parameters: Container[str]) -> dict[Node, str]:

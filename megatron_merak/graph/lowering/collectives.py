@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..ir.aliases import aliased
 from ..ir.marks import copy_in, reduce_sum, stack
-from ..ir.nodes import aliased, is_random, nbytes, op_name
+from ..ir.nodes import is_random, nbytes, op_name
 
 aten = torch.ops.aten
 

@@ -3,20 +3,16 @@
 import operator
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ...segment import Collective
+from ..ir.aliases import mutation_deps, storages, writers
+from ..ir.gradients import passes_gradient
 from ..ir.marks import copy_in, reduce_sum, stack
-from ..ir.nodes import mutation_deps, op_name, storages, writers
 from .rewrite import Rewritten
 
 REDUCTIONS = {reduce_sum: Collective.ALL_REDUCE, stack: Collective.STACK}
-
-# Of a differentiable type, and yet no gradient passes.
-_NO_GRADIENT = ("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
-_NO_GRADIENT += ("new_zeros", "new_ones", "new_full", "new_empty")
 
 
 class Flow:
@@ -73,13 +69,9 @@ class Flow:
     def _takes_gradient(self, node: Node) -> bool:
         if self.is_parameter(node):
             return node.target in self.trainable
-        if node not in self.unit or op_name(node) in _NO_GRADIENT:
+        if node not in self.unit or not passes_gradient(node):
             return False
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
-            return False
-        value = node.meta["val"]
-        floating = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
-        return floating and any(self.differentiable[self.behind(x)] for x in node.all_input_nodes)
+        return any(self.differentiable[self.behind(x)] for x in node.all_input_nodes)
 
 
 def _declared(node: Node) -> int:

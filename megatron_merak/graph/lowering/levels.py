@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from ...errors import TraceError
+from ..ir.aliases import aliased, storages, writers
 from ..ir.marks import copy_in
-from ..ir.nodes import aliased, storages, writers
 from .flow import REDUCTIONS, Flow
 
 

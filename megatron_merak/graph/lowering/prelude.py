@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..ir.nodes import storages, writers
+from ..ir.aliases import storages, writers
 from .emit import Emitter
 from .flow import Flow
 

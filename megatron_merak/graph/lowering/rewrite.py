@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..capture.captured import Captured
+from ..ir.gradients import passes_gradient
 from ..ir.marks import copy_in, reduce_sum, stack
 from ..ir.nodes import values
 from ..partition.cut import Chain
@@ -20,7 +21,6 @@ from ..sharding.shard import Sharding
 from .collectives import move
 
 aten = torch.ops.aten
-STOPS = (aten.detach.default,)  # no gradient flows through these
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,8 +188,7 @@ class Writer:
         if made.op == "get_attr":
             grad = made.target in self.captured.trainable
         else:
-            grad = made.target not in STOPS and any(x.meta["grad"] for x in made.all_input_nodes)
-            grad = grad and _inexact(made.meta.get("val"))
+            grad = passes_gradient(made) and any(x.meta["grad"] for x in made.all_input_nodes)
         made.meta.update(unit=self.unit, sharded=sharded, grad=grad)
 
     def sum(self, node: Node) -> Node:
@@ -266,10 +265,6 @@ class Writer:
 
 def _fake(value: Tensor) -> bool:
     return isinstance(value, FakeTensor)
-
-
-def _inexact(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _settle_parameters(

@@ -6,8 +6,9 @@ from math import prod
 
 from torch.fx import Node
 
+from ..ir.aliases import aliased
 from ..ir.names import module_path
-from ..ir.nodes import EMBEDDINGS, aliased, is_op
+from ..ir.nodes import EMBEDDINGS, is_op
 from .line import Line
 
 COMMON_USERS = 5

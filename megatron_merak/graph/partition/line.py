@@ -6,7 +6,8 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.nodes import flops, nbytes, storages, writers
+from ..ir.aliases import storages, writers
+from ..ir.nodes import flops, nbytes
 
 
 class Line:

@@ -17,7 +17,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from ..ir.nodes import aliased, is_random, op_name, values
+from ..ir.aliases import aliased
+from ..ir.nodes import is_random, op_name, values
 from .placement import Cut, Filler, Split
 from .propagate import Propagation
 

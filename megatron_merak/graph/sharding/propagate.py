@@ -18,8 +18,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..capture.captured import Captured
+from ..ir.aliases import storages, writers
 from ..ir.names import place
-from ..ir.nodes import op_name, storages, values, writers
+from ..ir.nodes import op_name, values
 from .choices import Choices
 from .placement import Again, Cut, Decision, Layout, Split, Stuck, Unfit
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..ir.gradients import passes_gradient
 from ..ir.nodes import op_name, values
 from . import across, rules_shape
 from .placement import Decision, Filler, Split
@@ -73,7 +74,7 @@ def amax(p: Propagation, node: Node) -> Decision:
         fixed = writer.call(aten.detach.default, (part,))
         tops = writer.stack(writer.call(aten.amax.default, (fixed, dims, True)))
         top = writer.call(aten.amax.default, (tops, [0]), sharded=False)
-        if part.meta["grad"] and any(op_name(user) != "detach" for user in node.users):
+        if part.meta["grad"] and any(map(passes_gradient, node.users)):
             count = writer.sum(writer.call(across.ties, (fixed, top, dims)))
             slope = writer.sum(writer.call(across.slope_of_top, (part, top, count, dims)))
             top = writer.call(aten.add.Tensor, (top, slope), sharded=False)

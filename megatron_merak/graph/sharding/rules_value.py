@@ -8,7 +8,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from ..ir.nodes import aliased, op_name, values
+from ..ir.aliases import aliased
+from ..ir.nodes import op_name, values
 from .padding import settle
 from .placement import Cut, Decision, Split
 from .propagate import Propagation

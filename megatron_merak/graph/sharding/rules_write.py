@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.nodes import aliased, op_name, values
+from ..ir.aliases import aliased
+from ..ir.nodes import op_name, values
 from .padding import alike, zeros
 from .placement import Cut, Decision, Split
 from .propagate import Propagation

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ...config.parallel import BACKENDS, OF_GPUS, OVERLAPS, SCHEDULES, SHARDINGS
+from ...config.backends import BACKENDS
+from ...config.parallel import OVERLAPS, SCHEDULES, SHARDINGS
 from ...config.rank_order import check_order
 from ...config.sections import FP32_MATMULS
 from ...errors import ConfigError
@@ -304,17 +305,24 @@ def _refuse_fields(args: TrainingArguments) -> None:
         if value == default or hidden or not (value or default):
             continue
         raise ConfigError(name, repr(value), *REFUSED.get(name, UNKNOWN))
-    known = tuple(name for name in BACKENDS if name not in ("auto", "emu"))
-    if args.ddp_backend is not None and args.ddp_backend not in known:
-        remedy = f"Use {', '.join(known)} or leave it unset"
-        raise ConfigError("ddp_backend", args.ddp_backend, "it is not supported", remedy)
-    if args.use_cpu and args.ddp_backend in OF_GPUS:
-        raise ConfigError("ddp_backend", args.ddp_backend, "use_cpu is set", "Leave one of the two out")
-    if args.ddp_backend == "mpi" and (args.bf16 or args.fp16):
-        raise ConfigError("ddp_backend", "mpi", "torch's MPI backend has no 16-bit numbers", "Train in fp32")
+    _check_backend(args)
     if args.train_sampling_strategy == "batch_rebalance":
         reason = "a replica's batch would depend on the number of replicas"
         raise ConfigError("train_sampling_strategy", "batch_rebalance", reason, "Use random or group_by_length")
+
+
+def _check_backend(args: TrainingArguments) -> None:
+    name = args.ddp_backend
+    if name is None:
+        return
+    known = {each: backend for each, backend in BACKENDS.items() if each != "emu"}
+    if name not in known:
+        remedy = f"Use {', '.join(known)} or leave it unset"
+        raise ConfigError("ddp_backend", name, "it is not supported", remedy)
+    if args.use_cpu and known[name].of_gpus:
+        raise ConfigError("ddp_backend", name, "use_cpu is set", "Leave one of the two out")
+    if not known[name].halves and (args.bf16 or args.fp16):
+        raise ConfigError("ddp_backend", name, f"torch's {name} backend has no 16-bit numbers", "Train in fp32")
 
 
 def _check_numbers(args: "MerakArguments") -> None:

@@ -1,0 +1,35 @@
+"""The communication backends that a job can have, one row each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A value of ``--distributed-backend``.
+
+    name:    the value, and the name of the groups that it makes.
+    job:     the backend of the default process group; groups of other backends are made beside it.
+    of_gpus: whether it carries tensors on GPUs, else on CPUs.
+    by_tag:  whether messages are matched by tag inside a group; else by order, and each channel has a group of its own.
+    halves:  whether it carries 16-bit numbers.
+    """
+
+    name: str
+    job: str
+    of_gpus: bool = False
+    by_tag: bool = False
+    halves: bool = True
+
+
+_ROWS = (
+    Backend("gloo", "gloo", by_tag=True),
+    Backend("nccl", "nccl", of_gpus=True),
+    Backend("emu", "emu", by_tag=True),
+    Backend("merak_shm", "gloo", by_tag=True),
+    Backend("merak_peer", "nccl", of_gpus=True),
+    Backend("gloo_cuda", "gloo_cuda", of_gpus=True, by_tag=True),
+    Backend("mpi", "mpi", halves=False),
+)
+BACKENDS: Mapping[str, Backend] = MappingProxyType({row.name: row for row in _ROWS})

@@ -1,0 +1,23 @@
+"""Through which operations a gradient flows back: the one answer for capture, sharding and lowering."""
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .nodes import op_name
+
+# Their results have a differentiable dtype, and yet no gradient flows back from them.
+_STOPS = frozenset(
+    """detach zeros_like ones_like full_like empty_like rand_like randn_like
+    new_zeros new_ones new_full new_empty""".split()
+)
+
+
+def passes_gradient(node: Node) -> bool:
+    """Whether a gradient of what ``node`` makes flows back to the inputs that take one."""
+    if op_name(node) in _STOPS:
+        return False
+    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+        return False
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
