@@ -64,5 +64,5 @@ def chosen(path: Path, iteration: int | None) -> Path:
         raise faults[0]
     if complete:
         known = ", ".join(str(iteration_of(each)) for each in complete)
-        raise CheckpointError("--iteration", iteration, f"{path} has {known}", "Give one of these, or leave it out")
+        raise CheckpointError("--ckpt-step", iteration, f"{path} has {known}", "Give one of these, or leave it out")
     raise CheckpointError("checkpoint directory", path, "it has no complete checkpoint", remedy)

@@ -27,6 +27,7 @@ _FREE = frozenset(
     max_window_layers bos_token_id eos_token_id pad_token_id attn_pdrop resid_pdrop embd_pdrop attention_dropout
     hidden_dropout residual_dropout embedding_dropout reorder_and_upcast_attn n_ctx""".split()
 )
+_ATTENTION = "attention_dropout"
 _BESIDE = (
     "summary_",
     "task_specific_params",
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint, or a HuggingFace directory")
     parser.add_argument("target", type=Path, metavar="TO", help="the directory to write")
-    parser.add_argument("--iteration", type=int, metavar="N", help="the checkpoint to convert [the newest]")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="the checkpoint to convert [the newest]")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="save this tokenizer beside the weights [none]")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file [5GB]")
     given = parser.parse_args(arguments)
@@ -63,7 +64,7 @@ def _to_hf(given: argparse.Namespace) -> None:
     from ..checkpoint.hf_build import build_empty
     from ..checkpoint.stored import StoredSource, chosen
 
-    directory = chosen(given.source, given.iteration)
+    directory = chosen(given.source, given.ckpt_step)
     config, renamed = _config_of(directory)
     tokenizer = None if given.tokenizer is None else _tokenizer(given.tokenizer)
     source = StoredSource(directory, lambda name: _replace(name, renamed))
@@ -87,11 +88,15 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Sequence[tuple[str, str
             remedy = "Resume it with merak-pretrain-hf --load, --train-iters at its iteration, and --save-hf"
             raise CheckpointError("checkpoint", directory, "it does not hold the config.json of its model", remedy)
         return dict(saved.model), ()
+    native = _native(saved.config["model"])
     try:
-        config = hf_config(_native(saved.config["model"]))
+        config = hf_config(native)
     except ConfigError as error:
         error.add_note(f"The checkpoint is {directory}.")
         raise
+    if native.hidden_dropout and not any("dropout" in key or "pdrop" in key for key in config.keys() - {_ATTENTION}):
+        text = f"--hidden-dropout {native.hidden_dropout} has no counterpart in {config['model_type']}"
+        print(f"{text}: further training of it by transformers has none.")
     return config, RENAMED.get(config["model_type"], ())
 
 
@@ -122,7 +127,7 @@ def _tokenizer(directory: Path) -> Any:
 
 
 def _to_checkpoint(given: argparse.Namespace) -> None:
-    for flag, value in (("--iteration", given.iteration), ("--tokenizer", given.tokenizer)):
+    for flag, value in (("--ckpt-step", given.ckpt_step), ("--tokenizer", given.tokenizer)):
         if value is not None:
             raise ConfigError(flag, value, f"{given.source} is a HuggingFace directory", "Leave it out")
     from ..checkpoint.convert import to_checkpoint

@@ -89,8 +89,8 @@ def _save_parts(rank, world_size, root, tensors, meta):
 
 
 REFUSED = {
-    "a damaged file": (["run", "out"], "damaged"),
-    "an iteration that is not there": (["run", "out", "--iteration", "7"], "--iteration 7: .*run has 3. "),
+    "a damaged file": (["run", "out"], "was changed after it was written"),
+    "an iteration that is not there": (["run", "out", "--ckpt-step", "7"], "--ckpt-step 7: .*run has 3. "),
     "nothing": (["empty", "out"], "empty: it has no complete checkpoint"),
     "another model type": (["mixtral", "out"], "model type mixtral: the native GPT can be gpt2, llama"),
     "a config without weights": (["bare", "out"], "bare: it has no weights"),
