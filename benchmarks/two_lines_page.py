@@ -15,7 +15,7 @@ from step import processor
 OURS = "MerakTrainer"
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 BEGIN, END = "<!-- written by benchmarks/two_lines.py -->", "<!-- end of two_lines -->"
-PACKAGES = ("torch", "transformers", "megatron-core")
+PACKAGES = ("torch", "transformers", "megatron-core", "deepspeed")
 
 
 class PageError(Exception):

@@ -11,6 +11,7 @@ import io
 import re
 import shlex
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from megatron_merak.cli.commands import COMMANDS
 from megatron_merak.cli.launcher import FLAG, without_flag
+from megatron_merak.cli.plan import main as plan
 from megatron_merak.cli.pretrain import check_command
 from megatron_merak.cli.words import told
 from megatron_merak.errors import MerakError
@@ -128,20 +130,30 @@ def _defined(node: ast.stmt) -> list[str]:
     return [getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))]
 
 
+def furnish() -> None:
+    """Make, in the working directory, the plan that pages name: the small model on two tensor-parallel ranks x two
+    stages."""
+    layout = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save plan.json"
+    with contextlib.redirect_stdout(io.StringIO()):
+        plan(["show", *layout.split(), *SMALL.split()])
+
+
 def rewrite() -> None:
     """Write what commands print, and the source that is quoted, into their pages."""
-    for page in QUOTING:
-        path = DOCS / f"{page}.md"
-        text = path.read_text(encoding="utf-8")
-        for block in reversed([each for each in blocks(page, "python") if each.mark.startswith(SOURCE)]):
-            text = text[: block.start] + quoted(block) + text[block.start + len(block.text) :]
-        path.write_text(text, encoding="utf-8")
-    for page in WRITTEN:
-        path = DOCS / f"{page}.md"
-        text = path.read_text(encoding="utf-8")
-        for block in reversed([each for each in blocks(page, "console") if not each.mark.startswith("run")]):
-            text = text[: block.start] + shown(block) + text[block.start + len(block.text) :]
-        path.write_text(text, encoding="utf-8")
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        furnish()
+        for page in (*WRITTEN, *QUOTING):
+            path = DOCS / f"{page}.md"
+            text = path.read_text(encoding="utf-8")
+            for block in reversed([*blocks(page)]):
+                if block.mark.startswith(SOURCE):
+                    now = quoted(block)
+                elif block.language == "console" and not block.mark.startswith("run"):
+                    now = shown(block)
+                else:
+                    continue
+                text = text[: block.start] + now + text[block.start + len(block.text) :]
+            path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ the pages show. The long tests run what pages run, and build the site."""
 import ast
 import doctest
 import functools
-import importlib
 import os
 import re
 import subprocess
@@ -22,7 +21,23 @@ from megatron_merak.cli import commands as cli
 from megatron_merak.cli.launcher import without_flag
 from megatron_merak.config import Config, HFConfig
 from megatron_merak.errors import MerakError
-from tests.pages import DOCS, ROOT, SMALL, TRAINING, WRITTEN, Block, answers, blocks, commands, shown, words
+from tests.pages import (
+    DOCS,
+    QUOTING,
+    ROOT,
+    SMALL,
+    SOURCE,
+    TRAINING,
+    WRITTEN,
+    Block,
+    answers,
+    blocks,
+    commands,
+    furnish,
+    quoted,
+    shown,
+    words,
+)
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/multi_node/README.md")]
 PAGES += sorted(DOCS.glob("*.md"))
@@ -31,6 +46,7 @@ SESSIONS = [block for page in WRITTEN for block in blocks(page, "pycon")]
 SCRIPTS = [block for page in WRITTEN for block in blocks(page, "python")]
 SHELL = [block for page in WRITTEN for block in blocks(page, "bash") if block.mark != "other program"]
 QUOTED = [block for block in blocks("troubleshooting", "text")]
+QUOTES = [block for page in QUOTING for block in blocks(page, "python") if block.mark.startswith(SOURCE)]
 NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?([eE][+-]?\d+)?")
 
 
@@ -63,6 +79,18 @@ def test_links_and_anchors_resolve(path):
             assert anchor in anchors(other), (
                 f"{path.name} links to {target}#{anchor}; there are {sorted(anchors(other))}"
             )
+
+
+@pytest.mark.parametrize("block", QUOTES, ids=lambda block: block.mark)
+def test_quoted_source_is_that_of_the_package(block):
+    assert block.text == quoted(block), "python -m tests.pages writes it"
+
+
+@pytest.mark.parametrize("page", QUOTING)
+def test_files_in_tables_are_there(page):
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:megatron_merak|csrc|tests|docs|tools)/[\w/.*]*)`", text)
+    assert named and not [name for name in named if not list(ROOT.glob(name))]
 
 
 def test_every_page_is_in_the_nav():
@@ -145,11 +173,9 @@ def test_shell_commands_have_flags_that_exist(block):
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """A folder with the plan that pages name: of the small model on two tensor-parallel ranks x two stages."""
+    """A working directory with the plan that pages name."""
     monkeypatch.chdir(tmp_path)
-    layout = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save plan.json"
-    module, _, function = cli.COMMANDS["plan"].target.partition(":")
-    getattr(importlib.import_module(module), function)(["show", *layout.split(), *SMALL.split()])
+    furnish()
     return tmp_path
 
 

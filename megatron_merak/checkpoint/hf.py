@@ -5,6 +5,7 @@ fill(shards, model.merak_source)              this rank's intervals of each tens
 save_hf(directory, model, shards, group, device)      AutoModel.from_pretrained(directory) opens the result
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -42,6 +43,11 @@ class Source:
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of all floating-point tensors, the most frequent one first."""
+        kinds = Counter(self.dtype(name) for name in self.names())
+        return [kind for kind, _ in kinds.most_common() if kind.is_floating_point]
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
         """The index ranges ``intervals`` along ``dim`` of a tensor, one after the other; by default all of it."""

@@ -1,6 +1,7 @@
 """Rectangles of tensors that are divided over ranks, brought to the first of them when it wants them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,21 @@ from megatron_merak.checkpoint.hf_patchwork import Range
 from megatron_merak.checkpoint.shard import Intervals, Shard, Slices, uncovered
 from megatron_merak.errors import CheckpointError
 from megatron_merak.parallel.agree import gather_json
+
+
+class Tensors(Protocol):
+    """Tensors of which the first rank reads rectangles.
+
+    first:  whether this is the first rank.
+    shapes: the full shape of each tensor.
+    dtypes: the dtype of each tensor.
+    """
+
+    first: bool
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+
+    def __call__(self, name: str, take: tuple[Range, ...]) -> torch.Tensor: ...
 
 
 class Gather:

@@ -17,7 +17,7 @@ from torch import nn
 from megatron_merak.checkpoint import hf_names
 from megatron_merak.checkpoint.files import DTYPE_CODES, as_bytes, disk_errors, header, sync_directory
 from megatron_merak.checkpoint.hf_files import INDEX, WEIGHTS
-from megatron_merak.checkpoint.hf_gather import Gather
+from megatron_merak.checkpoint.hf_gather import Gather, Tensors
 from megatron_merak.checkpoint.hf_patchwork import Patchwork, read, stored
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.errors import CheckpointError
@@ -48,9 +48,21 @@ def save_hf(
     tensor, where a conversion mixes elements that of its operands. The files take their names once all are complete,
     the index last; a failure before leaves the earlier ones as they were. Raises `CheckpointError` on every rank.
     """
-    directory = Path(directory)
     buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
     gather = Gather(shards, buffers, group, device)
+    write_hf(Path(directory), model, gather, group, device, max_shard_size, processing_class)
+
+
+def write_hf(
+    directory: Path,
+    model: nn.Module,
+    gather: Tensors,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    max_shard_size: int | str,
+    processing_class: Any,
+) -> None:
+    """Write a directory as `save_hf` does, of the tensors that ``gather`` brings to the first rank."""
     with together(group, device):
         tensors = _tensors(model, gather)
         files, index = _split(model, tensors, max_shard_size)
@@ -73,7 +85,7 @@ def save_hf(
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _tensors(model: nn.Module, gather: Gather) -> dict[str, Patchwork]:
+def _tensors(model: nn.Module, gather: Tensors) -> dict[str, Patchwork]:
     """Every tensor of the files, as made from what the ranks hold. Raises `CheckpointError` unless they hold it all."""
     state, aliases = {}, hf_names.aliases(model)
     names: dict[str, list[str]] = {}
@@ -139,7 +151,7 @@ def _write_config(fresh: Path, model: nn.Module, dtypes: Mapping[str, torch.dtyp
 def _write_weights(
     path: Path,
     tensors: Mapping[str, Patchwork],
-    gather: Gather,
+    gather: Tensors,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
 ) -> None:

@@ -120,7 +120,7 @@ def _load(
     casts = 0
     for name, _, turn in in_turns(kinds, group, device):
         with together(group, device):
-            casts += _copy(source, manifest, {name: turn.shards})
+            casts += copy_parts(source, manifest, {name: turn.shards})
             turn.keep()
     if casts:
         logging.getLogger(__name__).warning("%s: %d tensors changed dtype while they were loaded", source, casts)
@@ -193,7 +193,7 @@ def _check_all_wanted(
     return sorted(wanted)
 
 
-def _copy(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> int:
+def copy_parts(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> int:
     """Fill the tensors of ``shards``. Returns how many changed their dtype."""
     copies: dict[str, list[_Copy]] = {}
     casts = 0

@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "memory": Command("megatron_merak.cli.report_memory:main", "show what fills the memory of every rank"),
         "simulate": Command("megatron_merak.cli.simulate:main", "simulate pipeline schedules and plans"),
         "verify": Command("megatron_merak.cli.verify:main", "compare checkpoints with their manifests"),
+        "convert": Command("megatron_merak.cli.convert:main", "convert weights from and to HuggingFace directories"),
         "doctor": Command(
             "megatron_merak.cli.doctor:main", "show which kernels and backends are active, and why others are not"
         ),

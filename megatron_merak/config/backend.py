@@ -10,7 +10,7 @@ def check_backend(parallel: ParallelConfig, train: TrainConfig) -> None:
     backend = BACKENDS.get(parallel.distributed_backend)
     if backend is not None and not backend.halves and (train.bf16 or train.fp16):
         flag = "--bf16" if train.bf16 else "--fp16"
-        reason = f"torch's {backend.name} backend has no 16-bit numbers"
+        reason = f"torch's {backend.name.upper()} backend has no 16-bit numbers"
         raise ConfigError(flag, True, reason, "Leave it out, or use --distributed-backend gloo")
     _check_emulation(parallel)
 

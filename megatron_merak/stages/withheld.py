@@ -43,7 +43,7 @@ _MADE_ALIKE = frozenset(
 
 @dataclass(frozen=True)
 class _Note:
-    """name: of the parameter. ranks: over how many its values are divided. kind: the class that it had."""
+    """name: of the parameter. ranks: over how many its values are sharded. kind: the class that it had."""
 
     name: str
     ranks: int
@@ -85,7 +85,7 @@ class Withheld:
     def __repr__(self) -> str:
         note: _Note = vars(self)[_NOTE]
         told = f"{tuple(self.shape)}, {self.dtype}, device={str(self.device)!r}"  # type: ignore[attr-defined]
-        return f"{note.name}: {told}, its values divided over {note.ranks} ranks"
+        return f"{note.name}: {told}, its values sharded over {note.ranks} ranks"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)

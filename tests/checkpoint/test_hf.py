@@ -138,7 +138,7 @@ def test_tied_tensors(tmp_path):
     from_pretrained(tmp_path)
     both["lm_head.weight"][95, 31] += 1
     save_file(both, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"wte.weight and lm_head.weight are one tensor.*tie_word_embeddings"):
+    with pytest.raises(CheckpointError, match=r"wte.weight and lm_head.weight are tied.*tie_word_embeddings"):
         from_pretrained(tmp_path)
     untied = from_pretrained(tmp_path, tie_word_embeddings=False).merak_source
     assert not torch.equal(untied.read("lm_head.weight"), untied.read("transformer.wte.weight"))
@@ -251,7 +251,7 @@ DAMAGE = {
     "unknown type": (lambda d: set_config(d, model_type="llamma"), "nearest known type is llama"),
     "no type": (lambda d: set_config(d, model_type=None), "it has no model_type"),
     "own code": (lambda d: set_config(d, model_type="mine", auto_map={"AutoConfig": "m.C"}), "trust_remote_code"),
-    "quantised": (lambda d: set_config(d, quantization_config={"quant_method": "fp8"}), "quantised"),
+    "quantised": (lambda d: set_config(d, quantization_config={"quant_method": "fp8"}), "quantized"),
     "impossible": (lambda d: set_config(d, num_attention_heads=0), "cannot be built|is no llama config"),
 }
 
@@ -314,7 +314,7 @@ def test_a_model_with_its_own_code(damaged, monkeypatch):
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     set_config(damaged, model_type="own", auto_map=names, architectures=["OwnModel"])
     (damaged / "own.py").write_text(OWN_CODE)
-    with pytest.raises(CheckpointError, match="brings its own code"):
+    with pytest.raises(CheckpointError, match="has its own code"):
         from_pretrained(damaged)
     model = from_pretrained(damaged, trust_remote_code=True)
     assert type(model).__name__ == "OwnModel"

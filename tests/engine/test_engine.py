@@ -38,7 +38,7 @@ def test_it_gives_what_one_process_gives(tmp_path, ranks, tp, pp, changes):
     assert all(each == told[0] for each in told)
     if tp * pp > 1:
         samples, loss, tokens, calls = told[0]
-        assert "given different samples" in samples and "its loss" in loss and "different tokens" in tokens
+        assert "received different samples" in samples and "its loss" in loss and "different tokens" in tokens
         assert "logprobs: rank 0 is in step, and both need all ranks" in calls
 
 

@@ -87,7 +87,7 @@ def test_a_compilation_that_is_not_done_is_told_once(name):
 
 
 def test_a_misspelt_field_is_told():
-    with pytest.raises(ConfigError, match="Perhaps learning_rate is meant"):
+    with pytest.raises(ConfigError, match="Did you mean learning_rate"):
         MerakArguments("unused", learning_rte=1e-3)
 
 

@@ -137,7 +137,7 @@ def _own_rates(rank, world, directory):
     trained(EagerTrainer, directory, callbacks=[Mine()])
 
 
-@pytest.mark.parametrize(("act", "told"), [(_own_order, "another order"), (_own_rates, "rates")])
+@pytest.mark.parametrize(("act", "told"), [(_own_order, "a different order"), (_own_rates, "rates")])
 def test_ranks_that_differ_are_told(tmp_path, act, told):
     with pytest.raises(RankFailure, match=told) as failure:
         run_ranks(act, 2, str(tmp_path))
@@ -194,7 +194,7 @@ def test_what_only_transformers_has_is_neither_set_nor_read(tmp_path):
         with pytest.raises(ConfigError, match=name):
             setattr(trainer, name, None)
     assert not hasattr(trainer, "accelerator")
-    with pytest.raises(AttributeError, match="Ask trainer.args"):
+    with pytest.raises(AttributeError, match="Use trainer.args"):
         trainer.accelerator  # noqa: B018
     assert trainer.optimizer is None and trainer.lr_scheduler is None
 
@@ -290,7 +290,7 @@ def test_a_second_training_goes_on_as_in_transformers(tmp_path):
 def test_arguments_that_are_changed_too_late_are_refused(tmp_path):
     args = MerakArguments(str(tmp_path / "a"), **RUN)
     args.neftune_noise_alpha = 0.1
-    with pytest.raises(ConfigError, match="neftune_noise_alpha 0.1: how batches are padded"):
+    with pytest.raises(ConfigError, match="neftune_noise_alpha 0.1: the padding of batches"):
         MerakTrainer(tiny_llama(), args, collate)
     trainer = trained(MerakTrainer, tmp_path)[1]
     trainer.args.max_grad_norm = 0.5

@@ -52,8 +52,8 @@ def test_sizes_are_a_strategy_and_instances(arguments, sharding, instances):
     [
         (asked(2, cp_size=2), "parallelism_config: cp_size 2: sequences are not divided over ranks"),
         (asked(2, sp_size=2), "parallelism_config: sp_size 2"),
-        (asked(4, {"fsdp": "full_shard"}, dp_replicate_size=4), "dp_shard_size 1: .*ask for optim_grads_params"),
-        (asked(4, {"fsdp": "no_shard"}, dp_shard_size=4), "dp_shard_size 4: .*replicas share nothing"),
+        (asked(4, {"fsdp": "full_shard"}, dp_replicate_size=4), "dp_shard_size 1: .*request optim_grads_params"),
+        (asked(4, {"fsdp": "no_shard"}, dp_shard_size=4), "dp_shard_size 4: .*disable sharding"),
         (
             asked(8, {"num_distributed_optimizer_instances": 4}, dp_replicate_size=2, dp_shard_size=4),
             "instances 4: parallelism_config has dp_replicate_size 2",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from megatron_merak.config import ModelConfig
+from megatron_merak.models.hf_config import hf_config
 from megatron_merak.stages.init_native import take
 
 LENGTH, VOCABULARY = 12, 101
@@ -44,45 +45,20 @@ LLAMA31 = replace(LLAMA, use_rope_scaling=True, rotary_base=500000, kv_channels=
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "llama31": LLAMA31, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
+# Further shapes that are a HuggingFace model, compared by one process only.
+GPT_ROPE = replace(GPT2, position_embedding_type="rope", group_query_attention=True, num_query_groups=2)
+STABLELM = replace(
+    LLAMA, normalization="LayerNorm", rotary_percent=0.25, add_qkv_bias=True, untie_embeddings_and_output_weights=False
+)
+LLAMA_BIASED = replace(LLAMA, disable_bias_linear=False)
+CONVERTIBLE = FAMILIES | {"starcoder2": GPT_ROPE, "stablelm": STABLELM, "llama-biased": LLAMA_BIASED}
+
+
 def huggingface(name: str, seed: int = 0) -> torch.nn.Module:
     """The family's own model in eval mode, every parameter random: norms are not one, biases not zero."""
-    import transformers  # here, since importing its models takes a rank longer than most tests
+    from transformers import AutoConfig, AutoModelForCausalLM  # a rank without it starts sooner
 
-    c = FAMILIES[name]
-    if name == "gpt2":
-        config = transformers.GPT2Config(
-            n_layer=c.num_layers,
-            n_embd=c.hidden_size,
-            n_head=c.num_attention_heads,
-            n_positions=c.max_positions,
-            vocab_size=c.vocab_size,
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        rope = {"rope_type": "default", "rope_theta": float(c.rotary_base)}
-        if c.use_rope_scaling:
-            rope |= {
-                "rope_type": "llama3",
-                "factor": c.rope_scaling_factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
-        shape = {
-            "num_hidden_layers": c.num_layers,
-            "hidden_size": c.hidden_size,
-            "intermediate_size": c.ffn_size,
-            "num_attention_heads": c.num_attention_heads,
-            "num_key_value_heads": c.query_groups,
-            "head_dim": c.head_dim,
-            "vocab_size": c.vocab_size,
-            "rms_norm_eps": c.norm_epsilon,
-            "max_position_embeddings": c.max_positions,
-            "rope_parameters": rope,
-            "tie_word_embeddings": not c.untie_embeddings_and_output_weights,
-        }
-        kind = {"qwen2": "Qwen2", "qwen3": "Qwen3"}.get(name, "Llama")
-        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**shape))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(CONVERTIBLE[name])))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in sorted(model.named_parameters()):

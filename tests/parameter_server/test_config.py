@@ -68,7 +68,7 @@ def test_a_worker_is_a_job_of_its_own():
             f"{ASYNC} --data-parallel-sharding-strategy optim_grads_params",
             *(2, "--data-parallel-sharding-strategy optim_grads_params: parameter servers keep"),
         ),
-        (f"{SYNC} --calculate-per-token-loss", 2, "--calculate-per-token-loss True: workers do not know"),
+        (f"{SYNC} --calculate-per-token-loss", 2, "--calculate-per-token-loss True: a worker does not know"),
         (f"{SYNC} --log-num-zeros-in-grad", 2, "--log-num-zeros-in-grad True: no rank has the gradient"),
         (f"{SYNC} --timeline a.html", 2, "--timeline a.html: workers have no common clock"),
         (f"{SYNC} --distributed-backend emu --emulate laptop", 2, "--distributed-backend emu: models collectives"),

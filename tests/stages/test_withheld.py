@@ -67,7 +67,7 @@ def test_what_a_parameter_is_can_be_asked():
     assert model.head.weight is model.embedding.weight and torch.equal(model.table, whole.table)
     assert len({*model.parameters()}) == len(before) and len(model.embedding.weight) == 6
     text = f"{model.inner.bias} {model.inner.bias!r}"
-    assert text.count("inner.bias: (4,), torch.float32, device='cpu', its values divided over 2 ranks") == 2
+    assert text.count("inner.bias: (4,), torch.float32, device='cpu', its values sharded over 2 ranks") == 2
     model.eval().train().requires_grad_(False).requires_grad_(True)
     assert model.head.bias.requires_grad and model.to("cpu") is model
     torch.optim.AdamW(model.parameters()).zero_grad()
@@ -168,7 +168,7 @@ def test_uses_of_the_module():
         twin.low.sum()
     with pytest.raises(ConfigError, match=r"model.inner.weight \(clone\)"):
         model.inner.state_dict()["weight"].clone()
-    with pytest.raises(ConfigError, match=r"model.low .read.: .* divided over 2 ranks"):
+    with pytest.raises(ConfigError, match=r"model.low .read.: .* sharded over 2 ranks"):
         check_weights(nn.Sequential(model))
     traced = make_twin(model, True, torch.bfloat16)
     assert traced.inner.weight.stride() == (1, 4) and traced.inner.weight.dtype == torch.bfloat16

@@ -83,7 +83,7 @@ def test_after_the_ramp_more_replicas_than_its_first_batches_have_samples_for(tm
         (
             "--train-samples 50",
             "--step-batch-size-schedule '0:4 0.3K:16'",
-            "--step-batch-size-schedule 16: the plan says 8. ",
+            "--step-batch-size-schedule 16: the plan has 8. ",
         ),
     ],
 )

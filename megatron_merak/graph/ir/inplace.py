@@ -41,7 +41,7 @@ def out_of_place(graph: Graph) -> None:
 
 def _writes_first(node: Node) -> bool:
     """Whether a node writes to its first argument, and to no other."""
-    return aliased(node)[1] == list(node.args[:1])
+    return bool(node.args) and aliased(node)[1] == [node.args[0]]
 
 
 def _replace(graph: Graph, node: Node, storages: Storages, order: dict[Node, int]) -> None:

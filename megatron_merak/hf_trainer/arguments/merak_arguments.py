@@ -322,7 +322,7 @@ def _check_backend(args: TrainingArguments) -> None:
     if args.use_cpu and known[name].of_gpus:
         raise ConfigError("ddp_backend", name, "use_cpu is set", "Leave one of the two out")
     if not known[name].halves and (args.bf16 or args.fp16):
-        raise ConfigError("ddp_backend", name, f"torch's {name} backend has no 16-bit numbers", "Train in fp32")
+        raise ConfigError("ddp_backend", name, f"torch's {name.upper()} backend has no 16-bit numbers", "Train in fp32")
 
 
 def _check_numbers(args: "MerakArguments") -> None:

@@ -1,0 +1,111 @@
+"""Weights from a checkpoint to a HuggingFace directory and back, by one process that never holds all of them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_merak.checkpoint import hf_names, store
+from megatron_merak.checkpoint.hf import Source
+from megatron_merak.checkpoint.hf_patchwork import Range
+from megatron_merak.checkpoint.hf_save import write_hf
+from megatron_merak.checkpoint.shard import Kind, Shard, Turn
+
+_AT_ONCE = 1 << 30  # bytes of tensors in memory at once, or the largest tensor
+
+
+class _Read:
+    """The tensors of a source, and the buffers of a model that the source lacks, as what `write_hf` reads from."""
+
+    first = True
+
+    def __init__(self, source: Source, buffers: Mapping[str, torch.Tensor]):
+        self._source, self._own = source, {k: v for k, v in buffers.items() if k not in source.names()}
+        self.shapes = {name: source.shape(name) for name in source.names()}
+        self.dtypes = {name: source.dtype(name) for name in source.names()}
+        for name, tensor in self._own.items():
+            self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
+
+    def __call__(self, name: str, take: tuple[Range, ...]) -> torch.Tensor:
+        every = tuple(slice(*bounds) for bounds in take)
+        if name in self._own:
+            return self._own[name].detach()[every]
+        partial = [
+            dim
+            for dim, (bounds, extent) in enumerate(zip(take, self.shapes[name], strict=True))
+            if bounds != (0, extent)
+        ]
+        if not partial:
+            return self._source.read(name)
+        dim = partial[0]
+        rest = tuple(slice(None) if each == dim else bounds for each, bounds in enumerate(every))
+        return self._source.read(name, dim, (take[dim],))[rest]
+
+
+def to_hf(source: Source, model: nn.Module, directory: Path, tokenizer: Any = None, shard_size: str = "5GB") -> None:
+    """Write a HuggingFace directory of the weights of ``source``.
+
+    source:     every parameter of ``model`` under one of its names.
+    model:      the model on fake parameters; its persistent buffers are real.
+    directory:  where to write; earlier files stay if this fails.
+    tokenizer:  saved beside the model if given.
+    shard_size: the most bytes of one weight file.
+
+    Raises CheckpointError.
+    """
+    buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
+    write_hf(directory, model, _Read(source, buffers), None, "cpu", shard_size, tokenizer)
+
+
+def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: dict[str, Any]) -> Path:
+    """Write a checkpoint of iteration 0 with the weights of ``source`` and no optimizer state; return its directory.
+
+    source: the weights of a model.
+    names:  the tensors to write, and the names that they get.
+    root:   the directory in which the checkpoint is made.
+    meta:   what the checkpoint says of its run.
+
+    Raises CheckpointError, and NumericsError for weights that are not finite.
+    """
+    groups = list(_groups(source, list(names)))
+    most = max(sum(math.prod(source.shape(name)) for name in group) for group in groups)
+    memory: dict[torch.dtype, torch.Tensor] = {}
+    turns = []
+    for group in groups:
+        views, at = {}, 0
+        for name in group:
+            shape, dtype = source.shape(name), source.dtype(name)
+            flat = memory.setdefault(dtype, torch.empty(most, dtype=dtype))
+            views[name] = flat[at : at + math.prod(shape)].view(shape)
+            at += math.prod(shape)
+        shards = [Shard(names[name], tuple(view.shape), None, (), view) for name, view in views.items()]
+        turns.append(Turn(shards, bring=_reader(source, views)))
+    path = store.save(root, 0, {"model": Kind(turns)}, meta, None, "cpu")
+    source.close()
+    return path
+
+
+def _reader(source: Source, views: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def bring() -> None:
+        for name, view in views.items():
+            view.copy_(source.read(name))
+
+    return bring
+
+
+def _groups(source: Source, names: Sequence[str]) -> Iterator[list[str]]:
+    """Names in the order of the source's files, in groups of at most `_AT_ONCE` bytes of fp32 or of one tensor."""
+    group: list[str] = []
+    held = 0
+    for name in sorted(names, key=source.place):
+        size = 4 * math.prod(source.shape(name))
+        if group and held + size > _AT_ONCE:
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += size
+    if group:
+        yield group

@@ -1,0 +1,68 @@
+"""The tensors of a checkpoint, read one part at a time: weights for which no job and no layout is needed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_merak.checkpoint.directory import complete_ones, iteration_of, read_manifest
+from megatron_merak.checkpoint.files import DTYPE_NAMES, verify_tensors
+from megatron_merak.checkpoint.hf import Source
+from megatron_merak.checkpoint.load import copy_parts
+from megatron_merak.checkpoint.shard import Intervals, Shard, local_shape
+from megatron_merak.errors import CheckpointError, DamagedError
+
+MODEL = "model"
+
+
+class StoredSource(Source):
+    """The weights of one checkpoint directory (``iter_N``), under the names they were saved with.
+
+    directory: the complete checkpoint.
+    rename:    from a saved tensor name to the name it has here.
+
+    Raises DamagedError if the manifest or a byte of the weights is damaged.
+    """
+
+    def __init__(self, directory: Path, rename: Callable[[str], str] = str):
+        self.directory, self.manifest = directory, read_manifest(directory)[1]
+        files = self.manifest.files_of([MODEL])
+        for file in sorted(files):
+            verify_tensors(directory / file, self.manifest.files[file], files[file], self.manifest.save_id)
+        entries = self.manifest.tensors[MODEL]
+        self._names = {rename(name): name for name in entries}
+        self._tensors = {
+            rename(name): torch.empty(entry.shape, dtype=DTYPE_NAMES[entry.dtype], device="meta")
+            for name, entry in entries.items()
+        }
+
+    def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
+        like = self._tensors[name]
+        values = torch.empty(local_shape(like.shape, dim, intervals), dtype=like.dtype)
+        shard = Shard(self._names[name], tuple(like.shape), dim, intervals, values)
+        copy_parts(self.directory, self.manifest, {MODEL: [shard]})
+        return values
+
+    def place(self, name: str) -> tuple:
+        parts = self.manifest.tensors[MODEL][self._names[name]].parts
+        return (parts[0].file, name)
+
+
+def chosen(path: Path, iteration: int | None) -> Path:
+    """Return the directory of a checkpoint: ``path`` itself if it is one, else the newest one in it or that of
+    ``iteration``. Raises CheckpointError if there is none."""
+    remedy = "Give a --save directory or an iter_N directory of merak-pretrain or merak-pretrain-hf"
+    if iteration_of(path) >= 0:
+        read_manifest(path)
+        return path
+    faults: list[DamagedError] = []
+    complete = list(complete_ones(path, faults))
+    wanted = [each for each in complete if iteration in (None, iteration_of(each))]
+    if wanted:
+        return wanted[0]
+    if faults:
+        raise faults[0]
+    if complete:
+        known = ", ".join(str(iteration_of(each)) for each in complete)
+        raise CheckpointError("--ckpt-step", iteration, f"{path} has {known}", "Give one of these, or leave it out")
+    raise CheckpointError("checkpoint directory", path, "it has no complete checkpoint", remedy)

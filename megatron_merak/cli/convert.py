@@ -1,0 +1,200 @@
+"""Convert weights between checkpoints of this library and HuggingFace model directories.
+
+    merak-convert CHECKPOINT HF_DIRECTORY     of merak-pretrain or merak-pretrain-hf: a --save directory (its newest
+                                              checkpoint) or an iter_N directory; opens with from_pretrained()
+    merak-convert HF_DIRECTORY CHECKPOINT     for merak-pretrain --load CHECKPOINT --finetune; prints the model's flags
+
+A checkpoint is converted whatever layout saved it, with every byte compared with its digest. GPTs of merak-pretrain
+become GPT-2, Llama, Qwen2, Qwen3, StableLM or Starcoder2, whichever computes the same; a shape that none of them has is
+an error. Needs neither a GPU nor the memory of the model, and no network. Optimizer state is not converted.
+merak-pretrain-hf --model reads HuggingFace directories as they are.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError, MerakError
+from .words import described, told
+
+# Keys of a config.json without influence on what a model computes in training without dropout.
+_FREE = frozenset(
+    """transformers_version _name_or_path architectures dtype torch_dtype use_cache initializer_range pretraining_tp
+    max_window_layers bos_token_id eos_token_id pad_token_id attn_pdrop resid_pdrop embd_pdrop attention_dropout
+    hidden_dropout residual_dropout embedding_dropout reorder_and_upcast_attn n_ctx""".split()
+)
+_ATTENTION = "attention_dropout"
+_BESIDE = (
+    "summary_",
+    "task_specific_params",
+    "tokenizer_class",
+    "id2label",
+    "label2id",
+    "chunk_size_feed_forward",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=described(__doc__, "merak-convert"), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint, or a HuggingFace directory")
+    parser.add_argument("target", type=Path, metavar="TO", help="the directory to write")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="the checkpoint to convert [the newest]")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="save this tokenizer beside the weights [none]")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file [5GB]")
+    given = parser.parse_args(arguments)
+    try:
+        if (given.source / "config.json").is_file():
+            _to_checkpoint(given)
+        else:
+            _to_hf(given)
+    except MerakError as error:
+        sys.stderr.write(told(error) + "\n")
+        return 1
+    return 0
+
+
+def _to_hf(given: argparse.Namespace) -> None:
+    from ..checkpoint.convert import to_hf
+    from ..checkpoint.hf_build import build_empty
+    from ..checkpoint.stored import StoredSource, chosen
+
+    directory = chosen(given.source, given.ckpt_step)
+    config, renamed = _config_of(directory)
+    tokenizer = None if given.tokenizer is None else _tokenizer(given.tokenizer)
+    source = StoredSource(directory, lambda name: _replace(name, renamed))
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "config.json").write_text(json.dumps(config | _special(tokenizer)))
+        kept = next(iter(source.dtypes()))
+        model = build_empty(Path(place), None, False, {"dtype": kept})
+    to_hf(source, model, given.target, tokenizer, given.max_shard_size)
+    print(f"{directory} -> {given.target}: {type(model).__name__}, {_count(source)} weights, {str(kept)[6:]}")
+
+
+def _config_of(directory: Path) -> tuple[dict[str, Any], Sequence[tuple[str, str]]]:
+    """Return the config.json of a checkpoint's model, and the (old, new) parts of tensor names that differ in it."""
+    from ..checkpoint.directory import read_manifest
+    from ..models.hf_config import RENAMED, hf_config
+    from ..stages.saved_run import SavedRun
+
+    saved = SavedRun.read(read_manifest(directory)[1].meta, directory)
+    if "model" in saved.config["model"]:
+        if saved.model is None:
+            remedy = "Resume it with merak-pretrain-hf --load, --train-iters at its iteration, and --save-hf"
+            raise CheckpointError("checkpoint", directory, "it does not hold the config.json of its model", remedy)
+        return dict(saved.model), ()
+    native = _native(saved.config["model"])
+    try:
+        config = hf_config(native)
+    except ConfigError as error:
+        error.add_note(f"The checkpoint is {directory}.")
+        raise
+    if native.hidden_dropout and not any("dropout" in key or "pdrop" in key for key in config.keys() - {_ATTENTION}):
+        text = f"--hidden-dropout {native.hidden_dropout} has no counterpart in {config['model_type']}"
+        print(f"{text}: further training of it by transformers has none.")
+    return config, RENAMED.get(config["model_type"], ())
+
+
+def _native(settings: Mapping[str, Any]) -> Any:
+    """Return the ModelConfig of settings that another version may have saved."""
+    import dataclasses
+
+    from ..config import ModelConfig
+
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    return ModelConfig.from_dict({name: value for name, value in settings.items() if name in known})
+
+
+def _special(tokenizer: Any) -> dict[str, Any]:
+    """Return the special tokens of a tokenizer as entries of a config.json."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {} if tokenizer is None else {name: getattr(tokenizer, name) for name in names}
+
+
+def _tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        reason = f"it holds no tokenizer ({str(error).splitlines()[0]:.200})"
+        raise ConfigError("--tokenizer", directory, reason, "Give a directory with tokenizer files") from error
+
+
+def _to_checkpoint(given: argparse.Namespace) -> None:
+    for flag, value in (("--ckpt-step", given.ckpt_step), ("--tokenizer", given.tokenizer)):
+        if value is not None:
+            raise ConfigError(flag, value, f"{given.source} is a HuggingFace directory", "Leave it out")
+    from ..checkpoint.convert import to_checkpoint
+    from ..checkpoint.hf import from_pretrained
+    from ..models.hf_config import RENAMED
+    from ..models.names import tensor_table
+
+    model = from_pretrained(given.source)
+    if model.merak_source is None:
+        remedy = "Give a directory with model.safetensors; merak-pretrain draws weights without a checkpoint"
+        raise CheckpointError("model directory", given.source, "it has no weights", remedy)
+    native = _settings(model, given.source)
+    renamed = [(theirs, ours) for ours, theirs in RENAMED.get(model.config.model_type, ())]
+    ours = {tensor.name for tensor in tensor_table(native, 1)}
+    names = {name: _replace(name, renamed) for name in model.merak_source.names()}
+    names = {name: own for name, own in names.items() if own in ours}
+    assert set(names.values()) == ours, ours - set(names.values())
+    sections = {"model": _plain(native), "train": {}, "optimizer": {}, "data": {}}
+    meta = {"consumed_samples": 0, "optimizer_steps": 0, "config": sections, "data": {}, "model": None}
+    path = to_checkpoint(model.merak_source, names, given.target, meta)
+    print(f"{given.source} -> {path}: {_count(model.merak_source, names)} weights")
+    print(f"merak-pretrain --load {given.target} --finetune {_flags(native)} ...")
+
+
+def _settings(model: Any, directory: Path) -> Any:
+    """Return the ModelConfig of a HuggingFace model. Raises ConfigError for what the native model does not have."""
+    from ..models.hf_config import hf_config, settings_of
+
+    theirs = json.loads(model.config.to_json_string(use_diff=False))
+    native = _native(settings_of(theirs))
+    ours = json.loads(type(model.config)(**hf_config(native)).to_json_string(use_diff=False))
+    if theirs["model_type"] == "gpt2":
+        theirs["n_inner"] = theirs["n_inner"] or 4 * theirs["n_embd"]
+    for key in sorted(theirs.keys() & ours.keys() - _FREE):
+        if theirs[key] != ours[key] and not key.startswith(_BESIDE):
+            remedy = "Train it with merak-pretrain-hf, which runs the model's own code"
+            reason = f"{directory}: the native GPT has {ours[key]}"
+            raise ConfigError(f"config.json {key}", theirs[key], reason, remedy)
+    return native
+
+
+def _plain(native: Any) -> dict[str, Any]:
+    import dataclasses
+
+    return dataclasses.asdict(native)
+
+
+def _flags(native: Any) -> str:
+    """Return the flags of a model, as a command line; those at their defaults are left out."""
+    from ..arguments import flags
+
+    words = []
+    for flag in flags():
+        if flag.section == "model":
+            value = getattr(native, flag.field)
+            if value != flag.default:
+                words += [flag.name] if value is True else [flag.name, str(value)]
+    return " ".join(words)
+
+
+def _replace(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    for old, new in pairs:
+        name = name.replace(old, new)
+    return name
+
+
+def _count(source: Any, names: Mapping[str, str] | None = None) -> str:
+    import math
+
+    return f"{sum(math.prod(source.shape(name)) for name in names or source.names()):,}"

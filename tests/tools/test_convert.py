@@ -1,0 +1,142 @@
+"""tools/convert.py: checkpoints become HuggingFace directories that compute the same, and the other way round."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, PreTrainedTokenizerFast
+
+from megatron_merak.arguments import build_parser, read
+from megatron_merak.checkpoint import store
+from megatron_merak.checkpoint.stored import StoredSource, chosen
+from megatron_merak.models.gpt import GPT
+from megatron_merak.models.hf_config import RENAMED, hf_config
+from megatron_merak.models.layers import Placement
+from megatron_merak.models.names import tensor_table
+from tests.checkpoint.states import cut
+from tests.models.families import CONVERTIBLE, LLAMA, batch, huggingface, load, reference
+from tests.ranks import run_ranks
+
+TOOL = "convert"
+
+
+def _native_weights(path):
+    source = StoredSource(chosen(path, None))
+    return {name: source.read(name) for name in source.names()}
+
+
+@pytest.mark.parametrize("name", CONVERTIBLE)
+def test_a_directory_becomes_a_checkpoint_and_that_the_directory(name, tmp_path, tool, capsys):
+    theirs = huggingface(name)
+    theirs.save_pretrained(tmp_path / "hf")
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
+    config = CONVERTIBLE[name]
+    weights = _native_weights(tmp_path / "native")
+    assert weights.keys() == {tensor.name for tensor in tensor_table(config, 1)}
+
+    native = GPT(config, Placement(None))
+    load(native.units, weights, 0, 1)
+    loss, (wanted, _) = native(batch()), reference(theirs, batch())
+    torch.testing.assert_close(loss, wanted, rtol=2e-6, atol=2e-6)
+
+    assert tool.main([str(tmp_path / "native"), str(tmp_path / "again")]) == 0
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert type(again) is type(theirs)
+    assert again.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in theirs.state_dict().items())
+    flags = capsys.readouterr().out.splitlines()[1].split()
+    own, _ = read(
+        build_parser(), [*flags[4:-1], "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--mock-data"]
+    )
+    assert hf_config(own.model) == hf_config(dataclasses.replace(config, seq_length=config.max_positions))
+
+
+def test_parts_of_a_checkpoint_are_joined_and_the_tokenizer_is_saved(tmp_path, tool):
+    model = huggingface("starcoder2").to(torch.bfloat16)
+    renamed = RENAMED["starcoder2"]
+    tensors = {}
+    for name, value in model.named_parameters():
+        for ours, theirs in renamed:
+            name = name.replace(theirs, ours)
+        tensors[name] = value.detach()
+    config = CONVERTIBLE["starcoder2"]
+    meta = {"consumed_samples": 0, "optimizer_steps": 3, "config": {"model": dataclasses.asdict(config)}}
+    meta["config"] |= {"train": {}, "optimizer": {}, "data": {}}
+    run_ranks(_save_parts, 2, tmp_path / "run", tensors, meta)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "</s>": 1})), eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    arguments = [str(tmp_path / "run" / "iter_0000003"), str(tmp_path / "hf"), "--max-shard-size", "20KB"]
+    assert tool.main([*arguments, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert again.dtype == torch.bfloat16 and (tmp_path / "hf" / "model.safetensors.index.json").is_file()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in again.state_dict().items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == again.config.eos_token_id == 1
+
+
+def _save_parts(rank, world_size, root, tensors, meta):
+    shards = []
+    for tensor in tensor_table(CONVERTIBLE["starcoder2"], world_size):
+        spans = tensor.intervals(rank, world_size)
+        part = cut(tensors[tensor.name], tensor.dim, spans)
+        shards.append(
+            store.Shard(tensor.name, tensor.shape, tensor.dim, spans, part, rank == 0 or tensor.dim is not None)
+        )
+    store.save(root, 3, {"model": shards}, meta, torch.distributed.group.WORLD, "cpu")
+
+
+REFUSED = {
+    "a damaged file": (["run", "out"], "was changed after it was written"),
+    "an iteration that is not there": (["run", "out", "--ckpt-step", "7"], "--ckpt-step 7: .*run has 3. "),
+    "nothing": (["empty", "out"], "empty: it has no complete checkpoint"),
+    "another model type": (["mixtral", "out"], "model type mixtral: the native GPT can be gpt2, llama"),
+    "a config without weights": (["bare", "out"], "bare: it has no weights"),
+    "another activation": (["relu", "out"], "config.json hidden_act relu: .*relu: the native GPT has silu"),
+    "a tokenizer for a checkpoint": (
+        ["relu", "out", "--tokenizer", "x"],
+        "--tokenizer x: .* is a HuggingFace directory",
+    ),
+    "a shape without a model type": (["odd", "out"], "--swiglu off: no model of transformers has this"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_converted_is_refused_and_leaves_nothing(case, tmp_path, tool, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments, told = REFUSED[case]
+    _make(arguments[0], tmp_path / arguments[0])
+    assert tool.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert re.search(told, error), error
+    assert not (tmp_path / "out").exists()
+
+
+def _make(kind, path):
+    path.mkdir()
+    if kind in ("mixtral", "bare", "relu"):
+        config = MixtralConfig(num_local_experts=2) if kind == "mixtral" else AutoConfig.for_model(**hf_config(LLAMA))
+        if kind == "relu":
+            config.hidden_act = "relu"
+        small = {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vocab_size": 9,
+        }
+        config = type(config).from_dict(config.to_dict() | small | {"num_key_value_heads": 2, "head_dim": 4})
+        if kind == "bare":
+            path.joinpath("config.json").write_text(json.dumps(config.to_dict()))
+        else:
+            AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    elif kind in ("run", "odd"):
+        model = dataclasses.asdict(LLAMA) | {"swiglu": kind == "run"}
+        config = {"model": model, "train": {}, "optimizer": {}, "data": {}}
+        meta = {"consumed_samples": 0, "optimizer_steps": 0, "config": config}
+        weights = [store.Shard("model.norm.weight", (32,), None, (), torch.ones(32))]
+        file = next(store.save(path, 3, {"model": weights}, meta, None, "cpu").glob("model-*"))
+        if kind == "run":
+            file.write_bytes(file.read_bytes()[:-1] + b"!")

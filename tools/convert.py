@@ -1,0 +1,11 @@
+"""Convert weights from and to HuggingFace directories: the command merak-convert, in a clone. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_merak.cli.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main())
