@@ -121,8 +121,16 @@ def quoted(block: Block) -> str:
         for part in name.split("."):
             node = next(each for each in node.body if part in _defined(each))
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-        parts.append(textwrap.dedent("".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno])))
+        last = node.end_lineno + (_help_lines(text, node) if isinstance(node, ast.AnnAssign) else 0)
+        parts.append(textwrap.dedent("".join(text.splitlines(keepends=True)[first - 1 : last])))
     return "\n\n".join(parts)
+
+
+def _help_lines(text: str, field: ast.AnnAssign) -> int:
+    """How many lines the string below a field has."""
+    below = "".join(text.splitlines(keepends=True)[field.end_lineno :])
+    match = re.match(r' *""".*?"""\n', below, re.DOTALL)
+    return match[0].count("\n") if match else 0
 
 
 def _defined(node: ast.stmt) -> list[str]:

@@ -14,7 +14,7 @@ from megatron_merak.graph.capture.captured import Captured
 from megatron_merak.graph.capture.eager_module import ByValue, around_node
 from megatron_merak.graph.capture.guards import is_guard, take_guards
 from megatron_merak.graph.capture.unlift import Raw, source
-from megatron_merak.graph.ir.aliases import is_view, written
+from megatron_merak.graph.ir.aliases import changing, is_view, written
 from megatron_merak.graph.ir.gradients import passes_gradient
 from megatron_merak.graph.ir.inplace import call, out_of_place
 from megatron_merak.graph.ir.opaque import CustomFunction
@@ -179,7 +179,7 @@ def _drop_dead(graph: Graph) -> None:
 
 def _drop_identities(graph: Graph, trainable: frozenset[str]) -> None:
     """Let readers of a node that changes nothing read its input."""
-    shared = {x for group in written(graph).values() for x in group}
+    shared = changing(graph)
     differentiable: dict[Node, bool] = {}
     for node in list(graph.nodes):
         name = _name(node)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..ir.aliases import written
+from ..ir.aliases import changing
 from . import attention, linear, loss, pointwise
 from .patterns import Found, match
 
@@ -40,7 +40,7 @@ def fuse(graph: Graph, loss_chunk: int = 0, recompute_activations: bool = False)
     reads a value in its middle, or when memory that it reads is written in place.
     """
     counts: Counter[str] = Counter()
-    barred = {node for group in written(graph).values() for node in group}
+    barred = changing(graph)
     for rule in _rules(loss_chunk, recompute_activations):
         for root in reversed(list(graph.nodes)):
             if root.op == "call_function" and root.users and _apply(rule, graph, root, barred):

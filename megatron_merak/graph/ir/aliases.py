@@ -88,6 +88,11 @@ def written(graph: Graph) -> dict[Node, list[Node]]:
     return {node: [x for root in made for x in memory.shared[root]] for node, made in roots.items() if made}
 
 
+def changing(graph: Graph) -> set[Node]:
+    """Return all nodes whose memory is written to in place, before or after they are made."""
+    return {node for shared in written(graph).values() for node in shared}
+
+
 def mutation_deps(graph: Graph) -> dict[Node, tuple[Node, ...]]:
     """Return what the dataflow does not show: for a node, the earlier nodes that wrote to memory that it reads.
 

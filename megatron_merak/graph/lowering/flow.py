@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ...segment import Collective
-from ..ir.aliases import mutation_deps, storages, writers
+from ..ir.aliases import changing, mutation_deps
 from ..ir.gradients import passes_gradient
 from ..ir.marks import copy_in, reduce_sum, stack
 from .rewrite import Rewritten
@@ -35,8 +35,8 @@ class Flow:
             if unit is not None:
                 self.unit[node] = unit
         self.after = mutation_deps(graph)
-        root, found = storages(graph), writers(graph)
-        self.written = {node: None for node in graph.nodes if root[node] in found}
+        changes = changing(graph)
+        self.written = {node: None for node in graph.nodes if node in changes}
         self.differentiable: dict[Node, bool] = {}
         for node in graph.nodes:
             self.differentiable[node] = self._takes_gradient(node)

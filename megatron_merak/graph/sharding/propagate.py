@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..capture.captured import Captured
-from ..ir.aliases import storages, writers
+from ..ir.aliases import changing
 from ..ir.names import place
 from ..ir.nodes import op_name, values
 from .choices import Choices
@@ -360,9 +360,7 @@ class Propagation:
     @cached_property
     def _written(self) -> set[Node]:
         """The values whose storage is written in place, before or after."""
-        graph = self.captured.module.graph
-        roots, written = storages(graph), writers(graph)
-        return {node for node in graph.nodes if roots[node] in written}
+        return changing(self.captured.module.graph)
 
     def _behind(self, error: Unfit) -> tuple[str, ...]:
         """The weights that the operands which a node cannot take were divided by."""
