@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,40 @@ def upward_imports(modules: list[Module]) -> list[str]:
         if LEVELS.get(module.room, -1) <= LEVELS.get(target.room, 99):
             found.append(f"{module.path}:{line} imports {target.name}, which is not on a lower level")
     return found
+
+
+def reachable(modules: list[Module]) -> dict[str, set[str]]:
+    """All files that a file imports, directly or through others, by path."""
+    direct: dict[str, set[str]] = {module.path: set() for module in modules}
+    for module, _, target in inner_imports(modules):
+        direct[module.path].add(target.path)
+    found: dict[str, set[str]] = {}
+    for start in direct:
+        seen, left = set(), [start]
+        while left:
+            new = direct[left.pop()] - seen
+            seen |= new
+            left += new
+        found[start] = seen
+    return found
+
+
+def walks() -> list[list[str]]:
+    """The files that each numbered list of docs/architecture.md's walks begins with."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## Three walks")[2].partition("\n## ")[0]
+    return [
+        re.findall(r"^\d+\. `([\w/.]+)`", part, re.MULTILINE)
+        for part in re.split(r"^\*\*", section, flags=re.MULTILINE)[1:]
+    ]
+
+
+def test_walks_follow_imports(house):
+    imports, found = reachable(house), walks()
+    assert len(found) == 3 and all(len(files) > 5 for files in found)
+    for files in found:
+        for one, other in pairwise(files):
+            assert one in imports[other] or other in imports[one], f"{one} and {other} do not import each other"
 
 
 def cycles(modules: list[Module]) -> list[str]:
