@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from .chunked import Pending, SideStream
 from .peer_memory import PeerMemory
+from .side_stream import Pending, SideStream
 from .staged import StagedGroup
 from .work import FinishedByWaiting, gloo_of, ranks_of
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_merak.parallel.chunked import SideStream, linear_all_reduce
 from megatron_merak.parallel.peer_kernels import load_kernels
 from megatron_merak.parallel.peer_memory import PeerMemory, virtual_ranks
+from megatron_merak.parallel.side_stream import SideStream
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -99,9 +99,8 @@ def test_a_captured_call_can_be_replayed():
     assert all(torch.equal(t.cpu(), summed(given) * 4) for t in held)  # the sum, and twice its double
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_products_are_summed_chunk_by_chunk(chunks):
-    """Each virtual rank launches all of its work, sums on a side stream of its own, before any result is looked at."""
+def test_sums_on_a_side_stream_wait_for_their_products():
+    """Each virtual rank launches all of its work, and sums on a side stream, before any result is looked at."""
     ranks = Ranks(2)
     generator = torch.Generator("cuda").manual_seed(0)
     x = [torch.randn(700, 64, generator=generator, device="cuda") for _ in range(2)]
@@ -110,7 +109,11 @@ def test_products_are_summed_chunk_by_chunk(chunks):
     found = []
     for rank, stream, rows, own in zip(ranks.ranks, ranks.streams, x, weight, strict=True):
         with torch.cuda.stream(stream):
-            found.append(linear_all_reduce(rows, own, SideStream(rank.all_reduce), chunks))
+            start, halves = SideStream(rank.all_reduce), [part @ own.t() for part in rows.chunk(2)]
+            works = [start(half) for half in halves]
+            for work in works:
+                work.wait()
+            found.append(torch.cat(halves))
     torch.cuda.synchronize()
     exact = sum(rows.double() @ own.double().t() for rows, own in zip(x, weight, strict=True))
     assert torch.equal(found[0], found[1])
