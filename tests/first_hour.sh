@@ -46,7 +46,7 @@ commands() { # what both installations can do
     refuses 'Start 4 or 8 ranks' merak-pretrain --nproc-per-node 6 --tensor-model-parallel-size 2 \
         --pipeline-model-parallel-size 2 $model --train-iters 10 --mock-data --vocab-size 1000
     says usage: merak-pretrain --help
-    says merak-pretrain python -m megatron_merak
+    says 'merak-COMMAND' python -m megatron_merak
 
     step "train, resume on another layout"
     says 'saved runs/gpt/iter_0000010' merak-pretrain --nproc-per-node 4 --tensor-model-parallel-size 2 \
@@ -68,7 +68,7 @@ print("opened", type(AutoModelForCausalLM.from_pretrained("runs/trained")).__nam
     says '1024 ranks = tp 8 x cp 1 x dp 8 x pp 16' merak-plan show --world-size 1024 --device H100 --num-layers 96 \
         --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 50257 --micro-batch-size 1 \
         --global-batch-size 1536 --bf16 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --save plan.json
-    says plan.json merak-memory --plan plan.json
+    says 'largest: pipeline rank 0' merak-memory --plan plan.json
     says plans.html merak-simulate --plan plan.json --html plans.html
     merak-simulate --schedule 1f1b interleaved zb-v auto --microbatches 8 --html side.html
     [ -s side.html ] && [ -s plans.html ]
