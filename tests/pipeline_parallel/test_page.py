@@ -193,6 +193,21 @@ def test_a_browser_draws_the_page(browser, views, html, tmp_path):
     assert found.count('role="application"') == len(views)
 
 
+def test_buttons_say_what_is_shown_and_save_a_picture(browser, tmp_path):
+    """The third stage of a rank has a shade of its own."""
+    three = view("interleaved", 2, 4, chunks=3)
+    script = """<script>
+    HTMLAnchorElement.prototype.click = function () { document.documentElement.dataset.saved = this.href.slice(0, 22); };
+    setTimeout(() => document.querySelector('[data-key="g"]').click(), 500);
+    </script>"""
+    (tmp_path / "page.html").write_text(page([three]).replace("</body>", script + "</body>"), encoding="utf-8")
+    found = browser(tmp_path / "page.html")
+    assert "data-failed" not in found and 'data-saved="data:image/png;base64,"' in found
+    pressed = dict(re.findall(r'<button[^>]*data-key="(\w)"[^>]*aria-pressed="(\w+)"', found))
+    assert pressed == {"c": "true", "m": "true", "p": "false", "l": "false", "n": "false"}
+    assert "Memory: micro-batches" in found and "shades: the stages of a rank" in found
+
+
 def test_a_browser_draws_32_stages_and_256_micro_batches(browser, tmp_path):
     (tmp_path / "page.html").write_text(page([view("1f1b", 32, 256)]), encoding="utf-8")
     found = browser(tmp_path / "page.html")

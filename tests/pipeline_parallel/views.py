@@ -13,8 +13,8 @@ rank 1: 1F0 2F0 1F1 2F1 2B0 2W0 1B0|2B1 1W0|2W1 1B1 1W1
 """
 
 
-def view(name: str, ranks: int = 4, microbatches: int = 8, **costs: float) -> View:
-    schedule = build_schedule(name, ranks, microbatches)
+def view(name: str, ranks: int = 4, microbatches: int = 8, chunks: int | None = None, **costs: float) -> View:
+    schedule = build_schedule(name, ranks, microbatches, chunks)
     given = {"forward": 0.01, "backward": 0.02, "weight": 0.01, "transfer": 0.001, "latency": 0.0005} | costs
     return View(simulate(schedule, StageCosts.uniform(schedule.stages, **given)))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_merak.pipeline_parallel.pictures.palette import FACES, NAMES, ink, time_unit
+from megatron_merak.pipeline_parallel.pictures.palette import FACES, NAMES, SHADES, ink, time_unit
 from megatron_merak.pipeline_parallel.pictures.view import View
 from megatron_merak.pipeline_parallel.simulate import Event, Timeline
 
@@ -105,7 +105,7 @@ def _boxes(axes, view: View, scale: float, points: float) -> None:
     """`points` is the width in typographic points of one unit of the time axis."""
     from matplotlib.collections import PolyCollection
 
-    shades = {stage: place % 2 for rank in range(view.ranks) for place, stage in enumerate(view.stages_of(rank))}
+    shades = {stage: place % SHADES for rank in range(view.ranks) for place, stage in enumerate(view.stages_of(rank))}
     digits = len(str(view.timeline.schedule.microbatches - 1))
     corners, faces, borders = [], [], []
     for event in view.timeline.events:

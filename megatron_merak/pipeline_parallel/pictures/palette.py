@@ -5,15 +5,16 @@ from types import MappingProxyType
 
 from megatron_merak.pipeline_parallel.ops import Kind
 
-# Faces of the stages of a rank in turn, so that virtual stages can be told apart: even, odd.
-FACES: Mapping[Kind, tuple[str, str]] = MappingProxyType(
+# Shades of the stages of a rank in turn, so that virtual stages can be told apart.
+FACES: Mapping[Kind, tuple[str, str, str, str]] = MappingProxyType(
     {
-        Kind.F: ("#2F7FC1", "#86BBE3"),
-        Kind.B: ("#E69F00", "#F4CE7C"),
-        Kind.R: ("#B5659A", "#DDB0CC"),
-        Kind.W: ("#12936F", "#84CDB6"),
+        Kind.F: ("#2F7FC1", "#86BBE3", "#174C78", "#C6DFF2"),
+        Kind.B: ("#E69F00", "#F4CE7C", "#9C6B00", "#FAE8C0"),
+        Kind.R: ("#B5659A", "#DDB0CC", "#733A60", "#F1DCE9"),
+        Kind.W: ("#12936F", "#84CDB6", "#0A5540", "#C8E8DE"),
     }
 )
+SHADES = 4  # of each kind
 MESSAGES: Mapping[Kind, str] = MappingProxyType({Kind.SEND_F: "#56B4E9", Kind.SEND_B: "#D55E00"})
 NAMES: Mapping[Kind, str] = MappingProxyType(
     {

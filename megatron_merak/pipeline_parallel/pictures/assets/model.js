@@ -1,6 +1,7 @@
 // A view, indexed: events per rank in time order, what each waited for, what its rank holds. Knows nothing of a browser.
 
 const LETTERS = "FBRW";
+const SHADES = 4; // of each kind of op, for the stages of a rank
 const PRODUCERS = { F: [-1, "F"], B: [1, "B"], R: [0, "F"], W: [0, "B"] };
 
 /** From the JSON of a view: typed columns and the indices that drawing and hovering need. Times in seconds. */
@@ -10,7 +11,7 @@ function readView(data) {
   view.transfers = readColumns(data.transfers);
   view.stagesOf = Array.from({ length: view.ranks }, () => []);
   data.placement.forEach((rank, stage) => view.stagesOf[rank].push(stage));
-  view.shade = data.placement.map((rank, stage) => view.stagesOf[rank].indexOf(stage) % 2);
+  view.shade = data.placement.map((rank, stage) => view.stagesOf[rank].indexOf(stage) % SHADES);
   view.rows = rowsBy(view.events, (i) => data.placement[view.events.stage[i]], view.ranks);
   view.messages = rowsBy(view.transfers, (i) => data.placement[view.transfers.stage[i]], view.ranks);
   view.place = new Int32Array(view.events.count); // of an event in the row of its rank

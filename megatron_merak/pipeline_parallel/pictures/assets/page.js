@@ -26,6 +26,7 @@ function start(data) {
   window.addEventListener("resize", () => relayout(app));
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => readColours(app));
   new ResizeObserver(() => relayout(app)).observe(document.getElementById("panels"));
+  showState(app);
   relayout(app);
 }
 
@@ -134,7 +135,8 @@ function patternsOf(app) {
 
 function addLegend(app) {
   const legend = document.getElementById("legend");
-  const shades = app.views.some((view) => view.stages > view.ranks) ? [0, 1] : [0];
+  const most = Math.max(...app.views.map((view) => Math.max(...view.stagesOf.map((stages) => stages.length))));
+  const shades = [...Array(Math.min(most, SHADES)).keys()];
   const present = new Set(app.views.flatMap((view) => [...new Set(view.events.kind)]));
   const entries = [...LETTERS].filter((kind) => present.has(kind)).map((kind) => {
     const colours = shades.map((shade) => app.faces[kind][shade][0]);
@@ -143,7 +145,7 @@ function addLegend(app) {
   if (app.views.some((view) => view.transfers.count))
     for (const kind of "FB") entries.push([app.data.names[`SEND_${kind}`], [app.messages[kind]], "message"]);
   entries.push(["bubble", [app.colours.track], "bubble"]);
-  if (shades.length > 1) entries.push(["light: every second stage of a rank", [], ""]);
+  if (shades.length > 1) entries.push(["shades: the stages of a rank", [], ""]);
   legend.replaceChildren(...entries.map(([name, colours, kind]) => {
     const entry = element("span", name);
     if (colours.length) entry.prepend(swatch(app, colours, kind));
@@ -305,19 +307,49 @@ function key(app, name) {
     n: () => (show.own = !show.own),
     l: () => document.getElementById("panels").classList.toggle("beside"),
     t: () => (app.theme = { auto: "light", light: "dark", dark: "auto" }[app.theme]),
+    g: () => savePicture(app),
     "?": () => document.getElementById("help").showModal(), Escape: () => (pin(app, null), leave(app)),
   };
   const action = actions[name] || actions[name.toLowerCase()] || (name.startsWith("Arrow") && (() => step(app, name)));
   if (!action) return false;
   action();
   if (name.toLowerCase() === "t") readColours(app);
-  const pressed = { c: show.messages, m: show.memory !== "off", p: show.path, n: show.own, l: document.getElementById("panels").classList.contains("beside") };
-  for (const [letter, on] of Object.entries(pressed)) document.querySelector(`[data-key="${letter}"]`).setAttribute("aria-pressed", on);
-  document.querySelector('[data-key="m"]').textContent = `Memory: ${show.memory}`;
-  document.querySelector('[data-key="t"]').textContent = `Theme: ${app.theme}`;
+  showState(app);
   if ("cmltn".includes(name.toLowerCase())) relayout(app);
   else redraw(app);
   return true;
+}
+
+/** Let the buttons say what is shown. */
+function showState({ show, theme }) {
+  const pressed = { c: show.messages, m: show.memory !== "off", p: show.path, n: show.own, l: document.getElementById("panels").classList.contains("beside") };
+  for (const [letter, on] of Object.entries(pressed)) document.querySelector(`[data-key="${letter}"]`).setAttribute("aria-pressed", on);
+  document.querySelector('[data-key="m"]').textContent = `Memory: ${show.memory}`;
+  document.querySelector('[data-key="t"]').textContent = `Theme: ${theme}`;
+}
+
+/** Download what the panels show as one picture, the panels one below the other under their names. */
+function savePicture(app) {
+  const scale = window.devicePixelRatio || 1, title = 30 * scale, canvas = document.createElement("canvas");
+  canvas.width = Math.max(...app.panels.map((panel) => panel.canvas.width));
+  canvas.height = app.panels.reduce((sum, panel) => sum + title + panel.canvas.height, 0);
+  const ink = canvas.getContext("2d");
+  ink.fillStyle = app.colours.card;
+  ink.fillRect(0, 0, canvas.width, canvas.height);
+  let top = 0;
+  for (const panel of app.panels) {
+    panel.draw();
+    ink.fillStyle = app.colours.text;
+    ink.font = `600 ${15 * scale}px ${FONT}`;
+    ink.fillText(panel.view.name, 14 * scale, top + 20 * scale);
+    ink.drawImage(panel.canvas, 0, top + title);
+    top += title + panel.canvas.height;
+  }
+  const link = document.createElement("a");
+  link.download = "timeline.png";
+  link.href = canvas.toDataURL("image/png");
+  link.click();
+  return canvas;
 }
 
 function nextMemory(app) {

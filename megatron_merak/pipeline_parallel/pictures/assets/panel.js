@@ -154,8 +154,7 @@ function drawOps(app, panel, ink) {
   const patterns = app.patterns(ink, scale);
   let count = 0;
   for (const kind of LETTERS) {
-    for (const shade of [0, 1]) {
-      const [face, label] = app.faces[kind][shade];
+    for (const [shade, [face, label]] of app.faces[kind].entries()) {
       for (let rank = 0; rank < view.ranks; rank++) {
         const [first, last] = ranges[rank];
         for (let at = first; at < last; at++) {
