@@ -197,7 +197,8 @@ def test_buttons_say_what_is_shown_and_save_a_picture(browser, tmp_path):
     """The third stage of a rank has a shade of its own."""
     three = view("interleaved", 2, 4, chunks=3)
     script = """<script>
-    HTMLAnchorElement.prototype.click = function () { document.documentElement.dataset.saved = this.href.slice(0, 22); };
+    const data = document.documentElement.dataset;
+    HTMLAnchorElement.prototype.click = function () { data.saved = this.href.slice(0, 22); };
     setTimeout(() => document.querySelector('[data-key="g"]').click(), 500);
     </script>"""
     (tmp_path / "page.html").write_text(page([three]).replace("</body>", script + "</body>"), encoding="utf-8")

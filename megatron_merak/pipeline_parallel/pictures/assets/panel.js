@@ -1,6 +1,6 @@
 // One view on one canvas: a row per rank with its ops, its bubbles, its messages and what it holds.
 
-const GUTTER = 86, MARGIN = 138, TOP = 26;
+const GUTTER = 116, MARGIN = 138, TOP = 26;
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
 
 function makePanel(app, view) {
