@@ -26,12 +26,13 @@ PY = $(shell $(ENVIRONMENT) --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help environment install wheel train test test-long test-oldest lint docs parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
+.PHONY: help environment install wheel train test test-long first-hour test-oldest lint docs parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
 	@echo "make test         style check, then every test but long and exhaustive ones; ARGS='tests/data -k blend' WORKERS=1"
 	@echo "make test-long    whole jobs and further layouts, which make test leaves out (10 minutes)"
+	@echo "make first-hour   README in a fresh clone and environment, then from a wheel (8 minutes; installs torch twice); ARGS=clone"
 	@echo "make test-oldest  the same tests with the oldest libraries that pyproject.toml allows, in .venv-oldest"
 	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"
@@ -86,6 +87,9 @@ test: environment
 
 test-long: environment
 	@$(PY) -m pytest -q -m "long and not slow" --timeout 600 $(SIDE_BY_SIDE) $(ARGS)
+
+first-hour:
+	@tests/first_hour.sh $(ARGS)
 
 # The other end of the ranges in pyproject.toml; compiled parts are built for it, and again for the next target.
 test-oldest:

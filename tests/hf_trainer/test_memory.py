@@ -129,11 +129,12 @@ def run(rank, world_size, name, directory, layout):
     return (held, between), (callback.executor.peak, planned.activations)
 
 
-def check(found, what):
-    """The numbers of ranks that have one plan, which is of the one that holds most."""
+def check(found, what, over=0.0):
+    """The numbers of ranks that have one plan, which is of the one that holds most. over: by how much the plan may be
+    above what is kept for backwards."""
     (held, between), (kept, activations) = (max(pairs) for pairs in zip(*found, strict=True))
     assert held == pytest.approx(between, rel=0.05), what
-    assert kept == activations > 0, what
+    assert kept <= activations <= (1 + over) * kept, (what, kept, activations)
 
 
 QUICK = ("lora", "packed")
@@ -155,7 +156,7 @@ def test_two_ranks(tmp_path):
     ranks = run_ranks(several, 2, rows, str(tmp_path), timeout=500)
     for row, *found in zip(rows, *ranks, strict=True):
         for alike in [[one] for one in found] if row[1].startswith("pp2") else [found]:
-            check(alike, row)
+            check(alike, row, 0.03 * (row[1] == "pp2 zb-h1"))  # operands of deferred weight gradients of adapters
 
 
 def test_frozen_layers_keep_no_input(tmp_path):
