@@ -1,7 +1,7 @@
 """What ranks hold under MerakTrainer, counted, beside what its plan says: adapters, Muon, packed rows.
 
-Between two steps every storage that a tensor has is counted, batches and tables of positions included, against weights,
-gradients and optimizer of the plan; while a step runs, what is kept for backwards against its activations.
+Between two steps every storage that a tensor has is counted, tables of positions included, against weights, gradients
+and optimizer of the plan; while a step runs, what is kept for backwards against its activations.
 """
 
 import gc
@@ -129,14 +129,18 @@ def run(rank, world_size, name, directory, layout):
     return (held, between), (callback.executor.peak, planned.activations)
 
 
-def check(found, what, over=0.0):
-    """The numbers of ranks that have one plan, which is of the one that holds most. over: by how much the plan may be
-    above what is kept for backwards."""
+def check(found, what, over=0):
+    """The numbers of ranks that have one plan, which is of the one that holds most. over: by how many bytes the plan
+    may be above what is kept for backwards."""
     (held, between), (kept, activations) = (max(pairs) for pairs in zip(*found, strict=True))
-    assert held == pytest.approx(between, rel=0.05), what
-    assert kept <= activations <= (1 + over) * kept, (what, kept, activations)
+    assert 0.95 * between <= held <= 1.05 * between + BATCHES, what
+    assert kept <= activations <= kept + over, (what, kept, activations)
 
 
+BATCHES = 4 * 2 * 2 * LENGTH * 8  # bytes of ids and labels of a step's micro-batches: as large as tiny weights in bf16
+# Gradients of an adapter's two outputs, operands of its deferred weight gradients: the plan counts them from the middle
+# of a backward on, where nothing is measured.
+DEFERRED = 2 * LENGTH * (64 + 8) * 4
 QUICK = ("lora", "packed")
 
 
@@ -156,7 +160,7 @@ def test_two_ranks(tmp_path):
     ranks = run_ranks(several, 2, rows, str(tmp_path), timeout=500)
     for row, *found in zip(rows, *ranks, strict=True):
         for alike in [[one] for one in found] if row[1].startswith("pp2") else [found]:
-            check(alike, row, 0.03 * (row[1] == "pp2 zb-h1"))  # operands of deferred weight gradients of adapters
+            check(alike, row, DEFERRED * (row[1] == "pp2 zb-h1"))
 
 
 def test_frozen_layers_keep_no_input(tmp_path):
