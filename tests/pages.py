@@ -9,6 +9,7 @@ import io
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +60,9 @@ def commands(text: str) -> list[str]:
 
 def answers(text: str) -> list[tuple[str, str]]:
     """(command, what it prints) of a console block."""
-    parts = re.split(r"^\$ ", re.sub(r"\\\n\s*", "", text), flags=re.MULTILINE)[1:]
-    return [(command, output) for command, _, output in (part.partition("\n") for part in parts)]
+    parts = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
+    found = [re.fullmatch(r"((?:[^\n]*\\\n)*[^\n]*)\n?(.*)", part, re.DOTALL).groups() for part in parts]
+    return [(re.sub(r"\\\n\s*", "", command), output) for command, output in found]
 
 
 def words(command: str) -> list[str]:
@@ -104,8 +106,24 @@ def shown(block: Block) -> str:
     return "".join(lines)
 
 
+def prepare() -> None:
+    """Write the files that pages show and name into this folder: those with their names in a comment in front, and the
+    plan of the small model on two tensor-parallel ranks x two stages."""
+    for block in (block for page in WRITTEN for block in blocks(page)):
+        if block.mark.startswith("file: "):
+            Path(block.mark.removeprefix("file: ")).write_text(block.text, encoding="utf-8")
+    layout = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    answer(f"merak-plan show ... {layout} --save plan.json")
+
+
 def rewrite() -> None:
     """Write what commands print into their pages."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        prepare()
+        _rewrite()
+
+
+def _rewrite() -> None:
     for page in WRITTEN:
         path = DOCS / f"{page}.md"
         text = path.read_text(encoding="utf-8")

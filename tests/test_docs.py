@@ -4,7 +4,6 @@ the pages show. The long tests run what pages run, and build the site."""
 import ast
 import doctest
 import functools
-import importlib
 import os
 import re
 import subprocess
@@ -22,14 +21,15 @@ from megatron_merak.cli import commands as cli
 from megatron_merak.cli.launcher import without_flag
 from megatron_merak.config import Config, HFConfig
 from megatron_merak.errors import MerakError
-from tests.pages import DOCS, ROOT, SMALL, TRAINING, WRITTEN, Block, answers, blocks, commands, shown, words
+from tests.pages import DOCS, ROOT, SMALL, TRAINING, WRITTEN, Block, answers, blocks, commands, prepare, shown, words
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/multi_node/README.md")]
 PAGES += sorted(DOCS.glob("*.md"))
 CONSOLE = [block for page in WRITTEN for block in blocks(page, "console")]
 SESSIONS = [block for page in WRITTEN for block in blocks(page, "pycon")]
 SCRIPTS = [block for page in WRITTEN for block in blocks(page, "python")]
-SHELL = [block for page in WRITTEN for block in blocks(page, "bash") if block.mark != "other program"]
+SHELL = [block for page in WRITTEN for block in blocks(page, "bash")]
+SHELL = [block for block in SHELL if block.mark != "other program" and not block.mark.startswith("file: ")]
 QUOTED = [block for block in blocks("troubleshooting", "text")]
 NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?([eE][+-]?\d+)?")
 
@@ -145,11 +145,9 @@ def test_shell_commands_have_flags_that_exist(block):
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """A folder with the plan that pages name: of the small model on two tensor-parallel ranks x two stages."""
+    """A folder with the files that pages show and name."""
     monkeypatch.chdir(tmp_path)
-    layout = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save plan.json"
-    module, _, function = cli.COMMANDS["plan"].target.partition(":")
-    getattr(importlib.import_module(module), function)(["show", *layout.split(), *SMALL.split()])
+    prepare()
     return tmp_path
 
 

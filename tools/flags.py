@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_merak.arguments import SCRIPTS, Flag, flags, sections, shown
 from megatron_merak.config import RunConfig
-from megatron_merak.megatron_flags import NOT_YET, TAKEN
+from megatron_merak.megatron_flags import FAMILIES, NOT_YET, RENAMED, TAKEN
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 
@@ -65,6 +65,31 @@ def _common_parts() -> list[str]:
     return lines
 
 
+def _megatron_parts() -> list[str]:
+    """The answers to Megatron-LM's flags that are no settings; the others have the same name and meaning here."""
+    lines = ["", "## Megatron-LM flags with another name", "", _row("flag", "here"), _row("---", "---")]
+    lines += [_row(f"`{name}`", f"`{flag}`") for name, flag in sorted(RENAMED.items())]
+    lines += ["", "## Megatron-LM flags that are accepted and change nothing", ""]
+    lines += [_row("flag", "why"), _row("---", "---")]
+    for name, taken in sorted(TAKEN.items()):
+        beside = f" beside `{taken.beside}`" if taken.beside else ""
+        values = [" or ".join(taken.values)] if taken.values else []
+        lines.append(_row(f"`{' '.join([name, *values])}`{beside}", f"{taken.why}."))
+    lines += [
+        "",
+        "## Megatron-LM flags that are not supported",
+        "",
+        "Each is an error that says what to use instead. `--moe-*` and the like are all further flags that begin so.",
+        "",
+        _row("flags", "instead"),
+        _row("---", "---"),
+    ]
+    names: dict[str, list[str]] = {}
+    for name, told in (*NOT_YET.items(), *((f"{start}*", told) for start, told in FAMILIES.items())):
+        names.setdefault(told, []).append(f"`{name}`")
+    return lines + [_row(", ".join(sorted(alike)), f"{told}.") for told, alike in sorted(names.items())]
+
+
 def render() -> str:
     """The whole document."""
     first, *others = SCRIPTS
@@ -90,23 +115,7 @@ def render() -> str:
         for flag in every
         if flag.differs
     ]
-    lines += _own_parts() + _common_parts()
-    lines += [
-        "",
-        "## Megatron-LM flags that are accepted and change nothing",
-        "",
-        _row("flag", "why"),
-        _row("---", "---"),
-    ]
-    for name, taken in sorted(TAKEN.items()):
-        beside = f" beside `{taken.beside}`" if taken.beside else ""
-        lines.append(
-            _row(
-                f"`{' '.join([name, *([' or '.join(taken.values)] if taken.values else [])])}`{beside}", f"{taken.why}."
-            )
-        )
-    lines += ["", "## Megatron-LM flags that are not supported", "", _row("flag", "instead"), _row("---", "---")]
-    lines += [_row(f"`{name}`", f"{remedy}.") for name, remedy in sorted(NOT_YET.items())]
+    lines += _own_parts() + _common_parts() + _megatron_parts()
     return "\n".join(lines) + "\n"
 
 
