@@ -3,7 +3,8 @@
     merak-from-megatron train.sh
     merak-from-megatron train.sh > train_merak.sh     what changed is in comments
 
-The script is read, not run. Variables that it does not set stay as they are written. The exit status is 0 if
+The script is read, not run. Variables that it does not set stay as they are written; pipes and redirections of the
+command are left out. The exit status is 0 if
 merak-pretrain would understand the command, 1 if flags cannot be honoured, each of which is listed with what follows
 and what to use instead, and 2 if the script has no line that starts pretrain_gpt.py.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from ..errors import ConfigError, LaunchError, MerakError
 from .converted import Converted, converted
 from .launch_script import PROGRAM, Launch, find
+from .shell_words import SEPARATORS
 from .words import described, program, told
 
 NAME = "merak-from-megatron"
@@ -45,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launcher, changes = launcher_of(launch)
     result = converted(launch.flags, ranks_of(launch.before))
     result.renamed[:0] = changes
+    if "srun" in (*launch.shell, *launch.before) and not by_torch(launch.before):
+        remedy = "let it start torchrun once per node, unless its MPI tells ranks who they are"
+        result.notes.append(("srun", f"a rank reads the variables of torchrun or MPI; {remedy}"))
     print(report(path, launch, result))
     print(command(launch, launcher, result))
     return int(bool(result.refused))
@@ -72,9 +77,14 @@ def launcher_of(launch: Launch) -> tuple[list[str], list[tuple[str, str]]]:
     return [*words, "-m", "megatron_merak", "pretrain"], changes
 
 
+def by_torch(words: Sequence[str]) -> bool:
+    """Whether a launcher is torch's."""
+    return any(word.rsplit("/", 1)[-1] == "torchrun" or word.startswith("torch.distributed.") for word in words)
+
+
 def ranks_of(words: Sequence[str]) -> int | None:
     """The number of ranks that a launcher starts; None if that is not known."""
-    if not any(word.rsplit("/", 1)[-1] == "torchrun" or word.startswith("torch.distributed.") for word in words):
+    if not by_torch(words):
         return None
     numbers = {"nproc-per-node": "1", "nnodes": "1"}
     for place, word in enumerate(words):
@@ -120,7 +130,7 @@ def command(launch: Launch, launcher: Sequence[str], result: Converted) -> str:
 
 def quoted(word: str) -> str:
     """A word as a shell has to read it, so that variables in it are still replaced."""
-    if re.fullmatch(r"[\w@%+=:,./${}-]+|\$\{\w+\[@\]\}", word):
+    if word in SEPARATORS or re.fullmatch(r"[\w@%+=:,./${}-]+|\$\{\w+\[@\]\}", word):
         return word
     return _in_double_quotes(word) if "$" in word or "`" in word else shlex.quote(word)
 

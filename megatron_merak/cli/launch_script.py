@@ -1,13 +1,13 @@
 """The command of a launch script that starts Megatron-LM's pretrain_gpt.py, found without running the script."""
 
+import itertools
 import operator
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .shell_words import Variables, Word, commands
+from .shell_words import SEPARATORS, Variables, Word, commands, plain_words
 
 PROGRAM = "pretrain_gpt.py"
 _TESTS: Mapping[str, Callable[[str, str], bool]] = MappingProxyType(
@@ -160,26 +160,23 @@ class Script:
             return None
         line, fields = words[0].line, [each for word in words for each in self.variables.fields(word)]
         if fields[:1] == ["eval"]:
-            fields = _split(" ".join(fields[1:]))
+            fields = plain_words(" ".join(fields[1:]))
         if not fields or fields[0] in ("echo", "printf"):
             return None
         for place, each in enumerate(fields):
             if is_program(each):
-                return Launch(line, tuple(fields[:place]), tuple(fields[place + 1 :]))
+                return _launch(line, fields, ())
             if PROGRAM in each and place and re.fullmatch(r"-\w*c", fields[place - 1]):
-                command = _split(each)
-                at = next((index for index, word in enumerate(command) if is_program(word)), None)
-                if at is not None:
-                    return Launch(line, tuple(command[:at]), tuple(command[at + 1 :]), tuple(fields[:place]))
+                inner = plain_words(each)
+                return _launch(line, inner, tuple(fields[:place])) if any(map(is_program, inner)) else None
         return None
 
 
-def _split(text: str) -> list[str]:
-    """The words of a command that a shell gets as a text; none where its quotes do not match."""
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return []
+def _launch(line: int, words: Sequence[str], shell: tuple[str, ...]) -> Launch:
+    """The launch in a command that has the program; what follows after a separator is left out."""
+    place = next(place for place, word in enumerate(words) if is_program(word))
+    flags = itertools.takewhile(lambda word: word not in SEPARATORS, words[place + 1 :])
+    return Launch(line, tuple(words[:place]), tuple(flags), shell)
 
 
 def _assigns(word: Word) -> bool:

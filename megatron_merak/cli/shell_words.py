@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 SEPARATORS = ("\n", ";", "&", "|", "(", ")", "&&", "||", ";;")
-_NAME = re.compile(r"\w+")
+_PART = re.compile(r"(?:`[^`]*`|\$\((?:[^()]|\([^()]*\))*\)|\S)+")  # commands in a value are not split
 _BRACED = re.compile(r"(\w+)(?:\[[@*]\])?(?::?-(.*))?", re.DOTALL)
 
 
@@ -181,7 +181,7 @@ class Variables:
                 parts = [self._replaced(piece)]
             else:
                 value = self._replaced(piece)
-                parts = [value] if value == piece.text else value.split()
+                parts = [value] if value == piece.text else _PART.findall(value)
                 if value[:1].isspace() and found[-1]:
                     found.append("")
                 if value[-1:].isspace():
@@ -209,6 +209,13 @@ class Variables:
         value = " ".join(each for word in Reader(default).words() for each in self.fields(word))
         self.assumed[name] = value
         return value
+
+
+def plain_words(text: str) -> list[str]:
+    """The words of a command in which variables have been replaced, with the separators between commands."""
+    variables = Variables()
+    words = (word for word in Reader(text).words() if word.separator != "\n")
+    return [each for word in words for each in ([word.separator] if word.separator else variables.fields(word))]
 
 
 def commands(text: str) -> Iterator[list[Word]]:

@@ -127,6 +127,7 @@ def test_a_script_that_cannot_be_read_ends_with_status_2(tmp_path, capsys):
         ("cat <<EOF\np x\nEOF\np y", ["p", "y"]),
         ('p "$(f "$A" b)" ""', ["p", '$(f "$A" b)', ""]),
         ('A="--x 1\n --y 2"\np $A', ["p", "--x", "1", "--y", "2"]),
+        ('A="--x `date +%s` --y $(f $(g h) i)"\np $A', ["p", "--x", "`date +%s`", "--y", "$(f $(g h) i)"]),
     ],
 )
 def test_words_are_those_of_a_shell(script, words):
@@ -274,3 +275,19 @@ def test_words_are_quoted_so_that_variables_are_still_replaced():
         "'it'\"'\"'s'",
         "''",
     ]
+
+
+def test_a_command_that_is_an_argument_of_a_shell_stays_one(tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    flags = " ".join(SMALL.split())
+    script.write_text(
+        f'LOG=`date +%F`\nCMD="cd \\"/a b\\" && python -u `pwd`/pretrain_gpt.py {flags} --save $(pwd) | tee x"\n'
+        'srun --output=$HOME/$LOG.log sh -c "$CMD"\n'
+    )
+    assert main([str(script)]) == 0
+    said = capsys.readouterr().out
+    flags += ' --save \\"$(pwd)\\"'
+    assert said.splitlines()[-1] == (
+        f'srun "--output=$HOME/`date +%F`.log" sh -c "cd \'/a b\' && python -u -m megatron_merak pretrain {flags}"'
+    )
+    assert "#   srun: a rank reads the variables of torchrun or MPI; let it start torchrun once per node" in said
