@@ -226,7 +226,7 @@ def _typed(given: Given, config: type[RunConfig]) -> list[str]:
     flag = next((flag for flag in flags(config) if flag.field == given.field), None)
     if flag is None:
         name = flag_name(given.field)
-        if name in TAKEN and not TAKEN[name].values:
+        if name in TAKEN and (not TAKEN[name].values or given.value in TAKEN[name].values):
             raise given.error(f"changes nothing: {TAKEN[name].why}", "Leave it out")
         (error,) = unknown_flags([name], [flag.name for flag in flags(config)], config)
         raise given.error(error.reason, error.remedy)

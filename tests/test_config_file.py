@@ -130,6 +130,8 @@ AT = "--config f.yaml, line"
         ("encoder-num-layers: 3\n", f"{AT} 1: encoder-num-layers: has another name here. Use --num-layers."),
         ("use-mcore-models: true\n", f"{AT} 1: use-mcore-models: changes nothing: there is one GPT model. "
          "Leave it out."),
+        ("transformer-impl: local\n", f"{AT} 1: transformer-impl: changes nothing: there is one implementation. "
+         "Leave it out."),
         ("model: m\n", f"{AT} 1: model: is a flag of pretrain_hf.py only. Leave it out."),
         ("lr: 1\nlr: 2\n", f"{AT} 2: lr: is also given in f.yaml, line 1. Give it once."),
         (

@@ -71,7 +71,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --multi-latent-attention --qk-l2-norm --relative-attention-num-buckets --relative-attention-max-distance
         --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rotary-scaling-factor
         --mscale --mscale-all-dim --cache-mla-latents --linear-attention-freq --is-hybrid-model
-        --disable-mamba-mem-eff-path""",
+        --disable-mamba-mem-eff-path --mla-down-proj-fusion --qk-clip --qk-clip-alpha --qk-clip-threshold
+        --attention-output-gate --rotary-base-per-layer --head-wise-attn-gate --experimental-attention-variant""",
     ),
     (
         "Leave it out: norms multiply by their weights as they are, which start at 1; in bf16 they round differently",
@@ -79,12 +80,12 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (_EXPERTS, "--num-experts --overlap-moe-expert-parallel-comm --use-fused-weighted-squared-relu"),
     (
-        "Leave it out: each head predicts one token",
-        "--mtp-num-layers --mtp-loss-scaling-factor",
+        "Leave it out: NullTokenizer adds an id for the end of documents, and pads nothing",
+        "--null-tokenizer-eod-id --null-tokenizer-pad-id",
     ),
     (
         "Leave it out: sequences are not sharded over ranks; --sequence-parallel shards norms and residuals",
-        "--hierarchical-context-parallel-sizes",
+        "--hierarchical-context-parallel-sizes --cp-partition-mode",
     ),
     (
         _FP8,
@@ -113,7 +114,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "Leave it out: layers are computed as graphs of kernels that are launched one by one",
-        "--enable-cuda-graph --external-cuda-graph --cuda-graph-warmup-steps --cuda-graph-scope",
+        "--enable-cuda-graph --external-cuda-graph --cuda-graph-warmup-steps --cuda-graph-scope --optimizer-cuda-graph",
     ),
     (
         _OVERLAP,
@@ -149,7 +150,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (
         "Leave it out: the optimizer's state stays on the device; --use-distributed-optimizer shards it over ranks",
         """--optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
-        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params""",
+        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --offload-optimizer-states""",
     ),
     (
         "Use --data-parallel-sharding-strategy optim_grads_params, or optim_grads to keep weights replicated",
@@ -227,7 +228,10 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --dataloader-defer-npy-index-mmap""",
     ),
     ("Start a run with --finetune for every phase", "--phase-transition-iterations"),
-    ("Use MerakTrainer or TRL's SFTTrainer with a script", "--sft --sft-tokenizer-prompt-format"),
+    (
+        "Use MerakTrainer or TRL's SFTTrainer with a script",
+        "--sft --sft-tokenizer-prompt-format --sft-mock-dataset-config-json",
+    ),
     (
         _BOARD,
         """--log-params-norm --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard
@@ -239,13 +243,14 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (
         _PROFILE,
         """--profile --use-pytorch-profiler --record-memory-history --memory-snapshot-path --log-straggler
-        --disable-straggler-on-startup --run-workload-inspector-server""",
+        --disable-straggler-on-startup --run-workload-inspector-server --record-shapes --nvtx-ranges""",
     ),
     (_LOOP, "--perform-rl-step --refit-method"),
     (
         _SERVER,
         """--max-tokens-to-oom --flash-decode --use-legacy-static-engine --decode-only-cuda-graphs --symmetric-ar-type
-        --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill --disable-chunked-prefill --enable-chunked-prefill""",
+        --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill --disable-chunked-prefill --enable-chunked-prefill
+        --num-speculative-tokens""",
     ),
     (
         _OTHER_MODEL,
@@ -263,16 +268,17 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys("--fp8- --fp4- --kitchen-".split(), _FP8),
         "--moe-": _EXPERTS,
+        "--mtp-": "Leave it out: the output head predicts the next token only",
         **dict.fromkeys("--mamba- --hybrid- --heterogeneous- --dsa- --csa-".split(), _SHAPE),
         "--muon-": "Leave it out, or use MerakTrainer, which has Muon",
-        **dict.fromkeys("--rl- --grpo- --langrl-".split(), _LOOP),
-        "--inference-": _SERVER,
+        **dict.fromkeys("--rl- --no-rl- --grpo- --langrl- --no-langrl-".split(), _LOOP),
+        **dict.fromkeys("--inference- --no-inference-".split(), _SERVER),
         "--inprocess-": _RESTART,
         **dict.fromkeys("--non-persistent- --ckpt-convert- --ckpt-fully-parallel-".split(), _FORMAT),
         "--tiktoken-": _TOKENIZER,
         "--fim-": "Leave it out: samples are taken as they are in the data",
         "--wandb-": "Use --tensorboard-dir, or --metrics for a JSON line per iteration",
-        **dict.fromkeys("--profile- --straggler-".split(), _PROFILE),
+        **dict.fromkeys("--profile- --pytorch-profiler- --straggler-".split(), _PROFILE),
         "--flight-recorder-": _NCCL,
         **dict.fromkeys(
             "--retro- --retriever- --bert- --biencoder- --ict- --indexer- --vision- --swin- --dino-".split(),

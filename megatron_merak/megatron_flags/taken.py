@@ -43,6 +43,7 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
             "gradients are accumulated in fp32, and sent in fp32 unless --grad-reduce-in-bf16"
         ),
         "--ddp-reduce-scatter-with-fp32-accumulation": Taken("gradients of all ranks are added up in fp32"),
+        "--ddp-param-name-patterns-for-fp32-local-accumulation": Taken("gradients are accumulated in fp32", ("all",)),
         "--attention-softmax-in-fp32": _ALWAYS,
         "--apply-query-key-layer-scaling": Taken(
             "it keeps scores in the range of fp16, and here the scores of fp16 queries and keys are fp32"
@@ -63,7 +64,7 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
             """
         --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
         --no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --cross-entropy-loss-fusion
-        --use-te-activation-func""".split(),
+        --use-te-activation-func --disable-jit-fuser""".split(),
             _FUSED,
         ),
         "--cross-entropy-fusion-impl": Taken("there is one implementation", ("native", "te")),
