@@ -72,25 +72,40 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rotary-scaling-factor
         --mscale --mscale-all-dim --cache-mla-latents --linear-attention-freq --is-hybrid-model
         --disable-mamba-mem-eff-path --mla-down-proj-fusion --qk-clip --qk-clip-alpha --qk-clip-threshold
-        --attention-output-gate --rotary-base-per-layer --head-wise-attn-gate --experimental-attention-variant""",
+        --attention-output-gate --rotary-base-per-layer --head-wise-attn-gate --experimental-attention-variant
+        --apply-dsa-kernel-fusion --enable-hyper-connections --num-residual-streams --use-fused-mhc
+        --mrope-interleaved""",
     ),
     (
-        "Leave it out: norms multiply by their weights as they are, which start at 1; in bf16 they round differently",
+        "Leave it out: weights of norms are stored around 1 instead of 0, and round differently in bf16",
         "--apply-layernorm-1p",
     ),
-    (_EXPERTS, "--num-experts --overlap-moe-expert-parallel-comm --use-fused-weighted-squared-relu"),
+    (
+        _EXPERTS,
+        """--num-experts --overlap-moe-expert-parallel-comm --use-fused-weighted-squared-relu
+        --high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert --use-mok-megakernel
+        --actual-vocab-size --log-moe-overload-factor --overlap-dispatch-backward-with-experts-wgrad
+        --ep-overlap-early-attn-memory-release""",
+    ),
+    ("Leave it out: learning rates and initial weights do not depend on the width", "--use-mup"),
+    ("Leave it out, or use --deterministic-mode, which makes repeated runs equal", "--batch-invariant-mode"),
+    ("Leave it out: an MLP is computed in one piece", "--mlp-chunks-for-training"),
+    ("Leave it out: torch chooses the attention kernel", "--fallback-to-eager-attn"),
+    ("Leave it out: samples are not packed anew, each has the same length", "--thd-max-packed-sequences"),
     (
         "Leave it out: NullTokenizer adds an id for the end of documents, and pads nothing",
         "--null-tokenizer-eod-id --null-tokenizer-pad-id",
     ),
     (
         "Leave it out: sequences are not sharded over ranks; --sequence-parallel shards norms and residuals",
-        "--hierarchical-context-parallel-sizes --cp-partition-mode",
+        """--hierarchical-context-parallel-sizes --cp-partition-mode --hybrid-context-parallel
+        --max-seqlen-per-dp-cp-rank""",
     ),
     (
         _FP8,
         """--no-fp8-wgrad --first-last-layers-bf16 --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16
-        --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --te-precision-config-file""",
+        --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --te-precision-config-file
+        --use-kitchen-attention --dense-grouped-gemm --use-grouped-gemm-for-dense-mlp""",
     ),
     ("Leave it out: losses are computed in fp32", "--fp16-lm-cross-entropy"),
     ("Leave it out: torch decides how products of bf16 are added up", "--disable-bf16-reduced-precision-matmul"),
@@ -99,7 +114,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--te-rng-tracker --inference-rng-tracker --data-parallel-random-init",
     ),
     (
-        "Leave it out: weights are drawn from one normal distribution",
+        "Leave it out: weights are normally distributed, with the same deviation in embedding and layers",
         "--embedding-init-method-std --init-method-xavier-uniform",
     ),
     ("Leave it out: weights are drawn before a checkpoint is loaded, which takes seconds", "--no-initialization"),
@@ -110,11 +125,13 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "Leave it out: activations stay on the device; --recompute-granularity full keeps fewer",
-        "--fine-grained-activation-offloading --no-clone-scatter-output-in-embedding",
+        """--fine-grained-activation-offloading --no-clone-scatter-output-in-embedding --offload-modules
+        --min-offloaded-tensor-size --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks
+        --activation-offload-fraction --fine-grained-offloading-max-inflight-offloads""",
     ),
     (
-        "Leave it out: layers are computed as graphs of kernels that are launched one by one",
-        "--enable-cuda-graph --external-cuda-graph --cuda-graph-warmup-steps --cuda-graph-scope --optimizer-cuda-graph",
+        "Leave it out: kernels are launched one by one, without CUDA graphs",
+        "--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph",
     ),
     (
         _OVERLAP,
@@ -172,7 +189,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--check-for-spiky-loss --check-for-large-grads",
     ),
     ("Leave it out: every batch is trained on", "--iterations-to-skip"),
-    ("Leave it out: a rank waits for its device where values are read", "--train-sync-interval"),
+    ("Leave it out: a rank waits for its device when it reads a loss", "--train-sync-interval"),
     (
         "Use --exit-interval, and --save-interval for checkpoints on the way",
         "--exit-duration-in-mins --exit-signal-handler --exit-signal --exit-signal-handler-for-dataloader",
@@ -267,9 +284,11 @@ REFUSED: Mapping[str, str] = MappingProxyType({name: told for told, names in _GR
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys("--fp8- --fp4- --kitchen-".split(), _FP8),
-        "--moe-": _EXPERTS,
+        **dict.fromkeys("--moe- --mok-".split(), _EXPERTS),
+        "--mup-": "Leave it out: learning rates and initial weights do not depend on the width",
+        "--cuda-graph-": "Leave it out: kernels are launched one by one, without CUDA graphs",
         "--mtp-": "Leave it out: the output head predicts the next token only",
-        **dict.fromkeys("--mamba- --hybrid- --heterogeneous- --dsa- --csa-".split(), _SHAPE),
+        **dict.fromkeys("--mamba- --hybrid- --heterogeneous- --linear- --gdn- --dsa- --csa- --mhc-".split(), _SHAPE),
         "--muon-": "Leave it out, or use MerakTrainer, which has Muon",
         **dict.fromkeys("--rl- --no-rl- --grpo- --langrl- --no-langrl-".split(), _LOOP),
         **dict.fromkeys("--inference- --no-inference-".split(), _SERVER),

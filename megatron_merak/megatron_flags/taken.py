@@ -64,14 +64,15 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
             """
         --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
         --no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --cross-entropy-loss-fusion
-        --use-te-activation-func --disable-jit-fuser""".split(),
+        --use-te-activation-func --disable-jit-fuser --use-transformer-engine-op-fuser --fused-residual-rmsnorm
+        """.split(),
             _FUSED,
         ),
         "--cross-entropy-fusion-impl": Taken("there is one implementation", ("native", "te")),
         "--no-async-tensor-model-parallel-allreduce": Taken("Megatron-LM ignores it, too"),
         "--no-align-grad-reduce": _WHEN_FULL,
         "--no-align-param-gather": _WHEN_FULL,
-        "--no-scatter-gather-tensors-in-pipeline": Taken("stages send each other what they hold"),
+        "--no-scatter-gather-tensors-in-pipeline": Taken("each rank sends its tensors to the next stage as they are"),
         "--overlap-p2p-communication-warmup-flush": Taken("transfers overlap with computing in the whole schedule"),
         "--context-parallel-size": Taken("sequences are not sharded over ranks", _ONE),
         "--cp-comm-type": Taken("sequences are not sharded over ranks", ("p2p", "a2a", "allgather", "a2a+p2p")),
