@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron_merak.arguments import build_parser, expanded, flags, read
+from megatron_merak.cli.plan import main as plan
+from megatron_merak.cli.report_memory import main as report_memory
 from megatron_merak.config import Config, HFConfig, RunConfig
 from megatron_merak.config.file import text_of
 from megatron_merak.errors import ConfigError
+from megatron_merak.parameter_server.supervisor import servers_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BASES = {
@@ -232,3 +235,15 @@ def test_help_tells_of_the_file(capsys):
     with pytest.raises(SystemExit):
         PARSERS[Config].parse_args(["--help"])
     assert "--config FILE" in capsys.readouterr().out
+
+
+def test_commands_that_look_at_a_run_take_its_file(file, capsys):
+    flags = f"{' '.join(BASES[Config])} --vocab-size 100 --global-batch-size 4 --pipeline-model-parallel-size 2".split()
+    name = file(text_of(config_of(*flags).to_dict(), ""))
+    for command in (lambda given: plan(["show", *given]), report_memory):
+        said = []
+        for given in (flags, ["--config", name]):
+            command([*given, "--world-size", "2"])
+            said.append(capsys.readouterr().out)
+        assert said[0] == said[1] and "2 ranks" in said[0]
+    assert servers_of(expanded(["--config", file("num-parameter-servers: 3\n")])) == 3

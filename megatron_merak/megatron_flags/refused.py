@@ -114,7 +114,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--te-rng-tracker --inference-rng-tracker --data-parallel-random-init",
     ),
     (
-        "Leave it out: weights are normally distributed, with the same deviation in embedding and layers",
+        "Leave it out: weights are drawn as in GPT-2, the embedding with the deviation of the layers",
         "--embedding-init-method-std --init-method-xavier-uniform",
     ),
     ("Leave it out: weights are drawn before a checkpoint is loaded, which takes seconds", "--no-initialization"),
