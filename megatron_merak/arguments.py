@@ -15,8 +15,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from .config import Config, HFConfig, RunConfig, flag_name, nearest, value_type
+from .config.file import FLAG, Given, contents_of
+from .config.settings import checked
 from .errors import ConfigError, MerakError
-from .megatron_flags import NOT_YET, without_effect
+from .megatron_flags import RENAMED, TAKEN, remedy, without_effect
 from .other_flags import MEANT
 
 Run = TypeVar("Run", bound=RunConfig)
@@ -138,6 +140,9 @@ def build_parser(description: str | None = None, config: type[RunConfig] = Confi
             if "bare" in flag.metadata:
                 options |= {"nargs": "?", "const": flag.metadata["bare"]}
             group.add_argument(flag.name, **options)
+    group = parser.add_argument_group("configuration file")
+    text = "YAML file of settings: names of flags without the dashes, alone or under the names of the sections above. "
+    group.add_argument(FLAG, metavar="FILE", help=f"{text}The command line takes precedence. [unset]")
     return parser
 
 
@@ -160,20 +165,99 @@ def unknown_flags(tokens: Sequence[str], known: Sequence[str], config: type[RunC
     errors = []
     elsewhere = {flag.name: script for other, script in SCRIPTS.items() if other is not config for flag in flags(other)}
     for token in (token.partition("=")[0] for token in tokens if re.match(r"-[^0-9.]", token)):
-        if token in NOT_YET:
+        if token in elsewhere:
+            leave = "Leave it out: --model decides it" if config is HFConfig else "Leave it out"
+            errors.append(ConfigError("flag", token, f"is a flag of {elsewhere[token]} only", leave))
+        elif token in RENAMED:
+            errors.append(ConfigError("flag", token, "has another name here", f"Use {RENAMED[token]}"))
+        elif (instead := remedy(token)) is not None:
             reason = "is a Megatron-LM flag that megatron_merak does not have yet"
-            errors.append(ConfigError("flag", token, reason, NOT_YET[token]))
-        elif token in elsewhere:
-            remedy = "Leave it out: --model decides it" if config is HFConfig else "Leave it out"
-            errors.append(ConfigError("flag", token, f"is a flag of {elsewhere[token]} only", remedy))
+            errors.append(ConfigError("flag", token, reason, instead))
         elif token in MEANT:
             errors.append(ConfigError("flag", token, "is not known", MEANT[token]))
         else:
             close = nearest("--" + token.lstrip("-").replace("_", "-"), known)
-            remedy = f"The nearest is {close}" if close else "See --help for all flags"
-            errors.append(ConfigError("flag", token, "is not known", remedy))
+            hint = f"The nearest is {close}" if close else "See --help for all flags"
+            errors.append(ConfigError("flag", token, "is not known", hint))
     stray = ConfigError("argument", " ".join(tokens), "belongs to no flag", "Leave it out; switches take no value")
     return errors or [stray]
+
+
+def expanded(argv: Sequence[str], config: type[RunConfig] | None = None) -> list[str]:
+    """Return a command line with the settings of its ``--config`` file in front of its flags, which therefore win.
+
+    argv: the command line; without ``--config`` it is returned as it is.
+    config: the class that it is for; None for the one that the command line or the file asks for by naming a model.
+
+    Raise ConfigError for a file that cannot be read, and for a setting in it that is unknown or has a wrong value.
+    """
+    left, rest, paths = list(argv), [], []
+    while left:
+        token = left.pop(0)
+        name, equals, path = token.partition("=")
+        if name != FLAG:
+            rest.append(token)
+            continue
+        if not equals and (not left or left[0].startswith("--")):
+            raise ConfigError(FLAG, "(no value)", "expected one argument", "Give its value after it")
+        paths.append(path if equals else left.pop(0))
+    if len(paths) > 1:
+        raise ConfigError(FLAG, " ".join(paths), "is given more than once", "Put the settings into one file")
+    if not paths:
+        return rest
+    contents = contents_of(paths[0])
+    if config is None:
+        named = any(token.partition("=")[0] == "--model" for token in rest)
+        named = named or any(each.field == "model" for each in contents.settings)
+        config = HFConfig if named else Config
+    names = [section for section, _ in sections(config)]
+    for section, where in contents.sections.items():
+        if section not in names:
+            close = nearest(section, names)
+            hint = f"The nearest is {close}" if close else f"Use {', '.join(names)}, or no sections"
+            raise Given(section, "", None, False, where).error("is not the name of a section", hint)
+    tokens = [token for given in contents.settings for token in _typed(given, config)]
+    at = next((place for place, token in enumerate(rest) if token.startswith("-")), len(rest))
+    return [*rest[:at], *tokens, *rest[at:]]
+
+
+def _typed(given: Given, config: type[RunConfig]) -> list[str]:
+    """A setting of a file as it would be typed. Raises ConfigError."""
+    flag = next((flag for flag in flags(config) if flag.field == given.field), None)
+    if flag is None:
+        name = flag_name(given.field)
+        if name in TAKEN and (not TAKEN[name].values or given.value in TAKEN[name].values):
+            raise given.error(f"changes nothing: {TAKEN[name].why}", "Leave it out")
+        (error,) = unknown_flags([name], [flag.name for flag in flags(config)], config)
+        raise given.error(error.reason, error.remedy)
+    if given.section not in ("", flag.section):
+        raise given.error(f"is in the section {given.section}", f"Put it into {flag.section}, or outside of sections")
+    value = given.value
+    if value is None or value == ():
+        if flag.default not in (None, ()):
+            raise given.error("has no value", "Give one, or leave it out")
+        return []
+    wanted = {bool: "true or false", tuple: "a list", str: "text", int: "a whole number", float: "a number"}[flag.kind]
+    if isinstance(value, bool) != (flag.kind is bool) or isinstance(value, tuple) != (flag.kind is tuple):
+        hint = {str: "Put it in quotes", tuple: "Write it like [a, b]"}.get(flag.kind, f"Give {wanted}")
+        raise given.error(f"is not {wanted}", hint, _shown(value))
+    if flag.kind in (int, float) and (given.quoted or re.match(r"[+-]?0[0-9]", value)):
+        raise given.error(f"is not {wanted}", f"Give {wanted}, without quotes and leading zeros", value)
+    if isinstance(value, tuple) and (dashed := next((item for item in value if re.match(r"-[^0-9.]", item)), None)):
+        raise given.error("looks like a flag", "Use a value that does not begin with a dash", dashed)
+    try:
+        cls = dict(sections(config))[flag.section]
+        checked(cls, cls.__dataclass_fields__[flag.field], convert(flag, value))
+    except ConfigError as error:
+        raise given.error(error.reason, error.remedy, error.value) from None
+    if flag.kind is bool:
+        return [flag.name] if value else []
+    return [flag.name, *value] if isinstance(value, tuple) else [f"{flag.name}={value}"]
+
+
+def _shown(value: bool | str | tuple[str, ...]) -> str:
+    """A value as a configuration file has it."""
+    return str(value).lower() if isinstance(value, bool) else value if isinstance(value, str) else str(list(value))
 
 
 def read(
@@ -184,13 +268,14 @@ def read(
 ) -> tuple[Run, argparse.Namespace]:
     """The configuration in ``argv``, and the values of the flags that a tool added to ``parser``.
 
-    Flags of Megatron-LM that change nothing may be among them (see ``without_effect``, which says which they are).
+    A ``--config`` file may be among them, and flags of Megatron-LM that change nothing (see ``expanded`` and
+    ``without_effect``, which says which they are).
     ``config`` is the class that ``parser`` was built for. ``defaults``: by field, instead of the field's own. Raises
     ConfigError; its notes tell of further unknown flags.
     """
     switches = [flag.name for flag in flags(config) if flag.kind is bool]
     try:
-        namespace, rest = parser.parse_known_args(without_effect(argv)[0])
+        namespace, rest = parser.parse_known_args(without_effect(expanded(argv, config))[0])
     except argparse.ArgumentError as error:
         if error.argument_name in switches:
             raise ConfigError(error.argument_name, "with a value", "is a switch", "Give it alone") from None
@@ -227,6 +312,7 @@ def parse(
     parser = build_parser(description, config)
     argv = sys.argv[1:] if argv is None else argv
     try:
+        argv = expanded(argv, config)
         return read(parser, argv, config, defaults(config, argv))[0]
     except MerakError as error:
         parser.exit(2, "\n".join([str(error), *getattr(error, "__notes__", ())]) + "\n")

@@ -10,7 +10,7 @@ _REPLICAS = "Leave it out: ranks that tensor and pipeline parallelism leave are 
 MEANT: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            "--tp --tp-size --tensor-parallel-size --tensor-parallel --model-parallel-size".split(),
+            "--tp --tp-size --tensor-parallel-size --tensor-parallel".split(),
             "Use --tensor-model-parallel-size",
         ),
         **dict.fromkeys(
@@ -18,7 +18,7 @@ MEANT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys("--dp --dp-size --data-parallel-size --num-gpus --nproc-per-node".split(), _REPLICAS),
         **dict.fromkeys("--zero --zero-stage --fsdp --deepspeed --deepspeed-config".split(), _SHARDED),
-        **dict.fromkeys("--bs --batch-size --per-device-train-batch-size".split(), "Use --micro-batch-size"),
+        **dict.fromkeys("--bs --per-device-train-batch-size".split(), "Use --micro-batch-size"),
         "--gradient-accumulation-steps": "Use --global-batch-size: micro-batch size x replicas x accumulation steps",
         **dict.fromkeys("--max-steps --num-steps --steps --iters".split(), "Use --train-iters"),
         **dict.fromkeys("--epochs --num-train-epochs".split(), "Use --train-iters or --train-samples"),
@@ -28,10 +28,9 @@ MEANT: Mapping[str, str] = MappingProxyType(
         "--warmup-ratio": "Use --lr-warmup-fraction",
         "--max-grad-norm": "Use --clip-grad",
         **dict.fromkeys(
-            "--gradient-checkpointing --checkpoint-activations --activation-checkpointing".split(),
+            "--gradient-checkpointing --activation-checkpointing".split(),
             "Use --recompute-granularity full",
         ),
-        "--recompute-activations": "Use --recompute-granularity selective",
         **dict.fromkeys("--seq-len --max-seq-length --block-size --context-length".split(), "Use --seq-length"),
         **dict.fromkeys("--n-layers --n-layer --num-hidden-layers".split(), "Use --num-layers"),
         **dict.fromkeys("--n-heads --n-head --num-heads".split(), "Use --num-attention-heads"),

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from megatron_merak.cli.commands import COMMANDS
 from megatron_merak.cli.launcher import FLAG, without_flag
-from megatron_merak.cli.plan import main as plan
 from megatron_merak.cli.pretrain import check_command
 from megatron_merak.cli.words import told
 from megatron_merak.errors import MerakError
@@ -66,8 +65,9 @@ def commands(text: str) -> list[str]:
 
 def answers(text: str) -> list[tuple[str, str]]:
     """(command, what it prints) of a console block."""
-    parts = re.split(r"^\$ ", re.sub(r"\\\n\s*", "", text), flags=re.MULTILINE)[1:]
-    return [(command, output) for command, _, output in (part.partition("\n") for part in parts)]
+    parts = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
+    found = [re.fullmatch(r"((?:[^\n]*\\\n)*[^\n]*)\n?(.*)", part, re.DOTALL).groups() for part in parts]
+    return [(re.sub(r"\\\n\s*", "", command), output) for command, output in found]
 
 
 def words(command: str) -> list[str]:
@@ -138,18 +138,20 @@ def _defined(node: ast.stmt) -> list[str]:
     return [getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))]
 
 
-def furnish() -> None:
-    """Make, in the working directory, the plan that pages name: the small model on two tensor-parallel ranks x two
-    stages."""
-    layout = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save plan.json"
-    with contextlib.redirect_stdout(io.StringIO()):
-        plan(["show", *layout.split(), *SMALL.split()])
+def prepare() -> None:
+    """Write the files that pages show and name into this folder: those with their names in a comment in front, and the
+    plan of the small model on two tensor-parallel ranks x two stages."""
+    for block in (block for page in WRITTEN for block in blocks(page)):
+        if block.mark.startswith("file: "):
+            Path(block.mark.removeprefix("file: ")).write_text(block.text, encoding="utf-8")
+    layout = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    answer(f"merak-plan show ... {layout} --save plan.json")
 
 
 def rewrite() -> None:
     """Write what commands print, and the source that is quoted, into their pages."""
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
-        furnish()
+        prepare()
         for page in (*WRITTEN, *QUOTING):
             path = DOCS / f"{page}.md"
             text = path.read_text(encoding="utf-8")

@@ -211,7 +211,7 @@ def environment_reads(modules: list[Module]) -> list[str]:
 
 
 def heavy_imports(modules: list[Module]) -> list[str]:
-    """Planning needs the standard library only, and matplotlib once a drawing is asked for."""
+    """Planning needs the standard library only, matplotlib once a drawing is asked for, and PyYAML for --config."""
     found = []
     for module in modules:
         if module.room not in TORCH_FREE and module.name != NAME:
@@ -219,8 +219,8 @@ def heavy_imports(modules: list[Module]) -> list[str]:
         top_level = {node.lineno for node in module.tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
         for line, candidates in module.imports():
             library = candidates[-1].split(".")[0]
-            lazy_drawing = library == "matplotlib" and line not in top_level
-            if library not in sys.stdlib_module_names and library != NAME and not lazy_drawing:
+            lazy = library in ("matplotlib", "yaml") and line not in top_level
+            if library not in sys.stdlib_module_names and library != NAME and not lazy:
                 found.append(f"{module.path}:{line} imports {library}")
     return found
 

@@ -29,7 +29,7 @@ from megatron_merak.config import (
     TrainConfig,
 )
 from megatron_merak.errors import ConfigError
-from megatron_merak.megatron_flags import NOT_YET, TAKEN, without_effect
+from megatron_merak.megatron_flags import NOT_YET, RENAMED
 from megatron_merak.other_flags import MEANT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,64 +211,10 @@ def test_names_of_other_programs_lead_to_flags_that_exist():
     known = {flag.name for script in SCRIPTS for flag in flags(script)}
     for name, remedy in MEANT.items():
         assert {word.strip(",:") for word in remedy.split() if word.startswith("--")} <= known, remedy
-        assert name not in known and name not in NOT_YET
+        assert name not in known and name not in NOT_YET and name not in RENAMED
     error = refusal("--tp", "2")
     assert str(error) == "flag --tp: is not known. Use --tensor-model-parallel-size."
     assert str(refusal("--zzz", "2")) == "flag --zzz: is not known. See --help for all flags."
-
-
-def test_each_megatron_flag_that_is_not_here_is_refused_by_name():
-    assert {"--num-experts", "--context-parallel-size"} <= NOT_YET.keys()
-    for name in NOT_YET:
-        error = refusal(name, "2")
-        assert str(error).startswith(f"flag {name}: is a Megatron-LM flag that megatron_merak does not have yet. ")
-        assert error.remedy and not hasattr(error, "__notes__")
-
-
-@scripts
-def test_megatron_flags_that_change_nothing_are_taken_with_a_notice(kind):
-    assert not {flag.name for flag in flags(kind)} & TAKEN.keys()
-    tokens = [
-        "--lr",
-        "1e-3",
-        "--overlap-grad-reduce",
-        "--context-parallel-size",
-        "1",
-        "--transformer-impl=local",
-        "--bf16",
-    ]
-    rest, notices = without_effect([*tokens, "--overlap-grad-reduce"])
-    assert rest == ["--lr", "1e-3", "--bf16"]
-    assert notices == (
-        "--overlap-grad-reduce changes nothing: gradients are reduced during the backward unless "
-        "--no-overlap-grad-reduce.",
-        "--context-parallel-size 1 changes nothing: sequences are not sharded over ranks.",
-        "--transformer-impl local changes nothing: there is one implementation.",
-    )
-    for others in (
-        ["--context-parallel-size", "2"],
-        ["--context-parallel-size"],
-        ["--overlap-grad-reduce=1"],
-        ["--bf16"],
-    ):
-        assert without_effect(others) == (others, ())
-    for name, taken in TAKEN.items():
-        if not taken.beside:
-            assert config_of(name, *taken.values[:1]) == BASE_CONFIG, name
-    strategy = ["--data-parallel-sharding-strategy", "optim_grads_params"]
-    assert config_of("--use-megatron-fsdp", *strategy) == config_of(*strategy) != BASE_CONFIG
-    rest, (notice,) = without_effect([strategy[0] + "=optim", "--use-megatron-fsdp"])
-    assert rest == [strategy[0] + "=optim"] and notice.startswith("--use-megatron-fsdp changes nothing: ")
-    assert without_effect(["--use-megatron-fsdp"]) == (["--use-megatron-fsdp"], ())
-    assert "Use --data-parallel-sharding-strategy optim_grads_params" in str(refusal("--use-megatron-fsdp"))
-
-
-@scripts
-def test_refused_flags_and_their_remedies_agree_with_the_flags_there_are(kind):
-    names = {flag.name for flag in flags(kind)}
-    assert not names & NOT_YET.keys()
-    named = {word.strip(",.:") for remedy in NOT_YET.values() for word in remedy.split() if word.startswith("--")}
-    assert named and named <= names
 
 
 def test_missing_required_flags_are_listed_together():
@@ -288,7 +234,8 @@ def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys
         "flag --context-parallel-size: is a Megatron-LM flag that megatron_merak does not have yet. Leave it "
         "out, or use 1: sequences are not sharded over ranks.",
         "flag --seq-len: is not known. Use --seq-length.",
-        "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out.",
+        "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out: training "
+        "waits until a checkpoint is written.",
     ]
 
 

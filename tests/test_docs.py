@@ -33,7 +33,7 @@ from tests.pages import (
     answers,
     blocks,
     commands,
-    furnish,
+    prepare,
     quoted,
     shown,
     words,
@@ -44,7 +44,8 @@ PAGES += sorted(DOCS.glob("*.md"))
 CONSOLE = [block for page in WRITTEN for block in blocks(page, "console")]
 SESSIONS = [block for page in WRITTEN for block in blocks(page, "pycon")]
 SCRIPTS = [block for page in WRITTEN for block in blocks(page, "python")]
-SHELL = [block for page in WRITTEN for block in blocks(page, "bash") if block.mark != "other program"]
+SHELL = [block for page in WRITTEN for block in blocks(page, "bash")]
+SHELL = [block for block in SHELL if block.mark != "other program" and not block.mark.startswith("file: ")]
 QUOTED = [block for block in blocks("troubleshooting", "text")]
 QUOTES = [block for page in QUOTING for block in blocks(page, "python") if block.mark.startswith(SOURCE)]
 NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?([eE][+-]?\d+)?")
@@ -173,9 +174,9 @@ def test_shell_commands_have_flags_that_exist(block):
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """A working directory with the plan that pages name."""
+    """A folder with the files that pages show and name."""
     monkeypatch.chdir(tmp_path)
-    furnish()
+    prepare()
     return tmp_path
 
 

@@ -33,6 +33,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "plan": Command("megatron_merak.cli.plan:main", "show how a training command would run, or a stored plan"),
         "memory": Command("megatron_merak.cli.report_memory:main", "show what fills the memory of every rank"),
         "simulate": Command("megatron_merak.cli.simulate:main", "simulate pipeline schedules and plans"),
+        "from-megatron": Command(
+            "megatron_merak.cli.from_megatron:main", "convert a launch script of Megatron-LM, and say what changed"
+        ),
         "verify": Command("megatron_merak.cli.verify:main", "compare checkpoints with their manifests"),
         "convert": Command("megatron_merak.cli.convert:main", "convert weights from and to HuggingFace directories"),
         "doctor": Command(

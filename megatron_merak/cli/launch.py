@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..arguments import expanded
 from ..errors import LaunchError, MerakError
 from .pretrain import check_command
 from .supervised import TRAINING, supervised
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hosts = Hosts(asked.nproc_per_node, asked.nnodes, asked.node_rank, asked.master_addr, asked.master_port)
         if asked.script in TRAINING:
             check_command(asked.script, asked.flags, hosts.size)
-        return supervised(asked.script, asked.flags, hosts, servers_of(asked.flags), asked.max_restarts)
+        flags = expanded(asked.flags) if asked.script in TRAINING else asked.flags
+        return supervised(asked.script, asked.flags, hosts, servers_of(flags), asked.max_restarts)
     except MerakError as error:
         print(f"{program()}: {told(error)}", file=sys.stderr)
         return 1

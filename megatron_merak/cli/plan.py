@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..arguments import expanded
 from ..config import RunConfig
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
@@ -67,6 +68,7 @@ def shown(found: "Plan", notes: Sequence[str] = ()) -> str:
 
 def show(arguments: Sequence[str]) -> None:
     """Print the plan that flags describe."""
+    arguments = expanded(arguments)
     config, own = configured(parser(kind_of(arguments)), arguments)
     from ..pipeline_parallel.pictures.files import check_suffix, write
     from ..planner.picture import view

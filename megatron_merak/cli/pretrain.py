@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from ..arguments import build_parser, read
+from ..arguments import build_parser, expanded, read
 from ..config import Config, HFConfig, RunConfig
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
@@ -91,7 +91,8 @@ def _understood(kind: type[Run], description: str, given: Sequence[str]) -> tupl
     text = "start this many ranks on this host; use torchrun for several hosts [unset]"
     group.add_argument(FLAG, metavar="N", default=None, help=text)
     try:
-        config, own = read(parser, given, kind, _decided(kind, given))
+        flags = expanded(given, kind)
+        config, own = read(parser, flags, kind, _decided(kind, flags))
         ranks = None if own.nproc_per_node is None else _ranks(own.nproc_per_node)
         if ranks is not None:
             _check(config, ranks)
@@ -111,7 +112,8 @@ def _start(config: RunConfig, ranks: int, command: str, given: Sequence[str]) ->
 def check_command(command: str, given: Sequence[str], ranks: int) -> None:
     """Raise a MerakError if a command line of "pretrain" or "pretrain-hf" cannot run on ``ranks`` ranks."""
     kind = Config if command == "pretrain" else HFConfig
-    _check(read(build_parser("", kind), given, kind, _decided(kind, given))[0], ranks)
+    flags = expanded(given, kind)
+    _check(read(build_parser("", kind), flags, kind, _decided(kind, flags))[0], ranks)
 
 
 def _ranks(text: str) -> int:

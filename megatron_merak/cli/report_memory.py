@@ -28,6 +28,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..arguments import expanded
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
 from ..training.planned import configured, kind_of, parser, planned
@@ -86,6 +87,7 @@ def classic() -> str:
 
 
 def show(arguments: Sequence[str]) -> None:
+    arguments = expanded(arguments)
     flags, own = parser(described(__doc__, NAME), described(USAGE, NAME), kind_of(arguments))
     own.add_argument("--picture", metavar="FILE", default=None, help="draw one bar per rank into this PNG file [unset]")
     own.add_argument("--classic", action="store_true", help="print well-known figures and exit")

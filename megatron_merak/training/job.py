@@ -15,7 +15,7 @@ from ..data.build import Datasets
 from ..data.identity import difference, identity
 from ..data.loader import BatchLoader
 from ..errors import CheckpointError, ConfigError, DataError
-from ..parallel.agree import gather_json
+from ..parallel.agree import gather_json, together
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh
 from ..parallel.nodes import Nodes, notices
@@ -28,6 +28,7 @@ from ..stages.devices import peak_device, stand_in
 from .pictures import draw_curve, step_view
 from .report import Progress, Report, Throughput
 from .same_files import check_same_files
+from .settings_file import store_settings
 from .skips import SkippedSteps
 from .state import RunState
 
@@ -47,7 +48,7 @@ def agree(config: RunConfig, control: dist.ProcessGroup | None) -> None:
                         flag,
                         value,
                         f"rank {rank} has it, rank 0 has {first}",
-                        "Start all ranks with the same arguments",
+                        "Start all ranks with the same arguments and --config file",
                     )
     check_same_files({flag_name(name): path for name in _FILES if (path := _setting(config, name))}, control)
 
@@ -100,6 +101,7 @@ class Job:
     def __init__(self, trainer: RunState, datasets: Datasets):
         self.config, self.plan, self.mesh = trainer.config, trainer.plan, trainer.mesh
         self.trainer, self.datasets = trainer, datasets
+        self.asked: RunConfig = trainer.config  # the settings as they were given, which --save stores
         self.report: Report | None = None
         trainer.data = identity(datasets)
         agree_on_data(trainer.data, self.mesh)
@@ -113,7 +115,15 @@ class Job:
             self._run()
             return
         with DirectoryLock(self.config.checkpoint.save, self.mesh.control) as self.lock:
+            self.store_settings()
             self._run()
+
+    def store_settings(self) -> None:
+        """Write the settings into the directory of --save, on the rank that prints. Raises CheckpointError on every
+        rank."""
+        with together(self.mesh.control, "cpu"):
+            if self.report is not None:
+                store_settings(self.asked, self.config.checkpoint.save)
 
     def _run(self) -> None:
         self.resume()

@@ -32,7 +32,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     """
     role, workers = world.role, 1 if world.role is None else world.role.workers
     of_worker(config, workers).validate(world.size)
-    tokenizer = build_tokenizer(config)
+    tokenizer, asked = build_tokenizer(config), config
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
     )
@@ -61,6 +61,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
         config,
         world,
         lambda trainer: throughput(config, plan, world, model_flops(config.model, plan.global_batch_size)),
+        asked,
     )
 
 

@@ -50,7 +50,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     """
     role, workers = world.role, 1 if world.role is None else world.role.workers
     of_worker(config, workers).validate(world.size)
-    model = build_model(config.model)
+    model, asked = build_model(config.model), config
     config, tokenizer = with_tokenizer(config, model)
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     control = control_group(world.size, timeout)
@@ -72,7 +72,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
             print(opening(config, trainer.plan, world, nodes, (*notices, *trainer.notes())), flush=True)
         return HFJob(trainer, datasets)
 
-    run_job(make, config, world, lambda trainer: throughput(config, trainer.plan, world, trainer.flops()))
+    run_job(make, config, world, lambda trainer: throughput(config, trainer.plan, world, trainer.flops()), asked)
 
 
 def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokenizer]:

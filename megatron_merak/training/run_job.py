@@ -13,13 +13,19 @@ from .state import RunState
 
 
 def run_job(
-    make: Callable[[OptimizerOf], Job], config: RunConfig, world: World, work: Callable[[RunState], Throughput]
+    make: Callable[[OptimizerOf], Job],
+    config: RunConfig,
+    world: World,
+    work: Callable[[RunState], Throughput],
+    asked: RunConfig,
 ) -> None:
     """Make and run a job; ``make`` is given who keeps the optimizer's state. ``work``: of a sample, for the report.
+    ``asked``: the settings as they were given, before what data and model decide was filled in.
 
     Raises a MerakError on every rank of the job, or of the worker, alike."""
     worker = None if world.role is None else Worker(config, world)
     job = make(optimizer_of_run(config.optimizer) if worker is None else worker.optimizer)
+    job.asked = asked
 
     def report() -> Report | None:
         return Report(config.logging, work(job.trainer)) if world.is_last else None

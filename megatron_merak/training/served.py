@@ -177,6 +177,8 @@ class WorkerJob:
             self.job.lock = self.leading.enter_context(self._lock(self.config.checkpoint.save))
         with together(self.mesh.control, "cpu"):
             self.job.report = self.make_report()
+        if self.config.checkpoint.save is not None:
+            self.job.store_settings()
         if self.worker.role.worker > 0:
             self.job.say(f"worker {self.worker.role.worker} leads: those before it are gone")
 

@@ -1,0 +1,230 @@
+"""A shell script taken apart without running it: commands as words, and what words become where variables are known."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+SEPARATORS = ("\n", ";", "&", "|", "(", ")", "&&", "||", ";;")
+_PART = re.compile(r"(?:`[^`]*`|\$\((?:[^()]|\([^()]*\))*\)|\S)+")  # commands in a value are not split
+_BRACED = re.compile(r"(\w+)(?:\[[@*]\])?(?::?-(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a word. quote: ' or ", or empty; in ' nothing is replaced, and in " what replaces is not split."""
+
+    text: str
+    quote: str = ""
+
+
+@dataclass
+class Word:
+    """A word of a command, or a separator.
+
+    line: where it stands, from 1.
+    pieces: its parts, none for a separator.
+    separator: one of SEPARATORS, else empty.
+    items: the words between the parentheses of NAME=( ... ); None for other words.
+    """
+
+    line: int
+    pieces: list[Piece] = field(default_factory=list)
+    separator: str = ""
+    items: "list[Word] | None" = None
+
+    @property
+    def plain(self) -> str:
+        """The text as it stands, without quotes."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+class Reader:
+    """Reads the words of a script, one after the other."""
+
+    def __init__(self, text: str):
+        self.text, self.at, self.line = text.replace("\r\n", "\n"), 0, 1
+
+    def words(self, end: str = "") -> Iterator[Word]:
+        """All words up to the separator ``end``, or to the end of the script."""
+        while (word := self._next()) is not None:
+            if word.separator and word.separator == end:
+                return
+            yield word
+
+    def _take(self, length: int = 1) -> str:
+        taken = self.text[self.at : self.at + length]
+        self.at += length
+        self.line += taken.count("\n")
+        return taken
+
+    def _next(self) -> Word | None:
+        while self.at < len(self.text):
+            if match := re.compile(r"[ \t]+|\\\n").match(self.text, self.at):
+                self._take(len(match.group()))
+            elif self.text[self.at] == "#":
+                self._take(len(self.text[self.at :].split("\n", 1)[0]))
+            elif match := re.compile(r"\d*(?:<<<|[<>]{1,2})&?[ \t]*[^\s;&|()]*|&>>?[ \t]*[^\s;&|()]*").match(
+                self.text, self.at
+            ):
+                self._redirect(match.group())
+            elif match := re.compile(r"&&|\|\||;;|[\n;&|()]").match(self.text, self.at):
+                return Word(self.line, separator=self._take(len(match.group())))
+            else:
+                return self._word()
+        return None
+
+    def _redirect(self, text: str) -> None:
+        """Skip where a command reads or writes; with << also the text that follows."""
+        self._take(len(text))
+        document = re.fullmatch(r"\d*<<-?[ \t]*['\"]?(\w+)['\"]?", text)
+        if document:
+            body = re.compile(rf".*?^[ \t]*{document.group(1)}[ \t]*$", re.DOTALL | re.MULTILINE)
+            if match := body.match(self.text, self.at):
+                self._take(len(match.group()))
+
+    def _word(self) -> Word:
+        word = Word(self.line)
+        while self.at < len(self.text):
+            letter = self.text[self.at]
+            if letter == "(" and re.fullmatch(r"\w+\+?=", word.plain) and not word.pieces[-1].quote:
+                self._take()
+                word.items = [each for each in self.words(")") if not each.separator]
+            elif letter in " \t\n;&|()<>":
+                break
+            elif letter == "\\":
+                escaped = self._take(2)
+                word.pieces += [Piece(escaped[1:], "'")] if escaped != "\\\n" else []
+            elif letter == "'":
+                word.pieces.append(Piece(self._to("'"), "'"))
+            elif letter == '"':
+                word.pieces += self._quoted()
+            else:
+                word.pieces.append(Piece(self._reference() if letter in "$`" else self._plain()))
+        return word
+
+    def _plain(self) -> str:
+        return self._take(len(re.compile(r"[^ \t\n;&|()<>\\'\"$`]+").match(self.text, self.at).group()))
+
+    def _to(self, quote: str) -> str:
+        """What is between two quotes."""
+        end = self.text.find(quote, self.at + 1)
+        taken = self._take((end if end >= 0 else len(self.text)) + 1 - self.at)
+        return taken[1:].removesuffix(quote)
+
+    def _reference(self) -> str:
+        """A variable, or a command or arithmetic that is left as it stands."""
+        if self.text[self.at] == "`":
+            return f"`{self._to('`')}`"
+        opening = self.text[self.at + 1 : self.at + 2]
+        if opening not in ("{", "("):
+            match = re.compile(r"\$(?:[A-Za-z_]\w*|[\d@*#?$!-])?").match(self.text, self.at)
+            return self._take(len(match.group()))
+        closing, depth, end = {"{": "}", "(": ")"}[opening], 0, self.at + 1
+        while end < len(self.text):
+            depth += {opening: 1, closing: -1}.get(self.text[end], 0)
+            end += 1
+            if depth == 0:
+                break
+        return self._take(end - self.at)
+
+    def _quoted(self) -> Iterator[Piece]:
+        """The pieces between double quotes."""
+        self._take()
+        yield Piece("", '"')  # so that "" is a word
+        while self.at < len(self.text) and self.text[self.at] != '"':
+            if self.text[self.at] in "$`":
+                yield Piece(self._reference(), '"')
+            elif self.text[self.at] == "\\" and self.text[self.at + 1 : self.at + 2] in ("$", "`", '"', "\\", "\n"):
+                escaped = self._take(2)[1]
+                yield Piece(escaped if escaped != "\n" else "", "'")
+            else:
+                yield Piece(self._take(), '"')
+        self._take()
+
+
+class Variables:
+    """The variables of a script, as far as its text gives them.
+
+    values: the words of a variable; of one that is no array there is one.
+    assumed: variables whose default, in ${NAME:-default}, was used.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[str]] = {}
+        self.assumed: dict[str, str] = {}
+
+    def assign(self, word: Word) -> bool:
+        """Take an assignment; return whether the word is one."""
+        match = re.match(r"([A-Za-z_]\w*)(\+?)=", word.pieces[0].text) if word.pieces else None
+        if match is None or word.pieces[0].quote:
+            return False
+        name, more = match.group(1), bool(match.group(2))
+        if word.items is not None:
+            values = [value for item in word.items for value in self.fields(item)]
+            self.values[name] = [*self.values.get(name, []), *values] if more else values
+            return True
+        rest = [Piece(word.pieces[0].text[match.end() :]), *word.pieces[1:]]
+        value = "".join(self._replaced(piece) for piece in rest)
+        before = self.values.get(name, [""]) if more else [""]
+        self.values[name] = [*before[:-1], (before[-1] if before else "") + value]
+        return True
+
+    def fields(self, word: Word) -> list[str]:
+        """The words that a word becomes: variables replaced, and split at blanks outside of quotes."""
+        found, open_ = [""], bool(word.pieces) and all(piece.quote for piece in word.pieces)
+        for piece in word.pieces:
+            array = re.fullmatch(r"\$\{(\w+)\[@\]\}", piece.text) if piece.quote == '"' else None
+            if array and array.group(1) in self.values:
+                parts = list(self.values[array.group(1)])
+                open_ = bool(parts)
+            elif piece.quote or not piece.text.startswith("$"):
+                parts = [self._replaced(piece)]
+            else:
+                value = self._replaced(piece)
+                parts = [value] if value == piece.text else _PART.findall(value)
+                if value[:1].isspace() and found[-1]:
+                    found.append("")
+                if value[-1:].isspace():
+                    parts.append("")
+            if parts:
+                found[-1] += parts[0]
+                found += parts[1:]
+        return found if open_ else [each for each in found if each]
+
+    def _replaced(self, piece: Piece) -> str:
+        """The value of a piece; a variable that is not known, and what is no variable, as it stands."""
+        text = piece.text
+        if piece.quote == "'" or not text.startswith("$") or len(text) == 1:
+            return text
+        if not text.startswith("${"):
+            return " ".join(self.values[text[1:]]) if text[1:] in self.values else text
+        match = _BRACED.fullmatch(text[2:-1])
+        if match is None:
+            return text
+        name, default = match.groups()
+        if self.values.get(name) not in (None, [], [""]):
+            return " ".join(self.values[name])
+        if default is None:
+            return " ".join(self.values[name]) if name in self.values else text
+        value = " ".join(each for word in Reader(default).words() for each in self.fields(word))
+        self.assumed[name] = value
+        return value
+
+
+def plain_words(text: str) -> list[str]:
+    """The words of a command in which variables have been replaced, with the separators between commands."""
+    variables = Variables()
+    words = (word for word in Reader(text).words() if word.separator != "\n")
+    return [each for word in words for each in ([word.separator] if word.separator else variables.fields(word))]
+
+
+def commands(text: str) -> Iterator[list[Word]]:
+    """The simple commands of a script in order, each with the separator that ends it as its last word."""
+    command: list[Word] = []
+    for word in Reader(text).words():
+        command.append(word)
+        if word.separator:
+            yield command
+            command = []
+    if command:
+        yield [*command, Word(command[-1].line, separator="\n")]

@@ -1,0 +1,134 @@
+"""A configuration file: YAML whose keys are settings, alone or under the names of their sections, as texts and lines.
+
+Values keep the text that was written, since YAML 1.1 takes 1e-5 for a text, and 010 for 8; whoever knows the type of a
+setting reads them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import ConfigError
+
+FLAG = "--config"
+_PLAIN = "tag:yaml.org,2002:"
+_SCALARS = tuple(f"{_PLAIN}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp"))
+
+
+@dataclass(frozen=True)
+class Given:
+    """A setting in a configuration file.
+
+    key: as it is written.
+    section: the key that it stands under; empty at the top.
+    value: True or False, None for null, else the text, or the texts of a list.
+    quoted: whether the text stands in quotes.
+    where: file and line.
+    """
+
+    key: str
+    section: str
+    value: bool | None | str | tuple[str, ...]
+    quoted: bool
+    where: str
+
+    @property
+    def field(self) -> str:
+        """The key as the name of a field."""
+        return self.key.removeprefix("--").replace("-", "_")
+
+    def error(self, reason: str, remedy: str, value: object = None) -> ConfigError:
+        """An error that names file, line and key, and the value if it is given."""
+        if value is None:
+            return ConfigError(f"{FLAG} {self.where}:", self.key, reason, remedy)
+        return ConfigError(f"{FLAG} {self.where}: {self.key}", value, reason, remedy)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a configuration file has: settings in order, and of every section the place where it begins."""
+
+    settings: tuple[Given, ...]
+    sections: Mapping[str, str]
+
+
+def contents_of(path: str) -> Contents:
+    """Return what is in a file. Raise ConfigError for a file that cannot be read or is no such mapping.
+
+    path: the YAML file.
+    """
+    import yaml  # here, since most commands name no file
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
+        raise ConfigError(FLAG, path, reason, "Name a YAML file") from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f":{mark.line + 1}"
+        reason = f"it is not YAML ({getattr(error, 'problem', None) or error})"
+        raise ConfigError(FLAG, f"{path}{line}", reason, "Write a setting per line, such as 'lr: 1e-4'") from error
+    if root is None:
+        return Contents((), MappingProxyType({}))
+    if not isinstance(root, yaml.MappingNode) or root.tag != f"{_PLAIN}map":
+        raise ConfigError(FLAG, path, "it is not a mapping", "Write a setting per line, such as 'lr: 1e-4'")
+    sections: dict[str, str] = {}
+    found = tuple(_settings(root, path, "", sections))
+    before: dict[str, Given] = {}
+    for each in found:
+        first = before.setdefault(each.field, each)
+        if first is not each:
+            raise each.error(f"is also given in {first.where}", "Give it once")
+    return Contents(found, MappingProxyType(sections))
+
+
+def _settings(mapping: Any, path: str, section: str, sections: dict[str, str]) -> Iterator[Given]:
+    """The settings of a mapping, and those of the mappings in it, which are ``sections`` and have none inside."""
+    for key, value in mapping.value:
+        where = f"{path}, line {key.start_mark.line + 1}"
+        if key.id != "scalar" or key.tag != f"{_PLAIN}str":
+            shown = key.value if key.id == "scalar" else f"({key.id})"
+            raise ConfigError(f"{FLAG} {where}:", shown, "is not a name", "Use the name of a flag, without the dashes")
+        given = Given(key.value, section, None, False, where)
+        if value.id == "mapping" and not section and value.tag == f"{_PLAIN}map":
+            if key.value in sections:
+                raise given.error(f"is also given in {sections[key.value]}", "Put its settings together")
+            sections[key.value] = where
+            yield from _settings(value, path, key.value, sections)
+        else:
+            yield Given(key.value, section, *_value(value, given), where)
+
+
+def _value(node: Any, given: Given) -> tuple[bool | None | str | tuple[str, ...], bool]:
+    """The value of a node, and whether it is in quotes. Raise ConfigError for what no setting has."""
+    if node.id == "sequence" and node.tag == f"{_PLAIN}seq":
+        items = [_value(item, given)[0] if item.id == "scalar" else None for item in node.value]
+        if not all(isinstance(item, str) for item in items):
+            raise given.error("has an entry that is not text or a number", "Write a list like [0.3, a, 0.7, b]")
+        return tuple(items), False
+    if node.id == "mapping" and node.tag == f"{_PLAIN}map":
+        raise given.error("is a mapping", "Give a value, a list, true or false")
+    if node.id != "scalar" or node.tag not in _SCALARS:
+        raise given.error(f"has the tag {node.tag}", "Give a value without a tag")
+    if node.tag == f"{_PLAIN}null":
+        return None, False
+    if node.tag == f"{_PLAIN}bool" and node.value.lower() in ("true", "false"):
+        return node.value.lower() == "true", False
+    return node.value, node.style is not None
+
+
+def text_of(settings: dict[str, dict[str, Any]], head: str) -> str:
+    """Return the YAML of settings by section, as ``contents_of`` reads it.
+
+    settings: what ``RunConfig.to_dict`` gives.
+    head: lines for the beginning, which become comments.
+    """
+    import yaml
+
+    body = yaml.safe_dump(settings, sort_keys=False, default_flow_style=False, width=10**6)
+    return "".join(f"# {line}\n" for line in head.splitlines()) + body

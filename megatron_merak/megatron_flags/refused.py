@@ -1,0 +1,328 @@
+"""Megatron-LM flags with another name here, and those that are refused: what follows from that, and what to use."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from .taken import TAKEN
+
+# Name -> flag here. One that brings its value replaces a switch; others keep the value that was given.
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "--encoder-num-layers": "--num-layers",
+        "--encoder-seq-length": "--seq-length",
+        "--batch-size": "--micro-batch-size",
+        "--model-parallel-size": "--tensor-model-parallel-size",
+        "--warmup": "--lr-warmup-fraction",
+        "--persistent-save-interval": "--save-interval",
+        "--override-opt_param-scheduler": "--override-opt-param-scheduler",
+        "--use-checkpoint-opt_param-scheduler": "--use-checkpoint-opt-param-scheduler",
+        "--use-rotary-position-embeddings": "--position-embedding-type rope",
+        "--recompute-activations": "--recompute-granularity selective",
+        "--checkpoint-activations": "--recompute-granularity full",
+    }
+)
+
+_SHAPE = "Use pretrain_hf.py with a model of that shape"
+_TOKENIZER = "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model"
+_STATE = "Use --use-distributed-optimizer, or shard more with --data-parallel-sharding-strategy"
+_FP8 = "Leave it out: products are computed in the dtype of --bf16 or --fp16, which takes more memory and time"
+_OVERLAP = "Leave it out: --tp-comm-overlap says what overlaps tensor-parallel collectives"
+_NCCL = "Leave it out: NCCL is set up by its environment variables"
+_DOCUMENTS = "Leave it out: attention and positions go on over the ends of documents"
+_OTHER_MODEL = "Leave it out: it belongs to a kind of model that is not here"
+_SERVER = "Leave it out: there is no inference server; an Engine generates inside a loop of your own"
+_RESTART = "Leave it out: a job that failed is started again, and goes on from --load"
+_FORMAT = "Leave it out: checkpoints have one format, which loads under any layout"
+_UNITS = "Leave it out: sharded weights are gathered one unit of the model at a time"
+_BOARD = "Leave it out: --tensorboard-dir gets losses, rates, norms, times and perplexities"
+_PROFILE = "Leave it out, or draw a step with --timeline"
+_COLLECTOR = "Leave it out: Python decides when it collects garbage"
+_LOOP = "Use an Engine: it has the parts of such a loop"
+_EXPERTS = "Use pretrain_hf.py with a model that has experts, which tensor parallelism shards"
+_DECAY = "Leave it out: biases and norms have no weight decay"
+
+# (what is refused, remedy), with the flags that share it.
+_GROUPS: tuple[tuple[str, str], ...] = (
+    ("Leave it out: transfers between stages overlap with computing", "--no-overlap-p2p-communication"),
+    (
+        "Leave it out: a gradient that is not finite is always noticed, and its step skipped",
+        "--no-check-for-nan-in-loss-and-grad",
+    ),
+    (
+        "Leave it out: a checkpoint is loaded if all that the model needs is in it, and agrees with its digests",
+        "--dist-ckpt-strictness --verify-integrity",
+    ),
+    ("Leave it out: there are no further timers", "--timing-log-option --no-barrier-with-level-1-timing"),
+    (
+        "Leave it out: there is nothing like it here",
+        """--error-injection-type --logging-level --test-mode --result-rejected-tracker-filename --lazy-mpu-init
+        --onnx-safe""",
+    ),
+    (
+        "Leave it out: the embedding, the layers and the output head are cut into stages by cost",
+        """--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""",
+    ),
+    (
+        _SHAPE,
+        """--window-size --window-attn-skip-freq --softmax-type --rotary-interleaved
+        --rotary-seq-len-interpolation-factor --no-rope-freq --mrope-section --squared-relu --quick-geglu
+        --activation-func-clamp-value --glu-linear-offset --apply-residual-connection-post-layernorm
+        --multi-latent-attention --qk-l2-norm --relative-attention-num-buckets --relative-attention-max-distance
+        --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rotary-scaling-factor
+        --mscale --mscale-all-dim --cache-mla-latents --linear-attention-freq --is-hybrid-model
+        --disable-mamba-mem-eff-path --mla-down-proj-fusion --qk-clip --qk-clip-alpha --qk-clip-threshold
+        --attention-output-gate --rotary-base-per-layer --head-wise-attn-gate --experimental-attention-variant
+        --apply-dsa-kernel-fusion --enable-hyper-connections --num-residual-streams --use-fused-mhc
+        --mrope-interleaved""",
+    ),
+    (
+        "Leave it out: weights of norms are stored around 1 instead of 0, and round differently in bf16",
+        "--apply-layernorm-1p",
+    ),
+    (
+        _EXPERTS,
+        """--num-experts --overlap-moe-expert-parallel-comm --use-fused-weighted-squared-relu
+        --high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert --use-mok-megakernel
+        --actual-vocab-size --log-moe-overload-factor --overlap-dispatch-backward-with-experts-wgrad
+        --ep-overlap-early-attn-memory-release""",
+    ),
+    ("Leave it out: learning rates and initial weights do not depend on the width", "--use-mup"),
+    ("Leave it out, or use --deterministic-mode, which makes repeated runs equal", "--batch-invariant-mode"),
+    ("Leave it out: an MLP is computed in one piece", "--mlp-chunks-for-training"),
+    ("Leave it out: torch chooses the attention kernel", "--fallback-to-eager-attn"),
+    ("Leave it out: samples are not packed anew, each has the same length", "--thd-max-packed-sequences"),
+    (
+        "Leave it out: NullTokenizer adds an id for the end of documents, and pads nothing",
+        "--null-tokenizer-eod-id --null-tokenizer-pad-id",
+    ),
+    (
+        "Leave it out: sequences are not sharded over ranks; --sequence-parallel shards norms and residuals",
+        """--hierarchical-context-parallel-sizes --cp-partition-mode --hybrid-context-parallel
+        --max-seqlen-per-dp-cp-rank""",
+    ),
+    (
+        _FP8,
+        """--no-fp8-wgrad --first-last-layers-bf16 --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16
+        --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --te-precision-config-file
+        --use-kitchen-attention --dense-grouped-gemm --use-grouped-gemm-for-dense-mlp""",
+    ),
+    ("Leave it out: losses are computed in fp32", "--fp16-lm-cross-entropy"),
+    ("Leave it out: torch decides how products of bf16 are added up", "--disable-bf16-reduced-precision-matmul"),
+    (
+        "Leave it out: random numbers depend on --seed, the iteration and the place in the model",
+        "--te-rng-tracker --inference-rng-tracker --data-parallel-random-init",
+    ),
+    (
+        "Leave it out: weights are drawn as in GPT-2, the embedding with the deviation of the layers",
+        "--embedding-init-method-std --init-method-xavier-uniform",
+    ),
+    ("Leave it out: weights are drawn before a checkpoint is loaded, which takes seconds", "--no-initialization"),
+    ("Leave it out: there is one GPT model", "--use-legacy-models --spec"),
+    (
+        "Leave it out: --recompute-granularity says what is recomputed, full or selective",
+        "--recompute-modules --distribute-saved-activations --moe-layer-recompute",
+    ),
+    (
+        "Leave it out: activations stay on the device; --recompute-granularity full keeps fewer",
+        """--fine-grained-activation-offloading --no-clone-scatter-output-in-embedding --offload-modules
+        --min-offloaded-tensor-size --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks
+        --activation-offload-fraction --fine-grained-offloading-max-inflight-offloads""",
+    ),
+    (
+        "Leave it out: kernels are launched one by one, without CUDA graphs",
+        "--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph",
+    ),
+    (
+        _OVERLAP,
+        """--tp-comm-overlap-cfg --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
+        --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag
+        --disable-tp-comm-split-rs --tp-comm-bootstrap-backend""",
+    ),
+    ("Use --num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"),
+    (
+        "Leave it out, or use --pipeline-schedule zb-h1, which defers weight gradients of all layers",
+        "--defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute",
+    ),
+    ("Leave it out: --distributed-backend carries everything", "--pipeline-model-parallel-comm-backend"),
+    (
+        "Leave it out: communication of tensor and pipeline parallelism has high priority",
+        "--high-priority-stream-groups",
+    ),
+    (
+        _NCCL,
+        """--use-nccl-ub --disable-symmetric-registration --fsdp-manual-registration --use-sharp
+        --sharp-enabled-group --nccl-communicator-config-path --use-ring-exchange-p2p""",
+    ),
+    ("Leave it out: ranks agree on settings and files over gloo", "--disable-gloo-process-groups"),
+    ("Leave it out: --distributed-timeout-minutes holds for the whole run", "--distributed-timeout-seconds-after-init"),
+    ("Start ranks with torchrun, which sets LOCAL_RANK", "--local-rank"),
+    ("Use merak-plan or merak-memory, which need no GPU and no other ranks", "--fake-process-group"),
+    ("Use --ddp-bucket-size", "--ddp-num-buckets"),
+    (
+        "Leave it out: gradients are scaled before they are added up, in buckets of --ddp-bucket-size",
+        "--ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw --no-gradient-reduce-div-fusion",
+    ),
+    (_STATE, "--overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer"),
+    (
+        "Leave it out: the optimizer's state stays on the device; --use-distributed-optimizer shards it over ranks",
+        """--optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
+        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --offload-optimizer-states""",
+    ),
+    (
+        "Use --data-parallel-sharding-strategy optim_grads_params, or optim_grads to keep weights replicated",
+        "--use-torch-fsdp2",
+    ),
+    (
+        "Use --data-parallel-sharding-strategy optim_grads to keep weights after the forward",
+        "--torch-fsdp2-no-reshard-after-forward",
+    ),
+    (
+        _UNITS,
+        """--fsdp-double-buffer --suggested-communication-unit-size --create-all-gather-group
+        --enable-full-sharding-in-hsdp""",
+    ),
+    ("Leave it out: all parameters have the same weight decay but biases and norms", "--dump-param-to-param-group-map"),
+    (_DECAY, "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type"),
+    (
+        "Leave it out: a step without a finite gradient is skipped, and --max-consecutive-skipped-steps ends the run",
+        "--check-for-spiky-loss --check-for-large-grads",
+    ),
+    ("Leave it out: every batch is trained on", "--iterations-to-skip"),
+    ("Leave it out: a rank waits for its device when it reads a loss", "--train-sync-interval"),
+    (
+        "Use --exit-interval, and --save-interval for checkpoints on the way",
+        "--exit-duration-in-mins --exit-signal-handler --exit-signal --exit-signal-handler-for-dataloader",
+    ),
+    (_COLLECTOR, "--manual-gc --manual-gc-interval --no-manual-gc-eval"),
+    (
+        _RESTART,
+        "--enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters --adlr-autoresume --adlr-autoresume-interval",
+    ),
+    (
+        "Leave it out: training waits until a checkpoint is written",
+        "--async-save --use-persistent-ckpt-worker --dist-ckpt-workers",
+    ),
+    (
+        _FORMAT,
+        """--ckpt-format --use-dist-ckpt --dist-ckpt-format --auto-detect-ckpt-format --ckpt-assume-constant-structure
+        --dist-ckpt-save-pre-mcore-014 --dist-ckpt-optim-fully-reshardable
+        --distrib-optim-fully-reshardable-mem-efficient --no-ckpt-fully-parallel-save --no-strict-fsdp-dtensor-load
+        --load-main-params-from-ckpt""",
+    ),
+    (
+        "Give the settings as flags or in a --config file: a checkpoint stores them only for comparison",
+        """--use-checkpoint-args --use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
+        --yaml-cfg""",
+    ),
+    ("Use --load with --finetune for the first start", "--pretrained-checkpoint"),
+    (
+        "Use --save-interval with --save-retain-interval: all checkpoints are written to --save",
+        "--replication --replication-jump --replication-factor",
+    ),
+    (
+        "Leave it out: gradients are not stored",
+        "--save-wgrads-interval --save-dgrads-interval",
+    ),
+    (
+        _TOKENIZER,
+        """--vocab-file --merge-file --vocab-extra-ids --legacy-tokenizer --tokenizer-metadata
+        --tokenizer-special-tokens --tokenizer-sentencepiece-legacy --tokenizer-hf-use-fast
+        --tokenizer-hf-include-special-tokens --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens""",
+    ),
+    ("Use --vocab-size with --make-vocab-size-divisible-by", "--padded-vocab-size"),
+    ("Use --data-path, or a --config file with data-path", "--data-args-path --per-split-data-args-path"),
+    (_DOCUMENTS, "--reset-position-ids --reset-attention-mask"),
+    ("Leave it out: all samples are used", "--sample-rate"),
+    ("Leave it out: padding is not a token here", "--allow-ambiguous-pad-tokens"),
+    (
+        "Leave it out: --eval-iters batches of the validation data are evaluated as one set",
+        "--full-validation --multiple-validation-sets",
+    ),
+    (
+        "Leave it out: indices are built once, and cached beside the data or in --data-cache-path",
+        """--object-storage-cache-path --per-dataset-sequences-path --dataloader-fast-cache-load
+        --dataloader-defer-npy-index-mmap""",
+    ),
+    ("Start a run with --finetune for every phase", "--phase-transition-iterations"),
+    (
+        "Use MerakTrainer or TRL's SFTTrainer with a script",
+        "--sft --sft-tokenizer-prompt-format --sft-mock-dataset-config-json",
+    ),
+    (
+        _BOARD,
+        """--log-params-norm --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard
+        --log-memory-to-tensorboard --log-world-size-to-tensorboard --tensorboard-queue-size --log-progress
+        --log-energy --log-memory-interval --log-device-memory-used --log-max-attention-logit
+        --config-logger-dir --one-logger-project --one-logger-run-name --one-logger-async
+        --app-tag-run-name --app-tag-run-version""",
+    ),
+    (
+        _PROFILE,
+        """--profile --use-pytorch-profiler --record-memory-history --memory-snapshot-path --log-straggler
+        --disable-straggler-on-startup --run-workload-inspector-server --record-shapes --nvtx-ranges""",
+    ),
+    (_LOOP, "--perform-rl-step --refit-method"),
+    (
+        _SERVER,
+        """--max-tokens-to-oom --flash-decode --use-legacy-static-engine --decode-only-cuda-graphs --symmetric-ar-type
+        --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill --disable-chunked-prefill --enable-chunked-prefill
+        --num-speculative-tokens""",
+    ),
+    (
+        _OTHER_MODEL,
+        """--decoder-num-layers --decoder-seq-length --mask-prob --short-seq-prob --output-bert-embeddings
+        --titles-data-path --query-in-block-prob --use-one-sent-docs --evidence-data-path --block-data-path
+        --embedding-path --num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction
+        --data-per-class-fraction --no-data-sharding --head-lr-mult --mask-type --mask-factor --iter-per-epoch""",
+    ),
+)
+
+REFUSED: Mapping[str, str] = MappingProxyType({name: told for told, names in _GROUPS for name in names.split()})
+
+# Beginnings of names that belong together; a flag with an answer of its own has that one.
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys("--fp8- --fp4- --kitchen-".split(), _FP8),
+        **dict.fromkeys("--moe- --mok-".split(), _EXPERTS),
+        "--mup-": "Leave it out: learning rates and initial weights do not depend on the width",
+        "--cuda-graph-": "Leave it out: kernels are launched one by one, without CUDA graphs",
+        "--mtp-": "Leave it out: the output head predicts the next token only",
+        **dict.fromkeys("--mamba- --hybrid- --heterogeneous- --linear- --gdn- --dsa- --csa- --mhc-".split(), _SHAPE),
+        "--muon-": "Leave it out, or use MerakTrainer, which has Muon",
+        **dict.fromkeys("--rl- --no-rl- --grpo- --langrl- --no-langrl-".split(), _LOOP),
+        **dict.fromkeys("--inference- --no-inference-".split(), _SERVER),
+        "--inprocess-": _RESTART,
+        **dict.fromkeys("--non-persistent- --ckpt-convert- --ckpt-fully-parallel-".split(), _FORMAT),
+        "--tiktoken-": _TOKENIZER,
+        "--fim-": "Leave it out: samples are taken as they are in the data",
+        "--wandb-": "Use --tensorboard-dir, or --metrics for a JSON line per iteration",
+        **dict.fromkeys("--profile- --pytorch-profiler- --straggler-".split(), _PROFILE),
+        "--flight-recorder-": _NCCL,
+        **dict.fromkeys(
+            "--retro- --retriever- --bert- --biencoder- --ict- --indexer- --vision- --swin- --dino-".split(),
+            _OTHER_MODEL,
+        ),
+    }
+)
+
+# Remedies by name: of flags that are refused, and of accepted ones that were given another value.
+NOT_YET: Mapping[str, str] = MappingProxyType(
+    {
+        **REFUSED,
+        **{
+            name: taken.otherwise or f"Leave it out, or use {' or '.join(taken.values)}: {taken.why}"
+            for name, taken in TAKEN.items()
+            if taken.values or taken.beside
+        },
+    }
+)
+
+
+def remedy(name: str) -> str | None:
+    """Return what to do instead of a flag of Megatron-LM that is refused; None if it is none of them.
+
+    name: the flag, which is no setting here.
+    """
+    family = (told for start, told in FAMILIES.items() if name.startswith(start))
+    return NOT_YET.get(name) or next(family, None)

@@ -1,0 +1,20 @@
+"""The settings of a run beside its checkpoints, as a file that --config reads back to the same settings."""
+
+from pathlib import Path
+
+from ..checkpoint.files import complete_or_absent, disk_errors
+from ..config import RunConfig
+from ..config.file import text_of
+
+NAME = "config.yaml"
+
+
+def store_settings(config: RunConfig, directory: str) -> None:
+    """Write ``config`` into a directory; a file that is there is replaced once all is written. Raise CheckpointError.
+
+    config: the settings of the run, as they were given.
+    directory: that of --save, which exists.
+    """
+    path = Path(directory) / NAME
+    with disk_errors(path, "Free space, or save to another directory"), complete_or_absent(path) as file:
+        file.write(text_of(config.to_dict(), "The settings of a run; --config reads this file.").encode())

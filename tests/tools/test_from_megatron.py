@@ -1,0 +1,293 @@
+"""merak-from-megatron: launch scripts are read without running them, and what they ask for is ours, or told."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_merak.arguments import build_parser, read
+from megatron_merak.cli.converted import converted
+from megatron_merak.cli.from_megatron import main, quoted
+from megatron_merak.cli.launch_script import find
+from megatron_merak.cli.shell_words import Variables, commands
+
+SCRIPTS = Path(__file__).with_name("megatron")
+SMALL = """--num-layers 32 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+    --lr 1e-3 --min-lr 0 --lr-decay-style linear --weight-decay 0 --adam-beta2 0.9"""
+
+
+def converted_of(flags: str, ranks: int | None = None):
+    return converted(shlex.split(f"{SMALL} {flags}"), ranks)
+
+
+def launched(capsys, name: str) -> tuple[int, list[str], list[str]]:
+    """The exit status for a script, its comments, and the words of the command."""
+    status = main([str(SCRIPTS / name)])
+    lines = capsys.readouterr().out.splitlines()
+    comments = [line for line in lines if line.startswith("# ")]
+    return status, comments, shlex.split(" ".join(line.removesuffix("\\") for line in lines if line not in comments))
+
+
+def test_a_script_of_gpt_3(capsys):
+    status, comments, words = launched(capsys, "gpt3.sh")
+    at = words.index("pretrain") + 1
+    launcher = "torchrun --nproc_per_node 8 --nnodes 16 --master_addr localhost --master_port 6000 -m megatron_merak"
+    assert " ".join(words[: at - 1]) == launcher
+    config = read(build_parser(), words[at:])[0]
+    assert (config.model.num_layers, config.train.global_batch_size, config.optimizer.lr) == (96, 1536, 6e-5)
+    assert config.train.rampup_batch_size == ("16", "16", "5859375") and config.train.fp16
+    assert config.parallel.pipeline_schedule == "interleaved"
+    assert config.parallel.num_virtual_stages_per_pipeline_rank == 3
+    assert (
+        config.checkpoint.save == "$1" and config.data.data_path == ("$5",) and config.logging.tensorboard_dir == "$2"
+    )
+    assert status == 1
+    refused = comments[comments.index("# CANNOT BE HONOURED, and left out:") + 1 :][:2]
+    assert refused == [
+        "#   --vocab-file $3: Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
+        "#   --merge-file $4: Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
+    ]
+    assert "#   --attention-backend auto: torch chooses the attention kernel" in comments
+    assert "# note: defaults of the script are used: HOST=localhost" in comments
+
+
+def test_a_script_of_llama_3_in_fp8(capsys):
+    status, comments, words = launched(capsys, "llama3_fp8.sh")
+    assert words[:5] == ["torchrun", "--nproc-per-node=8", "-m", "megatron_merak", "pretrain"]
+    config = read(build_parser(), words[5:])[0]
+    assert (config.model.ffn_hidden_size, config.model.query_groups, config.model.rotary_base) == (14336, 8, 1000000)
+    assert config.train.bf16 and config.data.mock_data and config.data.split == "99,1,0"
+    assert config.parallel.sharding == "optim" and config.parallel.grad_reduce_in_bf16
+    assert config.checkpoint.load == "checkpoints/llama3" and config.logging.tensorboard_dir == "logs/llama 3"
+    assert config.data.data_cache_path == "${PWD}/cache" and not config.train.fp16
+    config.validate(8)
+    assert status == 1
+    refused = [line.split(":")[0] for line in comments[comments.index("# CANNOT BE HONOURED, and left out:") + 1 :]]
+    refused = refused[: next(at for at, line in enumerate(refused) if not line.startswith("#   "))]
+    assert [line.removeprefix("#   ") for line in refused] == [
+        "--attention-backend fused",
+        "--apply-layernorm-1p",
+        "--manual-gc",
+        "--empty-unused-memory-level 1",
+        "--exit-duration-in-mins 235",
+        "--fp8-format hybrid",
+        "--fp8-amax-history-len 1024",
+        "--fp8-amax-compute-algo max",
+        "--fp8-param-gather",
+        "--profile",
+        "--profile-step-start 4",
+        "--profile-step-end 6",
+        "--ckpt-format torch_dist",
+    ]
+    dropped = "#   --use-rotary-position-embeddings: --position-embedding-type rope says the same"
+    assert (
+        dropped in comments
+        and "#   --tiktoken-pattern v2: only TikTokenizer reads it, which does not exist here" in comments
+    )
+
+
+def test_a_script_that_can_be_honoured_ends_with_status_0(tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"FLAGS='{SMALL}'\nexec torchrun --nproc-per-node 2 pretrain_gpt.py $FLAGS --bf16 --use-mcore-models\n"
+    )
+    assert main([str(script)]) == 0
+    said = capsys.readouterr().out
+    assert "\nexec torchrun --nproc-per-node 2 -m megatron_merak pretrain \\\n" in said and "CANNOT" not in said
+
+
+@pytest.mark.parametrize("text", ["torchrun pretrain_bert.py --bf16", "", "echo torchrun pretrain_gpt.py"])
+def test_a_script_without_the_program_ends_with_status_2(text, tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    script.write_text(text)
+    assert main([str(script)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "it has no command that starts pretrain_gpt.py" in said.err
+
+
+def test_a_script_that_cannot_be_read_ends_with_status_2(tmp_path, capsys):
+    assert main([str(tmp_path / "none.sh")]) == 2
+    assert "none.sh: it cannot be read (No such file or directory). Name a shell script." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('A=1; B="x $A"\np \'$A\' "$B" $B', ["p", "$A", "x 1", "x", "1"]),
+        ('p ${A:-d} ${B:-"two words"} "${C:-two words}"', ["p", "d", "two", "words", "two words"]),
+        ("A=(a 'b c'  # of it\n d)\nA+=(e)\np ${A[@]} \"${A[@]}\"", ["p", *"a b c d e".split(), "a", "b c", "d", "e"]),
+        ('A=()\np ${A[@]} "${A[@]}" x', ["p", "x"]),
+        ("p a\\\nb \\\n c # d\n", ["p", "ab", "c"]),
+        (
+            "p $U ${U} ${U[@]} $(date +%s) $((2*3)) `x y` \\$A",
+            ["p", "$U", "${U}", "${U[@]}", "$(date +%s)", "$((2*3))", "`x y`", "$A"],
+        ),
+        ("export A=1\nA+=2\np $A$A-", ["p", "1212-"]),
+        ('p "a#b" a#b >log 2>&1 c < in', ["p", "a#b", "a#b", "c"]),
+        ("cat <<EOF\np x\nEOF\np y", ["p", "y"]),
+        ('p "$(f "$A" b)" ""', ["p", '$(f "$A" b)', ""]),
+        ('A="--x 1\n --y 2"\np $A', ["p", "--x", "1", "--y", "2"]),
+        ('A="--x `date +%s` --y $(f $(g h) i)"\np $A', ["p", "--x", "`date +%s`", "--y", "$(f $(g h) i)"]),
+    ],
+)
+def test_words_are_those_of_a_shell(script, words):
+    variables, found = Variables(), []
+    for command in commands(script):
+        plain = [word for word in command[:-1] if not variables.assign(word)]
+        if plain and plain[0].plain == "p":
+            found = [each for word in plain for each in variables.fields(word)]
+    assert found == words
+
+
+RUN = "torchrun pretrain_gpt.py"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (f"if [ $X = 1 ]; then A=--bf16; else A=--fp16; fi\n{RUN} $A", "--bf16"),
+        (f"X=2\nif [ $X = 1 ]; then A=--bf16; else A=--fp16; fi\n{RUN} $A", "--fp16"),
+        (f"X=2\nif [[ $X == 1 ]] || [[ $X -gt 1 ]]\nthen\n A=--bf16\nfi\n{RUN} $A", "--bf16"),
+        (
+            f"X=2\nif [[ $X == 1 || -z $X ]]; then A=a; elif [[ $X != 3 && -n $X ]]; then A=b; else A=c; fi\n{RUN} $A",
+            "b",
+        ),
+        (f"X=2\nif [[ $X == 1 ]]; then if [[ a == a ]]; then A=a; else A=b; fi; else A=c; fi\n{RUN} $A", "c"),
+        (f"A=a\nif [ ! -f x ]; then A=b; fi\nif ! [[ $A == b ]]; then {RUN} $A; fi", "a"),
+        (f'A="{RUN} --bf16"\necho $A\neval $A', "--bf16"),
+        (f'srun -N 2 bash -c "cd /x && {RUN} --bf16"', "--bf16"),
+        (f"{RUN} --bf16\npython other.py --fp16 &", "--bf16"),
+    ],
+)
+def test_the_command_that_starts_the_program_is_found(script, flags):
+    assert " ".join(find(script).flags) == flags
+
+
+def test_what_cannot_be_decided_is_told():
+    script = f"if [ $X = 1 ]; then A=1; fi\nfor i in 1 2; do B=$i; done\n[ -z $C ] && C=${{D:-d}}\n{RUN} $C"
+    assert find(script).notes == (
+        "line 1: the condition is not known here; its first part is read",
+        "line 2: for is not followed, its commands are read once",
+        "line 3: C=${D:-d} is read whatever the command before it does",
+        "defaults of the script are used: D=d",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "now"),
+    [
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4", 4),
+        ("--num-layers-per-virtual-pipeline-stage=2 --pipeline-model-parallel-size=4", 4),
+    ],
+)
+def test_layers_of_virtual_stages_become_stages_of_ranks(flags, now):
+    result = converted_of(flags)
+    words = [str(each) for each in result.flags]
+    assert f"--num-virtual-stages-per-pipeline-rank {now}" in words and "--pipeline-schedule interleaved" in words
+    assert result.refused == [] and result.renamed[0][1].endswith(f" layers = {now}")
+
+
+def test_layers_of_virtual_stages_that_do_not_divide_are_refused():
+    result = converted_of("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 5")
+    assert [before for before, _ in result.refused] == ["--num-layers-per-virtual-pipeline-stage 5"]
+    one = converted_of("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 16")
+    assert one.refused == [] and one.dropped[0][1].startswith("there is one stage per pipeline rank")
+
+
+def test_virtual_stages_ask_for_the_interleaved_schedule():
+    result = converted_of("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2)
+    assert "--pipeline-schedule interleaved" in map(str, result.flags) and result.refused == []
+
+
+def test_defaults_of_megatron_that_change_numbers_are_written_out():
+    bare = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3"
+    result = converted(bare.split())
+    words = [word for each in result.flags for word in (each.name, *each.values)]
+    optimizer = read(build_parser(), words)[0].optimizer
+    assert (optimizer.min_lr, optimizer.lr_decay_style) == (0.0, "linear")
+    assert (optimizer.weight_decay, optimizer.adam_beta2) == (0.01, 0.999)
+    assert [before for before, _ in result.added] == [
+        "--min-lr 0.0",
+        "--lr-decay-style linear",
+        "--weight-decay 0.01",
+        "--adam-beta2 0.999",
+    ]
+
+
+def test_a_second_name_of_a_setting_has_to_say_the_same():
+    result = converted_of("--use-rotary-position-embeddings --position-embedding-type none")
+    assert result.refused == [
+        ("--use-rotary-position-embeddings", "--position-embedding-type none says otherwise. Use one of the two")
+    ]
+    alone = converted_of("--use-rotary-position-embeddings --persistent-save-interval 5")
+    assert alone.renamed == [
+        ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
+        ("--persistent-save-interval 5", "--save-interval 5"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "after"),
+    [
+        (
+            "--tokenizer-type GPT2BPETokenizer",
+            "--tokenizer-type GPT2BPETokenizer",
+            "it is a choice of Megatron-LM that",
+        ),
+        ("--swiglu true", "--swiglu true", "it is a switch. Give it alone"),
+        ("--clip-grad -1", "--clip-grad -1", "it is out of range. Use a value at least 0"),
+        ("--clip-grad", "--clip-grad", "it needs one value. Give its value after it"),
+        ("--my-own-flag 3", "--my-own-flag 3", "it is no flag of Megatron-LM or of merak-pretrain. "),
+        ("--async-save", "--async-save", "training waits until a checkpoint is written"),
+        ("--trust-remote-code", "--trust-remote-code", "there is no such setting"),
+    ],
+)
+def test_what_cannot_be_honoured_is_told_with_what_follows(flags, before, after):
+    ((name, told),) = converted_of(flags).refused
+    assert name == before and told.startswith(after)
+
+
+def test_what_the_settings_would_be_refused_for_on_so_many_ranks_is_told():
+    assert converted_of("--tensor-model-parallel-size 4", 8).refused == []
+    ((name, _),) = converted_of("--tensor-model-parallel-size 4", 6).refused
+    assert name == "the number of ranks 6"
+
+
+def test_variables_that_are_not_known_stay_and_numbers_in_them_are_not_guessed():
+    result = converted_of("--global-batch-size $BATCH --optimizer ${OPT} --bf16 $MORE", 4)
+    assert [str(each) for each in result.flags[-4:]] == [
+        "--global-batch-size $BATCH",
+        "--optimizer ${OPT}",
+        "--bf16",
+        "$MORE",
+    ]
+    assert result.refused == []
+    assert result.notes == [("$MORE", "it is not known here, and what it holds is not converted")]
+
+
+def test_words_are_quoted_so_that_variables_are_still_replaced():
+    assert [quoted(word) for word in ("a=b", "$X/c", "${X[@]}", "a b", "$(x y)", "it's", "")] == [
+        "a=b",
+        "$X/c",
+        "${X[@]}",
+        "'a b'",
+        '"$(x y)"',
+        "'it'\"'\"'s'",
+        "''",
+    ]
+
+
+def test_a_command_that_is_an_argument_of_a_shell_stays_one(tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    flags = " ".join(SMALL.split())
+    script.write_text(
+        f'LOG=`date +%F`\nCMD="cd \\"/a b\\" && python -u `pwd`/pretrain_gpt.py {flags} --save $(pwd) | tee x"\n'
+        'srun --output=$HOME/$LOG.log sh -c "$CMD"\n'
+    )
+    assert main([str(script)]) == 0
+    said = capsys.readouterr().out
+    flags += ' --save \\"$(pwd)\\"'
+    assert said.splitlines()[-1] == (
+        f'srun "--output=$HOME/`date +%F`.log" sh -c "cd \'/a b\' && python -u -m megatron_merak pretrain {flags}"'
+    )
+    assert "#   srun: a rank reads the variables of torchrun or MPI; let it start torchrun once per node" in said
