@@ -23,6 +23,7 @@ class ListedStage {
         last_(stage == pipeline.stages() - 1), early_(pipeline.early[stage]),
         split_(pipeline.split[stage] && (rule.split.empty() || rule.split[stage])), weights_last_(rule.weights_last),
         weight_held_(pipeline.weight_held[stage]) {
+    growth = split_ ? std::max(weight_held_ - kept, 0.0) : 0.0;
     seconds[kForward] = pipeline.forward[stage];
     seconds[kRecompute] = pipeline.recompute[stage];
     seconds[kBackward] = pipeline.backward[stage] - (split_ ? pipeline.weight[stage] : 0.0);
@@ -57,13 +58,17 @@ class ListedStage {
     const int32_t k = done[kind];
     if (k == count_) return kUnknown;
     if (kind == kForward) {
-      if (done[kRecompute] <= done[kBackward]) tape = std::max(tape, taped);
-      if (k - done[kBackward] >= warmup_ || kept + tape > room) return kUnknown;
-    } else if (k >= done[kForward] || (done[kRecompute] <= k && taped > room)) {
+      if (k - done[kBackward] >= warmup_ || kept + std::max(tape, needed()) > room) return kUnknown;
+    } else if (k >= done[kForward] || needed() > room) {
       return kUnknown;
     }
     if (kind == kForward ? first_ : last_) return 0.0;
     return size_t(k) < arrivals_[kind].size() ? arrivals_[kind][k] : kUnknown;
+  }
+
+  double needed() const {
+    const bool early = done[kRecompute] > done[kBackward];
+    return early ? std::max(growth - taped, 0.0) : std::max(taped, growth);
   }
 
   bool may_recompute(double room) const {
@@ -80,6 +85,7 @@ class ListedStage {
 
   const int32_t index;
   const double kept, taped;
+  double growth;
   double seconds[4];
   int32_t done[4] = {};
 
@@ -121,7 +127,7 @@ class ListedRank {
         chosen = kRecompute;
       } else {
         double most = 0.0;
-        for (const ListedStage& stage : stages) most = std::max(most, stage.kept + stage.taped);
+        for (const ListedStage& stage : stages) most = std::max(most, stage.kept + std::max(stage.taped, stage.growth));
         const bool full = most > room(0);
         if ((place = first([&](int each) { return stages[each].may_weigh(full); })) < 0) return {-1, kUnknown};
         chosen = kWeight;
@@ -170,7 +176,7 @@ class ListedRank {
   std::pair<double, double> left(int place) const {
     double room = cap_ - held_, tape = 0.0;
     for (size_t later = place + 1; later < stages.size(); ++later) {
-      tape = std::max(tape, stages[later].taped);
+      tape = std::max({tape, stages[later].taped, stages[later].growth});
       if (stages[later].done[kForward] == stages[later].done[kBackward]) room -= stages[later].kept;
     }
     return {room, tape};

@@ -1,8 +1,9 @@
 """The plan of ``--pipeline-schedule auto``: the fastest under the schedules of builders, and under those that a search
 finds, where stages are one per rank, several in turn, or down the ranks and back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
@@ -19,7 +20,7 @@ from megatron_merak.planner.tables import align
 
 REFERENCE = "1f1b"  # whose memory is the cap where that of a rank is not known
 AUTO = "auto"
-_WORK = 2 * 2000 * 256  # schedules that searches of a plan time, times the stages and micro-batches of each
+_WORK = 8 * 2000 * 256  # schedules that searches of a plan time, times the stages and micro-batches of each
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,18 @@ class Task:
     base: Plan
     split: bool
     early: bool
+
+    @property
+    def like(self) -> Schedule:
+        """An order of its kind: weight gradients are behind each backward, or in it, which collectives they hide."""
+        plain = without(without(self.base.schedule, Kind.R), Kind.W)
+        if not self.split:
+            return plain
+        parts = [
+            [(op, Op(op.stage, Kind.W, op.microbatch)) if op.kind is Kind.B else (op,) for op in ops]
+            for ops in plain.ranks
+        ]
+        return replace(plain, ranks=tuple(tuple(chain.from_iterable(program)) for program in parts))
 
 
 def starts(placements: Sequence[Placement], microbatches: int, group: int | None) -> tuple[Schedule, ...]:
@@ -79,7 +92,7 @@ class Automatic:
         return replace(best, schedule_note=self._note(best))
 
     def _search(self) -> None:
-        tasks = list(self._tasks())
+        tasks = self._tasks()
         left, searched = _WORK, set()
         for done, task in enumerate(tasks):
             home = _home(task.base.schedule)
@@ -93,23 +106,26 @@ class Automatic:
             self.found += [] if plan is None else [plan]
         self.unsearched = {placement.home for placement in self.placements} - searched
 
-    def _tasks(self) -> Iterator[Task]:
+    def _tasks(self) -> list[Task]:
         """For every placement and overlap, of the plan that is fastest and fits, the most promising first."""
         bases: dict[tuple[object, str], Plan] = {}
         ordered = sorted(self.built, key=lambda plan: (largest(plan) > self.cap, plan.predicted_time))
         for plan in ordered:
             if plan.overlap != "pair":
                 bases.setdefault((_home(plan.schedule), plan.overlap), plan)
-        for split in (True, False):
-            for early in (True, False):
-                for base in bases.values():
-                    if not early or any(stage.recompute for stage in base.stages):
-                        yield Task(base, split, early)
+        tasks = [
+            Task(base, split, early)
+            for base in bases.values()
+            for split in (True, False)
+            for early in (True, False)
+            if not early or any(stage.recompute for stage in base.stages)
+        ]
+        return sorted(tasks, key=lambda task: priced(replace(task.base, schedule=task.like)).predicted_time)
 
     def _found(self, task: Task, evaluations: int, told: Callable[[float], object]) -> Plan | None:
         """The plan under the schedule that a search finds; None where none fits."""
         base, home = task.base, _home(task.base.schedule)
-        costs = stage_costs(replace(base, schedule=_like(base.schedule, task.split)))
+        costs = stage_costs(replace(base, schedule=task.like))
         may = tuple(task.early and one.taped > one.kept for one in _footprints(base))
         try:
             found = search(
@@ -178,19 +194,3 @@ def _footprints(plan: Plan) -> list:
 def _home(schedule: Schedule) -> tuple[int, ...]:
     """The rank of each stage."""
     return tuple(map(schedule.rank_of, range(schedule.stages)))
-
-
-def _like(schedule: Schedule, split: bool) -> Schedule:
-    """The order of a schedule with weight gradients behind each backward, or in it, which collectives they hide."""
-    plain = without(without(schedule, Kind.R), Kind.W)
-    if not split:
-        return plain
-    ranks = tuple(
-        tuple(
-            part
-            for op in program
-            for part in ((op, Op(op.stage, Kind.W, op.microbatch)) if op.kind is Kind.B else (op,))
-        )
-        for program in plain.ranks
-    )
-    return replace(plain, ranks=ranks)

@@ -213,7 +213,7 @@ def some_problem(draw: Random) -> Problem:
     costs = some_costs(draw, stages)
     limits = None
     if draw.random() < 0.6:
-        taped, held = draw.choice([0.0, 2.0, 3]), draw.choice([0.0, 0.5])
+        taped, held = draw.choice([0.0, 2.0, 3]), draw.choice([0.0, 0.5, 1.5])
         cap = tuple(chunks + taped + draw.randint(0, 6) + draw.random() for _ in range(ranks))
         limits = Limits(cap, (1.0,) * stages, (taped,) * stages, (held,) * stages)
     recompute = [draw.random() < 0.7 for _ in range(stages)] if draw.random() < 0.5 else None

@@ -101,9 +101,9 @@ def test_lists_of_several_stages_per_rank_run(seed):
     ranks, count = draw.choice([2, 3, 4]), draw.choice([1, 3, 6])
     home = some_placement(draw, ranks)
     stages = len(home)
-    chunks, taped = stages // ranks, draw.choice([0, 2])
-    cap = (chunks + taped + draw.choice([0, 1, 3]),) * ranks
-    limits = Limits(cap, (1,) * stages, (taped,) * stages, (draw.choice([0, 1]),) * stages)
+    chunks, taped, weighs = stages // ranks, draw.choice([0, 2]), draw.choice([0, 1, 2])
+    cap = (chunks + max(taped, weighs - 1) + draw.choice([0, 1, 3]),) * ranks
+    limits = Limits(cap, (1,) * stages, (taped,) * stages, (weighs,) * stages)
     costs = random_costs(draw, stages)
     problem = Problem(costs, count, limits, split_weights=draw.random() < 0.5, placement=home)
     warmup = tuple(draw.randint(1, count) for _ in range(stages))

@@ -83,6 +83,8 @@ class Stage:
             B: (0.0, 0.0) if self.last else (problem.transfer[index], problem.latency[index]),
         }
         self.kept, self.taped, self.weight_held = limits.kept[index], problem.taped[index], limits.weight_held[index]
+        # What a B with its W behind it holds more after than before.
+        self.growth = max(self.weight_held - self.kept, 0.0) if self.split else 0.0
         self.through = {F: 0.0, B: 0.0}
         self.arrivals: dict[int, list[float]] = {F: [], B: []}
         self.done = [0, 0, 0, 0]
@@ -116,13 +118,16 @@ class Stage:
         if k == self.count:
             return None
         if kind == F:
-            if self.done[R] <= self.done[B]:
-                tape = max(tape, self.taped)  # which the next B is going to need
-            if k - self.done[B] >= self.warmup or self.kept + tape > room:
+            if k - self.done[B] >= self.warmup or self.kept + max(tape, self.needed()) > room:
                 return None
-        elif k >= self.done[F] or (self.done[R] <= k and self.taped > room):
+        elif k >= self.done[F] or self.needed() > room:
             return None
         return self.arrival(kind, k)
+
+    def needed(self) -> float:
+        """What the next B needs beside all that is held."""
+        early = self.done[R] > self.done[B]  # then its tape is held, and goes
+        return max(self.growth - self.taped, 0.0) if early else max(self.taped, self.growth)
 
     def arrival(self, kind: int, k: int) -> float | None:
         """When the message of the F or B of a micro-batch is there, None if that is not known."""
@@ -211,7 +216,7 @@ class Rank:
         micro-batch that they do not have yet."""
         room, tape = self.cap - self.held, 0.0
         for stage in self.stages[place + 1 :]:
-            tape = max(tape, stage.taped)
+            tape = max(tape, stage.taped, stage.growth)
             if stage.done[F] == stage.done[B]:
                 room -= stage.kept
         return room, tape
@@ -225,5 +230,5 @@ class Rank:
         return next((place for place in self.orders[B] if self.stages[place].may_recompute(self._room(place))), None)
 
     def _weighing(self) -> int | None:
-        full = max(stage.kept + stage.taped for stage in self.stages) > self._room(0)
+        full = max(stage.kept + max(stage.taped, stage.growth) for stage in self.stages) > self._room(0)
         return next((place for place in self.orders[B] if self.stages[place].may_weigh(full)), None)

@@ -136,10 +136,12 @@ class _Best:
         return self.makespan <= self.goal
 
     def offer(self, programs: list[Program] | None) -> float:
-        makespan = float("inf") if programs is None else self.problem.makespan(programs)
+        """The makespan; infinity for programs that break a limit, or for none."""
         self.count()
-        if programs is not None:
-            self.take(programs, makespan)
+        if programs is None or not all(map(self.problem.allows, range(self.problem.ranks), programs)):
+            return float("inf")
+        makespan = self.problem.makespan(programs)
+        self.take(programs, makespan)
         return makespan
 
     def take(self, programs: list[Program], makespan: float) -> None:
