@@ -196,7 +196,7 @@ def searched(arguments: argparse.Namespace) -> View:
                 continue
             found.append((timeline, f"{place.name}: {text}"))
     if not found:
-        raise ScheduleError("--in-flight", why, "; ".join(others), "Allow more micro-batches per rank")
+        raise ScheduleError("--in-flight", arguments.in_flight, "; ".join(others), "Allow more micro-batches per rank")
     best, text = min(found, key=lambda pair: pair[0].makespan)
     others = [other for timeline, other in found if timeline is not best] + others
     return View(best, detail="; ".join([words(arguments), f"within {why}", text, *others]))

@@ -13,7 +13,8 @@ from megatron_merak.planner.written import is_paired
 
 FULL = MappingProxyType({"recompute_granularity": "full"})
 ALONE = MappingProxyType({"optim": "--use-distributed-optimizer"})  # strategies that have a flag of their own
-_TIMES = (2, 4, 8)  # ranks of a replica that are tried, of those that it has
+FIELD = "data_parallel_sharding_strategy"
+_TIMES = (2, 4, 8)  # ranks of a replica, and of the job, that are tried, of those that there are
 Changes = Mapping[str, str | int]  # settings of parallelism, and their new values
 Remake = Callable[[Changes], Plan | None]
 
@@ -71,7 +72,7 @@ def _sharded(plan: Plan, more: Changes, device: Device, remake: Remake) -> Itera
     for sharding in stronger:
         if refused_together(sharding, plan.grid.dp, plan.overlap, is_paired(plan.schedule)):
             return
-        changes = {"data_parallel_sharding_strategy": sharding, **more}
+        changes = {FIELD: sharding, **more}
         if (other := remake(changes)) is None:
             return
         yield changes, other
@@ -80,35 +81,46 @@ def _sharded(plan: Plan, more: Changes, device: Device, remake: Remake) -> Itera
 
 
 def _degrees(plan: Plan, device: Device, remake: Remake, again: bool) -> list[str]:
-    """A line for the fastest plan that fits with more ranks in each replica, as few more as do, or one that says that
-    there is none."""
-    strongest = {"data_parallel_sharding_strategy": SHARDINGS[-1]}
-    variants: list[Changes] = [{}, {"data_parallel_sharding_strategy": "optim"}]
-    variants += [{**one, **FULL} for one in variants] if again else []
-    variants += [strongest | (FULL if again else {})]
-    for times in _TIMES:
-        found = []
-        for degrees in _factors(plan, times):
-            for more in variants:
-                changes = {**degrees, **more}
-                other = remake(changes)
-                if other is not None and _largest(other) <= device.memory:
-                    found.append((changes, other))
-                    break
-        if found:
-            changes, other = min(found, key=lambda pair: pair[1].predicted_time)
-            needs, takes = f"{_largest(other) / GIB:.1f} GiB", time_text(other.predicted_time)
-            return [f"  with {flags(changes)} the largest rank needs {needs}, and a step takes {takes}: it fits"]
-    return [f"  on {plan.grid.size} ranks no larger degrees that were tried fit: use more ranks"]
+    """A line for the fastest plan that fits with more ranks in each replica, as few more as do; where none does, with
+    more ranks in all; or one that says that there is none."""
+    for ranks in (plan.grid.size, *(plan.grid.size * more for more in _TIMES)):
+        for times in _TIMES if ranks == plan.grid.size else (1, *_TIMES):
+            fitting = list(_fitting(plan, device, remake, again, ranks, times))
+            if fitting:
+                changes, other = min(fitting, key=lambda pair: pair[1].predicted_time)
+                needs, takes = f"{_largest(other) / GIB:.1f} GiB", time_text(other.predicted_time)
+                return [f"  with {flags(changes)} the largest rank needs {needs}, and a step takes {takes}: it fits"]
+    return [f"  up to {ranks} ranks with larger degrees do not suffice either: use a smaller micro-batch or model"]
 
 
-def _factors(plan: Plan, times: int) -> Iterator[Changes]:
+def _fitting(
+    plan: Plan, device: Device, remake: Remake, again: bool, ranks: int, times: int
+) -> Iterator[tuple[Changes, Plan]]:
+    """For each pair of degrees with so many times the plan's ranks of a replica, the plan that fits and changes least
+    besides. ranks: of the job."""
+    strategies = [{}, {FIELD: "optim"}, {FIELD: SHARDINGS[-1]}]
+    variants: list[Changes] = strategies[:2] + [{**one, **FULL} for one in strategies[:2] if again]
+    variants.append({**strategies[2], **(FULL if again else {})})
+    more: Changes = {} if ranks == plan.grid.size else {"world_size": ranks}
+    for degrees in _factors(plan, times, ranks):
+        for variant in variants:
+            changes = {**more, **degrees, **variant}
+            other = remake(changes)
+            if other is not None and _largest(other) <= device.memory:
+                yield changes, other
+                break
+
+
+def _factors(plan: Plan, times: int, ranks: int) -> Iterator[Changes]:
     """Degrees whose product is so many times that of the plan; tensor parallelism stays inside a node."""
     grid = plan.grid
-    for more in (factor for factor in (1, 2, 4, 8) if factor <= times):
+    if times == 1:
+        yield {}
+        return
+    for more in (factor for factor in (1, *_TIMES) if factor <= times):
         tensor, pipeline = grid.tp * more, grid.pp * times // more
-        inside = tensor <= max(plan.cluster.ranks_per_node, grid.tp)
-        if inside and grid.size % (tensor * pipeline) == 0 and pipeline <= len(plan.units):
+        inside = more == 1 or tensor <= plan.cluster.ranks_per_node
+        if inside and ranks % (tensor * pipeline) == 0 and pipeline <= len(plan.units):
             yield {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
 
 
@@ -117,7 +129,7 @@ def _changed(plan: Plan, changes: Changes) -> Plan:
     stages = plan.stages
     if "recompute_granularity" in changes:
         stages = tuple(StagePlan(stage.first, stage.last, tuple(stage.units)) for stage in stages)
-    sharding = str(changes.get("data_parallel_sharding_strategy", plan.sharding))
+    sharding = str(changes.get(FIELD, plan.sharding))
     return replace(plan, stages=stages, sharding=sharding)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..arguments import build_parser, read
 from ..cluster import CLUSTERS, DEVICES, find_cluster, profiled
 from ..config import Config, HFConfig, RunConfig, check_sizes, of_worker, told_of_worker
-from ..errors import ConfigError, MerakError
+from ..errors import ConfigError, MerakError, PlanError
 from ..pipeline_parallel.search.progress import SEARCHING, Progress
 
 if TYPE_CHECKING:
@@ -67,7 +67,12 @@ class Maker:
     @functools.cached_property
     def plan(self) -> "Plan":
         """Raises as planning does."""
-        return self._made(self.config)
+        try:
+            return self._made(self.config, self.ranks)
+        except PlanError as error:
+            for line in self.fitting():
+                error.add_note(line)
+            raise
 
     def notes(self) -> tuple[str, ...]:
         """What making the plan brought to light."""
@@ -78,27 +83,41 @@ class Maker:
         return told + _growth(self.plan, self.config, self.ranks)
 
     def remade(self, changes: Mapping[str, Any]) -> "Plan | None":
-        """The plan with other values of settings of parallelism; None where it is refused with these."""
+        """The plan with other values of settings of parallelism, and of ``world_size``; None where it is refused with
+        these."""
         changes = dict(changes)
+        ranks = changes.pop("world_size", self.ranks)
         if "data_parallel_sharding_strategy" in changes:
             changes["use_distributed_optimizer"] = False
         parallel = dataclasses.replace(self.config.parallel, **changes)
         try:
-            return self._made(dataclasses.replace(self.config, parallel=parallel))
+            return self._made(dataclasses.replace(self.config, parallel=parallel), ranks)
         except MerakError:
             return None
 
-    def _made(self, config: RunConfig) -> "Plan":
+    def fitting(self) -> list[str]:
+        """Where no cut fits into ``--device-memory-gb``: a line for each change with which one does."""
+        from ..planner.remedies import misfits
+
+        anyhow = {"device_memory_gb": None}
+        memory, plan = self.config.parallel.device_memory_gb, self.remade(anyhow)
+        if memory is None or plan is None:
+            return []
+        device = dataclasses.replace(plan.cluster.device, memory=int(memory * 2**30))
+        lines = misfits(plan, device, lambda changes: self.remade(changes) or self.remade({**changes, **anyhow}))
+        return [line for line in lines if line.endswith("it fits")]
+
+    def _made(self, config: RunConfig, ranks: int) -> "Plan":
         if isinstance(config, Config):
             from ..planner import plan  # here and below, so that a command line is answered before planning is loaded
 
             with Progress(SEARCHING) as told:
-                return plan(config, self.ranks, self.cluster, told=told)
+                return plan(config, ranks, self.cluster, told=told)
         from .hf_model import blueprint_of
 
-        config.validate(self.ranks, training=False)
+        config.validate(ranks, training=False)
         with Progress(SEARCHING) as told:
-            return blueprint_of(self._traced, config, self.ranks, self.cluster, told).plan
+            return blueprint_of(self._traced, config, ranks, self.cluster, told).plan
 
     @functools.cached_property
     def _traced(self) -> "Traced":
