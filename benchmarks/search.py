@@ -156,6 +156,8 @@ those of the search are modelled.**
   for it. The *general shift* is `shift_recompute` of 1F1B, on all instances that recompute.
 - The search times at most {1} schedules and stops at the bound. It does not depend on a clock, so its result is
   reproducible.
+- Here every rank has one stage. `--pipeline-schedule auto` also searches with several, in turn or in a V, and compares
+  what it finds with every builder.
 """
 ABLATION_TEXT = """## The parts of the shifted critical path, with general costs
 

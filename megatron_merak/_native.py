@@ -15,7 +15,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-INTERFACE = 3  # another number whenever what Python and the compiled parts ask of each other changes
+INTERFACE = 4  # another number whenever what Python and the compiled parts ask of each other changes
 REMEDY = "With a C++17 compiler, `pip install -e .` in a clone builds it; MERAK_EXT=0 runs without"
 _HOST = "megatron_merak._C"
 _HERE = Path(__file__).parent

@@ -34,12 +34,13 @@ from ..arguments import expanded
 from ..config import RunConfig
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
-from ..training.planned import configured, kind_of, planned
+from ..training.planned import Maker, configured, kind_of
 from ..training.planned import parser as planned_parser
 from .words import described, program, told
 
 if TYPE_CHECKING:
     from ..plan import Plan
+    from ..planner.remedies import Remake
 
 NAME = "merak-plan"
 USAGE = """merak-plan show --world-size N [--device NAME] [--save FILE.json] TRAINING FLAGS
@@ -56,13 +57,14 @@ def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
     return flags
 
 
-def shown(found: "Plan", notes: Sequence[str] = ()) -> str:
+def shown(found: "Plan", notes: Sequence[str] = (), remake: "Remake | None" = None) -> str:
+    """A plan, what was noted about it, its tables, and where it does not fit what would (see ``misfits``)."""
     from ..planner.remedies import misfits
     from ..planner.tables import memory_table, tensor_table
 
     parts = [str(found), "\n".join(notes), memory_table(found)]
     parts += [tensor_table(found)] if found.reasons else []
-    parts += ["\n".join(misfits(found, found.cluster.device))]
+    parts += ["\n".join(misfits(found, found.cluster.device, remake))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -81,8 +83,9 @@ def show(arguments: Sequence[str]) -> None:
             check_file(flag, path)
     if picture is not None:
         check_suffix("--timeline", picture)
-    found, notes = planned(config, own)
-    print(shown(found, (*without_effect(arguments)[1], *notes)))
+    maker = Maker(config, own)
+    found = maker.plan
+    print(shown(found, (*without_effect(arguments)[1], *maker.notes()), maker.remade))
     for path in copies.values():
         if path is not None:
             Path(path).write_text(found.to_json(), encoding="utf-8")

@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING
 from ..arguments import expanded
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
-from ..training.planned import configured, kind_of, parser, planned
+from ..training.planned import Maker, configured, kind_of, parser
 from .words import described, program, told
 
 if TYPE_CHECKING:
     from ..plan import Plan
+    from ..planner.remedies import Remake
 
 NAME = "merak-memory"
 USAGE = """merak-memory --world-size N [--device NAME] [--picture FILE.png] TRAINING FLAGS
@@ -44,8 +45,11 @@ USAGE = """merak-memory --world-size N [--device NAME] [--picture FILE.png] TRAI
 GIB, MIB, GB = 2**30, 2**20, 10**9
 
 
-def looked_at(plan: "Plan", limit: float) -> str:
-    """Return the report: tables, the rank with the highest peak, and what does not fit."""
+def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str:
+    """Return the report: tables, the rank with the highest peak, and what does not fit.
+
+    remake: see ``misfits``.
+    """
     from ..plan import prediction, sharing
     from ..planner.memory import rank_memory
     from ..planner.remedies import misfits
@@ -64,7 +68,7 @@ def looked_at(plan: "Plan", limit: float) -> str:
         "",
         f"largest: pipeline rank {rank} with {peaks[rank] / GIB:.2f} GiB" + (f" of {limit / GIB:.2f}" if limit else ""),
     ]
-    return "\n".join([*lines, *misfits(plan, plan.cluster.device)])
+    return "\n".join([*lines, *misfits(plan, plan.cluster.device, remake)])
 
 
 def classic() -> str:
@@ -108,14 +112,14 @@ def show(arguments: Sequence[str]) -> None:
     if given.plan is not None:
         from ..training.plan_file import stored
 
-        found, notes, limit = stored(given.plan), (), 0.0
+        found, notes, limit, remake = stored(given.plan), (), 0.0, None
     else:
         config, values = configured(flags, arguments)
-        found, notes = planned(config, values)
-        notes = (*without_effect(arguments)[1], *notes)
+        maker = Maker(config, values)
+        found, notes, remake = maker.plan, (*without_effect(arguments)[1], *maker.notes()), maker.remade
         limit = (config.parallel.device_memory_gb or 0) * GIB
     limit = limit or found.cluster.device.memory
-    print("\n\n".join(part for part in (looked_at(found, limit), "\n".join(notes)) if part))
+    print("\n\n".join(part for part in (looked_at(found, limit, remake), "\n".join(notes)) if part))
     if given.picture is not None:
         from ..planner.memory_picture import draw_memory
 

@@ -16,7 +16,7 @@ examples:
   # recomputation on all stages but the last, which is slower because it has the output layer
   merak-simulate --schedule 1f1b shifted --forward 10,10,10,14 --backward 20,20,20,28 --recompute 10,10,10,0
 
-  # a schedule searched for uneven stages and a slow link, within the memory of 1F1B, beside named schedules
+  # a schedule searched for uneven stages and a slow link, where no rank holds more than 1F1B's first, beside others
   merak-simulate --schedule auto 1f1b zb-h1 --forward 10,10,10,14 --backward 20,20,20,28 --latency 4
 
   # your own schedule, before running it with --schedule-file
@@ -50,9 +50,12 @@ from ..pipeline_parallel.pictures.table import aligned, rank_rows, summary_rows
 from ..pipeline_parallel.pictures.trace import from_trace
 from ..pipeline_parallel.pictures.view import View
 from ..pipeline_parallel.schedule_files import read_schedule
+from ..pipeline_parallel.search.placement import Placement, placements
 from ..pipeline_parallel.search.problem import Limits
+from ..pipeline_parallel.search.progress import SEARCHING, Progress
 from ..pipeline_parallel.search.search import search
 from ..pipeline_parallel.simulate import StageCosts, simulate
+from ..pipeline_parallel.timeline import Timeline
 from ..planner.picture import view
 from ..training.outputs import check_file
 from ..training.plan_file import stored
@@ -78,10 +81,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     size.add_argument("--ranks", "--stages", type=int, default=4, help="pipeline ranks [%(default)s]")
     size.add_argument("--microbatches", type=int, default=8, help="micro-batches per step [%(default)s]")
     size.add_argument(
-        "--chunks", type=int, help="stages per rank, for schedules that support it [the schedule's default]"
+        "--chunks",
+        type=int,
+        help="stages per rank, for schedules that support it [the schedule's default; a search tries 1 to 3]",
     )
     size.add_argument("--group", type=int, help="micro-batches per group of an interleaved schedule [--ranks]")
-    held = "maximum micro-batches in flight per stage of a searched schedule [as 1F1B]"
+    held = (
+        "micro-batches that a rank may hold in a searched schedule: one number, or one per rank; with several stages "
+    )
+    held += "per rank each counts for its share [for every rank, the most that a rank holds in 1F1B]"
     size.add_argument("--in-flight", metavar="N", help=held)
     costs = parser.add_argument_group("costs")
     for name, default, text in (
@@ -157,22 +165,51 @@ def words(arguments: argparse.Namespace) -> str:
     return ", ".join(f"{name} {value} ms" for name, value in given.items() if value not in (None, "0"))
 
 
+def cap(arguments: argparse.Namespace) -> tuple[tuple[int, ...], str]:
+    """The micro-batches that each rank may hold, and why as many."""
+    ranks = arguments.ranks
+    if arguments.in_flight is None:
+        most = max(peak_in_flight(build_schedule("1f1b", ranks, arguments.microbatches)))
+        return (most,) * ranks, f"{most} micro-batches per rank, as many as 1f1b holds"
+    given = tuple(round(1e3 * value) for value in numbers("--in-flight", arguments.in_flight))
+    if len(given) not in (1, ranks):
+        reason = f"{len(given)} values, {ranks} or 1 are needed"
+        raise ConfigError("--in-flight", arguments.in_flight, reason, "Correct the list")
+    return (given * ranks if len(given) == 1 else given), f"--in-flight {arguments.in_flight}"
+
+
 def searched(arguments: argparse.Namespace) -> View:
-    """The best schedule found for the costs, one stage per rank, within the micro-batches that stages may hold."""
-    ranks, microbatches = arguments.ranks, arguments.microbatches
-    built = build_schedule("1f1b", ranks, microbatches)
-    held = peak_in_flight(built)
-    if arguments.in_flight is not None:
-        given = tuple(round(1e3 * value) for value in numbers("--in-flight", arguments.in_flight))
-        if len(given) not in (1, ranks):
-            reason = f"{len(given)} values, {ranks} or 1 are needed"
-            raise ConfigError("--in-flight", arguments.in_flight, reason, "Correct the list")
-        held = given * ranks if len(given) == 1 else given
-    costs = stage_costs(arguments, built)
-    found = search(costs, microbatches, limits=Limits.in_flight(held), split_weights=True)
-    detail = f"{words(arguments)}; no schedule is below {time_text(found.bound)}, {found.builder} takes "
-    detail += time_text(found.builder_makespan)
-    return View(simulate(found.schedule, costs, arguments.overlap), detail=detail)
+    """The best schedule found for the costs, wherever stages may be, within the micro-batches that ranks may hold."""
+    held, why = cap(arguments)
+    places = placements(arguments.ranks, arguments.chunks)
+    found: list[tuple[Timeline, str]] = []
+    others = []
+    with Progress(SEARCHING) as told:
+        for done, place in enumerate(places):
+            told.part(done, len(places))
+            try:
+                timeline, text = found_at(arguments, place, Limits.in_flight(held, place.chunks), told)
+            except ScheduleError as error:
+                if len(places) == 1:
+                    raise
+                others.append(f"{place.name}: none fits ({error.reason})")
+                continue
+            found.append((timeline, f"{place.name}: {text}"))
+    if not found:
+        raise ScheduleError("--in-flight", arguments.in_flight, "; ".join(others), "Allow more micro-batches per rank")
+    best, text = min(found, key=lambda pair: pair[0].makespan)
+    others = [other for timeline, other in found if timeline is not best] + others
+    return View(best, detail="; ".join([words(arguments), f"within {why}", text, *others]))
+
+
+def found_at(arguments: argparse.Namespace, place: Placement, limits: Limits, told: Progress) -> tuple[Timeline, str]:
+    """The best schedule found for one placement of the stages, and what it takes beside a bound and builders."""
+    microbatches, ranks = arguments.microbatches, tuple(() for _ in range(place.ranks))
+    costs = stage_costs(arguments, Schedule(AUTO, len(place.home), microbatches, ranks, place.home))
+    found = search(costs, microbatches, limits=limits, split_weights=True, placement=place.home, told=told)
+    text = f"{time_text(found.makespan)}, no schedule is below {time_text(found.bound)}"
+    text += f", {found.builder} takes {time_text(found.builder_makespan)}" if found.builder else ", no builder fits"
+    return simulate(found.schedule, costs, arguments.overlap), text
 
 
 def scheduled(arguments: argparse.Namespace, name: str) -> View:
@@ -218,7 +255,8 @@ def views(arguments: argparse.Namespace) -> list[View]:
 def report(shown: View, arguments: argparse.Namespace) -> str:
     timeline = shown.timeline
     head = f"{shown.name}: {shown.size}\n{shown.clock} makespan {timeline.makespan * 1e3:.3f} ms, "
-    parts = [head + f"bubble {timeline.bubble:.1%}" + (f"\n{shown.detail}" if shown.detail else "")]
+    step = f", step {shown.step * 1e3:.3f} ms with what follows" if shown.step else ""
+    parts = [head + f"bubble {timeline.bubble:.1%}{step}" + (f"\n{shown.detail}" if shown.detail else "")]
     if arguments.print_schedule:
         schedule = timeline.schedule
         parts.append(str(schedule if schedule.has_communication else add_communication(schedule)))

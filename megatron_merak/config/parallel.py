@@ -30,13 +30,15 @@ class ParallelConfig(Section):
     """Run the plan in this JSON file, which tools/plan.py writes and which may be edited; flags that the plan decides
     may be left out (unset: make a plan from the flags)."""
     pipeline_schedule: str | None = setting(None, choices=SCHEDULES, ours=True)
-    """Pipeline schedule: the order of forwards, backwards, recomputations and weight gradients; auto searches for one
-    (unset: 1f1b, or that of --schedule-file)."""
+    """Pipeline schedule: the order of forwards, backwards, recomputations and weight gradients. auto: the fastest by
+    the model of all of these and of searched ones, within the memory of a rank (see --device-memory-gb) or, where that
+    is not known, what 1f1b needs (unset: 1f1b, or that of --schedule-file)."""
     schedule_file: str | None = setting(None, ours=True)
     """File with a pipeline schedule, instead of --pipeline-schedule: text, or CSV of torch.distributed.pipelining, with
     one line of ops per rank; see docs/schedule_files.md."""
     num_virtual_stages_per_pipeline_rank: int | None = setting(None, least=1)
-    """Stages per pipeline rank (unset: 2 if the schedule is interleaved or zb-v, else 1)."""
+    """Stages per pipeline rank (unset: 2 if the schedule is interleaved or zb-v, the fastest of 1 to 3 if it is auto,
+    else 1)."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(None, least=1)
     """Micro-batches that a rank runs on one of its stages before the next stage (unset: the pipeline-parallel size)."""
     sequence_parallel: bool = setting(False)

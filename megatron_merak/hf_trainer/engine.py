@@ -11,6 +11,7 @@ from ..optimizer.torch_optimizer import check_layout
 from ..parallel.agree import together
 from ..parallel.mesh import Mesh
 from ..parallel.nodes import Nodes, located
+from ..pipeline_parallel.search.progress import SEARCHING, Progress
 from ..stages.blueprint import draw, follow
 from ..stages.captured import CapturedTrainer
 from ..stages.devices import cluster_of
@@ -78,7 +79,8 @@ def build_engine(
         stored = plan_of_arguments(args, traced.dtype, asked["plan"]["cluster"])
         state_of = recipe.state_of if adam is None else None
         if stored is None:
-            blueprint = draw(traced, mesh.grid, **asked["plan"], state_of=state_of)
+            with Progress(SEARCHING, shown=mesh.rank == 0) as told:
+                blueprint = draw(traced, mesh.grid, **asked["plan"], state_of=state_of, told=told)
         else:
             blueprint = follow(traced, stored, state_of)
     return CapturedTrainer(

@@ -41,7 +41,8 @@ class Plan:
     is cut into units, empty for the native model. ``grad_reduce_in_bf16``: replicas send gradients in bf16.
     ``fp32_residual``: the residual stream of a 16-bit native model is fp32. ``state_bytes``: what the optimizer keeps
     of a parameter on average, beside an fp32 copy of a 16-bit one; AdamW keeps 8. ``frozen_bytes``: what a rank keeps
-    of a weight that is not trained, on average; 0: the weight in ``dtype``. Printing a plan gives its table.
+    of a weight that is not trained, on average; 0: the weight in ``dtype``. ``schedule_note``: what "auto" chose the
+    schedule from, in words; empty for others. Printing a plan gives its table.
     """
 
     grid: Grid
@@ -71,6 +72,7 @@ class Plan:
     fp32_residual: bool = False
     state_bytes: float = 8.0
     frozen_bytes: float = 0.0
+    schedule_note: str = ""
 
     def __post_init__(self):
         cuts = [0] + [stage.last for stage in self.stages]

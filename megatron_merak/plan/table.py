@@ -51,6 +51,7 @@ def table(plan: Any, width: int = 120) -> str:
         lines.append("  ".join(aligned).rstrip())
     predicted = prediction(plan)
     lines += ["", f"schedule {plan.schedule.name}" + (f", {predicted}" if predicted else "")]
+    lines += plan.schedule_note.splitlines()
     program = str(plan.schedule).splitlines()[1:]
     for line in program[:8]:
         lines.append(line if len(line) <= width else line[: width - 4].rsplit(" ", 1)[0] + " ...")

@@ -1,6 +1,6 @@
 """From a chain of units, or a configuration of the native model, to a Plan."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,10 @@ from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.pairs import pair
+from megatron_merak.pipeline_parallel.search.placement import placements
 from megatron_merak.plan import DTYPE_BYTES, Grid, Plan, TensorSharding, Unit, refused_together
 from megatron_merak.plan.replicas import check_instances
-from megatron_merak.planner.automatic import searched
+from megatron_merak.planner.automatic import AUTO, REFERENCE, Automatic, starts
 from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import Layout
 from megatron_merak.planner.predict import priced
@@ -21,8 +22,8 @@ from megatron_merak.planner.tables import by_family
 from megatron_merak.planner.written import FLAG, is_paired, written
 
 GIB = 2**30
-# The schedule of a plan that asks for none, and what auto starts from: the schedule whose stages it is given.
-_FIRST_GUESS = "1f1b"
+_DEFAULT = REFERENCE  # the schedule of a plan that asks for none
+Told = Callable[[float], object]  # is called with the share of a long search that is done
 
 
 def plan(
@@ -30,12 +31,13 @@ def plan(
     world_size: int,
     cluster: Cluster = CLUSTERS["cpu"],
     shardings: tuple[TensorSharding, ...] = (),
+    told: Told = lambda share: None,
 ) -> Plan:
     """The plan of a native model with the degrees and schedule of ``config``, its layers cut into stages by cost.
 
-    ``cluster``: where it runs, see ``cluster.find_cluster``. Raises ConfigError for degrees and sizes that do not fit
-    ``world_size``, PlanError for more stages than units or too little memory, ScheduleError for a schedule that is not
-    defined for these numbers.
+    ``cluster``: where it runs, see ``cluster.find_cluster``. ``told``: see ``plan_chain``. Raises ConfigError for
+    degrees and sizes that do not fit ``world_size``, PlanError for more stages than units or too little memory,
+    ScheduleError for a schedule that is not defined for these numbers.
     """
     config.validate(world_size, training=False)
     model, parallel, train, grid = config.model, config.parallel, config.train, grid_of(config, world_size)
@@ -52,6 +54,7 @@ def plan(
         loss_chunk=model.cross_entropy_chunk_size,
         fp32_residual=model.fp32_residual_connection,
         state_bytes=config.optimizer.state_bytes,
+        told=told,
         **choices(parallel, microbatches),
     )
 
@@ -93,7 +96,7 @@ def choices(parallel: ParallelConfig, microbatches: int) -> dict[str, Any]:
     ``microbatches`` per step and replica. Raises as ``written`` does.
     """
     return {
-        "schedule": written(parallel, microbatches) or parallel.pipeline_schedule or _FIRST_GUESS,
+        "schedule": written(parallel, microbatches) or parallel.pipeline_schedule or _DEFAULT,
         "chunks": parallel.num_virtual_stages_per_pipeline_rank,
         "group": parallel.microbatch_group_size_per_virtual_pipeline_stage,
         "recompute": Recompute.of(
@@ -138,6 +141,7 @@ def plan_chain(
     memory_gb: float | None = None,
     shardings: tuple[TensorSharding, ...] = (),
     reasons: Iterable[tuple[str, str]] = (),
+    told: Told = lambda share: None,
     **others: Any,
 ) -> Plan:
     """The plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
@@ -146,31 +150,30 @@ def plan_chain(
     are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
     is taken. ``chunks``, ``group``: see ``build_schedule``. ``bucket_size``: None is the default. ``memory_gb``: of a
     rank, in GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is
-    divided as it is. The rest, with ``others``, are fields of ``Plan``. Raises
-    PlanError where these do not go together or no cut fits, ScheduleError for one not defined for these numbers.
+    divided as it is. ``told`` is called with the share of a search that is done. The rest, with ``others``, are fields
+    of ``Plan``. Raises PlanError where these do not go together or no cut fits, ScheduleError for one not defined for
+    these numbers.
     """
     check_instances(sharding_instances, grid.dp, sharding)
     units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
     check_limit(recompute, limit, cluster.device.name)
-    given = isinstance(schedule, Schedule)
-    built = schedule if given else _build(schedule, grid.pp, microbatches, chunks, group)
-    assert built.microbatches == microbatches
-    _check_stages(built, len(units), given)
-    found: list[Plan] = []
-    for mode in _modes(overlap, grid, built, micro_batch_size, given, sharding):
-        order = pair(built) if mode == "pair" and not given else built
-        draft = {"grid": grid, "units": units, "schedule": order, "dtype": dtype, "overlap": mode, "cluster": cluster}
-        draft |= {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, "shardings": shardings}
-        draft |= {"overlap_grad_reduce": overlap_grad_reduce, "overlap_param_gather": overlap_param_gather}
-        draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
-        draft |= {"recompute_activations": recompute_activations, "loss_chunk": loss_chunk, "sharding": sharding}
-        draft |= {"sharding_instances": sharding_instances, **others}
-        for made in Layout(draft, recompute, limit).plans(memory_gb):
-            found.append(priced(made))
-            if schedule == "auto":
-                found += map(priced, searched(made, limit))
-    best = min(found, key=lambda made: made.predicted_time)
+    given, automatic = isinstance(schedule, Schedule), schedule == AUTO
+    places = placements(grid.pp, chunks, len(units)) if automatic else ()
+    built = starts(places, microbatches, group) if places else (_build(schedule, grid.pp, microbatches, chunks, group),)
+    _check_stages(built[0], len(units), given)
+    draft = {"grid": grid, "units": units, "dtype": dtype, "cluster": cluster, "sequence_length": sequence_length}
+    draft |= {"micro_batch_size": micro_batch_size, "sharding": sharding, "sharding_instances": sharding_instances}
+    draft |= {"overlap_grad_reduce": overlap_grad_reduce, "overlap_param_gather": overlap_param_gather}
+    draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
+    draft |= {"recompute_activations": recompute_activations, "loss_chunk": loss_chunk, "shardings": shardings}
+    modes = _modes(overlap, grid, built[0], micro_batch_size, given, sharding)
+    orders = [(mode, pair(one) if mode == "pair" and not given else one) for mode in modes for one in built]
+    drafts = [draft | others | {"schedule": order, "overlap": mode} for mode, order in orders]
+    found, refused = _made(drafts, recompute, limit, memory_gb)
+    best = Automatic(found, limit, places, told).choose() if automatic else _fastest(found)
+    if best is None or (refused and not automatic):
+        raise refused[0]
     return replace(best, sequence_parallel=sequence_parallel and grid.tp > 1, reasons=by_family(reasons))
 
 
@@ -197,10 +200,31 @@ def _modes(
     return tuple(mode for mode in modes if refused_together(sharding, grid.dp, mode) is None)
 
 
-def _build(name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None) -> Schedule:
-    if name == "auto":
-        name = _FIRST_GUESS
-    elif name not in BUILDERS:
+def _made(
+    drafts: Iterable[dict[str, Any]], recompute: Recompute, limit: float, memory_gb: float | None
+) -> tuple[list[Plan], list[PlanError]]:
+    """The priced plans of drafts, and why others are none."""
+    found: list[Plan] = []
+    refused: list[PlanError] = []
+    for draft in drafts:
+        try:
+            found += map(priced, Layout(draft, recompute, limit).plans(memory_gb))
+        except PlanError as error:
+            refused.append(error)
+    return found, refused
+
+
+def _fastest(plans: Sequence[Plan]) -> Plan | None:
+    return min(plans, key=lambda plan: plan.predicted_time, default=None)
+
+
+def _build(name: str | Schedule, ranks: int, microbatches: int, chunks: int | None, group: int | None) -> Schedule:
+    """The schedule that is given, or named."""
+    if isinstance(name, Schedule):
+        return name
+    if name == AUTO:  # there are fewer units than stages, which is told of any schedule
+        name = "interleaved" if chunks and chunks > 1 else REFERENCE
+    if name not in BUILDERS:
         raise PlanError("--pipeline-schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}, auto")
     return build_schedule(name, ranks, microbatches, chunks, group)
 

@@ -6,7 +6,7 @@ from megatron_merak.pipeline_parallel.pictures.view import Curve, View
 from megatron_merak.pipeline_parallel.simulate import Timeline
 from megatron_merak.plan import Plan, prediction
 from megatron_merak.planner.memory import rank_memory
-from megatron_merak.planner.predict import ending, timeline
+from megatron_merak.planner.predict import ending, step_time, timeline
 from megatron_merak.planner.saved import Footprint, Moment, footprint, walk
 
 
@@ -15,7 +15,8 @@ def view(plan: Plan, title: str = "") -> View:
     grid, step = plan.grid, timeline(plan)
     detail = f"{grid.size} ranks of {plan.cluster} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
     detail += f"{len(plan.units)} units, {plan.micro_batch_size} samples per micro-batch; {_step_text(plan)}"
-    return View(step, title, "modelled", detail, memory_curves(plan, step), plan.cluster.device.memory)
+    curves, seconds = memory_curves(plan, step), step_time(plan, step)
+    return View(step, title, "modelled", detail, curves, plan.cluster.device.memory, step=seconds)
 
 
 def _step_text(plan: Plan) -> str:

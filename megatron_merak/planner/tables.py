@@ -210,4 +210,5 @@ _DIFFERENCES = {
     "predicted_bubble": _bubble,
     "predicted_bytes": _peaks,
     "reasons": lambda name, one, other: [],
+    "schedule_note": lambda name, one, other: [],
 }

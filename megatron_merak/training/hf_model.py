@@ -16,7 +16,7 @@ from ..errors import ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
 from ..parallel.mesh import Mesh
-from ..planner.make import grid_of
+from ..planner.make import Told, grid_of
 from ..stages.blueprint import Blueprint, draw, follow
 from ..stages.traced import Batch, Traced
 from .hf_batches import TokenBatches
@@ -90,8 +90,13 @@ def traced_of(model: nn.Module, config: HFConfig, mesh: Mesh | None = None) -> t
     return with_example(model, config, lambda example: Traced(model, example, train.dtype, train.is_half, mesh))
 
 
-def blueprint_of(traced: Traced, config: HFConfig, world_size: int, cluster: Cluster) -> Blueprint:
-    """The plan of a run: that of ``--plan``, or one made for ``cluster``. Raises PlanError."""
+def blueprint_of(
+    traced: Traced, config: HFConfig, world_size: int, cluster: Cluster, told: Told = lambda share: None
+) -> Blueprint:
+    """The plan of a run: that of ``--plan``, or one made for ``cluster``. Raises PlanError.
+
+    told: see ``plan_chain``.
+    """
     stored = plan_of(config, world_size, cluster)
     if stored is not None:
         return follow(traced, stored)
@@ -106,6 +111,7 @@ def blueprint_of(traced: Traced, config: HFConfig, world_size: int, cluster: Clu
         vocabulary_multiple=config.model.make_vocab_size_divisible_by,
         loss_chunk=config.model.cross_entropy_chunk_size,
         sequence_length=config.model.seq_length,  # without the token more that some models get
+        told=told,
     )
 
 

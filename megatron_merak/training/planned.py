@@ -1,17 +1,21 @@
 """The plan that a command line asks for, for tools that only look at it: made from training flags, or stored."""
 
 import argparse
+import dataclasses
+import functools
 import gc
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import build_parser, read
 from ..cluster import CLUSTERS, DEVICES, find_cluster, profiled
 from ..config import Config, HFConfig, RunConfig, check_sizes, of_worker, told_of_worker
-from ..errors import ConfigError
+from ..errors import ConfigError, MerakError, PlanError
+from ..pipeline_parallel.search.progress import SEARCHING, Progress
 
 if TYPE_CHECKING:
     from ..plan import Plan
+    from ..stages.traced import Traced
 
 
 def kind_of(arguments: Sequence[str]) -> type[RunConfig]:
@@ -40,28 +44,87 @@ def configured(flags: argparse.ArgumentParser, arguments: Sequence[str]) -> tupl
 
 def planned(config: RunConfig, own: argparse.Namespace) -> tuple["Plan", tuple[str, ...]]:
     """The plan, and what its making brought to light."""
-    ranks, cluster = world_size(own.world_size), profiled(find_cluster(own.device), config.parallel.device_profile)
-    notes: tuple[str, ...] = ()
-    if config.parallel.served:
+    maker = Maker(config, own)
+    return maker.plan, maker.notes()
+
+
+class Maker:
+    """Makes the plan of a command line, and those with other settings of parallelism. A model is captured once."""
+
+    def __init__(self, config: RunConfig, own: argparse.Namespace):
+        self.ranks = world_size(own.world_size)
+        self.cluster = profiled(find_cluster(own.device), config.parallel.device_profile)
+        self.told: tuple[str, ...] = ()
+        if config.parallel.served:
+            config.validate(self.ranks, training=False)
+            workers = config.data_parallel_size(self.ranks)
+            self.told = (told_of_worker(config.parallel, workers),)
+            config, self.ranks = of_worker(config, workers), config.parallel.ranks_of_replica
+        if config.parallel.plan is not None:
+            raise ConfigError("--plan", config.parallel.plan, "it is already a plan", "Use: plan.py show FILE")
+        self.config = config
+
+    @functools.cached_property
+    def plan(self) -> "Plan":
+        """Raises as planning does."""
+        try:
+            return self._made(self.config, self.ranks)
+        except PlanError as error:
+            for line in self.fitting():
+                error.add_note(line)
+            raise
+
+    def notes(self) -> tuple[str, ...]:
+        """What making the plan brought to light."""
+        told = self.told
+        if not isinstance(self.config, Config):
+            captured = self._traced.captured
+            told += (f"Captured {captured.how}.", *captured.notes)
+        return told + _growth(self.plan, self.config, self.ranks)
+
+    def remade(self, changes: Mapping[str, Any]) -> "Plan | None":
+        """The plan with other values of settings of parallelism, and of ``world_size``; None where it is refused with
+        these."""
+        changes = dict(changes)
+        ranks = changes.pop("world_size", self.ranks)
+        if "data_parallel_sharding_strategy" in changes:
+            changes["use_distributed_optimizer"] = False
+        parallel = dataclasses.replace(self.config.parallel, **changes)
+        try:
+            return self._made(dataclasses.replace(self.config, parallel=parallel), ranks)
+        except MerakError:
+            return None
+
+    def fitting(self) -> list[str]:
+        """Where no cut fits into ``--device-memory-gb``: a line for each change with which one does."""
+        from ..planner.remedies import misfits
+
+        anyhow = {"device_memory_gb": None}
+        memory, plan = self.config.parallel.device_memory_gb, self.remade(anyhow)
+        if memory is None or plan is None:
+            return []
+        device = dataclasses.replace(plan.cluster.device, memory=int(memory * 2**30))
+        lines = misfits(plan, device, lambda changes: self.remade(changes) or self.remade({**changes, **anyhow}))
+        return [line for line in lines if line.endswith("it fits")]
+
+    def _made(self, config: RunConfig, ranks: int) -> "Plan":
+        if isinstance(config, Config):
+            from ..planner import plan  # here and below, so that a command line is answered before planning is loaded
+
+            with Progress(SEARCHING) as told:
+                return plan(config, ranks, self.cluster, told=told)
+        from .hf_model import blueprint_of
+
         config.validate(ranks, training=False)
-        workers = config.data_parallel_size(ranks)
-        notes = (told_of_worker(config.parallel, workers),)
-        config, ranks = of_worker(config, workers), config.parallel.ranks_of_replica
-    if config.parallel.plan is not None:
-        raise ConfigError("--plan", config.parallel.plan, "it is already a plan", "Use: plan.py show FILE")
-    if isinstance(config, Config):
-        from ..planner import plan  # here and below, so that a command line is answered before planning is loaded
+        with Progress(SEARCHING) as told:
+            return blueprint_of(self._traced, config, ranks, self.cluster, told).plan
 
-        found = plan(config, ranks, cluster)
-        return found, notes + _growth(found, config, ranks)
-    from .hf_model import blueprint_of, build_model, traced_of  # here, since it takes seconds
+    @functools.cached_property
+    def _traced(self) -> "Traced":
+        from .hf_model import build_model, traced_of  # here, since it takes seconds
 
-    gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
-    config.validate(ranks, training=False)
-    traced, _ = traced_of(build_model(config.model), config)
-    found = blueprint_of(traced, config, ranks, cluster).plan
-    notes += (f"Captured {traced.captured.how}.", *traced.captured.notes)
-    return found, notes + _growth(found, config, ranks)
+        gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
+        return traced_of(build_model(self.config.model), self.config)[0]
 
 
 def _growth(found: "Plan", config: RunConfig, ranks: int) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import build_mesh, control_group
 from ..parallel.nodes import find_nodes, located
+from ..pipeline_parallel.search.progress import SEARCHING, Progress
 from ..plan import Plan
 from ..plan.fit import check_chain
 from ..planner import plan as make_plan
@@ -45,7 +46,8 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
         cluster = located(cluster_of(world, config.parallel.device_profile), nodes)
         plan = plan_of(own, world.size, cluster)
         if plan is None:
-            plan = make_plan(own, world.size, cluster, tensors(config))
+            with Progress(SEARCHING, shown=world.rank == 0) as told:
+                plan = make_plan(own, world.size, cluster, tensors(config), told)
         else:
             plan = followed(plan, config)
     where = (world.rank, world.device, timeout, world.clock, world.collectives, control)

@@ -25,6 +25,7 @@ from ..parallel.buffers import Flat
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..parallel.nodes import find_nodes, located
+from ..pipeline_parallel.search.progress import SEARCHING, Progress
 from ..planner.make import grid_of
 from ..runtime.executor import Executor
 from ..stages.captured import CapturedTrainer
@@ -119,8 +120,8 @@ class TokenTrainer(RunState):
         """``cluster``: what it is planned for. ``optimizer_of``: who keeps the optimizer's state. Collective over all
         ranks."""
         traced, self.batches = traced_of(model, config, mesh)
-        with together(mesh.control, "cpu"):
-            blueprint = blueprint_of(traced, of_worker(config, mesh.workers), mesh.grid.size, cluster)
+        with together(mesh.control, "cpu"), Progress(SEARCHING, shown=mesh.rank == 0) as told:
+            blueprint = blueprint_of(traced, of_worker(config, mesh.workers), mesh.grid.size, cluster, told)
         interval = config.train.check_weight_hash_across_dp_replicas_interval
         self.captured = CapturedTrainer(
             blueprint,

@@ -206,15 +206,18 @@ def test_a_deep_pipeline_is_quick():
 
 
 def some_problem(draw: Random) -> Problem:
-    stages, count = draw.randint(1, 6), draw.randint(1, 8)
+    ranks, count = draw.randint(1, 6), draw.randint(1, 8)
+    once = tuple(range(ranks))
+    home = draw.choice([once, once, once, once * 2, (*once, *reversed(once)), once * 3])
+    stages, chunks = len(home), len(home) // ranks
     costs = some_costs(draw, stages)
     limits = None
     if draw.random() < 0.6:
-        taped, held = draw.choice([0.0, 2.0, 3]), draw.choice([0.0, 0.5])
-        cap = tuple(1 + taped + draw.randint(0, 6) + draw.random() for _ in range(stages))
+        taped, held = draw.choice([0.0, 2.0, 3]), draw.choice([0.0, 0.5, 1.5])
+        cap = tuple(chunks + taped + draw.randint(0, 6) + draw.random() for _ in range(ranks))
         limits = Limits(cap, (1.0,) * stages, (taped,) * stages, (held,) * stages)
     recompute = [draw.random() < 0.7 for _ in range(stages)] if draw.random() < 0.5 else None
-    return Problem(costs, count, limits, recompute, draw.random() < 0.5)
+    return Problem(costs, count, limits, recompute, draw.random() < 0.5, home)
 
 
 def some_rule(draw: Random, problem: Problem) -> Rule:
@@ -226,6 +229,7 @@ def some_rule(draw: Random, problem: Problem) -> Rule:
         draw.choice([0, 1, 2, count]),
         draw.choice([(), tuple(draw.random() < 0.5 for _ in range(problem.stages))]),
         draw.random() < 0.5,
+        (draw.random() < 0.5, draw.random() < 0.5),
     )
 
 
@@ -233,20 +237,22 @@ def some_rule(draw: Random, problem: Problem) -> Rule:
 def test_lists_and_their_clocks_are_equal(seed):
     draw = Random(seed)
     problem = some_problem(draw)
-    plain = twin(Problem, problem.costs, problem.microbatches, problem.limits)
+    plain = twin(Problem, problem.costs, problem.microbatches, problem.limits, placement=problem.home)
     plain.early, plain.split = problem.early, problem.split
     assert problem.compiled is not None and twin(lambda: plain.compiled) is None
     for _ in range(10):
         rule = some_rule(draw, problem)
         programs = list_programs(problem, rule)
         assert programs == list_programs(plain, rule)
+        if programs is None:
+            continue
         assert problem.makespan(programs) == plain.makespan(programs)
         compiled = [plain.compile(stage, program) for stage, program in enumerate(programs)]
         assert problem.compiled.ends(programs) == plain.clock(compiled)
-        stage = draw.randrange(problem.stages)
-        if len(programs[stage]) > 1:
-            i, j = (draw.randrange(len(programs[stage])) for _ in range(2))
-            programs[stage][i], programs[stage][j] = programs[stage][j], programs[stage][i]
+        rank = draw.randrange(problem.ranks)
+        if len(programs[rank]) > 1:
+            i, j = (draw.randrange(len(programs[rank])) for _ in range(2))
+            programs[rank][i], programs[rank][j] = programs[rank][j], programs[rank][i]
             assert problem.makespan(programs) == plain.makespan(programs)
 
 
@@ -256,6 +262,7 @@ def test_a_search_finds_the_same(seed):
     problem = some_problem(draw)
     arguments = problem.costs, problem.microbatches
     options = {"limits": problem.limits, "split_weights": any(problem.split), "evaluations": 150}
+    options["placement"] = problem.home
     assert search(*arguments, **options) == twin(search, *arguments, **options)
 
 
@@ -265,10 +272,13 @@ def test_impossible_arguments_are_refused():
         with pytest.raises(ValueError):
             core.ends(programs)
     with pytest.raises(ValueError):
-        core.list((1,), 0.0, False, 0, (), False)
+        core.list((1,), 0.0, False, 0, (), False, (True, True))
+    for home in ([0], [0, 2], [0, 0], [-1, 0]):
+        with pytest.raises(ValueError):
+            host.Pipeline(2, astuple(StageCosts.uniform(2)), [(1.0, 1.0)] * 4, [False] * 2, [False] * 2, home)
     for costs in (astuple(StageCosts.uniform(3)), astuple(StageCosts.uniform(2))[:5]):
         with pytest.raises(ValueError):
-            host.Pipeline(2, costs, [(1.0, 1.0)] * 4, [False] * 2, [False] * 2)
+            host.Pipeline(2, costs, [(1.0, 1.0)] * 4, [False] * 2, [False] * 2, [0, 1])
         with pytest.raises(ValueError):
             host.simulate(((), ()), tuple(Kind), 2, [0, 1], costs, 0.0)
 
@@ -277,14 +287,15 @@ def test_impossible_arguments_are_refused():
 def test_the_same_programs_are_allowed(seed):
     draw = Random(seed)
     problem = some_problem(draw)
-    plain = twin(Problem, problem.costs, problem.microbatches, problem.limits)
+    plain = twin(Problem, problem.costs, problem.microbatches, problem.limits, placement=problem.home)
     assert twin(lambda: plain.compiled) is None
     for _ in range(20):
-        stage = draw.randrange(problem.stages)
-        listed = list_programs(problem, some_rule(draw, problem))[stage]
-        program = draw.choice([listed, list(range(4 * problem.microbatches))])
+        rank = draw.randrange(problem.ranks)
+        listed = list_programs(problem, some_rule(draw, problem)) or [[]] * problem.ranks
+        every = list(range(4 * problem.microbatches * len(problem.stages_of[rank])))
+        program = draw.choice([listed[rank], every])
         if not program:
             continue
         i, j = draw.randrange(len(program)), draw.randrange(len(program))
         program.insert(j, program.pop(i))
-        assert problem.allows(stage, program) == plain.allows(stage, program)
+        assert problem.allows(rank, program) == plain.allows(rank, program)

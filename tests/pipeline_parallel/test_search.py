@@ -5,6 +5,8 @@ import itertools
 import random
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -16,8 +18,9 @@ from megatron_merak.pipeline_parallel.check import check, peak_in_flight
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule
 from megatron_merak.pipeline_parallel.search.bound import lower_bound
 from megatron_merak.pipeline_parallel.search.listing import Rule, list_programs
+from megatron_merak.pipeline_parallel.search.placement import placements
 from megatron_merak.pipeline_parallel.search.problem import B, F, Limits, Problem, R, W
-from megatron_merak.pipeline_parallel.search.search import builder_makespans, search
+from megatron_merak.pipeline_parallel.search.search import builder_makespans, default_evaluations, search
 from megatron_merak.pipeline_parallel.search.shift import shift_recompute
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
 
@@ -83,6 +86,61 @@ def test_the_clock_is_the_simulator(seed):
         simulated = [event.end for event in timeline.events if event.rank == stage]
         assert ends[stage][1:] == simulated and len(simulated) == len(program)
     assert problem.from_schedule(schedule) == programs
+
+
+def some_placement(draw: random.Random, ranks: int) -> tuple[int, ...]:
+    """Two stages of each rank, in turn or in a V, or three, in turn."""
+    once = tuple(range(ranks))
+    return draw.choice([once * 2, (*once, *reversed(once)), once * 3])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lists_of_several_stages_per_rank_run(seed):
+    """Whatever the rule, in memory for one micro-batch on every stage and a little more."""
+    draw = random.Random(seed)
+    ranks, count = draw.choice([2, 3, 4]), draw.choice([1, 3, 6])
+    home = some_placement(draw, ranks)
+    stages = len(home)
+    chunks, taped, weighs = stages // ranks, draw.choice([0, 2]), draw.choice([0, 1, 2])
+    cap = (chunks + max(taped, weighs - 1) + draw.choice([0, 1, 3]),) * ranks
+    limits = Limits(cap, (1,) * stages, (taped,) * stages, (weighs,) * stages)
+    costs = random_costs(draw, stages)
+    problem = Problem(costs, count, limits, split_weights=draw.random() < 0.5, placement=home)
+    warmup = tuple(draw.randint(1, count) for _ in range(stages))
+    late = draw.random() < 0.5, draw.random() < 0.5
+    rule = Rule(
+        warmup, draw.choice([0, 0.5]), draw.random() < 0.5, draw.choice([0, 1, 3]), (), draw.random() < 0.5, late
+    )
+    programs = list_programs(problem, rule)
+    assert programs is not None
+    assert all(map(problem.allows, range(ranks), programs))
+    schedule = problem.to_schedule("some", programs)
+    check(schedule)
+    assert problem.from_schedule(schedule) == programs
+    assert lower_bound(problem) <= problem.makespan(programs) * (1 + 1e-9)
+    free = Problem(replace(costs, transfer=(0,) * (stages - 1)), count, limits, None, any(problem.split), home)
+    assert free.makespan(programs) == pytest.approx(free.simulated(programs))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_several_stages_per_rank_are_never_worse_than_a_builder(seed):
+    draw = random.Random(seed)
+    ranks, count = draw.choice([2, 3, 4]), draw.choice([4, 7])
+    place = draw.choice(placements(ranks, 2) + placements(ranks, 3))
+    costs = random_costs(draw, len(place.home), recompute=draw.random() < 0.5, transfer=draw.choice([0, 1]))
+    limits = Limits.in_flight((draw.choice([ranks, 2 * ranks]),) * ranks, place.chunks)
+    found = search(costs, count, limits=limits, split_weights=True, evaluations=150, placement=place.home)
+    check(found.schedule)
+    problem = Problem(costs, count, limits, None, True, place.home)
+    assert problem.from_schedule(found.schedule) is not None, "the schedule breaks a limit"
+    assert simulate(found.schedule, costs).makespan == found.makespan >= found.bound * (1 - 1e-9)
+    builders = builder_makespans(problem)
+    assert all(found.makespan <= makespan for makespan in builders.values())
+    names = [name for name in ("interleaved", "zb-v") if name in builders]
+    for name in names:
+        built = build_schedule(name, ranks, count, place.chunks)
+        assert builders[name] == simulate(built, costs).makespan
+    assert names or limits.cap[0] == ranks * place.chunks
 
 
 @pytest.mark.parametrize("name", [name for name, builder in BUILDERS.items() if builder.chunks == 1])
@@ -195,6 +253,25 @@ def test_every_process_finds_the_same():
         for seed in ("1", "2")
     }
     assert len(texts) == 1
+
+
+def test_a_deep_pipeline_of_many_micro_batches_is_bounded():
+    """The work is counted, not timed: so many schedules, whatever the machine."""
+    costs = StageCosts.uniform(16, 1, 2, 1, 1)
+    shares = []
+    found = search(costs, 64, limits=Limits.in_flight([16] * 16), split_weights=True, told=shares.append)
+    assert found.evaluations <= default_evaluations(16, 64) == 500
+    assert default_evaluations(64, 512) == 50 and default_evaluations(2, 4) == 2000
+    assert shares == sorted(shares) and len(shares) >= found.evaluations
+
+
+@pytest.mark.long
+def test_the_largest_pipeline_takes_seconds():
+    costs = StageCosts.uniform(64, 1, 2, 0, 1, 0.1, 0.01)
+    started = time.process_time()
+    found = search(costs, 512)
+    assert time.process_time() - started < 40, "on a slow machine"
+    assert found.makespan < found.builder_makespan
 
 
 def test_slow_links_get_a_deeper_warm_up():

@@ -81,6 +81,7 @@ def _encode(view: View) -> dict:
         "memory": [[[time for time, _ in curve], [value for _, value in curve]] for curve in view.memory],
         "capacity": view.capacity,
         "timed": view.timed,
+        "step": view.step,
     }
 
 
@@ -111,7 +112,8 @@ def _decode(data: Mapping) -> View:
     ]
     memory: tuple[Curve, ...] = tuple(tuple(zip(*columns, strict=True)) for columns in data["memory"])
     timeline = replace(timeline_of(schedule, events, transfers), makespan=data["makespan"], busy=tuple(data["busy"]))
-    return View(timeline, data["title"], data["clock"], data["detail"], memory, data["capacity"], data["timed"])
+    shown = (data["title"], data["clock"], data["detail"], memory, data["capacity"], data["timed"])
+    return View(timeline, *shown, data.get("step", 0.0))
 
 
 def _ops(rows: Mapping, kinds: Mapping[str, Kind]) -> list[Op]:

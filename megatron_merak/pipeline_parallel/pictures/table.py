@@ -9,10 +9,10 @@ Rows = list[tuple[str, ...]]
 
 
 def summary_rows(views: Sequence[View]) -> Rows:
-    """The times of all against the first; the last column where bytes are known of any."""
-    several, known = len(views) > 1, any(view.memory for view in views)
+    """The times of all against the first; steps and bytes where they are known of any."""
+    several, known, steps = len(views) > 1, any(view.memory for view in views), any(view.step for view in views)
     header = ("schedule", "times", "makespan", "bubble", "of the ranks", "in flight")
-    rows = [header[:3] + ("against the first",) * several + header[3:] + ("peak bytes",) * known]
+    rows = [header[:3] + ("against the first",) * several + ("step",) * steps + header[3:] + ("peak bytes",) * known]
     first = views[0].timeline.makespan
     for view in views:
         timeline, held = view.timeline, view.peak_in_flight()
@@ -20,6 +20,7 @@ def summary_rows(views: Sequence[View]) -> Rows:
         rows.append(
             (view.name, view.clock, time_text(timeline.makespan))
             + (against,) * several
+            + ((time_text(view.step) if view.step else "-"),) * steps
             + (f"{timeline.bubble:.1%}", f"{min(timeline.bubbles):.1%} to {max(timeline.bubbles):.1%}", str(max(held)))
             + ((bytes_text(max(view.peak_bytes())) if view.memory else "-"),) * known
         )

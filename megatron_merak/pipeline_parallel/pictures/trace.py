@@ -3,8 +3,8 @@
 The file of one or several timelines is an object. ``traceEvents`` holds a process per pipeline rank with its compute,
 its messages, arrows between them and counters of what it holds; times are microseconds. ``otherData`` says what trace
 events cannot: ``format`` 1 and, in ``views``, one object per timeline with its ``title``, ``clock`` ("modelled" or
-"measured"), ``detail``, ``schedule`` (as text), ``capacity`` in bytes, ``timed`` (see ``View``) and ``process``, the
-number of the process of its rank 0.
+"measured"), ``detail``, ``schedule`` (as text), ``capacity`` in bytes, ``timed`` and ``step`` (see ``View``) and
+``process``, the number of the process of its rank 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def to_trace(views: Sequence[View]) -> dict:
         events += _names(view, process, prefix) + _spans(view.timeline, process) + _messages(view.timeline, process)
         events += _arrows(view.timeline, process) + _counters(view, process)
         words = {"title": view.title, "clock": view.clock, "detail": view.detail, "capacity": view.capacity}
-        words["timed"] = view.timed
+        words |= {"timed": view.timed, "step": view.step}
         told.append({**words, "process": process, "schedule": str(view.timeline.schedule)})
         process += view.ranks
     return {
@@ -81,7 +81,7 @@ def _view(words: Mapping, rows: Sequence[Mapping]) -> View:
             transfers.append(Transfer(op, *schedule.channel(op)[:2], start, end))
     curves: tuple[Curve, ...] = tuple(map(tuple, memory)) if any(memory) else ()
     shown = (words["title"], words["clock"], words["detail"], curves, words["capacity"], words["timed"])
-    return View(timeline_of(schedule, events, transfers), *shown)
+    return View(timeline_of(schedule, events, transfers), *shown, words.get("step", 0.0))
 
 
 def timeline_of(schedule: Schedule, events: Sequence[Event], transfers: Sequence[Transfer]) -> Timeline:

@@ -17,7 +17,8 @@ class View:
     """One timeline of a picture. ``clock``: "modelled" (simulated, or on a logical clock) or "measured" (a real run).
 
     ``memory[rank]``: bytes over time, empty where nobody knows them; ``capacity``: bytes of the device, 0 where it has
-    no fixed size. ``detail``: one line on where the numbers come from. ``timed``: messages have times of their own, or
+    no fixed size. ``detail``: one line on where the numbers come from. ``step``: seconds of the timeline and of what
+    follows it in a step, 0 where nobody knows. ``timed``: messages have times of their own, or
     else last from the end of the op that makes them to the start of the op that reads them. Raises ScheduleError for an
     unknown clock.
     """
@@ -29,6 +30,7 @@ class View:
     memory: tuple[Curve, ...] = ()
     capacity: int = 0
     timed: bool = True
+    step: float = 0.0
 
     def __post_init__(self):
         if self.clock not in CLOCKS:

@@ -3,9 +3,10 @@
 Every op has a head, the earliest it can start, and a tail, the least time from its end to the end of the step. Heads
 follow the dependencies (with transfer and latency), the order of micro-batches, the memory limit (F of micro-batch k
 waits for B of k - depth), and the load: all that a stage must have run before a backward, each op no earlier than its
-head. Tails are the heads of the mirrored problem. Then the ops of one stage are one machine with heads and tails, and
+head. Tails are the heads of the mirrored problem. Then the ops of one rank are one machine with heads and tails, and
 running them preemptively by longest tail (Jackson; Carlier, "The one-machine sequencing problem", 1982) takes at least
-as long as any schedule. The bound is the largest of the stages.
+as long as any schedule. The bound is the largest of the ranks. Where a rank has several stages, heads are those of
+stages with ranks of their own.
 """
 
 from heapq import heappop, heappush
@@ -14,6 +15,7 @@ from megatron_merak.pipeline_parallel.search.problem import Problem
 
 _BEFORE, _FORWARD, _MIDDLE, _BACKWARD, _AFTER = range(5)
 Heads = list[list[list[float]]]  # [stage][part][micro-batch]
+Job = tuple[float, float, float]  # head, tail, seconds
 _WINDOW = 64
 
 
@@ -21,9 +23,8 @@ def lower_bound(problem: Problem) -> float:
     """Seconds that no schedule of the problem can beat, of those that keep micro-batches in order."""
     parts = _parts(problem)
     heads, tails = heads_and_tails(problem)
-    return max(
-        _one_machine(parts[stage], heads[stage], tails[stage], problem.microbatches) for stage in range(problem.stages)
-    )
+    of_stages = [_jobs(parts[stage], heads[stage], tails[stage]) for stage in range(problem.stages)]
+    return max(_one_machine([job for stage in mine for job in of_stages[stage]]) for mine in problem.stages_of)
 
 
 def heads_and_tails(problem: Problem) -> tuple[Heads, Heads]:
@@ -57,7 +58,7 @@ def _parts(problem: Problem) -> list[tuple[float, ...]]:
 
 
 def _heads(problem: Problem, parts: list[tuple[float, ...]]) -> Heads:
-    stages, costs = problem.stages, problem.costs
+    stages = problem.stages
     heads: Heads = [[[] for _ in range(5)] for _ in range(stages)]
     loads = [_Load() for _ in range(stages)]
     depths = [problem.depth(stage) for stage in range(stages)]
@@ -71,8 +72,8 @@ def _heads(problem: Problem, parts: list[tuple[float, ...]]) -> Heads:
             head = max(before * (k + 1), own[_FORWARD][-1] + forward if k else 0.0)
             if s:
                 sent = heads[s - 1][_FORWARD][k] + parts[s - 1][_FORWARD]
-                through_forward[s] = max(sent, through_forward[s]) + costs.transfer[s - 1]
-                head = max(head, through_forward[s] + costs.latency[s - 1])
+                through_forward[s] = max(sent, through_forward[s]) + problem.transfer[s - 1]
+                head = max(head, through_forward[s] + problem.latency[s - 1])
             if k >= depths[s]:
                 head = max(head, own[_BACKWARD][k - depths[s]] + parts[s][_BACKWARD])
             own[_FORWARD].append(head)
@@ -84,8 +85,8 @@ def _heads(problem: Problem, parts: list[tuple[float, ...]]) -> Heads:
             head = own[_MIDDLE][k] + parts[s][_MIDDLE]
             if s < stages - 1:
                 sent = heads[s + 1][_BACKWARD][k] + parts[s + 1][_BACKWARD]
-                through_backward[s] = max(sent, through_backward[s]) + costs.transfer[s]
-                head = max(head, through_backward[s] + costs.latency[s])
+                through_backward[s] = max(sent, through_backward[s]) + problem.transfer[s]
+                head = max(head, through_backward[s] + problem.latency[s])
             head = max(head, loads[s].completion())
             own[_BACKWARD].append(head)
             loads[s].add(head, parts[s][_BACKWARD])
@@ -117,10 +118,17 @@ class _Load:
         return now
 
 
-def _one_machine(parts: tuple[float, ...], heads: list[list[float]], tails: list[list[float]], count: int) -> float:
+def _jobs(parts: tuple[float, ...], heads: list[list[float]], tails: list[list[float]]) -> list[Job]:
+    """Of a stage."""
+    found = [
+        zip(heads[p], tails[p], [seconds] * len(heads[p]), strict=True) for p, seconds in enumerate(parts) if seconds
+    ]
+    return [job for part in found for job in part]
+
+
+def _one_machine(jobs: list[Job]) -> float:
     """Jackson's preemptive schedule: at each moment the released job of the longest tail runs."""
-    jobs = [(heads[p][k], tails[p][k], parts[p]) for p in range(5) if parts[p] for k in range(count)]
-    jobs.sort()
+    jobs = sorted(jobs)
     ready: list[list[float]] = []
     now = bound = 0.0
     i = 0

@@ -1,4 +1,4 @@
-"""List scheduling: every stage takes, whenever it is free, the op that a rule prefers among those that are ready."""
+"""List scheduling: every rank takes, whenever it is free, the op that a rule prefers among those that are ready."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -6,15 +6,20 @@ from heapq import heappop, heappush
 
 from megatron_merak.pipeline_parallel.search.problem import B, F, Problem, Program, R, W
 
+Choice = tuple[float, int]
+"""When an op can start, and the place of its stage among those of the rank."""
+
 
 @dataclass(frozen=True)
 class Rule:
     """How a list is scheduled.
 
-    `warmup[s]`: the most micro-batches that stage s holds between F and B. `patience`: a stage that could run an op of
+    `warmup[s]`: the most micro-batches that stage s holds between F and B. `patience`: a rank that could run an op of
     d seconds rather waits for a B (or, with `forward_first`, an F) that arrives within patience * d. `early`: the most
     micro-batches that are recomputed ahead of B. `split[s]`: whether stage s has W ops, where it may (default: it has);
     `weights_last`: they wait until all its backwards are done, or memory runs out, instead of filling every gap.
+    `late`: which of the stages of a rank goes first where several are ready, the last or the first, in forwards and in
+    backwards.
     """
 
     warmup: tuple[int, ...]
@@ -23,60 +28,66 @@ class Rule:
     early: int = 2
     split: tuple[bool, ...] = ()
     weights_last: bool = False
+    late: tuple[bool, bool] = (True, True)
 
 
-def list_programs(problem: Problem, rule: Rule) -> list[Program]:
-    """The programs of all stages under the rule. Deterministic: equal times are taken in the order of stages."""
+def list_programs(problem: Problem, rule: Rule) -> list[Program] | None:
+    """The programs of all ranks under the rule; None where they do not come to an end. Deterministic: equal times are
+    taken in the order of ranks."""
     if problem.compiled is not None:
-        return problem.compiled.list(*astuple(rule))
-    return play([Stage(problem, rule, index) for index in range(problem.stages)])
+        return problem.compiled.list(*astuple(rule)) or None
+    ranks = [Rank(problem, rule, index) for index in range(problem.ranks)]
+    programs = play(problem, ranks)
+    return programs if all(rank.is_over for rank in ranks) else None
 
 
-def play(stages: Sequence["Stage"]) -> list[Program]:
-    """Lets the stages run until none can go on; what they then have run."""
-    wake = [(0.0, 0)]
+def play(problem: Problem, ranks: Sequence["Rank"]) -> list[Program]:
+    """Lets the ranks run until none can go on; what they then have run."""
+    home, last = problem.home, problem.stages - 1
+    stages = [ranks[rank].stages[problem.stages_of[rank].index(stage)] for stage, rank in enumerate(home)]
+    wake = [(0.0, home[0])]
     while wake:
-        now, s = heappop(wake)
-        stage = stages[s]
-        if stage.free > now:
+        now, r = heappop(wake)
+        rank = ranks[r]
+        if rank.free > now:
             continue
-        code, until = stage.choose(now)
+        code, until = rank.choose(now)
         if code is None:
             if until is not None:
-                heappush(wake, (until, s))
+                heappush(wake, (until, r))
             continue
-        stage.run(code, now)
-        heappush(wake, (stage.free, s))
-        if code & 3 == F and s < len(stages) - 1:
-            heappush(wake, (stages[s + 1].arrive(F, stage.free), s + 1))
+        s = rank.run(code, now)
+        if code & 3 == F and s < last:
+            heappush(wake, (stages[s + 1].arrive(F, rank.free), home[s + 1]))
         elif code & 3 == B and s:
-            heappush(wake, (stages[s - 1].arrive(B, stage.free), s - 1))
-    return [stage.program for stage in stages]
+            heappush(wake, (stages[s - 1].arrive(B, rank.free), home[s - 1]))
+        heappush(wake, (rank.free, r))
+    return [rank.program for rank in ranks]
 
 
 class Stage:
-    """A stage on the way: how many ops of each kind it has run, what it holds, and which messages are under way."""
+    """A stage on the way: how many ops of each kind it has run, and which messages are under way."""
 
     def __init__(self, problem: Problem, rule: Rule, index: int):
         costs, limits = problem.costs, problem.limits
-        self.rule, self.count = rule, problem.microbatches
+        self.index, self.count, self.most_early = index, problem.microbatches, rule.early
         self.warmup = min(rule.warmup[index], self.count)
         self.first, self.last = index == 0, index == problem.stages - 1
         self.early = problem.early[index]
         self.split = problem.split[index] and (not rule.split or rule.split[index])
-        self.seconds = {F: costs.forward[index], R: costs.recompute[index], W: costs.weight[index]}
-        self.backward = costs.backward[index] - (costs.weight[index] if self.split else 0.0)
+        self.weights_last = rule.weights_last
+        backward = costs.backward[index] - (costs.weight[index] if self.split else 0.0)
+        self.seconds = (costs.forward[index], costs.recompute[index], backward, costs.weight[index])
         self.hops = {
-            F: (0.0, 0.0) if self.first else (costs.transfer[index - 1], costs.latency[index - 1]),
-            B: (0.0, 0.0) if self.last else (costs.transfer[index], costs.latency[index]),
+            F: (0.0, 0.0) if self.first else (problem.transfer[index - 1], problem.latency[index - 1]),
+            B: (0.0, 0.0) if self.last else (problem.transfer[index], problem.latency[index]),
         }
-        self.cap, self.kept = limits.cap[index], limits.kept[index]
-        self.taped, self.weight_held = problem.taped[index], limits.weight_held[index]
+        self.kept, self.taped, self.weight_held = limits.kept[index], problem.taped[index], limits.weight_held[index]
+        # What a B with its W behind it holds more after than before.
+        self.growth = max(self.weight_held - self.kept, 0.0) if self.split else 0.0
         self.through = {F: 0.0, B: 0.0}
         self.arrivals: dict[int, list[float]] = {F: [], B: []}
         self.done = [0, 0, 0, 0]
-        self.free = 0.0
-        self.program: Program = []
 
     def arrive(self, kind: int, sent: float) -> float:
         transfer, latency = self.hops[kind]
@@ -89,65 +100,135 @@ class Stage:
         waiting = (backwards - weights) * self.weight_held if self.split else 0.0
         return (forwards - backwards) * self.kept + max(recomputed - backwards, 0) * self.taped + waiting
 
-    def run(self, code: int, now: float) -> None:
-        kind = code & 3
-        seconds = self.seconds[kind] if kind != B else self.backward
+    def run(self, kind: int) -> float:
+        """The seconds of its next op of a kind, which it has run then."""
+        seconds = self.seconds[kind]
         if kind == B and self.done[R] <= self.done[B]:
             seconds += self.seconds[R]
             self.done[R] = self.done[B] + 1
         self.done[kind] += 1
-        self.free = now + seconds
-        self.program.append(code)
+        return seconds
 
-    def choose(self, now: float) -> tuple[int | None, float | None]:
-        """(code to run, None), or (None, when to look again if it waits for a message that is known)."""
-        forward, backward = self._ready(F), self._ready(B)
-        favourite, other = (forward, backward) if self.rule.forward_first else (backward, forward)
-        kinds = (F, B) if self.rule.forward_first else (B, F)
-        if favourite is not None and favourite <= now:
-            return 4 * self.done[kinds[0]] + kinds[0], None
-        if other is not None and other <= now:
-            chosen = kinds[1]
-        elif self._may_recompute():
-            chosen = R
-        elif self._may_weigh():
-            chosen = W
-        else:
-            return None, None
-        seconds = self.seconds[chosen] if chosen != B else self.backward
-        urgent = min((time for time in (favourite, other) if time is not None and time > now), default=None)
-        if chosen == R and self.done[R] == self.done[B]:
-            urgent = None  # B has to wait for this R anyway
-        if urgent is not None and urgent < now + self.rule.patience * seconds:
-            return None, urgent
-        return 4 * self.done[chosen] + chosen, None
+    def ready(self, kind: int, room: float, tape: float) -> float | None:
+        """When the message of the next F or B is there; None if it is not known, or the op may not run.
 
-    def _ready(self, kind: int) -> float | None:
-        """When the message of the next op of this kind is there; None if it is not known, or the op may not run."""
+        room: what the rank may give this stage. tape: what one of its later stages needs for a B, at another time.
+        """
         k = self.done[kind]
         if k == self.count:
             return None
         if kind == F:
-            tape = self.taped if self.done[R] <= self.done[B] else 0.0  # which the next B is going to need
-            if k - self.done[B] >= self.warmup or self.held() + self.kept + tape > self.cap:
+            if k - self.done[B] >= self.warmup or self.kept + max(tape, self.needed()) > room:
                 return None
-        elif k >= self.done[F]:
+        elif k >= self.done[F] or self.needed() > room:
             return None
-        elif self.done[R] <= k and self.held() + self.taped > self.cap:
-            return None
+        return self.arrival(kind, k)
+
+    def needed(self) -> float:
+        """What the next B needs beside all that is held."""
+        early = self.done[R] > self.done[B]  # then its tape is held, and goes
+        return max(self.growth - self.taped, 0.0) if early else max(self.taped, self.growth)
+
+    def arrival(self, kind: int, k: int) -> float | None:
+        """When the message of the F or B of a micro-batch is there, None if that is not known."""
         if self.first if kind == F else self.last:
             return 0.0
         arrivals = self.arrivals[kind]
         return arrivals[k] if k < len(arrivals) else None
 
-    def _may_recompute(self) -> bool:
+    def may_recompute(self, room: float) -> bool:
         ahead = self.done[R] - self.done[B]
-        if not self.early or self.done[R] >= self.done[F] or ahead >= self.rule.early:
+        if not self.early or self.done[R] >= self.done[F] or ahead >= self.most_early:
             return False
-        return self.held() + self.taped <= self.cap
+        return self.taped <= room
 
-    def _may_weigh(self) -> bool:
+    def may_weigh(self, full: bool) -> bool:
         if not self.split or self.done[W] >= self.done[B]:
             return False
-        full = self.held() + self.kept + self.taped > self.cap
-        return full or not self.rule.weights_last or self.done[B] == self.count
+        return full or not self.weights_last or self.done[B] == self.count
+
+
+class Rank:
+    """The stages of a rank on the way, what they hold together, and what the rank has run."""
+
+    def __init__(self, problem: Problem, rule: Rule, index: int):
+        self.rule, self.cap = rule, problem.limits.cap[index]
+        self.stages = [Stage(problem, rule, stage) for stage in problem.stages_of[index]]
+        places = range(len(self.stages))
+        self.orders = {F: places[::-1] if rule.late[0] else places, B: places[::-1] if rule.late[1] else places}
+        self.free, self.held = 0.0, 0.0
+        self.program: Program = []
+
+    @property
+    def is_over(self) -> bool:
+        return all(stage.done[B] == stage.count and stage.done[W] in (0, stage.count) for stage in self.stages)
+
+    def code(self, place: int, kind: int) -> int:
+        """Of the next op of a kind."""
+        return 4 * (self.stages[place].done[kind] * len(self.stages) + place) + kind
+
+    def run(self, code: int, now: float) -> int:
+        """The stage of an op that starts now."""
+        stage = self.stages[(code >> 2) % len(self.stages)]
+        self.free = now + stage.run(code & 3)
+        self.program.append(code)
+        self.held = sum(each.held() for each in self.stages)
+        return stage.index
+
+    def choose(self, now: float) -> tuple[int | None, float | None]:
+        """(code to run, None), or (None, when to look again if it waits for a message that is known)."""
+        kinds = (F, B) if self.rule.forward_first else (B, F)
+        favourite, other = (self._next(kind, now) for kind in kinds)
+        if favourite is not None and favourite[0] <= now:
+            return self.code(favourite[1], kinds[0]), None
+        if other is not None and other[0] <= now:
+            place, chosen = other[1], kinds[1]
+        elif (found := self._recomputing()) is not None:
+            place, chosen = found, R
+        elif (found := self._weighing()) is not None:
+            place, chosen = found, W
+        else:
+            return None, None
+        stage = self.stages[place]
+        urgent = min((each[0] for each in (favourite, other) if each is not None and each[0] > now), default=None)
+        if chosen == R and stage.done[R] == stage.done[B]:
+            urgent = None  # B has to wait for this R anyway
+        if urgent is not None and urgent < now + self.rule.patience * stage.seconds[chosen]:
+            return None, urgent
+        return self.code(place, chosen), None
+
+    def _next(self, kind: int, now: float) -> Choice | None:
+        """The next F or B: the first in order that is ready, or the one that will be first."""
+        soonest: Choice | None = None
+        for place in self.orders[kind]:
+            room, tape = self._left(place) if kind == F else (self.cap - self.held, 0.0)
+            time = self.stages[place].ready(kind, room, tape)
+            if time is None:
+                continue
+            if time <= now:
+                return time, place
+            if soonest is None or time < soonest[0]:
+                soonest = time, place
+        return soonest
+
+    def _left(self, place: int) -> tuple[float, float]:
+        """What a stage may still take, and the tape that must be left: the rank's later stages must be able to run a
+        micro-batch that they do not have yet."""
+        room, tape = self.cap - self.held, 0.0
+        for stage in self.stages[place + 1 :]:
+            tape = max(tape, stage.taped, stage.growth)
+            if stage.done[F] == stage.done[B]:
+                room -= stage.kept
+        return room, tape
+
+    def _room(self, place: int) -> float:
+        """What a stage may take for longer than for a B."""
+        room, tape = self._left(place)
+        return room - tape
+
+    def _recomputing(self) -> int | None:
+        return next((place for place in self.orders[B] if self.stages[place].may_recompute(self._room(place))), None)
+
+    def _weighing(self) -> int | None:
+        full = max(stage.kept + max(stage.taped, stage.growth) for stage in self.stages) > self._room(0)
+        return next((place for place in self.orders[B] if self.stages[place].may_weigh(full)), None)

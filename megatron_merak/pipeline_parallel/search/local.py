@@ -5,24 +5,30 @@ only fall when two neighbours on the critical path change places, or when someth
 may also be a recomputation or a weight gradient that leaves its backward, or returns to it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
-from megatron_merak.pipeline_parallel.search.problem import B, F, Problem, Program, R, W
+from megatron_merak.pipeline_parallel.search.problem import B, F, Problem, Program, R, Step, W
 
-Compiled = list[tuple[int, int, float]]
 _REACH = 4
 _HEAT = 0.02
 _ROUND = 400
 _KICKS = 4
 _ANY = 1e9
+# A change of the program of a rank: the op at an index goes to another, or away (None), or a code is put in there.
+Move = tuple[int, int, int | None, int | None]  # rank, index, the other index, code
 
 
 class LocalSearch:
-    """A walk from given programs. `best` and `makespan` are the best seen; `evaluations` counts clocks."""
+    """A walk from given programs. `best` and `makespan` are the best seen; `evaluations` counts clocks.
 
-    def __init__(self, problem: Problem, programs: list[Program], seed: int = 0):
-        self.problem, self.random = problem, Random(seed)
+    told: is called after every clock.
+    """
+
+    def __init__(
+        self, problem: Problem, programs: list[Program], seed: int = 0, told: Callable[[], object] = lambda: None
+    ):
+        self.problem, self.random, self.told = problem, Random(seed), told
         self.programs = self.best = [list(program) for program in programs]
         self._clock()
         self.makespan = self.now
@@ -45,20 +51,18 @@ class LocalSearch:
 
     def _kick(self) -> None:
         """Two neighbours somewhere change places, whatever that costs."""
-        stage = self.random.randrange(self.problem.stages)
-        program = self.programs[stage]
-        i = self.random.randrange(1, len(program))
+        rank = self.random.randrange(self.problem.ranks)
+        i = self.random.randrange(1, len(self.programs[rank]))
         before = self.evaluations
-        for _, moved in _moved(stage, program, i, i - 1):
-            self._try(stage, moved, heat=_ANY)
+        self._try((rank, i, i - 1, None), heat=_ANY)
         self.evaluations = before + 1
 
     def _clock(self) -> None:
-        self.compiled = [self.problem.compile(stage, program) for stage, program in enumerate(self.programs)]
+        self.compiled = [self.problem.compile(rank, program) for rank, program in enumerate(self.programs)]
         self.ends = self._ends(self.programs, self.compiled)
         self.now = max(end[-1] for end in self.ends)
 
-    def _ends(self, programs: list[Program], compiled: list[Compiled]) -> list[list[float]]:
+    def _ends(self, programs: list[Program], compiled: list[list[Step]]) -> list[list[float]]:
         core = self.problem.compiled
         return self.problem.clock(compiled) if core is None else core.ends(programs)
 
@@ -68,20 +72,23 @@ class LocalSearch:
             moves = list(self._moves())
             self.random.shuffle(moves)
             moved = False
-            for stage, program in moves:
+            for move in moves:
                 heat = _HEAT * ((until - self.evaluations) / length) ** 2
-                moved = self._try(stage, program, heat)
+                moved = self._try(move, heat)
                 if moved or self.evaluations >= until:
                     break
 
-    def _try(self, stage: int, program: Program, heat: float) -> bool:
+    def _try(self, move: Move, heat: float) -> bool:
         """Makes the move if it is good enough."""
-        if not self.problem.allows(stage, program):
+        rank = move[0]
+        program = _moved(self.programs[rank], len(self.problem.stages_of[rank]), *move[1:])
+        if program is None or not self.problem.allows(rank, program):
             return False
         programs, compiled = [*self.programs], [*self.compiled]
-        programs[stage], compiled[stage] = program, self.problem.compile(stage, program)
+        programs[rank], compiled[rank] = program, self.problem.compile(rank, program)
         ends = self._ends(programs, compiled)
         self.evaluations += 1
+        self.told()
         makespan = max((end[-1] for end in ends), default=float("inf"))
         if makespan > self.now * (1 + heat * self.random.random()):
             return False
@@ -90,86 +97,97 @@ class LocalSearch:
             self.makespan, self.best = makespan, self.programs
         return True
 
-    def _moves(self) -> Iterator[tuple[int, Program]]:
-        """(stage, its new program) of every neighbour; some of them are no use, or do not fit."""
-        path = critical_path(self.problem, self.compiled, self.ends)
-        for stage, i, by_machine in path:
-            program = self.programs[stage]
+    def _moves(self) -> Iterator[Move]:
+        """Every neighbour; some of them are no use, or do not fit."""
+        separate = [{code for code in program if code & 1} for program in self.programs]  # R and W
+        for rank, i, by_machine in critical_path(self.problem, self.compiled, self.ends):
             if by_machine:
                 for j in range(max(i - _REACH, 0), i):
-                    yield from _moved(stage, program, i, j)
-                    yield from _moved(stage, program, j, i)
-            kind, k = program[i] & 3, program[i] >> 2
+                    yield rank, i, j, None
+                    yield rank, j, i, None
+            kind = self.programs[rank][i] & 3
             if kind == B:
-                yield from self._around_backward(stage, i, k)
+                yield from self._around_backward(rank, i, separate[rank])
             elif kind in (R, W):
-                yield stage, program[:i] + program[i + 1 :]
+                yield rank, i, None, None
 
-    def _around_backward(self, stage: int, i: int, k: int) -> Iterator[tuple[int, Program]]:
+    def _around_backward(self, rank: int, i: int, separate: set[int]) -> Iterator[Move]:
         """The recomputation leaves the backward for an earlier place, the weight gradient for a later one."""
-        program = self.programs[stage]
-        if self.problem.early[stage] and 4 * k + R not in program:
-            first = program.index(4 * k + F)
-            for j in range(max(first + 1, i - _REACH), i + 1):
-                yield stage, program[:j] + [4 * k + R] + program[j:]
-        if self.problem.split[stage] and 4 * k + W not in program:
+        program, stage = self.programs[rank], self.compiled[rank][i][1]
+        again, weight = program[i] - B + R, program[i] - B + W
+        if self.problem.early[stage] and again not in separate:
+            forward = program[i] - B + F
+            for j in range(i, max(i - 1 - _REACH, -1), -1):
+                if program[j] == forward:
+                    break
+                yield rank, j, None, again
+        if self.problem.split[stage] and weight not in separate:
             for j in range(i + 1, min(i + 1 + _REACH, len(program)) + 1):
-                yield stage, program[:j] + [4 * k + W] + program[j:]
+                yield rank, j, None, weight
 
 
-def _moved(stage: int, program: Program, source: int, target: int) -> Iterator[tuple[int, Program]]:
-    """The op at `source` goes to `target`, if it passes neither its own kind nor its own micro-batch."""
+def _moved(program: Program, width: int, source: int, target: int | None, code: int | None) -> Program | None:
+    """The program after a move; None where an op passed one of its own kind and stage, or of its own micro-batch.
+
+    width: stages of the rank.
+    """
+    if code is not None:
+        return [*program[:source], code, *program[source:]]
+    if target is None:
+        return program[:source] + program[source + 1 :]
     code = program[source]
+    kind, item = code & 3, code >> 2
+    place = item % width
     passed = program[target:source] if target < source else program[source + 1 : target + 1]
-    if any(other & 3 == code & 3 or other >> 2 == code >> 2 for other in passed):
-        return
+    for other in passed:
+        if other >> 2 == item or (other & 3 == kind and (other >> 2) % width == place):
+            return None
     moved = program[:source] + program[source + 1 :]
     moved.insert(target, code)
-    yield stage, moved
+    return moved
 
 
 def critical_path(
-    problem: Problem, compiled: list[Compiled], ends: list[list[float]]
+    problem: Problem, compiled: list[list[Step]], ends: list[list[float]]
 ) -> Iterator[tuple[int, int, bool]]:
-    """(stage, index, whether it waited for the op before it on its stage) of a longest chain, from the end of the step.
+    """(rank, index, whether it waited for the op before it on its rank) of a longest chain, from the end of the step.
 
     A chain leads on from a message that was late over its producer, over the earlier op that let its receive be posted,
     or over the message before it.
     """
     posted = [_posted(program) for program in compiled]
-    places = [{(kind, k): i for i, (kind, k, _) in enumerate(program)} for program in compiled]
-    stage = max(range(problem.stages), key=lambda s: ends[s][-1])
-    makespan = ends[stage][-1]
-    slack = 1e-9 * makespan
-    i = len(compiled[stage]) - 1
+    places = [{step[:3]: i for i, step in enumerate(program)} for program in compiled]
+    rank = max(range(problem.ranks), key=lambda r: ends[r][-1])
+    slack = 1e-9 * ends[rank][-1]
+    i = len(compiled[rank]) - 1
     while i >= 0:
-        kind, k, seconds = compiled[stage][i]
-        start = ends[stage][i + 1] - seconds
-        by_machine = ends[stage][i] >= start - slack
-        yield stage, i, by_machine
+        kind, stage, k, seconds = compiled[rank][i]
+        start = ends[rank][i + 1] - seconds
+        by_machine = ends[rank][i] >= start - slack
+        yield rank, i, by_machine
         if by_machine:
             i -= 1
             continue
         source = stage - 1 if kind == F else stage + 1
-        boundary = min(stage, source)
-        transfer = problem.costs.transfer[boundary]
-        through = start - problem.costs.latency[boundary]
+        origin, boundary = problem.home[source], min(stage, source)
+        transfer = problem.transfer[boundary]
+        through = start - problem.latency[boundary]
         while True:
-            sent = places[source][kind, k]
-            if ends[source][sent + 1] + transfer >= through - slack:
-                stage, i = source, sent
+            sent = places[origin][kind, source, k]
+            if origin == rank or ends[origin][sent + 1] + transfer >= through - slack:
+                rank, i = origin, sent
                 break
-            ahead = posted[stage][places[stage][kind, k]]
-            if k == 0 or (ahead >= 0 and ends[stage][ahead] + transfer >= through - slack):
+            ahead = posted[rank][places[rank][kind, stage, k]]
+            if k == 0 or (ahead >= 0 and ends[rank][ahead] + transfer >= through - slack):
                 i = ahead - 1
                 break
             k, through = k - 1, through - transfer
 
 
-def _posted(program: Compiled) -> list[int]:
+def _posted(program: list[Step]) -> list[int]:
     """For every op, where the last F or B before it is, before which its receive is posted; -1 if there is none."""
     last, posted = -1, []
-    for i, (kind, _, _) in enumerate(program):
+    for i, (kind, *_) in enumerate(program):
         posted.append(last)
         if kind in (F, B):
             last = i

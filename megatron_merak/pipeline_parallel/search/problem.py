@@ -1,7 +1,8 @@
 """The problem of ``search``: a pipeline of given costs under memory limits, as integers and lists, and its fast clock.
 
-One stage per rank. A program is a list of codes, ``4 * micro-batch + kind`` with the kinds F, R, B and W; every stage
-runs each kind in micro-batch order, so a program is a merge of at most four ascending sequences.
+A program is a list of codes, one program per rank. A code is ``4 * (micro-batch * stages of the rank + place) + kind``
+with the kinds F, R, B and W, and the place of the stage among those of its rank: ``4 * micro-batch + kind`` where a
+rank has one stage. Every stage runs each kind in micro-batch order, so a program is a merge of ascending sequences.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,20 +15,21 @@ from megatron_merak import _native
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.doubles import are_doubles
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
-from megatron_merak.pipeline_parallel.simulate import StageCosts
+from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
 
 F, R, B, W = range(4)
 KINDS = (Kind.F, Kind.R, Kind.B, Kind.W)
 Program = list[int]
+Step = tuple[int, int, int, float]  # kind, stage, micro-batch, seconds
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the stages may hold; one value per stage, all in the same unit, such as bytes.
+    """What ranks may hold: ``cap`` has one value per rank, the others one per stage, all in one unit, such as bytes.
 
     A micro-batch holds `kept` from the start of F to the end of B, `taped` more while it is recomputed or its
     recomputation waits for B (from the start of R, or of a B that recomputes, to the end of B), and `weight_held` from
-    the end of B to the end of W where W is its own op. The sum never exceeds `cap`.
+    the end of B to the end of W where W is its own op. The sum over the stages of a rank never exceeds its `cap`.
     """
 
     cap: tuple[float, ...]
@@ -37,26 +39,42 @@ class Limits:
 
     def __post_init__(self):
         for name, values in vars(self).items():
-            if len(values) != len(self.cap) or any(not value >= 0 for value in values):
-                raise ScheduleError(f"{name} of the limits", values, f"not {len(self.cap)} numbers >= 0", "Correct it")
-        for stage, needed in enumerate(kept + taped for kept, taped in zip(self.kept, self.taped, strict=True)):
-            if needed > self.cap[stage]:
+            expected = len(self.cap if name == "cap" else self.kept)
+            if len(values) != expected or any(not value >= 0 for value in values):
+                raise ScheduleError(f"{name} of the limits", values, f"not {expected} numbers >= 0", "Correct it")
+        if len(self.cap) == len(self.kept):
+            self.check(range(len(self.cap)))
+
+    def check(self, home: Sequence[int]) -> None:
+        """Raises ScheduleError where a rank has no room for one micro-batch on each of its stages.
+
+        home: the rank of each stage.
+        """
+        held: list[float] = [0] * len(self.cap)
+        for stage, rank in enumerate(home):
+            held[rank] += self.kept[stage]
+            needed = held[rank] + self.taped[stage]
+            if needed > self.cap[rank]:
                 reason = f"stage {stage} needs {needed} to run one micro-batch"
-                raise ScheduleError("memory cap", self.cap[stage], reason, "Raise the cap, or give the stage less")
+                raise ScheduleError("memory cap", self.cap[rank], reason, "Raise the cap, or give the stage less")
 
     @classmethod
-    def in_flight(cls, counts: Sequence[int]) -> "Limits":
-        """At most ``counts[s]`` micro-batches on stage s, from F to B, or to W; early recomputation costs nothing."""
-        ones = (1,) * len(counts)
-        return cls(tuple(counts), ones, (0,) * len(counts), ones)
+    def in_flight(cls, counts: Sequence[int], chunks: int = 1) -> "Limits":
+        """At most ``counts[r]`` micro-batches on rank r, from F to B, or to W; early recomputation costs nothing.
+
+        chunks: stages of each rank, on each of which a micro-batch counts as one part of so many.
+        """
+        ones = (1,) * (len(counts) * chunks)
+        return cls(tuple(count * chunks for count in counts), ones, (0,) * len(ones), ones)
 
     @classmethod
-    def none(cls, stages: int) -> "Limits":
-        return cls((float("inf"),) * stages, (1,) * stages, (0,) * stages, (1,) * stages)
+    def none(cls, ranks: int, stages: int) -> "Limits":
+        return cls((float("inf"),) * ranks, (1,) * stages, (0,) * stages, (1,) * stages)
 
 
 class Problem:
-    """Costs, limits, and which stages may run R (where they recompute) and W (where they have weight gradients)."""
+    """Costs, limits, where stages are, and which of them may run R (where they recompute) and W (where they have weight
+    gradients)."""
 
     def __init__(
         self,
@@ -65,182 +83,224 @@ class Problem:
         limits: Limits | None = None,
         recompute: Sequence[bool] | None = None,
         split_weights: bool = False,
+        placement: Sequence[int] = (),
     ):
         self.costs, self.microbatches = costs, microbatches
         self.stages = len(costs.forward)
-        self.limits = limits or Limits.none(self.stages)
+        self.home = tuple(placement) or tuple(range(self.stages))
+        self.ranks = max(self.home) + 1
         if microbatches < 1:
             raise ScheduleError("micro-batches", microbatches, "there is nothing to run", "Ask for at least one")
-        for name, values in (("limits", self.limits.cap), ("recompute", recompute)):
-            if values is not None and len(values) != self.stages:
-                reason = f"{len(values)} values for {self.stages} stages"
-                raise ScheduleError(name, values, reason, "Give one per stage")
+        self.limits = limits or Limits.none(self.ranks, self.stages)
+        sizes = ("limits", self.limits.cap, self.ranks), ("limits", self.limits.kept, self.stages)
+        for name, values, count in (
+            *sizes,
+            ("recompute", recompute, self.stages),
+            ("placement", self.home, self.stages),
+        ):
+            if values is not None and len(values) != count:
+                reason = f"{len(values)} values for {count} {'stages' if count == self.stages else 'ranks'}"
+                raise ScheduleError(name, values, reason, "Give one each")
+        self.limits.check(self.home)
+        self.stages_of = tuple(
+            tuple(stage for stage in range(self.stages) if self.home[stage] == rank) for rank in range(self.ranks)
+        )
+        # Between stages of one rank nothing is sent.
+        crosses = [one != other for one, other in pairwise(self.home)]
+        self.transfer, self.latency = (
+            tuple(value if sent else 0.0 for value, sent in zip(values, crosses, strict=True))
+            for values in (costs.transfer, costs.latency)
+        )
         allowed = recompute or (True,) * self.stages
         self.early = tuple(may and cost > 0 for may, cost in zip(allowed, costs.recompute, strict=True))
         self.split = tuple(split_weights and weight > 0 for weight in costs.weight)
-
         self.taped = tuple(tape if cost else 0.0 for tape, cost in zip(self.limits.taped, costs.recompute, strict=True))
 
     @cached_property
     def compiled(self) -> Any:
         """This problem for the loops of ``csrc/py/search.cpp``; None where those are not built."""
-        host, costs = _native.host(), astuple(self.costs)
+        host, costs = _native.host(), list(astuple(self.costs))
+        costs[4:] = self.transfer, self.latency
         limits = self.limits.cap, self.limits.kept, self.taped, self.limits.weight_held
         known = are_doubles(chain.from_iterable(costs)) and are_doubles(chain.from_iterable(limits), unbounded=True)
-        return host.Pipeline(self.microbatches, costs, limits, self.early, self.split) if host and known else None
+        if host is None or not known:
+            return None
+        return host.Pipeline(self.microbatches, costs, limits, self.early, self.split, self.home)
 
     def depth(self, stage: int) -> int:
         """The most micro-batches that the stage can hold between F and B: the next B needs a tape beside them."""
-        kept, free = self.limits.kept[stage], self.limits.cap[stage] - self.taped[stage]
+        kept, free = self.limits.kept[stage], self.limits.cap[self.home[stage]] - self.taped[stage]
         return int(min(free / kept, self.microbatches)) if kept else self.microbatches
 
-    def allows(self, stage: int, program: Program) -> bool:
+    def allows(self, rank: int, program: Program) -> bool:
         """Whether weight gradients, those inside of backwards too, and R are in order, and memory suffices."""
         if self.compiled is not None:
-            return self.compiled.allows(stage, program)
-        return _in_order(program) and self.fits(stage, program)
+            return self.compiled.allows(rank, program)
+        return _in_order(program, len(self.stages_of[rank])) and self.fits(rank, program)
 
-    def fits(self, stage: int, program: Iterable[int]) -> bool:
-        """Whether the program of a stage stays within its cap; see ``Limits``."""
-        limits = self.limits
-        cap, kept, taped = limits.cap[stage], limits.kept[stage], self.taped[stage]
-        if cap >= (kept + taped + limits.weight_held[stage]) * self.microbatches:
+    def fits(self, rank: int, program: Iterable[int]) -> bool:
+        """Whether the program of a rank stays within its cap; see ``Limits``."""
+        limits, mine, cap = self.limits, self.stages_of[rank], self.limits.cap[rank]
+        sizes = [(limits.kept[stage], self.taped[stage], limits.weight_held[stage]) for stage in mine]
+        if cap >= sum(map(sum, sizes)) * self.microbatches:
             return True
-        weight_held = limits.weight_held[stage]
-        program = list(program)
+        program, width = list(program), len(mine)
         split = {code >> 2 for code in program if code & 3 == W}
         recomputed = set()
         held = 0.0
         for code in program:
-            kind, k = code & 3, code >> 2
+            kind, item = code & 3, code >> 2
+            kept, taped, weight_held = sizes[item % width]
             if kind == F:
                 held += kept
             elif kind == R:
                 held += taped
-                recomputed.add(k)
+                recomputed.add(item)
             elif kind == B:
-                early = k in recomputed
+                early = item in recomputed
                 if held + (0 if early else taped) > cap:
                     return False
                 held -= kept + (taped if early else 0)
-                held += weight_held if k in split else 0
+                held += weight_held if item in split else 0
             else:
                 held -= weight_held
             if held > cap:
                 return False
         return True
 
-    def compile(self, stage: int, program: Program) -> list[tuple[int, int, float]]:
-        """(kind, micro-batch, seconds) of each op."""
-        costs = self.costs
-        separate = {code for code in program if code & 1}
-        seconds = {F: costs.forward[stage], R: costs.recompute[stage], W: costs.weight[stage]}
+    def compile(self, rank: int, program: Program) -> list[Step]:
+        """The steps of a program: the kind, stage, micro-batch and seconds of each op."""
+        costs, mine = self.costs, self.stages_of[rank]
+        separate, width = {code for code in program if code & 1}, len(mine)
         compiled = []
         for code in program:
-            kind, k = code & 3, code >> 2
-            if kind == B:
-                weight = costs.weight[stage] if 4 * k + W in separate else 0.0
-                recompute = 0.0 if 4 * k + R in separate else costs.recompute[stage]
-                compiled.append((B, k, costs.backward[stage] - weight + recompute))
+            kind, (k, place) = code & 3, divmod(code >> 2, width)
+            stage = mine[place]
+            if kind == F:
+                seconds = costs.forward[stage]
+            elif kind == B:
+                weight = costs.weight[stage] if code - B + W in separate else 0.0
+                recompute = 0.0 if code - B + R in separate else costs.recompute[stage]
+                seconds = costs.backward[stage] - weight + recompute
             else:
-                compiled.append((kind, k, seconds[kind]))
+                seconds = costs.weight[stage] if kind == W else costs.recompute[stage]
+            compiled.append((kind, stage, k, seconds))
         return compiled
 
-    def clock(self, programs: Sequence[list[tuple[int, int, float]]]) -> list[list[float]]:
-        """The end of every op, a zero first, as ``simulate`` has it; empty where the programs deadlock.
+    def clock(self, programs: Sequence[list[Step]]) -> list[list[float]]:
+        """The end of every op of each rank, a zero first; empty where the programs deadlock.
 
-        A message is received as ``passes.add_communication`` places it: posted just before the last F or B before its
-        consumer, after the previous message of its channel.
+        With one stage per rank it is the clock of ``simulate``: a message is received as ``passes.add_communication``
+        places it, posted just before the last F or B before its consumer, after the previous message of its channel.
+        With several, messages of different stages do not wait for each other here.
         """
-        stages, transfer, latency = self.stages, self.costs.transfer, self.costs.latency
-        ends = [[0.0] for _ in range(stages)]
-        posted = [0.0] * stages  # when the rank was free for its last F or B
-        forwards: list[list[float]] = [[] for _ in range(stages)]
-        backwards: list[list[float]] = [[] for _ in range(stages)]
-        free_forward, free_backward = [0.0] * stages, [0.0] * stages
-        at = [0] * stages
+        home, stages, ranks, transfer, latency = self.home, self.stages, self.ranks, self.transfer, self.latency
+        ends = [[0.0] for _ in range(ranks)]
+        posted = [0.0] * ranks  # when the rank was free for its last F or B
+        over: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in KINDS]  # [kind][stage][micro-batch]
+        free = [[0.0] * stages for _ in KINDS]
+        at = [0] * ranks
         left = sum(map(len, programs))
-        order = [*range(stages), *range(stages - 2, 0, -1)] if stages > 1 else [0]
+        order = [*range(ranks), *range(ranks - 2, 0, -1)] if ranks > 1 else [0]
         while left:
             before_sweep = left
-            for s in order:
-                program, end, i = programs[s], ends[s], at[s]
+            for rank in order:
+                program, end, i = programs[rank], ends[rank], at[rank]
                 count = len(program)
-                arrived_forward = forwards[s - 1] if s else None
-                arrived_backward = backwards[s + 1] if s < stages - 1 else None
                 now = end[-1]
                 while i < count:
-                    kind, k, seconds = program[i]
-                    if kind == F:
-                        if arrived_forward is not None:
-                            if k >= len(arrived_forward):
+                    kind, s, k, seconds = program[i]
+                    if kind == F or kind == B:
+                        source, border = (s - 1, s - 1) if kind == F else (s + 1, s)
+                        if 0 <= source < stages:
+                            arrived = over[kind][source]
+                            if k >= len(arrived):
                                 break
-                            start = max(arrived_forward[k], posted[s], free_forward[s])
-                            free_forward[s] = start = start + transfer[s - 1]
-                            start += latency[s - 1]
+                            start = arrived[k]
+                            if home[source] != rank:
+                                through = free[kind]
+                                through[s] = start = max(start, posted[rank], through[s]) + transfer[border]
+                                start += latency[border]
                             if start > now:
                                 now = start
-                        posted[s] = end[-1]
+                        posted[rank] = end[-1]
                         now += seconds
-                        forwards[s].append(now)
-                    elif kind == B:
-                        if arrived_backward is not None:
-                            if k >= len(arrived_backward):
-                                break
-                            start = max(arrived_backward[k], posted[s], free_backward[s])
-                            free_backward[s] = start = start + transfer[s]
-                            start += latency[s]
-                            if start > now:
-                                now = start
-                        posted[s] = end[-1]
-                        now += seconds
-                        backwards[s].append(now)
+                        over[kind][s].append(now)
                     else:
                         now += seconds
                     end.append(now)
                     i += 1
-                left -= i - at[s]
-                at[s] = i
+                left -= i - at[rank]
+                at[rank] = i
             if left == before_sweep:
                 return []
         return ends
 
     def makespan(self, programs: Sequence[Program]) -> float:
-        """Seconds; infinite where the programs deadlock."""
+        """Seconds by the fast clock; infinite where the programs deadlock."""
         if self.compiled is not None:
             return self.compiled.makespan(programs)
-        ends = self.clock([self.compile(stage, program) for stage, program in enumerate(programs)])
+        ends = self.clock([self.compile(rank, program) for rank, program in enumerate(programs)])
         return max((end[-1] for end in ends), default=float("inf"))
 
+    def simulated(self, programs: Sequence[Program]) -> float:
+        """Seconds by ``simulate``, with which the fast clock agrees where every rank has one stage."""
+        if self.stages == self.ranks:
+            return self.makespan(programs)
+        try:
+            return simulate(self.to_schedule("auto", programs), self.costs).makespan
+        except ScheduleError:
+            return float("inf")
+
     def to_schedule(self, name: str, programs: Sequence[Program]) -> Schedule:
-        ops = [tuple(Op(s, KINDS[code & 3], code >> 2) for code in program) for s, program in enumerate(programs)]
-        return Schedule(name, self.stages, self.microbatches, tuple(ops))
+        ranks = []
+        for mine, program in zip(self.stages_of, programs, strict=True):
+            parts = [(code & 3, *divmod(code >> 2, len(mine))) for code in program]
+            ranks.append(tuple(Op(mine[place], KINDS[kind], k) for kind, k, place in parts))
+        cyclic = all(rank == stage % self.ranks for stage, rank in enumerate(self.home))
+        return Schedule(name, self.stages, self.microbatches, tuple(ranks), () if cyclic else self.home)
 
     def from_schedule(self, schedule: Schedule) -> list[Program] | None:
         """The programs of a schedule of compute ops; None where it is no answer to this problem.
 
-        It is none if a rank has several stages, ops run together, a kind is out of micro-batch order, an R or W stands
+        It is none if stages are on other ranks, ops run together, a kind is out of micro-batch order, an R or W stands
         where it may not, or memory does not suffice. The R ops of a stage that recomputes nothing are left out.
         """
-        if len(schedule.ranks) != self.stages or schedule.stages != self.stages:
+        if len(schedule.ranks) != self.ranks or tuple(map(schedule.rank_of, range(schedule.stages))) != self.home:
             return None
         programs = []
-        for stage, entries in enumerate(schedule.ranks):
-            if any(not isinstance(op, Op) or op.stage != stage or op.kind not in KINDS for op in entries):
+        for rank, entries in enumerate(schedule.ranks):
+            mine = self.stages_of[rank]
+            if any(not isinstance(op, Op) or op.stage not in mine or op.kind not in KINDS for op in entries):
                 return None
-            idle = () if self.costs.recompute[stage] else (Kind.R,)
-            program = [4 * op.microbatch + KINDS.index(op.kind) for op in entries if op.kind not in idle]
-            allowed = {F, B} | ({R} if self.early[stage] else set()) | ({W} if self.split[stage] else set())
-            kinds = [[code for code in program if code & 3 == kind] for kind in range(4)]
-            in_order = all(codes == sorted(codes) for codes in kinds)
-            if not in_order or any(code & 3 not in allowed for code in program) or not self.allows(stage, program):
+            program = []
+            last: dict[tuple[int, Kind], int] = {}
+            for op in entries:
+                if op.kind is Kind.R and not self.costs.recompute[op.stage]:
+                    continue
+                refused = (op.kind is Kind.R and not self.early[op.stage]) or (
+                    op.kind is Kind.W and not self.split[op.stage]
+                )
+                if refused or last.get((op.stage, op.kind), -1) >= op.microbatch:
+                    return None
+                last[op.stage, op.kind] = op.microbatch
+                program.append(4 * (op.microbatch * len(mine) + mine.index(op.stage)) + KINDS.index(op.kind))
+            if not self.allows(rank, program):
                 return None
             programs.append(program)
         return programs
 
 
-def _in_order(program: Program) -> bool:
-    recomputed = [code for code in program if code & 3 == R]
+def _in_order(program: Program, width: int) -> bool:
+    """Of each of the rank's ``width`` stages."""
     split = {code >> 2 for code in program if code & 3 == W}
-    sums = [code >> 2 for code in program if code & 3 == W or (code & 3 == B and code >> 2 not in split)]
-    return all(first < second for codes in (recomputed, sums) for first, second in pairwise(codes))
+    recomputed, summed = [-1] * width, [-1] * width
+    for code in program:
+        kind, item = code & 3, code >> 2
+        if kind == F or (kind == B and item in split):
+            continue
+        last = recomputed if kind == R else summed
+        if last[item % width] >= item:
+            return False
+        last[item % width] = item
+    return True

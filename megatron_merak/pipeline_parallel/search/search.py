@@ -1,11 +1,12 @@
 """The ``auto`` schedule: one that is found for the given costs, links and memory caps, instead of built by a formula.
 
-Three steps, each from the best of those before: the builders' schedules, list schedules under a family of rules, and a
-local search along the critical path. The result is never worse than any builder's that the limits allow, and comes with
-a lower bound that no schedule beats. All times are modelled.
+The search has three steps, each from the best of those before: the builders' schedules, list schedules under a family
+of rules, and a local search along the critical path. The result is never worse than any builder's that the limits
+allow and whose stages are where those of the search are, and comes with a lower bound that no schedule beats. All times
+are modelled. Its work is bounded by a count of schedules that are timed, so that it finds the same on every machine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
@@ -22,17 +23,20 @@ from megatron_merak.pipeline_parallel.simulate import StageCosts
 
 EVALUATIONS = 2000
 _SMALL = 256  # stages x micro-batches up to which the default budget is EVALUATIONS
-_FEWEST = 50
+_FEW = 50  # evaluations of a long pipeline, unless they come to more than
+_MOST = _FEW * 64 * 512  # stages x micro-batches that are timed
+_SHIFTS = 8  # evaluations for each stage whose forward the shift of recomputation moves
 _PATIENCE = (0.0, 0.5, 1.0, 4.0)
 _MUTATIONS = 4  # at most, tried ones included, for each evaluation
+Told = Callable[[float], object]  # is called with the share of the work that is done
 
 
 @dataclass(frozen=True)
 class Found:
     """A schedule of compute ops; its makespan, and the bound that none beats, in modelled seconds.
 
-    `builder` names the best of the builders, whose schedule takes `builder_makespan`. `evaluations`: how many schedules
-    were timed.
+    `builder` names the best of the builders with stages where these are, whose schedule takes `builder_makespan`; ""
+    and infinity where there is none. `evaluations`: how many schedules were timed.
     """
 
     schedule: Schedule
@@ -43,6 +47,12 @@ class Found:
     builder_makespan: float
 
 
+def default_evaluations(stages: int, microbatches: int, searches: int = 1) -> int:
+    """How many schedules a search times, unless it is told: fewer, the longer they are. searches: that share them."""
+    size = stages * microbatches
+    return max(2, min(_FEW, _MOST // size), EVALUATIONS * _SMALL // max(size, _SMALL) // searches)
+
+
 def search(
     costs: StageCosts,
     microbatches: int,
@@ -51,57 +61,71 @@ def search(
     recompute: Sequence[bool] | None = None,
     split_weights: bool = False,
     evaluations: int | None = None,
+    placement: Sequence[int] = (),
+    told: Told = lambda share: None,
 ) -> Found:
-    """The best schedule found, one stage per rank.
+    """The best schedule found.
 
     `recompute[s]`: stage s may run R as its own op where it recomputes (default: every stage). `split_weights`: W may
-    be its own op. `evaluations`: how many schedules to time (default: 2000, fewer where stages x micro-batches exceed
-    256); the answer depends on the arguments alone, so every rank finds the same. Raises ScheduleError for limits under
-    which no micro-batch runs, and for lists of the wrong length.
+    be its own op. `evaluations`: how many schedules to time (default: see ``default_evaluations``); the answer depends
+    on the arguments alone, so every rank finds the same. `placement[s]`: the rank of stage s (default: one stage per
+    rank). Raises ScheduleError for limits under which no micro-batch runs, or nothing was found, and for lists of the
+    wrong length.
     """
-    problem = Problem(costs, microbatches, limits, recompute, split_weights)
-    if evaluations is None:
-        size = problem.stages * microbatches
-        evaluations = max(_FEWEST, EVALUATIONS * _SMALL // max(size, _SMALL))
-    builders = builder_makespans(problem)
-    builder = min(builders, key=builders.__getitem__)
-    schedule = build_schedule(builder, problem.stages, microbatches)
-    best = _Best(problem, lower_bound(problem))
-    best.offer(problem.from_schedule(schedule))
-    best.evaluations = len(builders)
-    if any(problem.early):
-        best.offer(problem.from_schedule(shift_recompute(schedule, costs, limits, recompute=recompute)))
-    _search_rules(best, evaluations)
+    problem = Problem(costs, microbatches, limits, recompute, split_weights, placement)
+    evaluations = evaluations or default_evaluations(problem.stages, microbatches)
+    best = _Best(problem, lower_bound(problem), evaluations, told)
+    built = _built(problem)
+    makespans = {name: best.offer(programs) for name, programs in built.items()}
+    if any(problem.early) and problem.stages == problem.ranks and built:
+        schedule = problem.to_schedule("auto", built[min(makespans, key=makespans.__getitem__)])
+        attempts = max(1, evaluations // _SHIFTS)
+        best.offer(
+            problem.from_schedule(shift_recompute(schedule, costs, limits, recompute=recompute, attempts=attempts))
+        )
+    _search_rules(best)
+    if not best.programs:
+        reason = f"no order of {problem.stages} stages on {problem.ranks} ranks was found within it"
+        raise ScheduleError("memory cap", problem.limits.cap, reason, "Raise the cap, or use fewer stages per rank")
     if not best.is_optimal and best.evaluations < evaluations:
-        local = LocalSearch(problem, best.programs)
+        local = LocalSearch(problem, best.programs, told=best.count)
         local.run(evaluations - best.evaluations, best.goal)
-        best.evaluations += local.evaluations
-        if local.makespan < best.makespan:
-            best.makespan, best.programs = local.makespan, local.best
-    found = problem.to_schedule("auto", best.programs)
-    return Found(found, best.makespan, best.bound, best.evaluations, builder, builders[builder])
+        best.take(local.best, local.makespan)
+    times = {name: problem.simulated(programs) for name, programs in built.items()}
+    builder = min(times, key=times.__getitem__, default="")
+    programs, makespan = best.programs, problem.simulated(best.programs)
+    if times and times[builder] < makespan:  # the clock of the search knows less than the simulator
+        programs, makespan = built[builder], times[builder]
+    found = problem.to_schedule("auto", programs)
+    return Found(found, makespan, best.bound, best.evaluations, builder, times.get(builder, float("inf")))
 
 
 def builder_makespans(problem: Problem) -> dict[str, float]:
-    """The makespan of every builder with one stage per rank, of those whose schedule the problem allows."""
-    makespans = {}
+    """The makespan of every builder whose stages are where the problem has them, of those that it allows."""
+    return {name: problem.simulated(programs) for name, programs in _built(problem).items()}
+
+
+def _built(problem: Problem) -> dict[str, list[Program]]:
+    """The programs of every such builder."""
+    found, chunks = {}, problem.stages // problem.ranks
     for name, row in BUILDERS.items():
-        if row.chunks > 1:
+        if row.chunks != chunks and not (row.chunked and chunks > 1):
             continue
         try:
-            programs = problem.from_schedule(build_schedule(name, problem.stages, problem.microbatches))
+            schedule = build_schedule(name, problem.ranks, problem.microbatches, chunks)
         except ScheduleError:
             continue
+        programs = problem.from_schedule(schedule)
         if programs is not None:
-            makespans[name] = problem.makespan(programs)
-    return makespans
+            found[name] = programs
+    return found
 
 
 class _Best:
-    """The best programs so far of a problem."""
+    """The best programs so far of a problem, and how many were timed of as many as may be."""
 
-    def __init__(self, problem: Problem, bound: float):
-        self.problem, self.bound = problem, bound
+    def __init__(self, problem: Problem, bound: float, most: int, told: Told):
+        self.problem, self.bound, self.most, self.told = problem, bound, most, told
         self.programs: list[Program] = []
         self.makespan = float("inf")
         self.evaluations = 0
@@ -111,23 +135,34 @@ class _Best:
     def is_optimal(self) -> bool:
         return self.makespan <= self.goal
 
-    def offer(self, programs: list[Program]) -> float:
+    def offer(self, programs: list[Program] | None) -> float:
+        """The makespan; infinity for programs that break a limit, or for none."""
+        self.count()
+        if programs is None or not all(map(self.problem.allows, range(self.problem.ranks), programs)):
+            return float("inf")
         makespan = self.problem.makespan(programs)
-        self.evaluations += 1
-        if makespan < self.makespan:
-            self.makespan, self.programs = makespan, programs
+        self.take(programs, makespan)
         return makespan
 
+    def take(self, programs: list[Program], makespan: float) -> None:
+        if makespan < self.makespan:
+            self.makespan, self.programs = makespan, programs
 
-def _search_rules(best: _Best, evaluations: int) -> None:
+    def count(self) -> None:
+        self.evaluations += 1
+        self.told(min(1.0, self.evaluations / self.most))
+
+
+def _search_rules(best: _Best) -> None:
     """List schedules: first the warm-up, then how to choose, then small changes of both, each from the best rule.
 
     Takes at most half of the evaluations.
     """
     tried: dict[Rule, float] = {}
+    most = best.most // 2
 
     def attempt(rule: Rule) -> float:
-        if rule not in tried and best.evaluations < evaluations and not best.is_optimal:
+        if rule not in tried and best.evaluations < most and not best.is_optimal:
             tried[rule] = best.offer(list_programs(best.problem, rule))
         return tried.get(rule, float("inf"))
 
@@ -136,8 +171,8 @@ def _search_rules(best: _Best, evaluations: int) -> None:
     rule = min(_choices(rule, best.problem), key=attempt)
     rule = min(_warmups(rule, count), key=attempt)
     draw = Random(0)
-    for _ in range(_MUTATIONS * evaluations):
-        if best.is_optimal or best.evaluations >= evaluations // 2:
+    for _ in range(_MUTATIONS * best.most):
+        if best.is_optimal or best.evaluations >= most:
             break
         mutant = _mutant(rule, best.problem, draw)
         if attempt(mutant) <= attempt(rule):
@@ -157,10 +192,15 @@ def _choices(rule: Rule, problem: Problem) -> Iterator[Rule]:
     none, every = (False,) * stages, (True,) * stages
     weights = ((every, False), (every, True), (none, False)) if any(problem.split) else ((none, False),)
     for early, (split, last) in product(_recomputations(problem), weights):
-        for forward_first, patience in product((False, True), _PATIENCE):
-            yield replace(
-                rule, early=early, split=split, weights_last=last, forward_first=forward_first, patience=patience
-            )
+        for forward_first, patience, late in product((False, True), _PATIENCE, _orders(problem)):
+            changed = {"early": early, "split": split, "weights_last": last, "late": late}
+            yield replace(rule, forward_first=forward_first, patience=patience, **changed)
+
+
+def _orders(problem: Problem) -> tuple[tuple[bool, bool], ...]:
+    """Which stage of a rank goes first, in forwards and in backwards."""
+    several = problem.stages > problem.ranks
+    return ((True, True), (False, True), (True, False), (False, False)) if several else ((True, True),)
 
 
 def _recomputations(problem: Problem) -> tuple[int, ...]:
@@ -170,7 +210,7 @@ def _recomputations(problem: Problem) -> tuple[int, ...]:
 def _mutant(rule: Rule, problem: Problem, draw: Random) -> Rule:
     """The rule with one to three changes."""
     for _ in range(draw.randint(1, 3)):
-        s, what = draw.randrange(problem.stages), draw.randrange(8)
+        s, what = draw.randrange(problem.stages), draw.randrange(8 if problem.stages == problem.ranks else 9)
         if what < 4:
             depth = min(max(rule.warmup[s] + draw.choice((-2, -1, 1, 2)), 1), problem.microbatches)
             rule = replace(rule, warmup=(*rule.warmup[:s], depth, *rule.warmup[s + 1 :]))
@@ -180,6 +220,8 @@ def _mutant(rule: Rule, problem: Problem, draw: Random) -> Rule:
             rule = replace(rule, forward_first=not rule.forward_first)
         elif what == 6:
             rule = replace(rule, early=draw.choice(_recomputations(problem)))
+        elif what == 8:
+            rule = replace(rule, late=draw.choice(_orders(problem)))
         elif any(problem.split):
             split = (*rule.split[:s], not rule.split[s], *rule.split[s + 1 :])
             rule = replace(rule, split=split, weights_last=draw.random() < 0.5)

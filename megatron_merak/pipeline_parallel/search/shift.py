@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
-from megatron_merak.pipeline_parallel.search.listing import Rule, Stage, play
+from megatron_merak.pipeline_parallel.search.listing import Rank, Rule, play
 from megatron_merak.pipeline_parallel.search.problem import B, F, Limits, Problem, Program, R, W
 from megatron_merak.pipeline_parallel.simulate import StageCosts
 
@@ -29,13 +29,15 @@ def shift_recompute(
     recompute: Sequence[bool] | None = None,
     drain: bool = True,
     warmup: bool = True,
+    attempts: int | None = None,
 ) -> Schedule:
     """The schedule, of compute ops and one stage per rank, with R ops where its stages would wait.
 
     Forwards, backwards and weight gradients keep their order, but for the first forward after the first backward of a
     stage, which goes before it where that shortens the step. R ops that were there are placed anew. `drain`: R may run
     after the last forward of its stage; `warmup`: before it, and forwards may go earlier. `recompute[s]`: whether stage
-    s may run R (default: all that recompute). The result is never longer than the schedule without any R.
+    s may run R (default: all that recompute). `attempts`: of how many stages, from the last one on, a forward may go
+    earlier (default: all). The result is never longer than the schedule without any R.
     """
     split = any(isinstance(op, Op) and op.kind is Kind.W for op in schedule.entries())
     problem = Problem(costs, schedule.microbatches, limits, recompute, split)
@@ -46,7 +48,8 @@ def shift_recompute(
         raise ScheduleError("schedule", schedule.name, reason, "Pass such as build_schedule makes, or raise the limits")
     unshifted, makespan = best, problem.makespan(best)
     best, makespan = _better(problem, unshifted, best, makespan, drain, warmup)
-    for stage in reversed(range(problem.stages - 1 if warmup else 0)):
+    earlier = [*reversed(range(problem.stages - 1 if warmup else 0))]
+    for stage in earlier[:attempts]:
         advanced = _advance(unshifted, stage)
         if advanced is not None and problem.fits(stage, advanced[stage]):
             found, shorter = _better(problem, advanced, best, makespan, drain, warmup)
@@ -60,9 +63,9 @@ def _better(
 ) -> tuple[list[Program], float]:
     """The shortest of `best` and of the programs with R inserted, few or many micro-batches ahead."""
     for ahead in sorted({1, 2, problem.microbatches}):
-        stages = [_Fixed(problem, programs, s, ahead, drain, warmup) for s in range(problem.stages)]
-        candidate = play(stages)
-        if any(stage.left for stage in stages):
+        ranks = [_Fixed(problem, programs, rank, ahead, drain, warmup) for rank in range(problem.ranks)]
+        candidate = play(problem, ranks)
+        if any(rank.left for rank in ranks):
             continue  # a forward that went earlier waits for one that waits for it
         shorter = problem.makespan(candidate)
         if shorter < makespan and all(map(problem.allows, range(problem.stages), candidate)):
@@ -81,60 +84,56 @@ def _advance(programs: list[Program], stage: int) -> list[Program] | None:
     return [*programs[:stage], moved, *programs[stage + 1 :]]
 
 
-class _Fixed(Stage):
-    """A stage that runs a given program, and recomputes while it would wait."""
+class _Fixed(Rank):
+    """A rank of one stage that runs a given program, and recomputes while it would wait."""
 
     def __init__(self, problem: Problem, programs: list[Program], index: int, ahead: int, drain: bool, warmup: bool):
-        weighs = [any(code & 3 == W for code in program) for program in programs]
-        super().__init__(
-            problem, Rule((problem.microbatches,) * problem.stages, early=ahead, split=tuple(weighs)), index
-        )
+        weighs = tuple(any(code & 3 == W for code in program) for program in programs)
+        super().__init__(problem, Rule((problem.microbatches,) * problem.stages, early=ahead, split=weighs), index)
+        (self.stage,) = self.stages
         self.left = [*reversed(programs[index])]
         self.drain, self.may_warm_up = drain, warmup
 
-    def run(self, code: int, now: float) -> None:
+    def run(self, code: int, now: float) -> int:
         if code & 3 != R:
             self.left.pop()
-        super().run(code, now)
+        return super().run(code, now)
 
     def choose(self, now: float) -> tuple[int | None, float | None]:
         if not self.left:
             return None, None
-        code = self.left[-1]
-        ready = self._arrival(code)
+        code, done = self.left[-1], self.stage.done
+        kind, k = code & 3, code >> 2
+        ready = 0.0 if kind == W else self.stage.arrival(kind, k)
         if ready is not None and ready <= now:
             return code, None
         if not self._may_recompute() or not self._has_memory():
             return None, None
-        needed_now = code & 3 == B and self.done[R] == self.done[B]
-        if needed_now or ready is None or ready >= now + self.seconds[R]:
-            return 4 * self.done[R] + R, None
+        needed_now = kind == B and done[R] == done[B]
+        if needed_now or ready is None or ready >= now + self.stage.seconds[R]:
+            return self.code(0, R), None
         return None, None
 
-    def _arrival(self, code: int) -> float | None:
-        kind, k = code & 3, code >> 2
-        if kind == W or (self.first if kind == F else self.last):
-            return 0.0
-        return self.arrivals[kind][k] if k < len(self.arrivals[kind]) else None
-
     def _may_recompute(self) -> bool:
-        if not (self.drain if self.done[F] == self.count else self.may_warm_up):
+        stage, done = self.stage, self.stage.done
+        if not (self.drain if done[F] == stage.count else self.may_warm_up):
             return False
-        return self.early and self.done[B] <= self.done[R] < min(self.done[F], self.done[B] + self.rule.early)
+        return stage.early and done[B] <= done[R] < min(done[F], done[B] + self.rule.early)
 
     def _has_memory(self) -> bool:
         """Whether the next R leaves enough for what follows, up to the B that frees its tape."""
-        last, held = self.done[R], self.held() + self.taped
+        stage = self.stage
+        last, held = stage.done[R], self.held + stage.taped
         for code in reversed(self.left):
             if held > self.cap:
                 return False
             kind = code & 3
             if kind == F:
-                held += self.kept
+                held += stage.kept
             elif kind == W:
-                held -= self.weight_held
+                held -= stage.weight_held
             elif code >> 2 == last:
                 return True
             else:
-                held += (self.weight_held if self.split else 0.0) - self.kept - self.taped
+                held += (stage.weight_held if stage.split else 0.0) - stage.kept - stage.taped
         return True

@@ -1,0 +1,48 @@
+"""A line on the terminal that says how far a long search is."""
+
+import sys
+import time
+from typing import TextIO
+
+SEARCHING = "searching a pipeline schedule"
+_AFTER = 2.0  # seconds
+_EVERY = 0.2
+
+
+class Progress:
+    """Is called with the share of the work that is done, and shows it on a terminal once that takes some seconds.
+
+    what: is done, such as "searching a schedule". Nothing is written unless ``shown``, and where ``stream`` (default:
+    stderr) is no terminal.
+    """
+
+    def __init__(self, what: str, stream: TextIO | None = None, shown: bool = True):
+        self.what, self.stream = what, stream or sys.stderr
+        self.is_shown = shown and self.stream.isatty()
+        self.last = time.monotonic() + _AFTER - _EVERY
+        self.length = 0
+        self.before, self.parts = 0, 1
+
+    def part(self, before: int, parts: int) -> None:
+        """What follows is one of so many parts of the work, with so many before it."""
+        self.before, self.parts = before, parts
+
+    def __call__(self, share: float) -> None:
+        share = (self.before + share) / self.parts
+        if self.is_shown and time.monotonic() - self.last > _EVERY:
+            self.last = time.monotonic()
+            self._write(f"{self.what}: {share:.0%}")
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The line goes."""
+        if self.length:
+            self._write("")
+            self.stream.write("\r")
+
+    def _write(self, line: str) -> None:
+        self.stream.write(f"\r{line.ljust(self.length)}")
+        self.stream.flush()
+        self.length = len(line)
