@@ -12,6 +12,7 @@ source=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 [ -n "${KEEP:-}" ] || trap 'rm -rf "$work"' EXIT
 export OMP_NUM_THREADS=1
+export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*' # the clone may be another user's
 unset PYTHONPATH
 
 step() { printf '\n== %s (%s s)\n' "$*" "$SECONDS"; }
