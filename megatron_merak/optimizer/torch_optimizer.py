@@ -18,7 +18,7 @@ from ..plan import TensorSharding
 from .base import KeptOptimizer, Rates
 from .loss_scale import LossScaler
 from .recipe import Recipe
-from .steppers import Gathered, InPlace, Share, Stepper
+from .steppers import Gathered, InPlace, Owned, Share, Stepper, owned_batches
 from .whole import Whole
 
 
@@ -84,13 +84,19 @@ class TorchOptimizer(KeptOptimizer):
         """Those that gather come last, in an order that all ranks have."""
         in_place: dict[int, list[Share]] = {}
         gathered: list[Stepper] = []
+        owned: list[Share] = []
         for share in self._shares.values():
             group = self.recipe.groups[share.group]
             if share.whole.divided and not group.traits.elementwise:
-                gathered += [Gathered(self.recipe, share, started)] if share.whole.here else []
+                if share.whole.group is not None and len(share.alike) == len(share.entries):
+                    owned += [share] if share.whole.here else []
+                else:
+                    gathered += [Gathered(self.recipe, share, started)] if share.whole.here else []
             elif share.values.numel():
                 in_place.setdefault(id(group.prototype), []).append(share)
-        return [*(InPlace(self.recipe, shares, started) for shares in in_place.values()), *gathered]
+        steppers: list[Stepper] = [InPlace(self.recipe, shares, started) for shares in in_place.values()]
+        steppers += [Owned(self.recipe, shares, started) for shares in owned_batches(owned)]
+        return [*steppers, *gathered]
 
     def _sync(self) -> None:
         for stepper in self._steppers or ():

@@ -52,21 +52,89 @@ class Whole:
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """What this rank owns of several tensors, flat fp32, as all of them: [n, *shape]. Collective over the ranks
         that have parts."""
+        local = self._local(parts)
+        return self._join(local[None] if self.tp is None else stack(local, self.tp))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks among which `sent` and its inverses exchange parts; others may have copies of these parts."""
+        return self.sharing if self.tp is None else self.tp
+
+    def sent(self, parts: Sequence[Tensor]) -> Tensor:
+        """What this rank gives to one that puts several tensors together, flat. Parts are what it owns, flat fp32."""
+        return torch.stack([part.flatten() for part in parts]) if self.tp is None else self._local(parts)
+
+    def lengths(self, count: int) -> list[int]:
+        """How many elements of ``count`` tensors each rank of `group` gives, and takes back."""
+        if self.tp is None:
+            return [count * (high - low) for low, high in self.spans]
+        return [count * self.stored.numel()] * self.tp.size()
+
+    def put_together(self, pieces: Sequence[Tensor]) -> Tensor:
+        """What all ranks of `group` have `sent`, as all of the tensors: [n, *shape]."""
+        if self.tp is not None:
+            return self._join(torch.stack([piece.view(-1, *self.stored) for piece in pieces]))
+        spans = [high - low for low, high in self.spans]
+        flat = [piece.view(-1, span) for piece, span in zip(pieces, spans, strict=True) if span]
+        return self._join(torch.cat(flat, 1).view(1, -1, *self.stored))
+
+    def taken_apart(self, whole: Tensor) -> list[Tensor]:
+        """The inverse: of tensors [n, *shape], what each rank of `group` takes back, flat."""
+        ranks = 1 if self.tp is None else self.tp.size()
+        found = [whole] if self._tensor.dim is None else [self._cut(whole, rank, ranks) for rank in range(ranks)]
+        if self.tp is not None:
+            return [local.flatten() for local in found]
+        return [found[0].flatten(1)[:, low:high].flatten() for low, high in self.spans]
+
+    def take(self, piece: Tensor, parts: Sequence[Tensor]) -> None:
+        """Copy what this rank took back into the parts that it owns, whose padding stays."""
+        if self.tp is None:
+            found = piece.view(len(parts), -1)
+        else:
+            low, high = self._span
+            found = piece.view(len(parts), -1)[:, low:high]
+        inside = self._inside(piece.device)
+        for new, part in zip(found, parts, strict=True):
+            part.copy_(new if inside is None else torch.where(inside, new, part))
+
+    def _inside(self, device: torch.device) -> Tensor | None:
+        """Which of the elements that this rank owns are not padding; None: all."""
+        rank, ranks = (0, 1) if self.tp is None else (self.tp.rank(), self.tp.size())
+        dim = self._tensor.dim
+        length = 0 if dim is None else sum(stop - start for start, stop in self._tensor.intervals(rank, ranks))
+        if dim is None or length == self.stored[dim]:
+            return None
+        inside = torch.zeros(self.stored, dtype=torch.bool, device=device)
+        inside.narrow(dim, 0, length).fill_(True)
+        low, high = self._span
+        return inside.view(-1)[low:high]
+
+    def _local(self, parts: Sequence[Tensor]) -> Tensor:
+        """What this tensor-parallel rank has of several tensors, [n, *stored]. Collective over `sharing`."""
         local = torch.stack([part.flatten() for part in parts])
         if self.sharing is not None:
             most = max(high - low for low, high in self.spans)
             padded = torch.nn.functional.pad(local, (0, most - local.shape[1]))
             found = stack(padded, self.sharing)
             local = torch.cat([of[:, : high - low] for of, (low, high) in zip(found, self.spans, strict=True)], 1)
-        local = local.view(-1, *self.stored)
+        return local.view(-1, *self.stored)
+
+    def _join(self, ranks: Tensor) -> Tensor:
+        """The parts of all tensor-parallel ranks [ranks, n, *stored] as [n, *shape]."""
         if self._tensor.dim is None:
-            return local
-        ranks = local[None] if self.tp is None else stack(local, self.tp)
-        whole = local.new_empty(len(parts), *self.shape)
+            return ranks[0]
+        whole = ranks.new_empty(ranks.shape[1], *self.shape)
         for rank, part in enumerate(ranks):
             for here, there in self._places(rank, len(ranks), part, whole):
                 there.copy_(here)
         return whole
+
+    def _cut(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """The part of a tensor-parallel rank of tensors [n, *shape], padded with zeros: [n, *stored]."""
+        local = whole.new_zeros(whole.shape[0], *self.stored)
+        for here, there in self._places(rank, ranks, local, whole):
+            here.copy_(there)
+        return local
 
     def own(self, whole: Tensor, part: Tensor) -> None:
         """The inverse, for one tensor: what this rank owns of ``whole`` into ``part``, whose padding stays."""
