@@ -31,12 +31,11 @@ from .lowering.documents import known_documents
 from .lowering.emit import sinking
 from .lowering.flow import REDUCTIONS, Flow
 from .lowering.rewrite import rewrite
-from .more_flops import more_flops
+from .more_flops import ATTENTION, more_flops, unneeded_flops
 from .partition.cut import Chain
 from .sharding.shard import Sharding
 
 _MARKS = (copy_in, *REDUCTIONS)
-_ATTENTION = ("scaled_dot_product_attention", "causal_attention", "attention")
 _BACKWARD_OPERATIONS = 2.3  # started by the backward for each one of the forward
 _FREE = ("prim", "promote_types", "empty_strided")  # dispatched, but starting nothing
 
@@ -56,6 +55,7 @@ class Work:
     attention_flops: int = 0
     more_flops: tuple[int, int] = (0, 0)
     products: tuple[tuple[int, int, int], ...] = ()
+    unneeded_flops: tuple[int, int] = (0, 0)
 
 
 def measure(
@@ -74,7 +74,7 @@ def measure(
     ``known_documents``. ``state_of``: bytes that the optimizer keeps of a parameter's value; None: as the plan says."""
     rewritten = rewrite(captured, chain, sharding, 0, tp)
     products = _units(rewritten.graph.nodes, len(chain.units))
-    counted = [(sum(map(flops, nodes)), _sides(nodes)) for nodes in products]
+    counted = [(sum(map(flops, nodes)), _sides(nodes), unneeded_flops(nodes)) for nodes in products]
     counts = fuse(rewritten.graph, loss_chunk, recompute_activations)
     if recompute_activations and not counts[RECOMPUTED]:
         reason = "the model has no linear layer behind an activation that is known"
@@ -86,10 +86,11 @@ def measure(
     )
     known: dict[Hashable, Work] = {}
     works = []
-    for (total, sides), nodes in zip(counted, _flow_units(flow, len(chain.units)), strict=True):
-        key = (total, sides, signature(nodes, flow))
+    for (total, sides, unneeded), nodes in zip(counted, _flow_units(flow, len(chain.units)), strict=True):
+        key = (total, sides, unneeded, signature(nodes, flow))
         if key not in known:
-            known[key] = replace(work(nodes, flow, fused_attention), flops=total, products=sides)
+            done = work(nodes, flow, fused_attention)
+            known[key] = replace(done, flops=total, products=sides, unneeded_flops=unneeded)
         works.append(known[key])
     return _assembled(captured, chain, sharding, tp, works, state_of)
 
@@ -98,7 +99,7 @@ def _sides(nodes: Iterable[Node]) -> tuple[tuple[int, int, int], ...]:
     """(m, n, k) of each matrix product but attention's; a batch of products counts as rows of one."""
     found = []
     for node in nodes:
-        work = 0 if op_name(node) in _ATTENTION else flops(node)
+        work = 0 if op_name(node) in ATTENTION else flops(node)
         if work and (made := values(node)):
             leaving, count = made[0].shape[-1], made[0].numel()
             found.append((count // leaving, leaving, max(1, work // (2 * count))))
@@ -322,7 +323,7 @@ class Replay:
         args, kwargs = map_arg((node.args, node.kwargs), self.value)
         if node.target in _MARKS:
             return args[0].expand(values(node)[0].shape)
-        if self.fused_attention and op_name(node) in _ATTENTION:
+        if self.fused_attention and op_name(node) in ATTENTION:
             return self._attend(node, args)
         return node.target(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What the kernels of a unit compute beyond the FLOPs that count for utilisation."""
+"""What a unit computes beside the FLOPs that count for utilisation: what kernels add, what a backward leaves out."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,9 @@ from torch.fx import Node
 
 from .. import ops
 from ..planner.attention import SHORT, causal_more, masked_more
-from .ir.nodes import flops, is_causal, is_op, values
+from .ir.nodes import flops, is_causal, is_op, op_name, values
+
+ATTENTION = ("scaled_dot_product_attention", "causal_attention", "attention")
 
 
 def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]]:
@@ -49,3 +51,25 @@ def _operand(node: Node, place: int) -> Tensor:
 def _dropout(node: Node, place: int) -> float:
     given = node.kwargs.get("dropout_p", node.kwargs.get("dropout", node.args[place] if len(node.args) > place else 0))
     return given if isinstance(given, int | float) else 0.0
+
+
+def unneeded_flops(nodes: Iterable[Node]) -> tuple[int, int]:
+    """FLOPs of the products that the backward leaves out: of (inputs, weights) that take no gradient."""
+    inputs, weights = 0, 0
+    for node in nodes:
+        name = op_name(node)
+        if name in ATTENTION or not (work := flops(node)):
+            continue
+        operands = node.args[1] if name == "einsum" else node.args[1:3] if "add" in name else node.args[:2]
+        for operand in operands:
+            if isinstance(operand, Node) and not operand.meta.get("grad", True):
+                of_weight = _is_parameter(operand)
+                inputs, weights = inputs + work * (not of_weight), weights + work * of_weight
+    return inputs, weights
+
+
+def _is_parameter(node: Node) -> bool:
+    """Whether a value is a parameter, or one seen or cut in another way."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.op == "get_attr"

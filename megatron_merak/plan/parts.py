@@ -116,6 +116,7 @@ class Unit:
     ``frozen``: how many of its ``parameters`` are not trained, ``tied_frozen``: which of its ``tied`` tensors.
     ``state_bytes``: what the optimizer keeps of one of its other ``parameters`` on average, ``tied_state_bytes``: of a
     value of some ``tied`` tensors, by name; None, and where there is no entry: as much as the plan says.
+    ``unneeded_flops``: what the backward leaves out of twice ``flops``, since (inputs, weights) take no gradient.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Unit:
     tied_frozen: tuple[str, ...] = ()
     state_bytes: float | None = None
     tied_state_bytes: tuple[tuple[str, float], ...] = ()
+    unneeded_flops: tuple[int, int] = (0, 0)
 
     @property
     def held_bytes(self) -> int:

@@ -25,8 +25,10 @@ def _by_peak(unit: Unit, device: Device, dtype: str) -> Arithmetic:
         return device.compute_time(flops, 0, dtype)
 
     ahead, behind = unit.more_flops
-    weight = unit.flops - unit.attention_flops
-    return Arithmetic(seconds(unit.flops + ahead), seconds(2 * unit.flops + behind), seconds(weight))
+    of_inputs, of_weights = unit.unneeded_flops
+    weight = unit.flops - unit.attention_flops - of_weights
+    backward = 2 * unit.flops + behind - of_inputs - of_weights
+    return Arithmetic(seconds(unit.flops + ahead), seconds(backward), seconds(weight))
 
 
 def _measured(unit: Unit, device: Device, dtype: str) -> Arithmetic | None:
@@ -46,6 +48,9 @@ def _measured(unit: Unit, device: Device, dtype: str) -> Arithmetic | None:
         rest * sum(flops / getattr(row, way) for flops, row in zip(work, rows, strict=True))
         for way in ("forward", "input_gradient", "weight_gradient")
     )
+    products = max(unit.flops - unit.attention_flops, 1)
+    of_inputs, of_weights = (1 - left / products for left in unit.unneeded_flops)
+    inputs, weights = inputs * of_inputs, weights * of_weights
     if attention is not None:
         scores = unit.attention_flops / attention.forward, 2 * unit.attention_flops / attention.backward
     else:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megatron_merak.config import ModelConfig
@@ -163,3 +164,32 @@ def test_what_a_rank_stores_includes_padding():
     assert stored_values(TensorSharding("w", (11, 8), 0, padded=12), 2) == 48
     assert stored_values(TensorSharding("w", (12, 8), 1, blocks=2), 2) == 48
     assert stored_values(TensorSharding("w", (12, 8)), 2) == 96 and stored_values(TensorSharding("s", ()), 2) == 1
+
+
+def _llama(trained):
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
+    sizes |= {"intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trained))
+    return model
+
+
+def _counted(model) -> int:
+    """FLOPs of a step as torch counts them."""
+    tokens = torch.randint(128, (SAMPLES, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    return counter.get_total_flops()
+
+
+def test_products_that_a_backward_leaves_out():
+    """Frozen weights have no gradient, and neither has the input of the first layer."""
+    trained = ("q_proj", "layers.1.mlp.down_proj")
+    graph = capture(_llama(trained), TokenBatches("shifted").example(SAMPLES, LENGTH))
+    units, whole = units_of(graph), units_of(captured("llama"))
+    assert sum(unit.flops for unit in units) == sum(unit.flops for unit in whole)
+    assert all(unit.unneeded_flops == (0, 0) for unit in whole)
+    left_out = sum(sum(unit.unneeded_flops) for unit in units)
+    assert 0 < left_out == _counted(_llama(("",))) - _counted(_llama(trained))
+    assert [unit.name for unit in units if unit.unneeded_flops[0]] == ["model.layers.0.self_attn"]

@@ -58,9 +58,9 @@ def test_a_native_model_runs_an_edited_plan(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--micro-batch-size 4", "--micro-batch-size 4: the plan says 2"),
-        ("--pipeline-model-parallel-size 1", "--pipeline-model-parallel-size 1: the plan says 2"),
-        ("--bf16", "--bf16 True: the plan says False"),
+        ("--micro-batch-size 4", "--micro-batch-size 4: the plan has 2"),
+        ("--pipeline-model-parallel-size 1", "--pipeline-model-parallel-size 1: the plan has 2"),
+        ("--bf16", "--bf16 True: the plan has False"),
         ("--pipeline-schedule 1f1b", "--pipeline-schedule .*: it is decided by the plan"),
         ("--recompute-granularity=full", "--recompute-granularity .*: it is decided by the plan"),
     ],
@@ -87,13 +87,13 @@ def test_a_plan_and_either_flag_of_sharding_must_agree(tmp_path, capsys):
         return plan_of(config, 2, CLUSTERS["cpu"]).sharding
 
     assert {sharding(flags) for flags in ("", zero, f"{strategy} optim", f"{strategy}=optim {zero}")} == {"optim"}
-    with pytest.raises(MerakError, match=f"{strategy} no_shard: the plan says optim"):
+    with pytest.raises(MerakError, match=f"{strategy} no_shard: the plan has optim"):
         sharding(f"{strategy} no_shard")
     edit(path, sharding="optim_grads")
     assert {sharding(flags) for flags in ("", f"{strategy} optim_grads", f"{strategy} optim_grads {zero}")} == {
         "optim_grads"
     }
-    with pytest.raises(MerakError, match=f"^{zero} optim: the plan says optim_grads"):
+    with pytest.raises(MerakError, match=f"^{zero} optim: the plan has optim_grads"):
         sharding(zero)
 
 
@@ -110,7 +110,7 @@ def test_a_plan_decides_the_instances_and_a_flag_must_agree(tmp_path, capsys):
         return plan_of(config, 4, CLUSTERS["cpu"]).sharding_instances
 
     assert instances("") == instances(f"{count} 2") == 2
-    with pytest.raises(MerakError, match=f"{count} 1: the plan says 2"):
+    with pytest.raises(MerakError, match=f"{count} 1: the plan has 2"):
         line = f"{NATIVE} --plan {path} {count} 1".split()
         plan_of(read(build_parser(), line, Config, decided(Config, line))[0], 4, CLUSTERS["cpu"])
     for found, told in ((3, "sharding_instances 3: does not divide the 4"), (4, "sharding_instances 4: an instance")):
@@ -136,10 +136,10 @@ def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
 
     agreeing = ("", mapping, "--rank-order tp-pp-dp", f"--rank-order=tp-cp-pp-dp {mapping}")
     assert {order(flags) for flags in agreeing} == {"tp-cp-pp-dp"}
-    with pytest.raises(ConfigError, match="^--rank-order tp-cp-dp-pp: the plan says tp-cp-pp-dp"):
+    with pytest.raises(ConfigError, match="^--rank-order tp-cp-dp-pp: the plan has tp-cp-pp-dp"):
         order("--rank-order tp-dp-pp")
     edit(path, grid=vars(made.grid) | {"order": "dp-tp-pp"})
-    with pytest.raises(ConfigError, match=f"^{mapping} tp-cp-pp-dp: the plan says dp-tp-cp-pp"):
+    with pytest.raises(ConfigError, match=f"^{mapping} tp-cp-pp-dp: the plan has dp-tp-cp-pp"):
         order(mapping)
     planned(path, 1, f"{NATIVE} --rank-order dp-tp-pp")
     with pytest.raises(ConfigError, match="plan .*: it is a plan of the native model. Make it with tools/plan.py"):
@@ -147,7 +147,7 @@ def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
     edit(path, graph_sharding="cut")
     for given in (None, "dp-tp-cp-pp", "dp-tp-pp"):
         assert MerakArguments("unused", use_cpu=True, plan=str(path), rank_order=given).rank_order == "dp-tp-cp-pp"
-    with pytest.raises(ConfigError, match="rank_order tp-cp-pp-dp: the plan .* says dp-tp-cp-pp"):
+    with pytest.raises(ConfigError, match="rank_order tp-cp-pp-dp: the plan .* has dp-tp-cp-pp"):
         MerakArguments("unused", use_cpu=True, plan=str(path), rank_order="tp-pp-dp")
 
 
@@ -171,7 +171,7 @@ def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
         edit(path, schedule={"name": "none", "stages": 2, "microbatches": 0, "ranks": [[], []]})
     edit(path, **stored_values | {"dtype": "float16"})
     assert decided(Config, line)["fp16"] and not decided(Config, line)["bf16"]
-    with pytest.raises(ConfigError, match="--fp16 False: the plan says True"):
+    with pytest.raises(ConfigError, match="--fp16 False: the plan has True"):
         plan_of(config, 2, CLUSTERS["cpu"])
     edit(path, **stored_values)
     with pytest.raises(PlanError, match="are 2 ranks, and the job has 4"):
@@ -239,10 +239,10 @@ def test_a_trainer_runs_the_edited_plan(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"per_device_train_batch_size": 4}, r"per_device_train_batch_size 4: the plan .* says 2"),
-        ({"pipeline_model_parallel_size": 2}, r"pipeline_model_parallel_size 2: the plan .* says 1"),
+        ({"per_device_train_batch_size": 4}, r"per_device_train_batch_size 4: the plan .* has 2"),
+        ({"pipeline_model_parallel_size": 2}, r"pipeline_model_parallel_size 2: the plan .* has 1"),
         ({"pipeline_schedule": "gpipe"}, r"pipeline_schedule gpipe: it is decided by the plan"),
-        ({"fsdp": "full_shard"}, r"data_parallel_sharding_strategy optim_grads_params: the plan .* says no_shard"),
+        ({"fsdp": "full_shard"}, r"data_parallel_sharding_strategy optim_grads_params: the plan .* has no_shard"),
         (
             {"fsdp": "no_shard", "fsdp_config": {"activation_checkpointing": True}},
             r"fsdp_config: activation_checkpointing True: it is decided by the plan",
