@@ -1,6 +1,6 @@
 """Megatron-LM flags without a setting here: accepted if they request the existing behaviour, else an error."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,14 +12,22 @@ class Taken:
     why: the reason, as a sentence for the user.
     values: values that change nothing; empty for a switch.
     beside: the flag that must also be given; without it this flag would request something.
+    against: words on the command line with which it would request something.
     """
 
     why: str
     values: tuple[str, ...] = ()
     beside: str = ""
+    against: tuple[str, ...] = ()
+
+    def fits(self, flags: Container[str], tokens: Sequence[str]) -> bool:
+        """Whether the rest of a command line, by its flags and as tokens, lets this flag change nothing."""
+        words = {word for token in tokens for word in (token, token.partition("=")[2])}
+        return (not self.beside or self.beside in flags) and not words & {*self.against}
 
 
 _ONE = ("1",)
+_SERVED = ("ps-sync", "ps-async")
 _STRATEGY = "--data-parallel-sharding-strategy"
 _FUSED = Taken("fused and plain operations compute the same formula here")
 _ALWAYS = Taken("this is the only behaviour here")
@@ -35,6 +43,9 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         "--attention-softmax-in-fp32": _ALWAYS,
         "--apply-query-key-layer-scaling": Taken(
             "it keeps scores in the range of fp16, and here the scores of fp16 queries and keys are fp32"
+        ),
+        "--exit-signal-handler": Taken(
+            "a run with --save saves and stops on SIGTERM, and on Ctrl-C", beside="--save", against=_SERVED
         ),
         "--use-mcore-models": Taken("there is one GPT model"),
         "--use-flash-attn": Taken("attention uses torch's fused kernel where one exists"),
@@ -62,7 +73,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
             """
-        --num-experts --moe-router-topk --no-overlap-p2p-communication --exit-signal-handler
+        --num-experts --moe-router-topk --no-overlap-p2p-communication
         --no-check-for-nan-in-loss-and-grad
         --reset-position-ids --reset-attention-mask --ckpt-format --use-checkpoint-args --async-save
         --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable --verify-integrity --timing-log-option
@@ -75,8 +86,9 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""".split(),
             _BY_COST,
         ),
+        "--exit-signal-handler": "Give --save, and no parameter servers: such a run saves on SIGTERM and on Ctrl-C",
         "--window-size": "Use pretrain_hf.py with a model that has sliding windows",
-        "--wandb-project": "Use --tensorboard-dir, or --metrics for a JSON line per iteration",
+        "--wandb-project": "Use --tensorboard-dir, --metrics for JSON lines, or --run-dir for merak-report",
         "--recompute-modules": "Leave it out: --recompute-granularity full recomputes entire layers",
         "--num-layers-per-virtual-pipeline-stage": "Use --num-virtual-stages-per-pipeline-rank",
         "--fp16-lm-cross-entropy": "Leave it out: losses are computed in fp32",
@@ -109,7 +121,7 @@ def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         token = left.pop(0)
         name, equals, value = token.partition("=")
         taken = TAKEN.get(name)
-        if taken is None or bool(equals) > bool(taken.values) or (taken.beside and taken.beside not in given):
+        if taken is None or bool(equals) > bool(taken.values) or not taken.fits(given, tokens):
             rest.append(token)
             continue
         if taken.values:

@@ -22,7 +22,7 @@ from megatron_merak.errors import MerakError
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 WRITTEN = """index quickstart supported install configuration troubleshooting from_megatron_lm from_huggingface
-    comparison api""".split()
+    comparison api report""".split()
 SMALL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4
     --global-batch-size 32 --train-iters 20 --lr 1e-3 --mock-data --vocab-size 1000"""
 TRAINING = {"merak-pretrain": "pretrain", "merak-pretrain-hf": "pretrain-hf"}

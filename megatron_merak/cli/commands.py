@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "plan": Command("megatron_merak.cli.plan:main", "show how a training command would run, or a stored plan"),
         "memory": Command("megatron_merak.cli.report_memory:main", "show what fills the memory of every rank"),
         "simulate": Command("megatron_merak.cli.simulate:main", "simulate pipeline schedules and plans"),
+        "report": Command("megatron_merak.cli.report:main", "show a training run as one HTML page"),
         "verify": Command("megatron_merak.cli.verify:main", "compare checkpoints with their manifests"),
         "doctor": Command(
             "megatron_merak.cli.doctor:main", "show which kernels and backends are active, and why others are not"

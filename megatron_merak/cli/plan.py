@@ -84,8 +84,10 @@ def show(arguments: Sequence[str]) -> None:
     for path in copies.values():
         if path is not None:
             Path(path).write_text(found.to_json(), encoding="utf-8")
+            print(f"\nwrote {path}")
     if picture is not None:
         write([view(found)], picture)
+        print(f"\nwrote {picture}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..counting import counted
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
 from ..training.planned import configured, kind_of, parser, planned
@@ -53,9 +54,10 @@ def looked_at(plan: "Plan", limit: float) -> str:
     peaks = [memory.total for memory in rank_memory(plan)]
     rank = peaks.index(max(peaks))
     recomputed = [f"{len(stage.recompute)}/{len(stage.units)}" for stage in plan.stages]
-    batches = f"{plan.num_microbatches} micro-batches of {plan.micro_batch_size}"
+    batches = f"{counted(plan.num_microbatches, 'micro-batch')} of {plan.micro_batch_size:,}"
     lines = [
-        f"{plan.grid.size} ranks, {plan.schedule.name}, {batches}, {plan.dtype}; every number is modelled, per rank",
+        f"{counted(plan.grid.size, 'rank')}, {plan.schedule.name}, {batches}, {plan.dtype}; "
+        "every number is modelled, per rank",
         f"recomputed units per stage: {' '.join(recomputed)}",
         *filter(None, [sharing(plan), prediction(plan)]),
         "",
@@ -118,6 +120,7 @@ def show(arguments: Sequence[str]) -> None:
         from ..planner.memory_picture import draw_memory
 
         draw_memory(found, given.picture, limit)
+        print(f"\nwrote {given.picture}")
 
 
 def check_picture(path: str) -> None:

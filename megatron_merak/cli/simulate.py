@@ -245,3 +245,4 @@ def main(given: Sequence[str] | None = None) -> None:
         print(f"\n{aligned(summary_rows(shown))}")
     for path in outputs.values():
         write(shown, path)
+        print(f"\nwrote {path}")

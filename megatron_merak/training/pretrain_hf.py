@@ -32,6 +32,7 @@ from ..stages.devices import cluster_of
 from ..stages.optimizer_state import OptimizerOf, adamw_of
 from ..stages.parameter_groups import groups_of_run
 from ..stages.step_report import StepReport
+from .console import told
 from .hf_batches import token_count
 from .hf_model import blueprint_of, build_model, known_tokens, outer_names, traced_of
 from .job import Job, agree, opening, throughput
@@ -69,7 +70,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     def make(optimizer_of: OptimizerOf) -> HFJob:
         trainer = TokenTrainer(model, config, mesh, cluster, optimizer_of)
         if world.rank == 0 and mesh.worker == 0:
-            print(opening(config, trainer.plan, world, nodes, (*notices, *trainer.notes())), flush=True)
+            told(opening(config, trainer.plan, world, nodes, (*notices, *trainer.notes())))
         return HFJob(trainer, datasets)
 
     run_job(make, config, world, lambda trainer: throughput(config, trainer.plan, world, trainer.flops()))
