@@ -61,10 +61,13 @@ def _notes(found: Iterable[str]) -> str:
 
 def _pipeline(facts: Facts) -> str:
     predicted = None if facts.plan is None else view(facts.plan)
-    views = [each for each in (facts.measured, predicted) if each is not None]
-    if not views:
+    if facts.measured is None and predicted is None:
         return ""
-    parts = ["<h2>Pipeline</h2>", *map(pipeline.step, views)]
+    parts = ["<h2>Pipeline</h2>"]
+    if facts.measured is not None:
+        parts.append(pipeline.step(facts.measured, facts.measured.clock))
+    if predicted is not None:
+        parts.append(pipeline.step(predicted, "predicted"))
     same = predicted is None or facts.measured is None or predicted.ranks == facts.measured.ranks
     parts.append(_table(pipeline.rank_rows(predicted, facts.measured if same else None)))
     if facts.plan is not None:

@@ -27,8 +27,8 @@ def styles() -> str:
     return "\n".join(rules)
 
 
-def step(view: View) -> str:
-    """A timeline: a row per pipeline rank, a box per op, what is empty is idle."""
+def step(view: View, word: str) -> str:
+    """A timeline: a row per pipeline rank, a box per op, what is empty is idle. word: where its times come from."""
     timeline = view.timeline
     axis = Axis(0.0, timeline.makespan or 1.0)
     lanes = "".join(
@@ -42,7 +42,7 @@ def step(view: View) -> str:
     )
     kinds = [kind for kind in FACES if any(event.op.kind is kind for event in timeline.events)]
     names = "".join(f'<span><i class="op-{kind.value}0"></i>{NAMES[kind]}</span>' for kind in kinds)
-    head = f"{view.clock}: {time_text(timeline.makespan)}, bubble {timeline.bubble:.1%}"
+    head = f"{word}: {time_text(timeline.makespan)}, bubble {timeline.bubble:.1%}"
     return (
         f'<figure class="card step"><figcaption><b>One step, {escape(head)}</b> '
         f"<small>{escape(timeline.schedule.name)}, {escape(view.size)}</small>"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 WIDTH = 120  # columns of a terminal that lines fit into
-_DROPPED = ("zeros", "flops", "staleness", "rate", "scale", "norm", "left")  # fields of a short line that does not fit
+_DROPPED = ("zeros", "flops", "staleness", "rate", "norm", "scale", "left")  # left out, in order, until a line fits
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def short_line(interval: Interval, work: Throughput, detailed: bool) -> str:
         "rate": f"lr {interval.learning_rate:.2e}",
         "norm": f"norm {_significant(interval.grad_norm)}",
         "scale": "" if interval.loss_scale == 1.0 else f"scale {_significant(interval.loss_scale)}",
-        **{name: "" if count is None else f"{name} {count:,}" for name, count in counts.items()},
+        **{name: "" if count is None else f"{name} {_large(count)}" for name, count in counts.items()},
         "staleness": "" if interval.staleness is None else f"staleness {interval.staleness:.1f}",
         "time": f"{_significant(1000 * interval.seconds)} ms",
         "tokens": f"{_large(work.tokens * interval.samples_per_second)} tokens/s",
@@ -153,7 +153,8 @@ def _significant(value: float) -> str:
 
 
 def _large(value: float) -> str:
+    """A whole number, a large one in millions and so on: "12,345", "12M"."""
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if value >= 100 * unit:
+        if value >= 10 * unit:
             return f"{value / unit:,.0f}{letter}"
     return f"{value:,.0f}"
