@@ -114,9 +114,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, number, status):
     name, iteration = re.fullmatch(told, error).groups()
     done = int(iteration.replace(",", ""))
     assert name == number.name and f"saved {tmp_path}/c/iter_{done:07d}" in out
-    with started(saved.replace("100000", str(done + 3)), *command) as again:
+    end = f" --exit-interval {done + 3}"
+    with started(saved + end, *command) as again:
         assert (again.communicate(timeout=100), again.returncode)[1] == 0
-    whole = flags.format(done + 3, tmp_path, "whole") + " --lr-decay-iters 200"
+    whole = flags.format(100000, tmp_path, "whole") + " --lr-decay-iters 200" + end
     with started(whole, *command) as run:
         assert (run.communicate(timeout=100), run.returncode)[1] == 0
     assert losses(tmp_path / "parts.jsonl") == losses(tmp_path / "whole.jsonl")
@@ -145,10 +146,10 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
             with pytest.raises(subprocess.TimeoutExpired):
                 run.wait(timeout=2)
             os.killpg(run.pid, signal.SIGINT)
-            os.kill(rank, signal.SIGCONT)
+            os.kill(rank, signal.SIGKILL)
             _, error = run.communicate(timeout=30)
         finally:
-            os.kill(rank, signal.SIGKILL) if Path(f"/proc/{rank}").exists() else None
+            run.kill()
     assert run.returncode == 130 and error == "interrupted again: nothing more is saved\n"
     assert not list((tmp_path / "c").glob("iter_*"))
 
