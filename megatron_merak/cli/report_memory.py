@@ -120,7 +120,7 @@ def show(arguments: Sequence[str]) -> None:
         from ..planner.memory_picture import draw_memory
 
         draw_memory(found, given.picture, limit)
-        print(f"\nwrote {given.picture}")
+        print(f"wrote {given.picture}", file=sys.stderr)
 
 
 def check_picture(path: str) -> None:
