@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(
-        f"{options.output_dir}: {facts['documents']} documents, {facts['tokens']} tokens, "
+        f"{options.output_dir}: {facts['documents']:,} documents, {facts['tokens']:,} tokens, "
         f"unigram entropy {facts['unigram_entropy_nats']:.3f} nats"
     )
     return 0

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_merak.cli.report import write as write_report
+from megatron_merak.counting import counted
 from megatron_merak.errors import MerakError
 from megatron_merak.training.pictures import draw_curve
 
@@ -45,19 +47,21 @@ def command(directory: Path, train_iters: int) -> list[str]:
         *("--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline)),
         *("--data-path", str(corpus / "stdlib_text_document"), "--tokenizer-type", "HuggingFaceTokenizer"),
         *("--tokenizer-model", str(corpus / "tokenizer.json"), "--save", str(checkpoints), "--load", str(checkpoints)),
-        *("--metrics", str(directory / "metrics.jsonl"), "--timeline", str(directory / "timeline.png")),
+        *("--run-dir", str(directory), "--timeline", str(directory / "timeline.png")),
     ]
 
 
 def conclude(directory: Path, entropy: float) -> int:
-    """Draw the curve and say how far the model got; status 1 when it learned less than one nat of context."""
+    """Draw the curve and the report, and say how far the model got; status 1 when it learned less than one nat of
+    context."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     draw_curve(rows, directory / "loss.png", {"unigram entropy": entropy})
+    write_report(directory, directory / "report.html")
     loss = [row["loss"] for row in rows if row["kind"] == "valid"][-1]
     print(
         f"\nvalidation loss {loss:.3f} nats per token: {entropy - loss:.3f} below the unigram entropy of {entropy:.3f}"
     )
-    for name in ("loss.png", "timeline.png", "metrics.jsonl", "checkpoints"):
+    for name in ("report.html", "loss.png", "timeline.png", "metrics.jsonl", "checkpoints"):
         if (directory / name).exists():
             print(f"  {directory / name}")
     return 0 if loss < entropy - 1 else 1
@@ -76,7 +80,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     entropy = facts["unigram_entropy_nats"]
-    print(f"corpus: {facts['documents']} documents, {facts['tokens']} tokens, unigram entropy {entropy:.3f} nats")
+    documents, tokens = counted(facts["documents"], "document"), counted(facts["tokens"], "token")
+    print(f"corpus: {documents}, {tokens}, unigram entropy {entropy:.3f} nats")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),

@@ -106,6 +106,16 @@ def deviation_report(config: RunConfig) -> str:
     return "\n".join(["Defaults that differ from Megatron-LM's:", *lines]) if lines else ""
 
 
+def changed(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """The settings in ``config`` that are not the defaults, and the defaults, by flag."""
+    found = {}
+    for flag in flags(type(config)):
+        value = getattr(getattr(config, flag.section), flag.field)
+        if flag.required or value != flag.default:
+            found[flag.name] = (shown(value), "required" if flag.required else shown(flag.default))
+    return found
+
+
 def help_text(flag: Flag) -> str:
     """The flag's text, its default, and Megatron-LM's where it differs."""
     if flag.required:

@@ -60,5 +60,9 @@ class ServerError(MerakError):
     """What a parameter server refused, or could not do."""
 
 
+class ReportError(MerakError):
+    """A run's directory from which no report can be made: missing, without facts or damaged."""
+
+
 class TraceError(MerakError):
     """A model whose forward cannot be captured as one graph, or would be captured wrongly."""

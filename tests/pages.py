@@ -26,7 +26,7 @@ from megatron_merak.errors import MerakError
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 WRITTEN = """index quickstart supported install configuration troubleshooting from_megatron_lm from_huggingface
-    comparison api""".split()
+    comparison api report""".split()
 QUOTING = ("extending",)
 SOURCE = "source: "
 SMALL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4

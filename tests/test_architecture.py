@@ -16,6 +16,7 @@ NAME = "megatron_merak"
 LEVELS = {
     "errors": 0,
     "_native": 0,
+    "counting": 0,
     "config": 1,
     "cluster": 1,
     "pipeline_parallel": 1,
@@ -27,6 +28,7 @@ LEVELS = {
     "segment": 3,
     "ops": 3,
     "parallel": 3,
+    "report": 4,
     "tensor_parallel": 4,
     "models": 5,
     "graph": 5,
@@ -48,7 +50,7 @@ INNER = {
     "graph": ("ir", "capture", "partition", "sharding", "lowering", "fusion"),
     "hf_trainer": ("arguments", "batches", "run"),
 }
-TORCH_FREE = {room for room, level in LEVELS.items() if level <= 2} | {"planner"}
+TORCH_FREE = {room for room, level in LEVELS.items() if level <= 2} | {"planner", "report"}
 ENVIRONMENT_READERS = {"parallel/launch.py", "parallel/position.py", "_native.py"}
 FILE_LINES, FUNCTION_LINES, SCRIPT_LINES = 400, 60, 20
 

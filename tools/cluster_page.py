@@ -115,4 +115,8 @@ def document() -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/cluster.md instead of printing it")
-    DOCUMENT.write_text(document(), encoding="utf-8") if parser.parse_args().write else print(document())
+    if parser.parse_args().write:
+        DOCUMENT.write_text(document(), encoding="utf-8")
+        print(f"wrote {DOCUMENT}")
+    else:
+        print(document())

@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with status 1 if the file is out of date")
     if not parser.parse_args().check:
         DOCUMENT.write_text(render(), encoding="utf-8")
+        print(f"wrote {DOCUMENT}")
     elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != render():
         sys.exit(f"{DOCUMENT} is out of date. Run: python tools/flags.py")
 

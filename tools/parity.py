@@ -41,6 +41,7 @@ def main() -> None:
         print(f"{name}: {value}")
     if options.write:
         (ROOT / "docs" / "parity.md").write_text(markdown(rows), encoding="utf-8")
+        print("wrote docs/parity.md")
 
 
 def describe(row) -> str:

@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "from-megatron": Command(
             "megatron_merak.cli.from_megatron:main", "convert a launch script of Megatron-LM, and say what changed"
         ),
+        "report": Command("megatron_merak.cli.report:main", "show a training run as one HTML page"),
         "verify": Command("megatron_merak.cli.verify:main", "compare checkpoints with their manifests"),
         "convert": Command("megatron_merak.cli.convert:main", "convert weights from and to HuggingFace directories"),
         "doctor": Command(

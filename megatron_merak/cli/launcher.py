@@ -20,11 +20,15 @@ def without_flag(given: Sequence[str]) -> list[str]:
     return rest
 
 
-def start(ranks: int, command: str, given: Sequence[str]) -> int:
+def start(ranks: int, command: str, given: Sequence[str], patience: int | None = None) -> int:
     """Run this command once per rank, and return the exit status: that of the first rank that failed, 0 without.
 
-    command: its name in ``COMMANDS``. given: its command line. What a rank has to say it says itself; only one that a
-    signal has ended cannot, and is spoken for. A signal that this process gets is passed on, and ends the ranks.
+    ranks:    how many there are
+    command:  its name in ``COMMANDS``
+    given:    its command line
+    patience: seconds that ranks have to end after a signal to this process, which is passed on; None: torchrun's 30
+
+    What a rank has to say it says itself; only one that a signal has ended cannot, and is spoken for.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -33,6 +37,8 @@ def start(ranks: int, command: str, given: Sequence[str]) -> int:
     logging.disable(logging.CRITICAL)  # the agent's own words on ranks that have spoken for themselves
     script = [sys.argv[0]] if sys.argv[0].endswith(".py") else ["-m", "megatron_merak", command]
     options = run.parse_args(["--standalone", f"{FLAG}={ranks}", *script, *without_flag(given)])
+    if patience is not None:
+        options.shutdown_timeout = patience  # read by versions of torch that let it be chosen
     try:
         run.run(options)
     except ChildFailedError as error:

@@ -89,8 +89,10 @@ def show(arguments: Sequence[str]) -> None:
     for path in copies.values():
         if path is not None:
             Path(path).write_text(found.to_json(), encoding="utf-8")
+            print(f"wrote {path}", file=sys.stderr)
     if picture is not None:
         write([view(found)], picture)
+        print(f"wrote {picture}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

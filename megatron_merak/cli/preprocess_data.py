@@ -8,6 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..counting import counted
 from ..errors import MerakError
 from .words import described
 
@@ -59,5 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{counts['documents']} documents, {counts['tokens']} tokens, {counts['skipped']} skipped")
+    documents, tokens = counted(counts["documents"], "document"), counted(counts["tokens"], "token")
+    print(f"{documents}, {tokens}, {counts['skipped']:,} skipped")
+    for key in options.json_keys:
+        print(f"wrote {options.output_prefix}_{key}_document.bin and .idx")
     return 0

@@ -4,6 +4,7 @@ torch is imported after the command line has been parsed. If several ranks raise
 in one line.
 """
 
+import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -105,7 +106,9 @@ def _understood(kind: type[Run], description: str, given: Sequence[str]) -> tupl
 def _start(config: RunConfig, ranks: int, command: str, given: Sequence[str]) -> int:
     """Start the ranks and return their exit status; with parameter servers the job survives failed ranks."""
     if not config.parallel.served:
-        return start(ranks, command, given)
+        saves = config.checkpoint.save is not None  # a step and a checkpoint may take as long as a collective may
+        patience = math.ceil(60 * config.parallel.distributed_timeout_minutes) if saves else None
+        return start(ranks, command, given, patience)
     return supervise(ranks, command, without_flag(given), config.parallel.num_parameter_servers)
 
 
@@ -152,6 +155,7 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
     try:
         rank, size = position()
         _check(config, size)
+        from ..parallel.interruption import Interrupted
         from ..parallel.launch import launch, leave
         from ..training.served import role_of, serve
 
@@ -164,10 +168,16 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
             train.fp32_matmul_precision,
             served=role_of(parallel),
         )
-        if world.role is not None and world.role.only_serves:
-            serve(config, world)
-        else:
-            job(config, world, notices)
+        status = 0
+        try:
+            if world.role is not None and world.role.only_serves:
+                serve(config, world)
+            else:
+                job(config, world, notices)
+        except Interrupted as stop:
+            status = stop.status
+            if stop.text:
+                tell(f"{program()}: {stop.text}")
     except MerakError as error:
         tell(f"rank {rank}: {error}", alike=str(error))
         _abandon(1)
@@ -177,6 +187,8 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
         tell(f"{program()}: {error.name} is not installed. Install it: pip install {error.name}.")
         _abandon(1)
     leave(world)
+    if status:
+        sys.exit(status)
 
 
 def _abandon(status: int) -> NoReturn:

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..arguments import expanded
+from ..counting import counted
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
 from ..training.planned import Maker, configured, kind_of, parser
@@ -58,9 +59,10 @@ def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str
     peaks = [memory.total for memory in rank_memory(plan)]
     rank = peaks.index(max(peaks))
     recomputed = [f"{len(stage.recompute)}/{len(stage.units)}" for stage in plan.stages]
-    batches = f"{plan.num_microbatches} micro-batches of {plan.micro_batch_size}"
+    batches = f"{counted(plan.num_microbatches, 'micro-batch')} of {plan.micro_batch_size:,}"
     lines = [
-        f"{plan.grid.size} ranks, {plan.schedule.name}, {batches}, {plan.dtype}; every number is modelled, per rank",
+        f"{counted(plan.grid.size, 'rank')}, {plan.schedule.name}, {batches}, {plan.dtype}; "
+        "every number is modelled, per rank",
         f"recomputed units per stage: {' '.join(recomputed)}",
         *filter(None, [sharing(plan), prediction(plan)]),
         "",
@@ -124,6 +126,7 @@ def show(arguments: Sequence[str]) -> None:
         from ..planner.memory_picture import draw_memory
 
         draw_memory(found, given.picture, limit)
+        print(f"wrote {given.picture}", file=sys.stderr)
 
 
 def check_picture(path: str) -> None:

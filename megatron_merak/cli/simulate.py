@@ -35,6 +35,7 @@ examples:
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -283,3 +284,4 @@ def main(given: Sequence[str] | None = None) -> None:
         print(f"\n{aligned(summary_rows(shown))}")
     for path in outputs.values():
         write(shown, path)
+        print(f"wrote {path}", file=sys.stderr)

@@ -285,6 +285,9 @@ class LoggingConfig(Section):
 
     log_interval: int = setting(100, least=1)
     """Iterations between console lines."""
+    log_format: str = setting("auto", choices=("auto", "megatron", "short"), ours=True)
+    """Form of the console line: Megatron-LM's, or a short one of at most 120 columns; auto: short where standard output
+    is a terminal, else Megatron-LM's."""
     log_throughput: bool = setting(False)
     """Add TFLOP/s per GPU and MFU to the console line."""
     tensorboard_dir: str | None = setting(None)
@@ -295,5 +298,8 @@ class LoggingConfig(Section):
     """Draw the timeline of the last step: a .png, a zoomable .html page, or a .json trace for Perfetto."""
     metrics: str | None = setting(None, ours=True)
     """Append the loss of every iteration to this JSON-lines file."""
+    run_dir: str | None = setting(None, ours=True)
+    """Directory for plan, metrics, measured timeline, settings and library versions of the run; merak-report shows it
+    as a page."""
     curve: str | None = setting(None, ours=True)
     """Draw the loss curve into this PNG file."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from ..counting import counted
 from ..errors import ConfigError
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
@@ -98,11 +99,11 @@ def _fewer_servers(servers: int, replica: int, world_size: int) -> str:
 
 def told_of_worker(parallel: ParallelConfig, workers: int) -> str:
     """What a plan made by `of_worker` does not say."""
-    servers = f"{parallel.num_parameter_servers} parameter server(s)"
+    servers = counted(parallel.num_parameter_servers, "parameter server")
     where = servers if parallel.num_parameter_servers else "servers beside the workers' ranks"
     return (
-        f"The plan is that of one of {workers} workers ({STRATEGY} {parallel.data_parallel_strategy}): its times are "
-        f"without the exchange with {where}, which keep the optimizer's state that its memory counts."
+        f"The plan is that of one of {counted(workers, 'worker')} ({STRATEGY} {parallel.data_parallel_strategy}): "
+        f"its times are without the exchange with {where}, which keep the optimizer's state that its memory counts."
     )
 
 

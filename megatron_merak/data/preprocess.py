@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..counting import counted
 from ..errors import DataError, MerakError
 from .documents import Raw, input_files, parse_document, read_documents
 from .indexed_dataset import IndexedDatasetWriter, token_dtype
@@ -221,4 +222,4 @@ class Progress:
     def _line(self) -> str:
         megabytes = self.size / 1e6
         rate = megabytes / max(time.monotonic() - self._start, 1e-9)
-        return f"{self.name}: {self.documents} documents, {megabytes:.1f} MB, {rate:.1f} MB/s"
+        return f"{self.name}: {counted(self.documents, 'document')}, {megabytes:.1f} MB, {rate:.1f} MB/s"

@@ -192,7 +192,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("Leave it out: a rank waits for its device when it reads a loss", "--train-sync-interval"),
     (
         "Use --exit-interval, and --save-interval for checkpoints on the way",
-        "--exit-duration-in-mins --exit-signal-handler --exit-signal --exit-signal-handler-for-dataloader",
+        "--exit-duration-in-mins --exit-signal --exit-signal-handler-for-dataloader",
     ),
     (_COLLECTOR, "--manual-gc --manual-gc-interval --no-manual-gc-eval"),
     (
@@ -296,7 +296,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys("--non-persistent- --ckpt-convert- --ckpt-fully-parallel-".split(), _FORMAT),
         "--tiktoken-": _TOKENIZER,
         "--fim-": "Leave it out: samples are taken as they are in the data",
-        "--wandb-": "Use --tensorboard-dir, or --metrics for a JSON line per iteration",
+        "--wandb-": "Use --tensorboard-dir, --metrics for JSON lines, or --run-dir for merak-report",
         **dict.fromkeys("--profile- --pytorch-profiler- --straggler-".split(), _PROFILE),
         "--flight-recorder-": _NCCL,
         **dict.fromkeys(

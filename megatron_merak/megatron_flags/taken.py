@@ -1,6 +1,6 @@
 """Megatron-LM flags that request what happens here anyway: accepted with a notice."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ class Taken:
     why: the reason, as a sentence for the user.
     values: values that change nothing; empty for a switch.
     beside: the flag that must also be given; without it this flag would request something.
+    against: words on the command line with which it would request something.
     otherwise: the remedy where the flag would request something (empty: leave it out, or use one of the values).
     """
 
@@ -19,6 +20,12 @@ class Taken:
     values: tuple[str, ...] = ()
     beside: str = ""
     otherwise: str = ""
+    against: tuple[str, ...] = ()
+
+    def fits(self, flags: Container[str], tokens: Sequence[str]) -> bool:
+        """Whether the rest of a command line, by its flags and as tokens, lets this flag change nothing."""
+        words = {word for token in tokens for word in (token, token.partition("=")[2])}
+        return (not self.beside or self.beside in flags) and not words & {*self.against}
 
 
 _ONE, _FP32 = ("1",), ("fp32",)
@@ -47,6 +54,12 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         "--attention-softmax-in-fp32": _ALWAYS,
         "--apply-query-key-layer-scaling": Taken(
             "it keeps scores in the range of fp16, and here the scores of fp16 queries and keys are fp32"
+        ),
+        "--exit-signal-handler": Taken(
+            "a run with --save saves and stops on SIGTERM, and on Ctrl-C",
+            beside="--save",
+            otherwise="Give --save, and no parameter servers: such a run saves on SIGTERM and on Ctrl-C",
+            against=("ps-sync", "ps-async"),
         ),
         "--use-mcore-models": _GPT,
         "--enable-experimental": Taken("no feature here needs it"),
@@ -115,7 +128,7 @@ def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         token = left.pop(0)
         name, equals, value = token.partition("=")
         taken = TAKEN.get(name)
-        if taken is None or bool(equals) > bool(taken.values) or (taken.beside and taken.beside not in given):
+        if taken is None or bool(equals) > bool(taken.values) or not taken.fits(given, tokens):
             rest.append(token)
             continue
         if taken.values:

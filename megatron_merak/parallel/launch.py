@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from ..cluster import Cluster, find_cluster
 from ..config.backends import BACKENDS
+from ..counting import counted
 from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
-from .position import launcher, position
+from .position import launcher, position, tell
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
 from .roles import Role, job_keys
@@ -58,10 +59,12 @@ class World:
         return f"{self._ranks()}{sums}\n{self.setup}"
 
     def _ranks(self) -> str:
+        ranks = counted(self.size, f"{self.device.type.upper()} rank")
         if self.role is None:
-            return f"{self.size} {self.device.type} rank(s)"
-        servers = f"{self.role.servers} parameter server(s)" if self.role.servers else "parameters served by themselves"
-        return f"{self.role.workers} worker(s) of {self.size} {self.device.type} rank(s), {servers}"
+            return ranks
+        servers = counted(self.role.servers, "parameter server")
+        servers = servers if self.role.servers else "parameters served by themselves"
+        return f"{counted(self.role.workers, 'worker')} of {ranks}, {servers}"
 
     @property
     def ranks_per_node(self) -> int:
@@ -85,7 +88,7 @@ def _device(backend: str, size: int) -> torch.device:
         return torch.device("cuda", local_rank % count)
     if local_rank >= count:
         remedy = f"Start at most {count} ranks on this host, or let them share by --distributed-backend {staged.NAME}"
-        raise LaunchError("local rank", local_rank, f"this host has {count} CUDA device(s)", remedy)
+        raise LaunchError("local rank", local_rank, f"this host has {counted(count, 'CUDA device')}", remedy)
     return torch.device("cuda", local_rank)
 
 
@@ -284,6 +287,12 @@ def _end() -> None:
         except RuntimeError:
             abandon(1)  # others ended otherwise, or wait for this rank elsewhere
         _destroy()
+
+
+def end_interrupted(number: int) -> NoReturn:
+    """End this process at once for a second signal, whatever it is doing."""
+    tell("interrupted again: nothing more is saved")
+    abandon(128 + number)
 
 
 def abandon(status: int) -> NoReturn:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..counting import counted
 from ..errors import LaunchError, ServerError
 from ..parallel.roles import Role, ended_key
 from .layout import Layout, Span
@@ -253,7 +254,7 @@ class Client:
             return
         if lost is not None:
             self.restarts += 1
-            behind = f", {before - end.version} update(s) behind" if before > end.version else ""
+            behind = f", {counted(before - end.version, 'update')} behind" if before > end.version else ""
             self.say(f"parameter server (rank {end.server}) is back at update {end.version}{behind}")
 
 

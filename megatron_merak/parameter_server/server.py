@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..counting import counted
 from ..parallel.roles import Role, ended_key
 from .service import Service, Snapshots
 from .snapshot import snapshot_path
@@ -71,13 +72,14 @@ class Server:
         updates = max((service.piece.version for service in self.services.values() if service.piece), default=0)
         staleness = [(age, n) for service in self.services.values() for age, n in service.record.staleness.items()]
         count = sum(n for _, n in staleness)
-        text = f"parameter server (rank {self.role.rank}): {updates} updates"
+        text = f"parameter server (rank {self.role.rank}): {counted(updates, 'update')}"
         if count:
             mean, most = sum(age * n for age, n in staleness) / count, max(age for age, _ in staleness)
             text += f", staleness {mean:.1f} on average and {most} at most"
         if dropped := sum(service.record.dropped for service in self.services.values()):
-            text += f", {dropped} gradient(s) too old"
-        return text + (f", lost rank(s) {', '.join(map(str, sorted(self.lost)))}" if self.lost else "")
+            text += f", {counted(dropped, 'gradient')} too old"
+        lost = ", ".join(map(str, sorted(self.lost)))
+        return text + (f", lost rank{'s' * (len(self.lost) > 1)} {lost}" if self.lost else "")
 
     def _place(self, client: int) -> int:
         return client % self.role.places

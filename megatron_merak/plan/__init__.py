@@ -16,7 +16,7 @@ from megatron_merak.plan.parts import (
 from megatron_merak.plan.placement import placed_groups, placement
 from megatron_merak.plan.replicas import UNSHARDED, Shards, refused_together
 from megatron_merak.plan.sharding import TensorSharding
-from megatron_merak.plan.table import prediction, sharing, time_text
+from megatron_merak.plan.table import batch, layout, prediction, sharing, stage_rows, time_text
 
 __all__ = [
     "AXES",
@@ -28,14 +28,17 @@ __all__ = [
     "StagePlan",
     "TensorSharding",
     "Unit",
+    "batch",
     "bytes_text",
     "held_parameters",
+    "layout",
     "optimizer_state",
     "placed_groups",
     "placement",
     "prediction",
     "refused_together",
     "sharing",
+    "stage_rows",
     "time_text",
     "trained_parameters",
     "trained_tied",

@@ -24,7 +24,7 @@ def placement(grid: Grid, ranks_per_node: int) -> str:
     if nodes == 1:
         return "" if grid.order == Grid().order else f"ranks are ordered {order}"
     groups = [f"{axis} {_spread(grid, axis, ranks_per_node)}" for axis in AXES if getattr(grid, axis) > 1]
-    return f"{nodes} nodes of {ranks_per_node}, ranks ordered {order}: {', '.join(groups)}"
+    return f"{nodes:,} nodes of {ranks_per_node}, ranks ordered {order}: {', '.join(groups)}"
 
 
 def _spread(grid: Grid, axis: str, ranks_per_node: int) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_merak.counting import counted
 from megatron_merak.errors import PlanError
 
 
@@ -68,7 +69,8 @@ class TensorSharding:
         if isinstance(blocks, int) and divided % blocks == 0:
             blocks = (divided // blocks,) * blocks
         if isinstance(blocks, int) or any(block % tp for block in blocks):
-            reason = f"{self.blocks} block(s) do not divide evenly over {tp} tensor-parallel ranks"
+            parts = counted(blocks, "block") if isinstance(blocks, int) else f"blocks of {', '.join(map(str, blocks))}"
+            reason = f"{parts} cannot be divided evenly over {tp} tensor-parallel ranks"
             raise PlanError(f"extent of {self.name}", divided, reason, "Use a tensor-parallel size that divides it")
         return blocks
 

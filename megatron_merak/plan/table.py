@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron_merak.counting import counted
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.plan.placement import placement
 
@@ -12,13 +13,10 @@ _SHARED = {
 }
 
 
-def table(plan: Any, width: int = 120) -> str:
-    """A ``Plan`` (which imports this file) as text, lines of the schedule cut at ``width``."""
-    grid = plan.grid
-    tokens = f" x {plan.sequence_length} tokens" if plan.sequence_length else ""
+def stage_rows(plan: Any) -> list[tuple[str, ...]]:
+    """A row per stage of a ``Plan`` (which imports this file); the first is the header."""
     total_flops = sum(unit.flops for unit in plan.units) or 1
-    header = ("stage", "pp rank", "units", "parameters/rank", "FLOPs", "peak bytes/rank", "recomputed")
-    rows = []
+    rows = [("stage", "pp rank", "units", "parameters/rank", "FLOPs", "peak bytes/rank", "recomputed")]
     for index, stage in enumerate(plan.stages):
         units = plan.stage_units(index)
         rows.append(
@@ -32,21 +30,40 @@ def table(plan: Any, width: int = 120) -> str:
                 f"{len(stage.recompute)} of {len(units)}",
             )
         )
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        f"{grid.size} ranks = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}",
-        f"global batch {plan.global_batch_size} = {plan.num_microbatches} micro-batches of {plan.micro_batch_size}"
-        f"{tokens} on each of {grid.dp} replicas, {plan.dtype}{_precision(plan)}",
-    ]
+    return rows
+
+
+def layout(plan: Any) -> str:
+    """The rank grid of a ``Plan`` in one line."""
+    grid = plan.grid
+    return f"{counted(grid.size, 'rank')} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
+
+
+def batch(plan: Any) -> str:
+    """The batch of a ``Plan`` in one line."""
+    tokens = f" x {plan.sequence_length:,} tokens" if plan.sequence_length else ""
+    replicas = f"each of {plan.grid.dp:,} replicas" if plan.grid.dp > 1 else "1 replica"
+    return (
+        f"global batch {plan.global_batch_size:,} = {counted(plan.num_microbatches, 'micro-batch')} of "
+        f"{plan.micro_batch_size:,}{tokens} on {replicas}, {plan.dtype}{_precision(plan)}"
+    )
+
+
+def table(plan: Any, width: int = 120) -> str:
+    """A ``Plan`` as text, lines of the schedule cut at ``width``."""
+    grid, rows = plan.grid, stage_rows(plan)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [layout(plan), batch(plan)]
     lines += [line] if (line := placement(grid, plan.cluster.ranks_per_node)) else []
     if plan.shardings:
         divided = sum(sharding.dim is not None for sharding in plan.shardings)
-        lines.append(f"{len(plan.shardings)} tensors, {divided} of them divided over {grid.tp} tensor-parallel ranks")
+        tensors, over = counted(len(plan.shardings), "tensor"), counted(grid.tp, "tensor-parallel rank")
+        lines.append(f"{tensors}, {divided:,} of them divided over {over}")
     if grid.tp > 1:
         divided = ", sequence parallelism" if plan.sequence_parallel else ""
         lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{divided}")
     lines += [*filter(None, [sharing(plan)]), ""]
-    for row in [header, *rows]:
+    for row in rows:
         aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(aligned).rstrip())
     predicted = prediction(plan)
@@ -56,7 +73,7 @@ def table(plan: Any, width: int = 120) -> str:
     for line in program[:8]:
         lines.append(line if len(line) <= width else line[: width - 4].rsplit(" ", 1)[0] + " ...")
     if len(program) > 8:
-        lines.append(f"... and {len(program) - 8} ranks more")
+        lines.append(f"... and {counted(len(program) - 8, 'rank')} more")
     return "\n".join(lines)
 
 
@@ -64,7 +81,11 @@ def sharing(plan: Any) -> str:
     """What the replicas of a ``Plan`` share, and how many; empty where its strategy is to share nothing."""
     if plan.sharding == "no_shard":
         return ""
-    shared = f"shared by {plan.shard_ranks} replicas" if plan.grid.dp > 1 else "not shared, as there is one replica"
+    shared = (
+        f"shared by {counted(plan.shard_ranks, 'replica')}"
+        if plan.grid.dp > 1
+        else "not shared, as there is one replica"
+    )
     shared += f", in each of {plan.sharding_instances} instances" if plan.sharding_instances > 1 else ""
     return f"{_SHARED[plan.sharding]}: {shared}"
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_merak.counting import counted
 from megatron_merak.pipeline_parallel.passes import resize
 from megatron_merak.plan import Plan, time_text
 from megatron_merak.planner.predict import priced
@@ -22,11 +23,11 @@ def growth_table(plan: Plan, phases: Sequence[tuple[int, int]]) -> str:
     for size, steps in _some(phases):
         micro_batches = size // (plan.micro_batch_size * plan.grid.dp)
         made = priced(replace(plan, schedule=resize(plan.schedule, micro_batches)))
-        rows.append((str(size), f"{steps:,}", str(micro_batches), time_text(made.predicted_time)))
+        rows.append((f"{size:,}", f"{steps:,}", f"{micro_batches:,}", time_text(made.predicted_time)))
     lines = align(rows, ())
     if len(phases) > _SHOWN:
-        lines.insert(-1, f"... and {len(phases) - _SHOWN} sizes more")
-    return "\n".join(["The batch grows:", *lines, f"{sum(steps for _, steps in phases):,} steps in all"])
+        lines.insert(-1, f"... and {counted(len(phases) - _SHOWN, 'size')} more")
+    return "\n".join(["The batch grows:", *lines, f"{counted(sum(steps for _, steps in phases), 'step')} in all"])
 
 
 def _some(phases: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """What a plan looks like: its simulated step, and the bytes that each pipeline rank holds meanwhile."""
 
+from megatron_merak.counting import counted
 from megatron_merak.pipeline_parallel.ops import Op
 from megatron_merak.pipeline_parallel.pictures.palette import time_text
 from megatron_merak.pipeline_parallel.pictures.view import Curve, View
@@ -13,8 +14,11 @@ from megatron_merak.planner.saved import Footprint, Moment, footprint, walk
 def view(plan: Plan, title: str = "") -> View:
     """The forwards and backwards of one step of the plan."""
     grid, step = plan.grid, timeline(plan)
-    detail = f"{grid.size} ranks of {plan.cluster} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
-    detail += f"{len(plan.units)} units, {plan.micro_batch_size} samples per micro-batch; {_step_text(plan)}"
+    detail = (
+        f"{counted(grid.size, 'rank')} of {plan.cluster} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
+    )
+    samples = counted(plan.micro_batch_size, "sample")
+    detail += f"{counted(len(plan.units), 'unit')}, {samples} per micro-batch; {_step_text(plan)}"
     curves, seconds = memory_curves(plan, step), step_time(plan, step)
     return View(step, title, "modelled", detail, curves, plan.cluster.device.memory, step=seconds)
 

@@ -1,6 +1,7 @@
 """The loop of a pretraining job, whatever its model: resume, train, evaluate, save, report."""
 
 import math
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +17,8 @@ from ..data.identity import difference, identity
 from ..data.loader import BatchLoader
 from ..errors import CheckpointError, ConfigError, DataError
 from ..parallel.agree import gather_json, together
-from ..parallel.launch import World
+from ..parallel.interruption import Interrupted, Interruption
+from ..parallel.launch import World, end_interrupted
 from ..parallel.mesh import Mesh
 from ..parallel.nodes import Nodes, notices
 from ..pipeline_parallel.ops import Schedule
@@ -128,8 +130,22 @@ class Job:
     def _run(self) -> None:
         self.resume()
         if not self.config.train.skip_train:
-            self._train()
+            saves = self.config.checkpoint.save is not None
+            with Interruption(self.mesh.control, end_interrupted, active=saves) as interruption:
+                self._train(interruption)
+            if interruption.agreed:
+                self._interrupted(interruption.agreed)
         self.close()
+
+    def _interrupted(self, number: int) -> None:
+        """The run was saved where it was interrupted: end it, and say how it goes on. Raises Interrupted."""
+        text, options = "", self.config.checkpoint
+        if self.report is not None:
+            again = "start it again with the same flags" if options.load == options.save else f"--load {options.save}"
+            text = f"interrupted by {signal.Signals(number).name} after iteration {self.trainer.iteration:,}, "
+            text += f"which was saved; to go on, {again}"
+            self.report.close()
+        raise Interrupted(number, text)
 
     def close(self) -> None:
         """What follows training: the model is written, evaluated, and the report closed."""
@@ -185,7 +201,7 @@ class Job:
         pinned = self.mesh.device.type == "cuda"
         return BatchLoader(dataset, *shape, consumed_samples, self.config.data.num_workers, pinned)
 
-    def _train(self) -> None:
+    def _train(self, interruption: Interruption) -> None:
         train, checkpoint, trainer = self.config.train, self.config.checkpoint, self.trainer
         loader = self.training_data(self.mesh.dp_rank, self.plan.grid.dp, trainer.batch_sizes.size)
         check_sizes(train, trainer.batch_sizes, self.plan.grid.dp, trainer.consumed_samples)
@@ -201,9 +217,13 @@ class Job:
                     asked = asked if train.train_samples is None else ("--train-samples", train.train_samples)
                     reason = f"the training data ends at {loader.consumed_samples} samples"
                     raise DataError(*asked, reason, "Lower it, or give more data")
+                interruption.before_step()
                 self.train_step(batches, trainer.consumed_samples)
+                stops = interruption.after_step() > 0
                 if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
                     saved = self.save()
+                if stops:
+                    break
                 if (
                     train.eval_interval
                     and trainer.iteration % train.eval_interval == 0
@@ -239,6 +259,7 @@ class Job:
         view, path = step_view(schedule, trace, self.mesh), self.config.logging.timeline
         if self.report is not None:
             write([view], path)
+            self.report.measured([view])
             self.report.print(f"pipeline timeline: {path}")
 
     def save(self) -> int:

@@ -8,6 +8,7 @@ from ..config.servers import snapshot_directory
 from ..errors import ConfigError
 from ..pipeline_parallel.pictures.files import check_suffix
 from ..pipeline_parallel.pictures.library import check_drawing
+from ..report.run_files import starts_before
 
 
 def check_directory(flag: str, value: str, directory: Path, what: str = "it") -> None:
@@ -49,6 +50,9 @@ def check_outputs(config: RunConfig, reports: bool) -> None:
     logging = config.logging
     if logging.tensorboard_dir is not None:
         check_directory("--tensorboard-dir", logging.tensorboard_dir, Path(logging.tensorboard_dir))
+    if logging.run_dir is not None:
+        check_directory("--run-dir", logging.run_dir, Path(logging.run_dir))
+        starts_before(logging.run_dir)
     for flag, value in (("--metrics", logging.metrics), ("--timeline", logging.timeline), ("--curve", logging.curve)):
         if value is not None:
             check_file(flag, value)

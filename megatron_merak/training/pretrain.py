@@ -18,6 +18,7 @@ from ..planner.make import native_units
 from ..planner.predict import priced
 from ..stages.devices import cluster_of
 from ..stages.native import check_native_shardings, tensors
+from .console import told
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .plan_file import plan_of
@@ -46,15 +47,15 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
         cluster = located(cluster_of(world, config.parallel.device_profile), nodes)
         plan = plan_of(own, world.size, cluster)
         if plan is None:
-            with Progress(SEARCHING, shown=world.rank == 0) as told:
-                plan = make_plan(own, world.size, cluster, tensors(config), told)
+            with Progress(SEARCHING, shown=world.rank == 0) as progress:
+                plan = make_plan(own, world.size, cluster, tensors(config), progress)
         else:
             plan = followed(plan, config)
     where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
     mesh = build_mesh(plan.grid, *where, plan.sharding_instances)
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     if world.rank == 0 and mesh.worker == 0:
-        print(opening(config, plan, world, nodes, notices), flush=True)
+        told(opening(config, plan, world, nodes, notices))
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)

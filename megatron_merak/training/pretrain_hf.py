@@ -33,6 +33,7 @@ from ..stages.devices import cluster_of
 from ..stages.optimizer_state import OptimizerOf, adamw_of
 from ..stages.parameter_groups import groups_of_run
 from ..stages.step_report import StepReport
+from .console import told
 from .hf_batches import token_count
 from .hf_model import blueprint_of, build_model, known_tokens, outer_names, traced_of
 from .job import Job, agree, opening, throughput
@@ -70,7 +71,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     def make(optimizer_of: OptimizerOf) -> HFJob:
         trainer = TokenTrainer(model, config, mesh, cluster, optimizer_of)
         if world.rank == 0 and mesh.worker == 0:
-            print(opening(config, trainer.plan, world, nodes, (*notices, *trainer.notes())), flush=True)
+            told(opening(config, trainer.plan, world, nodes, (*notices, *trainer.notes())))
         return HFJob(trainer, datasets)
 
     run_job(make, config, world, lambda trainer: throughput(config, trainer.plan, world, trainer.flops()), asked)
@@ -120,8 +121,8 @@ class TokenTrainer(RunState):
         """``cluster``: what it is planned for. ``optimizer_of``: who keeps the optimizer's state. Collective over all
         ranks."""
         traced, self.batches = traced_of(model, config, mesh)
-        with together(mesh.control, "cpu"), Progress(SEARCHING, shown=mesh.rank == 0) as told:
-            blueprint = blueprint_of(traced, of_worker(config, mesh.workers), mesh.grid.size, cluster, told)
+        with together(mesh.control, "cpu"), Progress(SEARCHING, shown=mesh.rank == 0) as progress:
+            blueprint = blueprint_of(traced, of_worker(config, mesh.workers), mesh.grid.size, cluster, progress)
         interval = config.train.check_weight_hash_across_dp_replicas_interval
         self.captured = CapturedTrainer(
             blueprint,
@@ -151,8 +152,8 @@ class TokenTrainer(RunState):
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         rates = self.rates()
-        told = self.captured.backward(self._made(batches))
-        result = self.captured.update(rates, told, self.local_zeros())
+        sums = self.captured.backward(self._made(batches))
+        result = self.captured.update(rates, sums, self.local_zeros())
         self.count(batches, result.skipped)
         return self.report(result.loss, rates, result, result.zeros)
 

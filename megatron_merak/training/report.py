@@ -1,108 +1,35 @@
-"""What a run tells while it trains: Megatron-LM's console line, a JSON line per iteration, TensorBoard."""
+"""What a run tells while it trains: console lines, a JSON line per iteration, TensorBoard, the files of --run-dir."""
 
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
 from typing import TextIO
 
 from ..config import LoggingConfig
 from ..errors import ConfigError
+from ..pipeline_parallel.pictures.view import View
+from ..report.run_files import RunFiles
+from .console import Interval, Progress, Throughput, console_line, fitted, short_line
 
-
-@dataclass(frozen=True)
-class Throughput:
-    """tokens, flops: of one sample, the model's FLOPs in forward and backward. peak: FLOP/s of one rank, None if
-    unknown. clock: where times come from, empty for this machine's.
-    """
-
-    tokens: int
-    flops: float
-    ranks: int
-    peak: float | None
-    clock: str = ""
-
-    def per_rank(self, samples_per_second: float) -> float:
-        """Model FLOP/s of one rank."""
-        return self.flops * samples_per_second / self.ranks
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands after a step: its ``iteration`` of ``iterations``, the samples consumed, those of the step,
-    and the size of a batch, where the step was not all of one."""
-
-    iteration: int
-    iterations: int
-    consumed_samples: int
-    samples: int
-    batch: int | None = None
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Means over the iterations since the last line. nan: iterations whose loss was not finite. loss_scale: of the
-    next one. staleness: see ``StepReport``."""
-
-    progress: Progress
-    seconds: float
-    learning_rate: float
-    loss: float
-    grad_norm: float
-    skipped: int
-    samples_per_second: float
-    zeros: int | None = None
-    nan: int = 0
-    loss_scale: float = 1.0
-    staleness: float | None = None
-
-
-def console_line(interval: Interval, work: Throughput, detailed: bool, now: datetime) -> str:
-    """Megatron-LM's fields in Megatron-LM's order, then ours: throughput, MFU or GFLOP/s, time left.
-
-    With modelled times every field that is made from one says so, and the time left is not known.
-    """
-    modelled = f" ({work.clock})" if work.clock else ""
-    rate, progress = work.per_rank(interval.samples_per_second), interval.progress
-    fields = [
-        f"iteration {progress.iteration:8d}/{progress.iterations:8d}",
-        f"consumed samples: {progress.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {1000 * interval.seconds:.{3 if modelled else 1}f}{modelled}",
-    ]
-    if detailed:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}{modelled}")
-    fields += [
-        f"learning rate: {interval.learning_rate:.6E}",
-        f"global batch size: {progress.batch or progress.samples:5d}",
-    ]
-    if not math.isnan(interval.loss):
-        fields.append(f"lm loss: {interval.loss:.6E}")
-    fields += [f"loss scale: {interval.loss_scale:.1f}", f"grad norm: {interval.grad_norm:.3f}"]
-    if interval.zeros is not None:
-        fields.append(f"num zeros: {interval.zeros}")
-    fields.append(f"number of skipped iterations: {interval.skipped:3d}")
-    fields.append(f"number of nan iterations: {interval.nan:3d}")
-    if interval.staleness is not None:
-        fields.append(f"staleness: {interval.staleness:.1f}")
-    fields.append(f"tokens/s: {work.tokens * interval.samples_per_second:.0f}{modelled}")
-    known = work.peak is not None
-    share = f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}"
-    fields.append(share + modelled)
-    if not modelled:
-        left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))
-        fields.append(f"ETA: {left}")
-    return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
+__all__ = ["Progress", "Report", "Throughput"]
 
 
 class Report:
     """Collects steps and writes lines; one rank of the job has one, the others none.
 
-    Raises ConfigError where TensorBoard is not installed; that files can be written was checked before.
+    files: of --run-dir, None without it. Raises ConfigError where TensorBoard is not installed; that files can be
+    written was checked before.
     """
 
-    def __init__(self, config: LoggingConfig, work: Throughput, out: TextIO | None = None):
-        self.config, self.work, self.out = config, work, out or sys.stdout
+    def __init__(
+        self, config: LoggingConfig, work: Throughput, out: TextIO | None = None, files: RunFiles | None = None
+    ):
+        self.config, self.work, self.out, self.files = config, work, out or sys.stdout, files
+        self.on_terminal = self.out.isatty()
+        self.short = config.log_format == "short" or (config.log_format == "auto" and self.on_terminal)
         self.records: list[dict] = []
         self._pending: list[dict] = []
         self._before: int | None = None  # the iteration of the step before
@@ -125,6 +52,8 @@ class Report:
         self.records.append(record)
         if self._metrics is not None:
             self._metrics.write(json.dumps(record) + "\n")
+        if self.files is not None:
+            self.files.note(record)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, iteration)
@@ -136,6 +65,8 @@ class Report:
             k: v for k, v in asdict(report).items() if v is not None and k != "zeros" and (k, v) != ("late", False)
         }
         time = {"modelled_seconds" if self.work.clock else "seconds": seconds}
+        if self.files is not None:
+            self.files.began(iteration - 1, progress.consumed_samples - progress.samples)
         self.note("train", iteration, consumed_samples=progress.consumed_samples, **time, **values)
         self._pending.append({"samples": progress.samples, "seconds": seconds, **values})
         if report.late:
@@ -144,14 +75,7 @@ class Report:
             scale = "" if report.loss_scale is None else f"; the loss scale is now {report.loss_scale:.1f}"
             self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped{scale}")
         if self._due(iteration, progress.iterations):
-            self.print(
-                console_line(
-                    self._interval(progress, report.zeros),
-                    self.work,
-                    self.config.log_throughput,
-                    datetime.now(),
-                )
-            )
+            self._line(self._interval(progress, report.zeros))
             self._pending.clear()
 
     def _due(self, iteration: int, last: int) -> bool:
@@ -179,10 +103,31 @@ class Report:
             sum(row["staleness"] for row in pending) / len(pending) if "staleness" in pending[-1] else None,
         )
 
+    def _line(self, interval: Interval) -> None:
+        work, detailed = self.work, self.config.log_throughput
+        line = (
+            short_line(interval, work, detailed)
+            if self.short
+            else console_line(interval, work, detailed, datetime.now())
+        )
+        print(line, file=self.out, flush=True)
+
     def print(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        """Print a text, on a terminal in lines that fit."""
+        print(fitted(text) if self.on_terminal else text, file=self.out, flush=True)
+
+    def measured(self, views: Sequence[View]) -> None:
+        """Keep the timeline of a step with the files of the run."""
+        if self.files is not None:
+            self.files.measured(views)
 
     def close(self) -> None:
+        """Close what was written, and name it."""
+        written = [self.config.metrics, self.config.tensorboard_dir, self.config.run_dir]
+        for path in filter(None, written):
+            self.print(f"wrote {path}")
+        if self.files is not None:
+            self.files.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:

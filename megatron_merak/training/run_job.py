@@ -8,6 +8,7 @@ from ..parallel.launch import World
 from ..stages.optimizer_state import OptimizerOf, optimizer_of_run
 from .job import Job
 from .report import Report, Throughput
+from .run_record import files_of
 from .served import Worker, WorkerJob
 from .state import RunState
 
@@ -28,7 +29,10 @@ def run_job(
     job.asked = asked
 
     def report() -> Report | None:
-        return Report(config.logging, work(job.trainer)) if world.is_last else None
+        if not world.is_last:
+            return None
+        of_sample = work(job.trainer)
+        return Report(config.logging, of_sample, files=files_of(job.trainer, world, of_sample))
 
     if worker is not None:
         WorkerJob(job, worker, report).run()

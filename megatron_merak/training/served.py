@@ -15,6 +15,7 @@ from datetime import timedelta
 from ..checkpoint.lock import DirectoryLock
 from ..config import SNAPSHOT_INTERVAL, OptimizerConfig, ParallelConfig, RunConfig
 from ..config.servers import snapshot_directory
+from ..counting import counted
 from ..errors import ConfigError, DataError, DirectoryLockedError
 from ..optimizer.loss_scale import LossScaler
 from ..parallel.agree import broadcast_json, together
@@ -56,9 +57,8 @@ def serve(config: RunConfig, world: World) -> None:
     check_snapshots(config)
     server = Server(world.role, world.store, server_settings(config))
     if world.rank == 0:
-        print(
-            f"megatron_merak: {world.role.servers} parameter server(s) for {world.role.workers} worker(s)", flush=True
-        )
+        servers, workers = counted(world.role.servers, "parameter server"), counted(world.role.workers, "worker")
+        print(f"megatron_merak: {servers} for {workers}", flush=True)
     server.wait()
     print(server.told(), flush=True)
 

@@ -155,7 +155,8 @@ def test_preprocess_tool(tmp_path, capsys):
         "--append-eod",
     ]
     assert tool.main(arguments) == 0
-    assert capsys.readouterr().out == "2 documents, 5 tokens, 0 skipped\n"
+    written = f"wrote {tmp_path / 'out'}_text_document.bin and .idx\n"
+    assert capsys.readouterr().out == f"2 documents, 5 tokens, 0 skipped\n{written}"
     (tmp_path / "in.jsonl").write_text("{\n")
     assert tool.main(arguments) == 1
     assert "in.jsonl:1: not JSON" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_old_gradients_count_less_and_too_old_ones_nothing():
         slow.leave()
     record = servers[0].services[0].record
     assert (record.staleness, record.dropped) == ({0: 5, 1: 1, 2: 1, 3: 1}, 1)
-    assert "8 gradient(s)" not in servers[0].told() and "1 gradient(s) too old" in servers[0].told()
+    assert "8 gradients" not in servers[0].told() and "1 gradient too old" in servers[0].told()
 
 
 def test_a_gradient_that_comes_a_second_time_is_applied_once():
@@ -267,7 +267,7 @@ def test_a_server_goes_on_from_its_snapshot_and_clients_find_it(tmp_path):
     again = job.server(1)
     client.pull(weights)
     assert torch.equal(weights, reference.buffer.data), "the snapshot is of the second update"
-    assert job.said == ["parameter server (rank 1) is back at update 2, 1 update(s) behind"]
+    assert job.said == ["parameter server (rank 1) is back at update 2, 1 update behind"]
     answer = client.push(flat(7), 0.5, RATES, weights)
     assert torch.equal(weights, apply(reference, flat(7))) and (answer.version, answer.staleness) == (3, 0)
     client.leave()

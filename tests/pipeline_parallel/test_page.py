@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,11 @@ from megatron_merak.pipeline_parallel.builders import BUILDERS
 from megatron_merak.pipeline_parallel.pictures.page import encode, page, views_of
 from megatron_merak.pipeline_parallel.pictures.palette import time_text
 from megatron_merak.pipeline_parallel.pictures.view import in_flight
+from tests.browser import document
 
 from .views import measured, mixed, view
 
 ASSETS = files("megatron_merak.pipeline_parallel.pictures") / "assets"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -167,24 +166,9 @@ def test_hovering_tells(counted):
     assert rows["duration"] == "30 ms" and rows["waits for"] == "B7 of stage 1, sent over a link"
 
 
-@pytest.fixture(scope="module")
-def browser():
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no headless browser is installed")
-
-    def drawn(html: Path) -> str:
-        """The document as it is after its script ran."""
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--window-size=1400,2400"]
-        command = [found, *flags, "--dump-dom", html.as_uri()]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
-
-    return drawn
-
-
-def test_a_browser_draws_the_page(browser, views, html, tmp_path):
+def test_a_browser_draws_the_page(views, html, tmp_path):
     (tmp_path / "page.html").write_text(html, encoding="utf-8")
-    found = browser(tmp_path / "page.html")
+    found = document(tmp_path / "page.html", width=1400)
     assert "data-failed" not in found
     counts = re.search(r'data-drawn="([\d,]+)"', found)[1].split(",")
     assert list(map(int, counts)) == [len(shown.timeline.events) for shown in views]
@@ -193,7 +177,7 @@ def test_a_browser_draws_the_page(browser, views, html, tmp_path):
     assert found.count('role="application"') == len(views)
 
 
-def test_buttons_say_what_is_shown_and_save_a_picture(browser, tmp_path):
+def test_buttons_say_what_is_shown_and_save_a_picture(tmp_path):
     """The third stage of a rank has a shade of its own."""
     three = view("interleaved", 2, 4, chunks=3)
     script = """<script>
@@ -202,14 +186,14 @@ def test_buttons_say_what_is_shown_and_save_a_picture(browser, tmp_path):
     setTimeout(() => document.querySelector('[data-key="g"]').click(), 500);
     </script>"""
     (tmp_path / "page.html").write_text(page([three]).replace("</body>", script + "</body>"), encoding="utf-8")
-    found = browser(tmp_path / "page.html")
+    found = document(tmp_path / "page.html", width=1400)
     assert "data-failed" not in found and 'data-saved="data:image/png;base64,"' in found
     pressed = dict(re.findall(r'<button[^>]*data-key="(\w)"[^>]*aria-pressed="(\w+)"', found))
     assert pressed == {"c": "true", "m": "true", "p": "false", "l": "false", "n": "false"}
     assert "Memory: micro-batches" in found and "shades: the stages of a rank" in found
 
 
-def test_a_browser_draws_32_stages_and_256_micro_batches(browser, tmp_path):
+def test_a_browser_draws_32_stages_and_256_micro_batches(tmp_path):
     (tmp_path / "page.html").write_text(page([view("1f1b", 32, 256)]), encoding="utf-8")
-    found = browser(tmp_path / "page.html")
+    found = document(tmp_path / "page.html", width=1400)
     assert 'data-drawn="16384"' in found and "data-failed" not in found

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from megatron_merak.config import CheckpointConfig, Config, LoggingConfig, ModelConfig, TrainConfig
 from megatron_merak.errors import ConfigError
 from megatron_merak.stages.step_report import StepReport
+from megatron_merak.training.console import WIDTH, Interval, Progress, Throughput, console_line, fitted, short_line
 from megatron_merak.training.outputs import check_outputs
 from megatron_merak.training.pictures import draw_curve
-from megatron_merak.training.report import Interval, Progress, Report, Throughput, console_line
+from megatron_merak.training.report import Report
 
 WORK = Throughput(tokens=128, flops=5 * 10**11, ranks=2, peak=10**13)
 INTERVAL = Interval(
@@ -39,6 +41,75 @@ def test_the_line_has_megatrons_fields_in_megatrons_order():
         " number of skipped iterations:   2 | number of nan iterations:   1 |"
         " tokens/s: 2048 | MFU: 40.0 % | ETA: 0:00:40 |"
     )
+
+
+def test_the_short_line_has_the_same_facts():
+    assert short_line(INTERVAL, WORK, False) == (
+        "  20/100 | loss 4.2500 | scale 32,768 | skipped 2 | nan 1 | 500.0 ms | 2,048 tokens/s | MFU 40.0 % | "
+        "ETA 0:00:40"
+    )
+    plain = replace(INTERVAL, skipped=0, nan=0, zeros=None, loss_scale=1.0)
+    assert short_line(plain, replace(WORK, peak=None), False) == (
+        "  20/100 | loss 4.2500 | lr 1.00e-03 | norm 1.062 | 500.0 ms | 2,048 tokens/s | 4000.0 GFLOP/s/rank | "
+        "ETA 0:00:40"
+    )
+    assert short_line(plain, replace(WORK, clock="modelled on laptop"), False).endswith("| MFU 40.0 % | modelled")
+
+
+def test_the_short_line_fits_whatever_it_says():
+    worst = Interval(
+        Progress(1_234_567, 9_000_000, 10**12, 10**6),
+        seconds=1_234.5,
+        learning_rate=1.234567e-10,
+        loss=1.5e30,
+        grad_norm=1.5e30,
+        skipped=1_000,
+        samples_per_second=9e2,
+        zeros=10**15,
+        nan=1_000,
+        loss_scale=2.0**127,
+        staleness=1e6,
+    )
+    for clock in ("", "modelled on dgx-h100"):
+        line = short_line(worst, replace(WORK, clock=clock), True)
+        assert len(line) <= WIDTH and "nan 1,000" in line and "1,234,567/9,000,000" in line
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("asked", "out", "short"),
+    [
+        ("auto", io.StringIO, False),
+        ("auto", Terminal, True),
+        ("megatron", Terminal, False),
+        ("short", io.StringIO, True),
+    ],
+)
+def test_who_reads_decides_the_form_of_the_line(asked, out, short):
+    screen = out()
+    report = Report(LoggingConfig(log_interval=1, log_format=asked), WORK, screen)
+    report.step(Progress(1, 4, 8, 8), 0.5, StepReport(3.0, 1.0, 1e-3, False))
+    assert ("consumed samples" in screen.getvalue()) != short
+    assert short == (len(screen.getvalue()) <= WIDTH + 1)
+
+
+def test_long_lines_are_broken_on_a_terminal_only():
+    text = "  --flag " + "word " * 40
+    assert all(len(line) <= WIDTH for line in fitted(text).split("\n")) and fitted("a\n\n  b") == "a\n\n  b"
+    assert fitted(text).split("\n")[1].startswith("    word")
+    for out, lines in ((io.StringIO(), 1), (Terminal(), 2)):
+        Report(LoggingConfig(), WORK, out).print(text)
+        assert len(out.getvalue().splitlines()) == lines
+
+
+def test_files_are_named_when_they_are_complete(tmp_path):
+    out = io.StringIO()
+    Report(LoggingConfig(metrics=str(tmp_path / "m.jsonl")), WORK, out).close()
+    assert out.getvalue() == f"wrote {tmp_path / 'm.jsonl'}\n"
 
 
 def test_without_a_known_peak_it_tells_the_rate():
@@ -87,7 +158,7 @@ def test_a_skipped_step_is_told_when_it_happens():
     assert out.getvalue() == " iteration 3: the gradient norm is nan, the step was skipped\n"
 
 
-@pytest.mark.parametrize("flag", ["metrics", "timeline", "curve", "tensorboard_dir"])
+@pytest.mark.parametrize("flag", ["metrics", "timeline", "curve", "tensorboard_dir", "run_dir"])
 def test_places_that_cannot_be_written_are_told(tmp_path, flag):
     (tmp_path / "file").touch()
     place = str(tmp_path / "file" / "x")

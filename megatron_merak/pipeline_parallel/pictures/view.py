@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from megatron_merak.counting import counted
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.ops import Kind
 from megatron_merak.pipeline_parallel.simulate import Event, Timeline
@@ -51,7 +52,8 @@ class View:
     def size(self) -> str:
         """As in "8 stages on 4 ranks, 16 micro-batches"."""
         schedule = self.timeline.schedule
-        return f"{schedule.stages} stages on {self.ranks} ranks, {schedule.microbatches} micro-batches"
+        stages, microbatches = counted(schedule.stages, "stage"), counted(schedule.microbatches, "micro-batch")
+        return f"{stages} on {counted(self.ranks, 'rank')}, {microbatches}"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, ascending."""

@@ -1,0 +1,94 @@
+"""Runs of HuggingFace's kind: their history is the log of trainer_state.json, in the run's directory or a checkpoint.
+
+output_dir/trainer_state.json                                    where save_state() was called
+           checkpoint-500/trainer_state.json                     one per checkpoint
+                          training_args.json
+                          training_state/iter_*/manifest.json    of MerakTrainer: it holds the plan
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_merak.errors import MerakError
+from megatron_merak.plan import Plan
+from megatron_merak.report.history import History, Step
+
+STATE, ARGUMENTS = "trainer_state.json", "training_args.json"
+# Entries of an evaluation that say how fast it was, not how good the model is.
+_SPEED = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
+
+
+def newest_state(directory: Path) -> Path | None:
+    """The trainer_state.json that went furthest, of a run's directory or a checkpoint; None without any."""
+    found = [path for path in (directory / STATE, *directory.glob(f"checkpoint-*/{STATE}")) if path.is_file()]
+    return max(found, key=lambda path: (_steps_of(path), path.parent == directory), default=None)
+
+
+def _steps_of(path: Path) -> int:
+    if path.parent.name.startswith("checkpoint-"):
+        number = path.parent.name.removeprefix("checkpoint-")
+        return int(number) if number.isdecimal() else -1
+    try:
+        step = json.loads(path.read_text(encoding="utf-8")).get("global_step")
+    except (OSError, ValueError, AttributeError):
+        return 1 << 62  # it is read, and what is wrong is told
+    return step if type(step) is int else 1 << 62
+
+
+def history_of_state(text: str) -> tuple[History, dict[str, Any]]:
+    """The history in the text of a trainer_state.json, and all it holds. Raises ValueError for any other text."""
+    state = json.loads(text)
+    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
+        raise ValueError("it has no log_history")
+    history = History()
+    for entry in state["log_history"]:
+        step = entry.get("step") if isinstance(entry, dict) else None
+        if type(step) is not int:
+            raise ValueError("an entry of its log_history has no step")
+        if "loss" in entry:
+            values = [_number(entry.get(name)) for name in ("loss", "learning_rate", "grad_norm")]
+            history.steps[step] = Step(step, *values)
+        for name, value in entry.items():
+            _note(history, name, step, _number(value))
+    return history, state
+
+
+def _note(history: History, name: str, step: int, value: float | None) -> None:
+    """Take a value of an evaluation."""
+    if value is None or not name.startswith("eval_") or name.endswith(_SPEED):
+        return
+    if name == "eval_loss":
+        history.evaluations.setdefault("valid", {})[step] = value
+    else:
+        history.metrics.setdefault(name.removeprefix("eval_"), {})[step] = value
+
+
+def plan_beside(path: Path) -> Plan | None:
+    """The plan in the newest training state beside or below a trainer_state.json; None where there is none, or where it
+    is one of another version."""
+    state = "training_state/iter_*/manifest.json"
+    found = [*path.parent.glob(state), *path.parent.glob(f"checkpoint-*/{state}")]
+    if not found:
+        return None
+    newest = max(found, key=lambda manifest: manifest.parent.name)
+    try:
+        return Plan.from_dict(json.loads(newest.read_text(encoding="utf-8"))["meta"]["plan"])
+    except (OSError, ValueError, KeyError, TypeError, MerakError):
+        return None
+
+
+def arguments_beside(path: Path) -> dict[str, Any]:
+    """The arguments of the run that are not empty; none where there is no training_args.json beside ``path``."""
+    try:
+        found = json.loads((path.parent / ARGUMENTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    empty = (None, False, "", [], {})
+    return {name: value for name, value in found.items() if value not in empty} if isinstance(found, Mapping) else {}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None

@@ -1,0 +1,97 @@
+"""The directory that --run-dir names: what is in it, and how the rank that reports writes it.
+
+DIR/plan.json        the plan that ran last, in the form that --plan reads
+    run.json         every start of the run: time, command, ranks, device, settings, versions of libraries
+    metrics.jsonl    a line per iteration and evaluation, as --metrics writes them, and a line per start
+    timeline.json    the last step as it was measured, where --timeline asked for it
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_merak.errors import ConfigError
+from megatron_merak.pipeline_parallel.pictures.trace import to_trace
+from megatron_merak.pipeline_parallel.pictures.view import View
+from megatron_merak.plan import Plan
+
+PLAN, RUN, METRICS, TIMELINE = "plan.json", "run.json", "metrics.jsonl", "timeline.json"
+FORMAT = 1
+
+
+def parse_run(text: str) -> list[dict[str, Any]]:
+    """The starts in the text of a run.json, first to last. Raises ValueError for any other text."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"it is no object of format {FORMAT}")
+    starts = found.get("starts")
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise ValueError("it has no list of starts")
+    return starts
+
+
+def starts_before(directory: str | Path) -> list[dict[str, Any]]:
+    """The starts that a directory holds already. Raises ConfigError where its run.json is damaged."""
+    path = Path(directory) / RUN
+    try:
+        return parse_run(path.read_text(encoding="utf-8")) if path.exists() else []
+    except (OSError, ValueError) as error:
+        reason = f"{RUN} in it cannot be read ({error})"
+        raise ConfigError("--run-dir", directory, reason, "Name another directory, or remove that file") from error
+
+
+class RunFiles:
+    """Writes the files of one start of a run.
+
+    directory: made if it does not exist
+    start:     facts of this start, as JSON has them
+    plan:      what runs
+    """
+
+    def __init__(self, directory: str | Path, start: Mapping[str, Any], plan: Plan):
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        starts = [*starts_before(self.directory), dict(start)]
+        self._number = len(starts) - 1
+        _replace(self.directory / PLAN, plan.to_json())
+        _replace(self.directory / RUN, json.dumps({"format": FORMAT, "starts": starts}, indent=1) + "\n")
+        _drop_cut_off_line(self.directory / METRICS)
+        self._metrics = open(self.directory / METRICS, "a", buffering=1, encoding="utf-8")
+        self._began = False
+
+    def began(self, iteration: int, consumed_samples: int) -> None:
+        """The run stands at ``iteration`` and trains from there; what a file says of later ones was lost. Only the
+        first call counts."""
+        if not self._began:
+            self._began = True
+            row = {"kind": "start", "start": self._number, "iteration": iteration}
+            self.note(row | {"consumed_samples": consumed_samples})
+
+    def note(self, row: Mapping[str, Any]) -> None:
+        """Append a line to the metrics."""
+        self._metrics.write(json.dumps(row) + "\n")
+
+    def measured(self, views: Sequence[View]) -> None:
+        """Write the timeline of a step."""
+        _replace(self.directory / TIMELINE, json.dumps(to_trace(views)))
+
+    def close(self) -> None:
+        self._metrics.close()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is whole or as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _drop_cut_off_line(path: Path) -> None:
+    """Remove the end of a file that a killed run did not end with a line."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)

@@ -1,0 +1,160 @@
+"""The console lines of a run: Megatron-LM's, and a short one for terminals."""
+
+import math
+import sys
+import textwrap
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+WIDTH = 120  # columns of a terminal that lines fit into
+_DROPPED = ("zeros", "flops", "staleness", "rate", "norm", "scale", "left")  # left out, in order, until a line fits
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """tokens, flops: of one sample, the model's FLOPs in forward and backward. peak: FLOP/s of one rank, None if
+    unknown. clock: where times come from, empty for this machine's.
+    """
+
+    tokens: int
+    flops: float
+    ranks: int
+    peak: float | None
+    clock: str = ""
+
+    def per_rank(self, samples_per_second: float) -> float:
+        """Model FLOP/s of one rank."""
+        return self.flops * samples_per_second / self.ranks
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a step: its ``iteration`` of ``iterations``, the samples consumed, those of the step,
+    and the size of a batch, where the step was not all of one."""
+
+    iteration: int
+    iterations: int
+    consumed_samples: int
+    samples: int
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Means over the iterations since the last line. nan: iterations whose loss was not finite. loss_scale: of the
+    next one. staleness: see ``StepReport``."""
+
+    progress: Progress
+    seconds: float
+    learning_rate: float
+    loss: float
+    grad_norm: float
+    skipped: int
+    samples_per_second: float
+    zeros: int | None = None
+    nan: int = 0
+    loss_scale: float = 1.0
+    staleness: float | None = None
+
+
+def console_line(interval: Interval, work: Throughput, detailed: bool, now: datetime) -> str:
+    """Megatron-LM's fields in Megatron-LM's order, then ours: throughput, MFU or GFLOP/s, time left.
+
+    With modelled times every field that is made from one says so, and the time left is not known.
+    """
+    modelled = f" ({work.clock})" if work.clock else ""
+    rate, progress = work.per_rank(interval.samples_per_second), interval.progress
+    fields = [
+        f"iteration {progress.iteration:8d}/{progress.iterations:8d}",
+        f"consumed samples: {progress.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {1000 * interval.seconds:.{3 if modelled else 1}f}{modelled}",
+    ]
+    if detailed:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}{modelled}")
+    fields += [
+        f"learning rate: {interval.learning_rate:.6E}",
+        f"global batch size: {progress.batch or progress.samples:5d}",
+    ]
+    if not math.isnan(interval.loss):
+        fields.append(f"lm loss: {interval.loss:.6E}")
+    fields += [f"loss scale: {interval.loss_scale:.1f}", f"grad norm: {interval.grad_norm:.3f}"]
+    if interval.zeros is not None:
+        fields.append(f"num zeros: {interval.zeros}")
+    fields.append(f"number of skipped iterations: {interval.skipped:3d}")
+    fields.append(f"number of nan iterations: {interval.nan:3d}")
+    if interval.staleness is not None:
+        fields.append(f"staleness: {interval.staleness:.1f}")
+    fields.append(f"tokens/s: {work.tokens * interval.samples_per_second:.0f}{modelled}")
+    known = work.peak is not None
+    share = f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}"
+    fields.append(share + modelled)
+    if not modelled:
+        left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))
+        fields.append(f"ETA: {left}")
+    return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
+
+
+def short_line(interval: Interval, work: Throughput, detailed: bool) -> str:
+    """The same facts in at most 120 columns; skipped and nan iterations, and a loss scale, only where there are any."""
+    progress, rate = interval.progress, work.per_rank(interval.samples_per_second)
+    known, total = work.peak is not None, f"{progress.iterations:,}"
+    left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))
+    counts = {"zeros": interval.zeros, "skipped": interval.skipped or None, "nan": interval.nan or None}
+    fields = {
+        "iteration": f" {progress.iteration:>{len(total)},}/{total}",
+        "loss": "" if math.isnan(interval.loss) else f"loss {_loss(interval.loss)}",
+        "rate": f"lr {interval.learning_rate:.2e}",
+        "norm": f"norm {_significant(interval.grad_norm)}",
+        "scale": "" if interval.loss_scale == 1.0 else f"scale {_significant(interval.loss_scale)}",
+        **{name: "" if count is None else f"{name} {_large(count)}" for name, count in counts.items()},
+        "staleness": "" if interval.staleness is None else f"staleness {interval.staleness:.1f}",
+        "time": f"{_significant(1000 * interval.seconds)} ms",
+        "tokens": f"{_large(work.tokens * interval.samples_per_second)} tokens/s",
+        "flops": f"{rate / 1e12:.1f} TFLOP/s/GPU" if detailed else "" if known else f"{rate / 1e9:.1f} GFLOP/s/rank",
+        "share": f"MFU {100 * rate / work.peak:.1f} %" if known else "",
+        "left": "modelled" if work.clock else f"ETA {str(left).replace(' days, ', 'd ').replace(' day, ', 'd ')}",
+    }
+    for name in ("", *_DROPPED):
+        fields[name] = ""
+        line = " | ".join(filter(None, fields.values()))
+        if len(line) <= WIDTH:
+            break
+    return line
+
+
+def fitted(text: str, width: int = WIDTH) -> str:
+    """A text whose longer lines are broken at spaces, and continued where their own text began."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        whole = len(line) <= width
+        lines += (
+            [line]
+            if whole
+            else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        )
+    return "\n".join(lines)
+
+
+def told(text: str) -> None:
+    """Print a text, on a terminal in lines that fit."""
+    print(fitted(text) if sys.stdout.isatty() else text, flush=True)
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
+
+
+def _significant(value: float) -> str:
+    """Three or four digits: "0.562", "12.3", "4,321", "1.2e+09"."""
+    if not math.isfinite(value) or abs(value) >= 1e7:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def _large(value: float) -> str:
+    """A whole number, a large one in millions and so on: "12,345", "12M"."""
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= 10 * unit:
+            return f"{value / unit:,.0f}{letter}"
+    return f"{value:,.0f}"

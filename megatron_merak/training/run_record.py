@@ -1,0 +1,70 @@
+"""What --run-dir keeps of a start: when, how, on what and with which libraries it was made."""
+
+import platform
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..arguments import changed
+from ..parallel.launch import World
+from ..plan import layout
+from ..report.run_files import RunFiles
+from .console import Throughput
+from .state import RunState
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def files_of(trainer: RunState, world: World, work: Throughput) -> RunFiles | None:
+    """The files of --run-dir, where it was given, with this start written into them."""
+    directory = trainer.config.logging.run_dir
+    return None if directory is None else RunFiles(directory, start_of(trainer, world, work), trainer.plan)
+
+
+def start_of(trainer: RunState, world: World, work: Throughput) -> dict[str, Any]:
+    """What there is to know of this start, as JSON has it. ``work``: of a sample."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
+        "ranks": work.ranks,
+        "layout": layout(trainer.plan),
+        "device": world.device.type,
+        "device_name": device_name(world.device),
+        "iterations": trainer.iterations,
+        "work": asdict(work),
+        "settings": {flag: list(pair) for flag, pair in changed(trainer.config).items()},
+        "versions": dict(versions()),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """What a rank computes on, as its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """Versions of Python and of what the run uses."""
+    yield "megatron_merak", __version__
+    yield "Python", platform.python_version()
+    for name in _LIBRARIES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        yield "CUDA", torch.version.cuda
