@@ -138,7 +138,8 @@ def test_a_second_job_does_not_write_to_the_directory_of_the_first(tmp_path):
         message = refused(DirectoryLockedError, f"--train-iters 1 --save {tmp_path}", 2)
     assert f"directory {tmp_path}: on rank 0, another job writes to it: process {os.getpid()} on host" in message
     run_ranks(job, 1, f"--train-iters 1 --save {tmp_path}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    names = ["config.yaml", "iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 RANK = """
