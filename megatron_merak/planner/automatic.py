@@ -104,7 +104,7 @@ class Automatic:
             searched.add(home)
             plan = self._found(task, evaluations, lambda share, done=done: self.told((done + share) / len(tasks)))
             self.found += [] if plan is None else [plan]
-        self.unsearched = {placement.home for placement in self.placements} - searched
+        self.unsearched = {_home(task.base.schedule) for task in tasks} - searched
 
     def _tasks(self) -> list[Task]:
         """For every placement and overlap, of the plan that is fastest and fits, the most promising first."""

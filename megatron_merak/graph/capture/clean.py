@@ -112,7 +112,7 @@ def _inline_regions(graph: Graph, owner: torch.nn.Module, model: str, nested: bo
 
 def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_grad: bool, model: str) -> None:
     for part, shared in written(inner).items() if no_grad else ():
-        if shared[0].op == "placeholder":
+        if shared[0].op == "placeholder" and "out" not in part.kwargs:  # those: see _refuse_state
             reason = f"{source(part)} writes into a value from outside of torch.no_grad(), so the gradient would change"
             raise TraceError("model", model, reason, "Write into a copy")
     known = dict(zip(inner.find_nodes(op="placeholder"), args, strict=True))
