@@ -66,7 +66,7 @@ from transformers import AutoModelForCausalLM
 print("opened", type(AutoModelForCausalLM.from_pretrained("runs/trained")).__name__)'
 
     step "plans and pictures"
-    says '1024 ranks = tp 8 x cp 1 x dp 8 x pp 16' merak-plan show --world-size 1024 --device H100 --num-layers 96 \
+    says '1,024 ranks = tp 8 x cp 1 x dp 8 x pp 16' merak-plan show --world-size 1024 --device H100 --num-layers 96 \
         --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 50257 --micro-batch-size 1 \
         --global-batch-size 1536 --bf16 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --save plan.json
     says 'largest: pipeline rank 0' merak-memory --plan plan.json
