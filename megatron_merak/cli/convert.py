@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file [5GB]")
     given = parser.parse_args(arguments)
     try:
+        _check_target(given.source, given.target)
         if (given.source / "config.json").is_file():
             _to_checkpoint(given)
         else:
@@ -57,6 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(told(error) + "\n")
         return 1
     return 0
+
+
+def _check_target(source: Path, target: Path) -> None:
+    """Raise ConfigError for a target in which the result would be mistaken for something else."""
+    one, other = source.resolve(), target.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise ConfigError("TO", target, f"it is {source}, or one is inside the other", "Name another directory")
+    if any(target.glob("iter_*")):
+        reason = "it holds checkpoints, of which a run would load the newest"
+        raise ConfigError("TO", target, reason, "Name an empty directory")
 
 
 def _to_hf(given: argparse.Namespace) -> None:

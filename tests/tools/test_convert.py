@@ -88,6 +88,14 @@ def _save_parts(rank, world_size, root, tensors, meta):
     store.save(root, 3, {"model": shards}, meta, torch.distributed.group.WORLD, "cpu")
 
 
+@pytest.mark.parametrize(("target", "told"), [("run", "one is inside the other"), ("full", "it holds checkpoints")])
+def test_a_target_that_would_be_mistaken_is_refused(target, told, tmp_path, tool, capsys):
+    _make("run", tmp_path / "run")
+    _make("run", tmp_path / "full")
+    assert tool.main([str(tmp_path / "run"), str(tmp_path / target)]) == 1
+    assert told in capsys.readouterr().err
+
+
 REFUSED = {
     "a damaged file": (["run", "out"], "was changed after it was written"),
     "an iteration that is not there": (["run", "out", "--ckpt-step", "7"], "--ckpt-step 7: .*run has 3. "),
