@@ -5,8 +5,8 @@
 
 The script is read, not run. Variables that it does not set stay as they are written; pipes and redirections of the
 command are left out. The exit status is 0 if
-merak-pretrain would understand the command, 1 if flags cannot be honoured, each of which is listed with what follows
-and what to use instead, and 2 if the script has no line that starts pretrain_gpt.py.
+merak-pretrain would understand the command, 1 if flags cannot be honoured or lines not followed, each of which is
+listed with what follows and what to use instead, and 2 if the script has no line that starts pretrain_gpt.py.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import ConfigError, LaunchError, MerakError
 from .converted import Converted, converted
 from .launch_script import PROGRAM, Launch, find
-from .shell_words import SEPARATORS
+from .shell_words import LITERAL, SEPARATORS, references
 from .words import described, program, told
 
 NAME = "merak-from-megatron"
@@ -37,9 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("script", help="the shell script")
     path = parser.parse_args(arguments).script
     try:
-        launch = find(_text(path))
+        text = _text(path)
+        launch = find(text)
         if launch is None:
+            other = next((name for name in re.findall(r"pretrain_\w+\.py", text) if name != PROGRAM), None)
             remedy = "Name the script that starts the ranks"
+            remedy = f"There is no counterpart of {other}" if other else remedy
             raise LaunchError("script", path, f"it has no command that starts {PROGRAM}", remedy)
     except MerakError as error:
         print(f"{program()}: {told(error)}", file=sys.stderr)
@@ -50,9 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "srun" in (*launch.shell, *launch.before) and not by_torch(launch.before):
         remedy = "let it start torchrun once per node, unless its MPI tells ranks who they are"
         result.notes.append(("srun", f"a rank reads the variables of torchrun or MPI; {remedy}"))
+    if "deepspeed" in launch.before:
+        result.notes.append(("deepspeed", "its launcher takes a script; use torchrun"))
     print(report(path, launch, result))
+    for each in launch.exports:
+        name, _, value = each.partition("=")
+        print(f"export {name}={quoted(value)}")
     print(command(launch, launcher, result))
-    return int(bool(result.refused))
+    return int(bool(result.refused or launch.doubts))
 
 
 def _text(path: str) -> str:
@@ -102,23 +110,29 @@ def report(path: str, launch: Launch, result: Converted) -> str:
         ("renamed", " -> ", result.renamed),
         ("added, since Megatron-LM does so without being asked", ": ", result.added),
         ("left out, since it changes nothing", ": ", result.dropped),
-        ("CANNOT BE HONOURED, and left out", ": ", result.refused),
+        ("CANNOT BE HONOURED", ": ", result.refused),
         ("note", ": ", result.notes),
     )
     lines = [f"converted from {path}, line {launch.line}, by {NAME}", f"kept: {result.kept} flags"]
     for title, between, entries in sections:
         lines += [f"{title}:"] if entries else []
         lines += [f"  {before}{between}{after}" for before, after in entries]
+    lines += ["NOT FOLLOWED, look at it:"] if launch.doubts else []
+    lines += [f"  {doubt}" for doubt in launch.doubts]
     lines += [f"note: {note}" for note in launch.notes]
     return "\n".join(f"# {line}" for line in lines)
 
 
 def command(launch: Launch, launcher: Sequence[str], result: Converted) -> str:
     """Our command, over several lines; in one where it is an argument of a shell."""
-    groups = [" ".join(map(quoted, launcher))]
-    groups += [" ".join([*([each.name] if each.name else []), *map(quoted, each.values)]) for each in result.flags]
+    read = _quoted_inside if launch.shell else quoted
+    groups = [" ".join(map(read, launcher))]
+    groups += [" ".join([*([each.name] if each.name else []), *map(read, each.values)]) for each in result.flags]
     if launch.shell:
-        return " ".join([*map(quoted, launch.shell), _in_double_quotes(" ".join(groups))])
+        text = " ".join(groups)
+        plain = len(references(text)) == 1  # nothing that the script's shell replaces
+        argument = shlex.quote(text.replace(LITERAL, "$")) if plain else _in_double_quotes(text)
+        return " ".join([*map(quoted, launch.shell), argument])
     lines = [groups[0]]
     for group in groups[1:]:
         if len(lines) > 1 and len(lines[-1]) + len(group) < WIDTH:
@@ -129,11 +143,21 @@ def command(launch: Launch, launcher: Sequence[str], result: Converted) -> str:
 
 
 def quoted(word: str) -> str:
-    """A word as a shell has to read it, so that variables in it are still replaced."""
-    if word in SEPARATORS or re.fullmatch(r"[\w@%+=:,./${}-]+|\$\{\w+\[@\]\}", word):
-        return word
-    return _in_double_quotes(word) if "$" in word or "`" in word else shlex.quote(word)
+    """A word as a shell has to read it, so that references in it are still replaced, and LITERAL is a dollar sign."""
+    if word in SEPARATORS or re.fullmatch(r"[\w@%+=:,./${}-]+|\$\{\w+\[@\]\}|\$@", word.replace(LITERAL, " ")):
+        return f'"{word}"' if word == "$@" else word
+    return _in_double_quotes(word) if len(references(word)) > 1 else shlex.quote(word.replace(LITERAL, "$"))
 
 
-def _in_double_quotes(text: str) -> str:
-    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+def _quoted_inside(word: str) -> str:
+    """A word as the shell has to read it whose argument the command is: LITERAL is a dollar sign that it replaces."""
+    if len(references(word)) == 1:
+        return quoted(word.replace(LITERAL, "$")).replace("$", LITERAL)
+    return _in_double_quotes(word, LITERAL)
+
+
+def _in_double_quotes(text: str, dollar: str = r"\$") -> str:
+    """A text in double quotes, its references as they are; dollar: what LITERAL becomes."""
+    parts = references(text)
+    parts[::2] = [re.sub(r'(["\\])', r"\\\1", part) for part in parts[::2]]
+    return f'"{"".join(parts)}"'.replace(LITERAL, dollar)

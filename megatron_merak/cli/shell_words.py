@@ -4,9 +4,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .shell_values import arithmetic, braced
+
+LITERAL = "\ue000"  # a dollar sign that its quotes keep from a shell
 SEPARATORS = ("\n", ";", "&", "|", "(", ")", "&&", "||", ";;")
-_PART = re.compile(r"(?:`[^`]*`|\$\((?:[^()]|\([^()]*\))*\)|\S)+")  # commands in a value are not split
-_BRACED = re.compile(r"(\w+)(?:\[[@*]\])?(?::?-(.*))?", re.DOTALL)
+_REFERENCE = r"`[^`]*`|\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}"
+_PART = re.compile(rf"(?:{_REFERENCE}|\S)+")  # commands in a value are not split
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Reader:
                 self._take(len(match.group()))
             elif self.text[self.at] == "#":
                 self._take(len(self.text[self.at :].split("\n", 1)[0]))
+            elif match := re.compile(r"\(\((?:[^()]|\([^()]*\))*\)\)").match(self.text, self.at):
+                return Word(self.line, [Piece(self._take(len(match.group())), '"')])  # arithmetic
             elif match := re.compile(r"\d*(?:<<<|[<>]{1,2})&?[ \t]*[^\s;&|()]*|&>>?[ \t]*[^\s;&|()]*").match(
                 self.text, self.at
             ):
@@ -145,37 +151,56 @@ class Reader:
 class Variables:
     """The variables of a script, as far as its text gives them.
 
-    values: the words of a variable; of one that is no array there is one.
+    values: the words of a variable; of one that is no array there is one, and of one that is not set there is none.
     assumed: variables whose default, in ${NAME:-default}, was used.
+    lost: variables that the script sets to what is not known.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[str, list[str]] = {}
+    def __init__(self, values: dict[str, list[str]] | None = None) -> None:
+        self.values: dict[str, list[str]] = dict(values or {})
         self.assumed: dict[str, str] = {}
+        self.lost: set[str] = set()
 
     def assign(self, word: Word) -> bool:
         """Take an assignment; return whether the word is one."""
-        match = re.match(r"([A-Za-z_]\w*)(\+?)=", word.pieces[0].text) if word.pieces else None
+        match = _ASSIGNED.match(word.pieces[0].text) if word.pieces else None
         if match is None or word.pieces[0].quote:
             return False
-        name, more = match.group(1), bool(match.group(2))
+        name, index, more = match.group(1), match.group(2), bool(match.group(3))
         if word.items is not None:
             values = [value for item in word.items for value in self.fields(item)]
             self.values[name] = [*self.values.get(name, []), *values] if more else values
             return True
         rest = [Piece(word.pieces[0].text[match.end() :]), *word.pieces[1:]]
         value = "".join(self._replaced(piece) for piece in rest)
-        before = self.values.get(name, [""]) if more else [""]
-        self.values[name] = [*before[:-1], (before[-1] if before else "") + value]
+        before = self.values.get(name, [])
+        if index is not None:
+            place = arithmetic(index, self.value)
+            if more or place is None or not 0 <= place <= len(before):
+                self.forget(name)
+            else:
+                self.values[name] = [*before[:place], value, *before[place + 1 :]]
+            return True
+        before = before or [""]
+        self.values[name] = [*before[:-1], before[-1] + value] if more else [value]
         return True
+
+    def forget(self, name: str) -> None:
+        """The script sets a variable to what is not known."""
+        self.values.pop(name, None)
+        self.lost.add(name)
+
+    def value(self, name: str) -> str | None:
+        """The value of a variable; None if it is not known."""
+        return " ".join(self.values[name]) if name in self.values else None
 
     def fields(self, word: Word) -> list[str]:
         """The words that a word becomes: variables replaced, and split at blanks outside of quotes."""
         found, open_ = [""], bool(word.pieces) and all(piece.quote for piece in word.pieces)
         for piece in word.pieces:
-            array = re.fullmatch(r"\$\{(\w+)\[@\]\}", piece.text) if piece.quote == '"' else None
-            if array and array.group(1) in self.values:
-                parts = list(self.values[array.group(1)])
+            array = re.fullmatch(r"\$(?:\{(\w+)\[@\]\}|(@))", piece.text) if piece.quote == '"' else None
+            if array and (array[1] or array[2]) in self.values:
+                parts = list(self.values[array[1] or array[2]])
                 open_ = bool(parts)
             elif piece.quote or not piece.text.startswith("$"):
                 parts = [self._replaced(piece)]
@@ -194,26 +219,39 @@ class Variables:
     def _replaced(self, piece: Piece) -> str:
         """The value of a piece; a variable that is not known, and what is no variable, as it stands."""
         text = piece.text
-        if piece.quote == "'" or not text.startswith("$") or len(text) == 1:
+        if piece.quote == "'":
+            return text.replace("$", LITERAL)
+        if not text.startswith("$") or len(text) == 1:
             return text
+        if text.startswith("$(("):
+            number = arithmetic(text[3:-2], self.value)
+            return text if number is None else str(number)
         if not text.startswith("${"):
-            return " ".join(self.values[text[1:]]) if text[1:] in self.values else text
-        match = _BRACED.fullmatch(text[2:-1])
-        if match is None:
-            return text
-        name, default = match.groups()
-        if self.values.get(name) not in (None, [], [""]):
-            return " ".join(self.values[name])
-        if default is None:
-            return " ".join(self.values[name]) if name in self.values else text
-        value = " ".join(each for word in Reader(default).words() for each in self.fields(word))
-        self.assumed[name] = value
-        return value
+            return text if (value := self.value(text[1:])) is None else value
+        name = re.match(r"#?(\w*)", text[2:-1])
+        lost = name is not None and name[1] in self.lost
+        value = None if lost else braced(text[2:-1], self.values, self._expanded, self.assumed.__setitem__)
+        return text if value is None else value
+
+    def _expanded(self, text: str) -> str:
+        return " ".join(each for word in Reader(text).words() for each in self.fields(word))
 
 
-def plain_words(text: str) -> list[str]:
-    """The words of a command in which variables have been replaced, with the separators between commands."""
-    variables = Variables()
+def references(text: str) -> list[str]:
+    """A text with variables, commands and arithmetic in it, taken apart: text and reference in turns."""
+    parts = [""]
+    reader = Reader(text)
+    while reader.at < len(text):
+        if text[reader.at] in "$`":
+            parts += [reader._reference(), ""]
+        else:
+            parts[-1] += reader._take()
+    return parts
+
+
+def plain_words(text: str, values: dict[str, list[str]] | None = None) -> list[str]:
+    """The words of a command, with the separators between commands; values: variables that are known in it."""
+    variables = Variables(values)
     words = (word for word in Reader(text).words() if word.separator != "\n")
     return [each for word in words for each in ([word.separator] if word.separator else variables.fields(word))]
 

@@ -1,6 +1,9 @@
 """merak-from-megatron: launch scripts are read without running them, and what they ask for is ours, or told."""
 
+import os
+import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from megatron_merak.arguments import build_parser, read
 from megatron_merak.cli.converted import converted
 from megatron_merak.cli.from_megatron import main, quoted
 from megatron_merak.cli.launch_script import find
-from megatron_merak.cli.shell_words import Variables, commands
+from megatron_merak.cli.shell_words import LITERAL, Variables, commands
 
 SCRIPTS = Path(__file__).with_name("megatron")
 SMALL = """--num-layers 32 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
@@ -25,7 +28,9 @@ def launched(capsys, name: str) -> tuple[int, list[str], list[str]]:
     status = main([str(SCRIPTS / name)])
     lines = capsys.readouterr().out.splitlines()
     comments = [line for line in lines if line.startswith("# ")]
-    return status, comments, shlex.split(" ".join(line.removesuffix("\\") for line in lines if line not in comments))
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in lines
+    command = [line for line in lines if line not in comments and not line.startswith("export ")]
+    return status, comments, shlex.split(" ".join(line.removesuffix("\\") for line in command))
 
 
 def test_a_script_of_gpt_3(capsys):
@@ -42,7 +47,7 @@ def test_a_script_of_gpt_3(capsys):
         config.checkpoint.save == "$1" and config.data.data_path == ("$5",) and config.logging.tensorboard_dir == "$2"
     )
     assert status == 1
-    refused = comments[comments.index("# CANNOT BE HONOURED, and left out:") + 1 :][:2]
+    refused = comments[comments.index("# CANNOT BE HONOURED:") + 1 :][:2]
     assert refused == [
         "#   --vocab-file $3: Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
         "#   --merge-file $4: Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
@@ -62,7 +67,7 @@ def test_a_script_of_llama_3_in_fp8(capsys):
     assert config.data.data_cache_path == "${PWD}/cache" and not config.train.fp16
     config.validate(8)
     assert status == 1
-    refused = [line.split(":")[0] for line in comments[comments.index("# CANNOT BE HONOURED, and left out:") + 1 :]]
+    refused = [line.split(":")[0] for line in comments[comments.index("# CANNOT BE HONOURED:") + 1 :]]
     refused = refused[: next(at for at, line in enumerate(refused) if not line.startswith("#   "))]
     assert [line.removeprefix("#   ") for line in refused] == [
         "--attention-backend fused",
@@ -113,14 +118,14 @@ def test_a_script_that_cannot_be_read_ends_with_status_2(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ('A=1; B="x $A"\np \'$A\' "$B" $B', ["p", "$A", "x 1", "x", "1"]),
+        ('A=1; B="x $A"\np \'$A\' "$B" $B', ["p", f"{LITERAL}A", "x 1", "x", "1"]),
         ('p ${A:-d} ${B:-"two words"} "${C:-two words}"', ["p", "d", "two", "words", "two words"]),
         ("A=(a 'b c'  # of it\n d)\nA+=(e)\np ${A[@]} \"${A[@]}\"", ["p", *"a b c d e".split(), "a", "b c", "d", "e"]),
         ('A=()\np ${A[@]} "${A[@]}" x', ["p", "x"]),
         ("p a\\\nb \\\n c # d\n", ["p", "ab", "c"]),
         (
             "p $U ${U} ${U[@]} $(date +%s) $((2*3)) `x y` \\$A",
-            ["p", "$U", "${U}", "${U[@]}", "$(date +%s)", "$((2*3))", "`x y`", "$A"],
+            ["p", "$U", "${U}", "${U[@]}", "$(date +%s)", "6", "`x y`", f"{LITERAL}A"],
         ),
         ("export A=1\nA+=2\np $A$A-", ["p", "1212-"]),
         ('p "a#b" a#b >log 2>&1 c < in', ["p", "a#b", "a#b", "c"]),
@@ -165,12 +170,92 @@ def test_the_command_that_starts_the_program_is_found(script, flags):
 
 def test_what_cannot_be_decided_is_told():
     script = f"if [ $X = 1 ]; then A=1; fi\nfor i in 1 2; do B=$i; done\n[ -z $C ] && C=${{D:-d}}\n{RUN} $C"
-    assert find(script).notes == (
+    launch = find(script)
+    assert launch.doubts == (
         "line 1: the condition is not known here; its first part is read",
         "line 2: for is not followed, its commands are read once",
         "line 3: C=${D:-d} is read whatever the command before it does",
-        "defaults of the script are used: D=d",
     )
+    assert launch.notes == ("defaults of the script are used: D=d",)
+    asks = find(f"if [ ! -d x ]; then mkdir x; fi\n{RUN}")
+    assert asks.doubts == () and "the condition is not known here" in asks.notes[0]  # it decides nothing
+
+
+TRAIN = f"torchrun --nproc-per-node 2 pretrain_gpt.py {' '.join(SMALL.split())}"
+# Scripts that are followed to the end: the command gets the flags that the script gives, as bash runs both.
+FOLLOWED = {
+    "arithmetic": f"TP=2; M=4\nB=$((TP*M))\nlet K=TP+10/4\n{TRAIN} --global-batch-size $((B*2)) --seed $K",
+    "operators": f"N=run-7b\n{TRAIN} --save ck/${{N%%-*}} --tensorboard-dir tb/${{N//-/_}} --seed ${{#N}}",
+    "more operators": f"N=a.b.c\n{TRAIN} --save ${{N#*.}}/${{N##*.}}/${{N%.*}}/${{N:2:3}}/${{N^^}}/${{Z:+no}}",
+    "arithmetic condition": f"U=0\nif (( U == 0 )); then P=--bf16; else P=--fp16; fi\n{TRAIN} $P",
+    "a pattern": f"M=7b-chat\nif [[ $M == 7b* ]]; then P=--swiglu; else P=--disable-bias-linear; fi\n{TRAIN} $P",
+    "a quoted pattern": f"M=7b\nif [[ $M == '7b*' ]]; then P=--swiglu; else P=--disable-bias-linear; fi\n{TRAIN} $P",
+    "and, or": f"A=0\nP=--bf16\n[[ $A -eq 1 ]] && P=--fp16\n[ $A = 0 ] || P=--swiglu\n{TRAIN} $P",
+    "elements": f"A=(--bf16)\nA[1]=--swiglu\nA[0]=--fp16\n{TRAIN} ${{A[@]}} --seed ${{#A[@]}}",
+    "readonly": f"readonly X=5\nunset X 2>/dev/null || true\n{TRAIN} --clip-grad ${{X:-1.0}}",
+    "unset": f"X=5\nunset X\n{TRAIN} --clip-grad ${{X:-1.0}} --seed 3$X",
+    "arguments": f"set -- --bf16 --save 'a b'\n{TRAIN} \"$@\" --seed $#",
+    "quotes": f"V=1\n{TRAIN} --save '$V' --tensorboard-dir \"\\$V/$V\"",
+    "the environment": f'export SEED=7\n{TRAIN} --seed $SEED --save $HOME/x --tensorboard-dir "${{HOME}}/a b"',
+    "a shell": f"export SEED=7\nO=out\nbash -c '{TRAIN} --seed $SEED --save \"$HOME/x y\"'",
+    "a shell in double quotes": f'O=out\nbash -c "{TRAIN} --save $O/$(id -u) --tensorboard-dir \\$HOME/\\$((1+1))"',
+    "eval": f'F="--save a --seed 4"\nCMD="{TRAIN} \\$F"\neval $CMD',
+    "a condition that starts it": f"if {TRAIN} --seed 5; then echo done; fi",
+}
+
+
+def _run(script: str, folder: Path) -> list[list[str]]:
+    """The words of each torchrun that bash starts for a script."""
+    (folder / "bin").mkdir(exist_ok=True)
+    tool = folder / "bin" / "torchrun"
+    tool.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >> {folder}/words\nprintf "\\n" >> {folder}/words\n')
+    tool.chmod(0o755)
+    (folder / "words").unlink(missing_ok=True)
+    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": "/home/me"}
+    done = subprocess.run(["bash", "-c", script], env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return [line.split("\0")[:-1] for line in (folder / "words").read_text().splitlines()]
+
+
+def _flags(words: list[str]) -> list[str]:
+    """Flags with their values, in order of their names."""
+    at = next(place for place, word in enumerate(words) if word.endswith("pretrain_gpt.py") or word == "pretrain")
+    joined = shlex.join(words[at + 1 :])
+    return [" ".join(words[:at]).partition(" -m ")[0].strip(), *sorted(re.split(r" (?=--)", joined))]
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_followed_is_what_bash_makes_of_it(name, tmp_path, capsys):
+    (tmp_path / "train.sh").write_text(FOLLOWED[name])
+    assert main([str(tmp_path / "train.sh")]) == 0, capsys.readouterr().out
+    ours, theirs = _run(capsys.readouterr().out, tmp_path), _run(FOLLOWED[name], tmp_path)
+    assert len(ours) == len(theirs) == 1 and _flags(ours[0]) == _flags(theirs[0])
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (f"source common.sh\n{TRAIN}", "line 1: source common.sh is not read, and may set variables"),
+        (f"S=$(($(nproc)*2))\nlet S=$S+1\n{TRAIN} --seed $S", "$S is left as it is written, but the script sets it"),
+        (f"A=()\nA[8]=--bf16\n{TRAIN} ${{A[@]}}", "$A is left as it is written, but the script sets it"),
+        (f"run() {{ {TRAIN} --seed $1; }}\nrun 4", "line 2: run 4 is not followed"),
+        (f"case $X in a) P=--bf16;; esac\n{TRAIN} $P", "line 1: case is not followed"),
+        (f"G=4\n{TRAIN} --seed $(expr $G \\* 2)", "$G is left as it is written, but the script sets it"),
+        (f"G=4\n{TRAIN} --save ${{G/?/x}}", "$G is left as it is written, but the script sets it"),
+        (f"{TRAIN} --seed 1\n{TRAIN} --seed 2", "line 1: this command starts pretrain_gpt.py too"),
+        (f"grep -q x y && P=--bf16\n{TRAIN} $P", "line 1: P=--bf16 is read whatever the command before it does"),
+        (f"read X\n{TRAIN} --seed $X", "line 1: read X is not read"),
+    ],
+)
+def test_what_is_not_followed_is_told_and_ends_with_status_1(script, told, tmp_path, capsys):
+    (tmp_path / "train.sh").write_text(script)
+    assert main([str(tmp_path / "train.sh")]) == 1
+    said = capsys.readouterr().out
+    assert "# NOT FOLLOWED, look at it:" in said and told in said
+
+
+def test_a_word_of_another_command_starts_nothing():
+    assert find(f"{TRAIN} --seed 1\nls pretrain_gpt.py\ncp pretrain_gpt.py x").flags[-1] == "1"
 
 
 @pytest.mark.parametrize(
