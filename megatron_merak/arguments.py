@@ -234,6 +234,8 @@ def expanded(argv: Sequence[str], config: type[RunConfig] | None = None) -> list
 def _typed(given: Given, config: type[RunConfig]) -> list[str]:
     """A setting of a file as it would be typed. Raises ConfigError."""
     flag = next((flag for flag in flags(config) if flag.field == given.field), None)
+    if flag is None and given.value is None and not given.section and given.field in dict(sections(config)):
+        return []  # a section without settings
     if flag is None:
         name = flag_name(given.field)
         if name in TAKEN and (not TAKEN[name].values or given.value in TAKEN[name].values):

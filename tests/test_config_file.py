@@ -111,7 +111,7 @@ def test_a_file_with_a_model_is_for_the_other_script(file):
     assert expanded(["--lr", "1"]) == ["--lr", "1"]
 
 
-@pytest.mark.parametrize("text", ["", "# only a comment\n", "{}"])
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "{}", "train:\n  # lr: 1\ndata:\n"])
 def test_an_empty_file_says_nothing(text, file):
     assert config_of(*BASES[Config], "--config", file(text)) == config_of(*BASES[Config])
 
@@ -186,6 +186,11 @@ def test_what_a_file_cannot_say_is_refused_by_line_and_key(text, message, file):
     with pytest.raises(ConfigError) as caught:
         config_of(*BASES[Config], "--config", file(text))
     assert str(caught.value) == message
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(file):
+    with pytest.raises(ConfigError, match="it is nested too deeply"):
+        expanded(["--config", file(f"lr: {'[' * 5000}")])
 
 
 def test_a_value_that_holds_itself_is_refused(file):

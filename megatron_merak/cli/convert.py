@@ -12,6 +12,7 @@ merak-pretrain-hf --model reads HuggingFace directories as they are.
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,12 @@ _FREE = frozenset(
     max_window_layers bos_token_id eos_token_id pad_token_id attn_pdrop resid_pdrop embd_pdrop attention_dropout
     hidden_dropout residual_dropout embedding_dropout reorder_and_upcast_attn n_ctx""".split()
 )
-_ATTENTION = "attention_dropout"
+_SIZE = re.compile(r"[1-9]\d*([KMGT]I?B)?", re.IGNORECASE)
+_DROPOUTS = (  # settings of --hidden-dropout, which is one here
+    ("resid_pdrop", "embd_pdrop"),
+    ("residual_dropout", "embedding_dropout"),
+)
+_ATTENTION, _SHARDS = "attention_dropout", "5GB"
 _BESIDE = (
     "summary_",
     "task_specific_params",
@@ -46,9 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("target", type=Path, metavar="TO", help="the directory to write")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="the checkpoint to convert [the newest]")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="save this tokenizer beside the weights [none]")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file [5GB]")
+    parser.add_argument("--max-shard-size", default=_SHARDS, metavar="SIZE", help=f"largest weight file [{_SHARDS}]")
     given = parser.parse_args(arguments)
     try:
+        if not _SIZE.fullmatch(given.max_shard_size):
+            raise ConfigError(
+                "--max-shard-size", given.max_shard_size, "is not a size", "Give one such as 5GB or 500MB"
+            )
         _check_target(given.source, given.target)
         if (given.source / "config.json").is_file():
             _to_checkpoint(given)
@@ -138,15 +148,19 @@ def _tokenizer(directory: Path) -> Any:
 
 
 def _to_checkpoint(given: argparse.Namespace) -> None:
-    for flag, value in (("--ckpt-step", given.ckpt_step), ("--tokenizer", given.tokenizer)):
-        if value is not None:
+    beside = (("--ckpt-step", None), ("--tokenizer", None), ("--max-shard-size", _SHARDS))
+    for flag, default in beside:
+        value = getattr(given, flag[2:].replace("-", "_"))
+        if value != default:
             raise ConfigError(flag, value, f"{given.source} is a HuggingFace directory", "Leave it out")
+    from transformers import AutoModelForCausalLM
+
     from ..checkpoint.convert import to_checkpoint
     from ..checkpoint.hf import from_pretrained
     from ..models.hf_config import RENAMED
     from ..models.names import tensor_table
 
-    model = from_pretrained(given.source)
+    model = from_pretrained(given.source, auto_class=AutoModelForCausalLM)
     if model.merak_source is None:
         remedy = "Give a directory with model.safetensors; merak-pretrain draws weights without a checkpoint"
         raise CheckpointError("model directory", given.source, "it has no weights", remedy)
@@ -157,7 +171,7 @@ def _to_checkpoint(given: argparse.Namespace) -> None:
     names = {name: own for name, own in names.items() if own in ours}
     assert set(names.values()) == ours, ours - set(names.values())
     sections = {"model": _plain(native), "train": {}, "optimizer": {}, "data": {}}
-    meta = {"consumed_samples": 0, "optimizer_steps": 0, "config": sections, "data": {}, "model": None}
+    meta = {"consumed_samples": 0, "optimizer_steps": 0, "config": sections, "data": None, "model": None}
     path = to_checkpoint(model.merak_source, names, given.target, meta)
     print(f"{given.source} -> {path}: {_count(model.merak_source, names)} weights")
     print(f"merak-pretrain --load {given.target} --finetune {_flags(native)} ...")
@@ -169,15 +183,23 @@ def _settings(model: Any, directory: Path) -> Any:
 
     theirs = json.loads(model.config.to_json_string(use_diff=False))
     native = _native(settings_of(theirs))
+    for one, other in _DROPOUTS:
+        if one in theirs and theirs[one] != theirs.get(other, theirs[one]):
+            print(f"config.json {other} {theirs[other]}: --hidden-dropout is one value, that of {one}")
     ours = json.loads(type(model.config)(**hf_config(native)).to_json_string(use_diff=False))
     if theirs["model_type"] == "gpt2":
         theirs["n_inner"] = theirs["n_inner"] or 4 * theirs["n_embd"]
     for key in sorted(theirs.keys() & ours.keys() - _FREE):
-        if theirs[key] != ours[key] and not key.startswith(_BESIDE):
+        if _same(theirs[key]) != _same(ours[key]) and not key.startswith(_BESIDE):
             remedy = "Train it with merak-pretrain-hf, which runs the model's own code"
             reason = f"{directory}: the native GPT has {ours[key]}"
             raise ConfigError(f"config.json {key}", theirs[key], reason, remedy)
     return native
+
+
+def _same(value: Any) -> Any:
+    """A value of a config.json without the former name of one of its entries."""
+    return {name: each for name, each in value.items() if name != "type"} if isinstance(value, dict) else value
 
 
 def _plain(native: Any) -> dict[str, Any]:

@@ -73,6 +73,10 @@ def contents_of(path: str) -> Contents:
         line = "" if mark is None else f":{mark.line + 1}"
         reason = f"it is not YAML ({getattr(error, 'problem', None) or error})"
         raise ConfigError(FLAG, f"{path}{line}", reason, "Write a setting per line, such as 'lr: 1e-4'") from error
+    except RecursionError as error:
+        raise ConfigError(
+            FLAG, path, "it is nested too deeply", "Write a setting per line, such as 'lr: 1e-4'"
+        ) from error
     if root is None:
         return Contents((), MappingProxyType({}))
     if not isinstance(root, yaml.MappingNode) or root.tag != f"{_PLAIN}map":

@@ -191,6 +191,7 @@ def _gpt2_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": config["n_head"],
         "ffn_hidden_size": config["n_inner"] or 4 * config["n_embd"],
         "seq_length": config["n_positions"],
+        "max_position_embeddings": config["n_positions"],
         "norm_epsilon": config["layer_norm_epsilon"],
         "attention_dropout": config["attn_pdrop"],
         "hidden_dropout": config["resid_pdrop"],

@@ -151,7 +151,7 @@ def _run_changes(config: RunConfig, saved: SavedRun) -> list[Change]:
 
 def _check_seed_and_data(config: RunConfig, saved: SavedRun, data: Mapping) -> list[str]:
     seed, before = config.train.seed, saved.config["train"].get("seed")
-    if seed != before:
+    if before is not None and seed != before:  # converted weights have none
         remedy = f"Give --seed {before}, or --finetune to start a new run from these weights"
         raise CheckpointError("--seed", seed, f"the checkpoint's run has seed {before}", remedy)
     if saved.data is None:

@@ -12,11 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mixtra
 
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.checkpoint import store
+from megatron_merak.checkpoint.directory import read_manifest
 from megatron_merak.checkpoint.stored import StoredSource, chosen
 from megatron_merak.models.gpt import GPT
 from megatron_merak.models.hf_config import RENAMED, hf_config
 from megatron_merak.models.layers import Placement
 from megatron_merak.models.names import tensor_table
+from megatron_merak.stages.saved_run import SavedRun
 from tests.checkpoint.states import cut
 from tests.models.families import CONVERTIBLE, LLAMA, batch, huggingface, load, reference
 from tests.ranks import run_ranks
@@ -53,6 +55,26 @@ def test_a_directory_becomes_a_checkpoint_and_that_the_directory(name, tmp_path,
         build_parser(), [*flags[4:-1], "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--mock-data"]
     )
     assert hf_config(own.model) == hf_config(dataclasses.replace(config, seq_length=config.max_positions))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_a_model_that_was_saved_without_its_head_is_taken(name, tmp_path, tool):
+    whole = huggingface(name)
+    whole.base_model.save_pretrained(tmp_path / "base")
+    assert tool.main([str(tmp_path / "base"), str(tmp_path / "native")]) == 0
+    assert tool.main([str(tmp_path / "native"), str(tmp_path / "again")]) == 0
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[key], value) for key, value in whole.state_dict().items())
+
+
+def test_rope_scaling_may_have_its_old_name_and_the_checkpoint_has_no_seed_to_compare(tmp_path, tool):
+    huggingface("llama31").save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["rope_parameters"]["type"] = "llama3"
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
+    saved = SavedRun.read(read_manifest(tmp_path / "native" / "iter_0000000")[1].meta, "x")
+    assert saved.data is None and "seed" not in saved.config["train"]
 
 
 def test_parts_of_a_checkpoint_are_joined_and_the_tokenizer_is_saved(tmp_path, tool):
@@ -107,6 +129,9 @@ REFUSED = {
         ["relu", "out", "--tokenizer", "x"],
         "--tokenizer x: .* is a HuggingFace directory",
     ),
+    "a base model without an output layer": (["headless", "out"], "1 tensors of LlamaForCausalLM are missing: lm_head"),
+    "no size": (["run", "out", "--max-shard-size", "abc"], "--max-shard-size abc: is not a size"),
+    "a size for a checkpoint": (["relu", "out", "--max-shard-size", "1GB"], "--max-shard-size 1GB: .* Leave it out"),
     "a shape without a model type": (["odd", "out"], "--swiglu off: no model of transformers has this"),
 }
 
@@ -124,7 +149,9 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(case, tmp_path, 
 
 def _make(kind, path):
     path.mkdir()
-    if kind in ("mixtral", "bare", "relu"):
+    if kind == "headless":
+        huggingface("llama").base_model.save_pretrained(path)
+    elif kind in ("mixtral", "bare", "relu"):
         config = MixtralConfig(num_local_experts=2) if kind == "mixtral" else AutoConfig.for_model(**hf_config(LLAMA))
         if kind == "relu":
             config.hidden_act = "relu"
