@@ -175,7 +175,7 @@ class Job:
             self.say(f"no checkpoint in {options.load}: starting at iteration 0")
             return None
         loaded = self.trainer.load(options.load, step, self.say)
-        self.say(f"loaded the checkpoint of iteration {self.trainer.iteration} from {options.load}")
+        self.say(f"loaded the checkpoint of iteration {loaded} from {options.load}")
         if step is not None and (newest := store.latest(options.load, self.mesh.control)) > step:
             self.say(f"{options.load} also holds iteration {newest}, where a resume without --ckpt-step goes on")
         return loaded

@@ -192,10 +192,11 @@ class TokenTrainer(RunState):
         config = getattr(self.captured.model, "config", None)
         return None if config is None else json.loads(config.to_json_string(use_diff=False))
 
-    def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> None:
-        super().load(root, iteration, say)
+    def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> int:
+        loaded = super().load(root, iteration, say)
         self.captured.holdings.settle()
         self.captured.iteration = self.iteration
+        return loaded
 
 
 class HFJob(Job):
