@@ -16,7 +16,7 @@ from megatron_merak.pipeline_parallel.search.problem import Problem
 _BEFORE, _FORWARD, _MIDDLE, _BACKWARD, _AFTER = range(5)
 Heads = list[list[list[float]]]  # [stage][part][micro-batch]
 Job = tuple[float, float, float]  # head, tail, seconds
-_WINDOW = 64
+_WINDOW, _LARGE = 64, 1 << 13  # jobs that a load tells apart; a quarter of them beyond so many stages x micro-batches
 
 
 def lower_bound(problem: Problem) -> float:
@@ -60,7 +60,8 @@ def _parts(problem: Problem) -> list[tuple[float, ...]]:
 def _heads(problem: Problem, parts: list[tuple[float, ...]]) -> Heads:
     stages = problem.stages
     heads: Heads = [[[] for _ in range(5)] for _ in range(stages)]
-    loads = [_Load() for _ in range(stages)]
+    window = _WINDOW if stages * problem.microbatches <= _LARGE else _WINDOW // 4
+    loads = [_Load(window) for _ in range(stages)]
     depths = [problem.depth(stage) for stage in range(stages)]
     through_forward, through_backward = [0.0] * stages, [0.0] * stages
     for k in range(problem.microbatches):
@@ -95,9 +96,13 @@ def _heads(problem: Problem, parts: list[tuple[float, ...]]) -> Heads:
 
 
 class _Load:
-    """Jobs of one machine, each with a release: the earliest that all of them can be over."""
+    """Jobs of one machine, each with a release: the earliest that all of them can be over.
 
-    def __init__(self):
+    window: how many jobs are told apart; a smaller one gives a lower bound in less time.
+    """
+
+    def __init__(self, window: int):
+        self.window = window
         self.jobs: list[tuple[float, float]] = []
 
     def add(self, release: float, seconds: float) -> None:
@@ -107,7 +112,9 @@ class _Load:
         while i and jobs[i - 1][0] > release:
             i -= 1
         jobs.insert(i, (release, seconds))
-        if len(jobs) > _WINDOW:  # merged: the first of two jobs as soon as both are there is no later than the second
+        if (
+            len(jobs) > self.window
+        ):  # merged: the first of two jobs as soon as both are there is no later than the second
             (first, seconds), (_, more) = jobs[:2]
             jobs[:2] = [(first, seconds + more)]
 
