@@ -114,7 +114,7 @@ class _Load:
         jobs.insert(i, (release, seconds))
         if (
             len(jobs) > self.window
-        ):  # merged: the first of two jobs as soon as both are there is no later than the second
+        ):  # merged: the first of two as soon as both are there is no later
             (first, seconds), (_, more) = jobs[:2]
             jobs[:2] = [(first, seconds + more)]
 
