@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from importlib.resources import files
 
 import pytest
@@ -15,11 +14,11 @@ from megatron_merak.pipeline_parallel.pictures.page import encode, page, views_o
 from megatron_merak.pipeline_parallel.pictures.palette import time_text
 from megatron_merak.pipeline_parallel.pictures.view import in_flight
 from tests.browser import document
+from tests.markup import Reader
 
 from .views import measured, mixed, view
 
 ASSETS = files("megatron_merak.pipeline_parallel.pictures") / "assets"
-VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +31,8 @@ def html(views):
     return page(views)
 
 
-class Reader(HTMLParser):
-    """Tags with their attributes, and whether they close as they open."""
-
-    def __init__(self):
-        super().__init__(convert_charrefs=True)
-        self.open, self.tags, self.words = [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-
 def test_the_page_is_well_formed(html):
-    reader = Reader()
-    reader.feed(html)
-    reader.close()
+    reader = Reader(html)
     assert reader.open == []
     assert [tag for tag, _ in reader.tags].count("script") == 2
     identities = [attributes["id"] for _, attributes in reader.tags if "id" in attributes]
@@ -66,10 +44,8 @@ def test_the_page_is_well_formed(html):
 
 def test_nothing_is_fetched(html):
     """No address, no file, and a policy under which the browser would refuse them."""
-    reader = Reader()
-    reader.feed(html)
-    policy = next(a["content"] for tag, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy.startswith("default-src 'none'") and "http" not in policy
+    reader = Reader(html)
+    assert reader.policy.startswith("default-src 'none'") and "http" not in reader.policy
     for _, attributes in reader.tags:
         assert not {"src", "href", "srcset", "action", "data", "poster"} & attributes.keys()
     text = re.sub(r'<script type="application/json".*?</script>', "", html, flags=re.DOTALL)
@@ -89,8 +65,7 @@ def test_titles_are_text(html):
 
 
 def test_figures_are_there_without_javascript(views, html):
-    reader = Reader()
-    reader.feed(re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL))
+    reader = Reader(re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL))
     words = [word.strip() for word in reader.words if word.strip()]
     assert {"makespan", "bubble", "in flight", "peak bytes", "modelled", "1f1b", "against the first"} <= set(words)
     assert {time_text(shown.timeline.makespan) for shown in views} | {"3.0 GiB"} <= set(words)

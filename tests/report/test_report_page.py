@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -13,10 +12,10 @@ from megatron_merak.report.figures import charts, notes, tiles, time
 from megatron_merak.report.page import page
 from megatron_merak.report.run_files import RunFiles
 from tests.browser import browser, document, picture
+from tests.markup import Reader
 
 from .runs import made, resumed, start, train, trainer
 
-VOID = {"meta", "link", "br", "img", "input", "hr"}
 # Lets a pointer rest on the chart of the loss, in the middle.
 HOVER = """<script>
 const plot = document.querySelector('[data-chart="loss"] .plot'), box = plot.getBoundingClientRect();
@@ -34,29 +33,10 @@ def html(facts):
     return page(facts)
 
 
-class Reader(HTMLParser):
-    """Tags with their attributes, and whether they close as they open."""
-
-    def __init__(self):
-        super().__init__(convert_charrefs=True)
-        self.open, self.tags = [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):  # of tags that close themselves, too
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_well_formed_and_fetches_nothing(html):
-    reader = Reader()
-    reader.feed(html)
-    reader.close()
+    reader = Reader(html)
     assert reader.open == [] and "{{" not in html and "<b> run" not in html
-    policy = next(a["content"] for tag, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy.startswith("default-src 'none'") and "http" not in policy
+    assert reader.policy.startswith("default-src 'none'") and "http" not in reader.policy
     for _, attributes in reader.tags:
         assert not {"src", "href", "srcset", "action", "data", "poster"} & attributes.keys()
     text = re.sub(r'<script type="application/json".*?</script>', "", html, flags=re.DOTALL)

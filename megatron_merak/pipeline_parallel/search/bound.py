@@ -112,9 +112,7 @@ class _Load:
         while i and jobs[i - 1][0] > release:
             i -= 1
         jobs.insert(i, (release, seconds))
-        if (
-            len(jobs) > self.window
-        ):  # merged: the first of two as soon as both are there is no later
+        if len(jobs) > self.window:  # merged: jobs that start with the first one end no later than one by one
             (first, seconds), (_, more) = jobs[:2]
             jobs[:2] = [(first, seconds + more)]
 
