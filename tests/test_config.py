@@ -506,6 +506,8 @@ def test_refused_combinations(sections, world_size, message):
     "sections, message",
     [
         ({"model": {"num_layers": 0}}, "--num-layers 0: is out of range. Use a value at least 1 and at most 65536."),
+        ({"checkpoint": {"save": ""}}, "--save '': is empty. Give a value, or leave the flag out."),
+        ({"data": {"data_path": ["", "x"]}}, "--data-path ('', 'x'): is empty. Give a value, or leave the flag out."),
         ({"model": {"num_layers": 2.0}}, "--num-layers 2.0: is not a whole number. Give a whole number."),
         ({"model": {"num_layers": True}}, "--num-layers True: is not a whole number. Give a whole number."),
         ({"model": {"num_layers": None}}, "--num-layers None: is not a whole number. Give a whole number."),

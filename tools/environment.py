@@ -86,13 +86,27 @@ def install(venv, pinned=False):
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         subprocess.run([*pip, *requirements(EVERYTHING, pinned)], check=True)
-        # Not the compiled parts: `build` makes them where they stay, and again when their sources change.
-        editable = [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
-        subprocess.run(editable, env=os.environ | {"MERAK_EXT": "0"}, check=True)
+        install_commands(python, check=True)
     except subprocess.CalledProcessError as error:
         remedy = f"Repair what is reported above, or remove {venv}, or name a complete environment: make PYTHON=... ..."
         sys.exit(f"{' '.join(error.cmd[:4])} failed with status {error.returncode}. {remedy}")
     return python
+
+
+def install_commands(python, check=False):
+    """Install the project itself, editable, without its compiled parts: `build` makes these where they stay."""
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    editable = [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+    subprocess.run(editable, env=os.environ | {"MERAK_EXT": "0"}, check=check)
+
+
+def new_commands(venv):
+    """The commands of pyproject.toml that ``venv`` lacks, where it has others of them."""
+    import tomllib
+
+    names = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    lacking = [name for name in names if not (interpreter(venv).parent / name).exists()]
+    return lacking if len(lacking) < len(names) else []
 
 
 def sizes():
@@ -143,6 +157,9 @@ def main():
         if not options.oldest:
             print(f"{sys.executable} lacks {', '.join(missing(options.needs))}", flush=True)
         python = install(venv, options.oldest)
+    if python == interpreter(venv) and (lacking := new_commands(venv)):
+        print(f"installing {', '.join(lacking)}", flush=True)
+        install_commands(python)
     print(f"python environment: {python}")
     if os.environ.get("MERAK_EXT") != "0" and options.needs != ["lint"]:
         build(python)

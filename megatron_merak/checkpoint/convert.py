@@ -13,6 +13,7 @@ from megatron_merak.checkpoint.hf import Source
 from megatron_merak.checkpoint.hf_patchwork import Range
 from megatron_merak.checkpoint.hf_save import write_hf
 from megatron_merak.checkpoint.shard import Kind, Shard, Turn
+from megatron_merak.errors import CheckpointError
 
 _AT_ONCE = 1 << 30  # bytes of tensors in memory at once, or the largest tensor
 
@@ -70,6 +71,10 @@ def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: di
 
     Raises CheckpointError, and NumericsError for weights that are not finite.
     """
+    for name in names:
+        if not source.dtype(name).is_floating_point:
+            reason = f"its dtype is {str(source.dtype(name))[6:]}, and weights of a checkpoint are floating-point numbers"
+            raise CheckpointError("tensor", name, reason, "Convert the model before it was quantized")
     groups = list(_groups(source, list(names)))
     most = max(sum(math.prod(source.shape(name)) for name in group) for group in groups)
     memory: dict[torch.dtype, torch.Tensor] = {}

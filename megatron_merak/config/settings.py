@@ -72,6 +72,8 @@ def checked(cls: type, field: dataclasses.Field, value: Any) -> Any:
         raise ConfigError(flag, repr(value), f"is not {_KINDS[kind]}", f"Give {_KINDS[kind]}")
     if kind is float and not math.isfinite(value):
         raise ConfigError(flag, value, "is not a finite number", "Give a finite number")
+    if value == "" != field.default or kind is tuple and "" in value:
+        raise ConfigError(flag, repr(value), "is empty", "Give a value, or leave the flag out")
     if kind in (int, float) and (remedy := _range_remedy(field.metadata, value)):
         raise ConfigError(flag, value, "is out of range", remedy)
     if "choices" in field.metadata:

@@ -12,7 +12,6 @@ class Taken:
     why: the reason, as a sentence for the user.
     values: values that change nothing; empty for a switch.
     beside: the flag that must also be given; without it this flag would request something.
-    against: words on the command line with which it would request something.
     otherwise: the remedy where the flag would request something (empty: leave it out, or use one of the values).
     """
 
@@ -20,12 +19,10 @@ class Taken:
     values: tuple[str, ...] = ()
     beside: str = ""
     otherwise: str = ""
-    against: tuple[str, ...] = ()
 
-    def fits(self, flags: Container[str], tokens: Sequence[str]) -> bool:
-        """Whether the rest of a command line, by its flags and as tokens, lets this flag change nothing."""
-        words = {word for token in tokens for word in (token, token.partition("=")[2])}
-        return (not self.beside or self.beside in flags) and not words & {*self.against}
+    def fits(self, flags: Container[str]) -> bool:
+        """Whether this flag changes nothing beside the other flags of a command line."""
+        return not self.beside or self.beside in flags
 
 
 _ONE, _FP32 = ("1",), ("fp32",)
@@ -58,8 +55,7 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         "--exit-signal-handler": Taken(
             "a run with --save saves and stops on SIGTERM, and on Ctrl-C",
             beside="--save",
-            otherwise="Give --save, and no parameter servers: such a run saves on SIGTERM and on Ctrl-C",
-            against=("ps-sync", "ps-async"),
+            otherwise="Give --save: such a run saves on SIGTERM and on Ctrl-C",
         ),
         "--use-mcore-models": _GPT,
         "--enable-experimental": Taken("no feature here needs it"),
@@ -128,7 +124,7 @@ def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         token = left.pop(0)
         name, equals, value = token.partition("=")
         taken = TAKEN.get(name)
-        if taken is None or bool(equals) > bool(taken.values) or not taken.fits(given, tokens):
+        if taken is None or bool(equals) > bool(taken.values) or not taken.fits(given):
             rest.append(token)
             continue
         if taken.values:

@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,15 +58,22 @@ class Server:
         for thread in self._threads:
             thread.start()
 
-    def wait(self) -> None:
-        """Return when every client has left or is gone, and the last snapshot is written. Raises what went wrong."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return whether every client has left or is gone, and the last snapshot is written. Raises what went wrong.
+
+        seconds: how long to wait for the clients, None: as long as it takes
+        """
+        end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(None if end is None else max(end - time.monotonic(), 0.0))
+            if thread.is_alive():
+                return False
         for service in self.services.values():
             service.close()
         self._pool.shutdown()
         if self.failure is not None:
             raise self.failure
+        return True
 
     def told(self) -> str:
         """What it did, in one line."""

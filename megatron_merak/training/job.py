@@ -134,10 +134,10 @@ class Job:
             with Interruption(self.mesh.control, end_interrupted, active=saves) as interruption:
                 self._train(interruption)
             if interruption.agreed:
-                self._interrupted(interruption.agreed)
+                self.interrupted(interruption.agreed)
         self.close()
 
-    def _interrupted(self, number: int) -> None:
+    def interrupted(self, number: int) -> None:
         """The run was saved where it was interrupted: end it, and say how it goes on. Raises Interrupted."""
         text, options = "", self.config.checkpoint
         if self.report is not None:

@@ -19,13 +19,15 @@ from ..counting import counted
 from ..errors import ConfigError, DataError, DirectoryLockedError
 from ..optimizer.loss_scale import LossScaler
 from ..parallel.agree import broadcast_json, together
-from ..parallel.launch import World
+from ..parallel.interruption import Interrupted, Interruption
+from ..parallel.launch import World, end_interrupted
 from ..parallel.mesh import Mesh
 from ..parallel.roles import Role
 from ..parameter_server.client import Client
 from ..parameter_server.layout import layout_of, pieces_of
 from ..parameter_server.optimizer import RestartedError, ServedAdamW, wire_dtype
 from ..parameter_server.server import Server, Settings
+from ..parameter_server.stopping import StopRequest
 from ..runtime.parameters import RankParameters
 from .job import Job
 from .outputs import check_snapshots
@@ -35,6 +37,7 @@ _CLAIMS = "parts of batches that workers claimed"
 _JOB = "what workers train, and on what"
 _LOADED = "the checkpoint that the first worker loaded"
 _ATTEMPTS, _PAUSE = 50, 0.2  # to take a lock over, and seconds between two
+_LOOK = 0.5  # seconds between two looks of a server at the signals that it was sent
 
 
 def role_of(parallel: ParallelConfig) -> Callable[[int, int], Role] | None:
@@ -53,14 +56,22 @@ def server_settings(config: RunConfig) -> Settings:
 
 
 def serve(config: RunConfig, world: World) -> None:
-    """Run a rank that only serves, until all workers have left or are gone. Raises what went wrong."""
+    """Run a rank that only serves, until all workers have left or are gone. Raises what went wrong, and Interrupted once
+    the workers have stopped for a signal."""
     check_snapshots(config)
-    server = Server(world.role, world.store, server_settings(config))
-    if world.rank == 0:
-        servers, workers = counted(world.role.servers, "parameter server"), counted(world.role.workers, "worker")
-        print(f"megatron_merak: {servers} for {workers}", flush=True)
-    server.wait()
-    print(server.told(), flush=True)
+    stop = StopRequest(world.store.clone())
+    with Interruption(None, end_interrupted, active=config.checkpoint.save is not None) as interruption:
+        server = Server(world.role, world.store, server_settings(config))
+        if world.rank == 0:
+            servers, workers = counted(world.role.servers, "parameter server"), counted(world.role.workers, "worker")
+            print(f"megatron_merak: {servers} for {workers}", flush=True)
+        while not server.wait(_LOOK):
+            if interruption.noted:
+                stop.make(interruption.noted)
+        print(server.told(), flush=True)
+        interruption.agreed = stop.number()
+    if interruption.agreed:
+        raise Interrupted(interruption.agreed)
 
 
 def mesh_of_worker(mesh: Mesh, config: RunConfig, role: Role) -> Mesh:
@@ -79,6 +90,7 @@ class Worker:
         self.config, self.role, self.store = config, world.role, world.store
         self.sync = config.parallel.data_parallel_strategy == "ps-sync"
         self.server = Server(self.role, self.store, server_settings(config)) if self.role.clients else None
+        self.stop = StopRequest(self.store)
 
     def optimizer(self, held: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> ServedAdamW:
         """An optimizer of this rank's parameters, connected to its servers; an ``OptimizerOf``."""
@@ -122,6 +134,10 @@ class Worker:
         """The number of the next part of a batch that no worker has claimed."""
         return self.store.add(_CLAIMS, 1) - 1
 
+    def claimed(self) -> int:
+        """How many parts of batches workers have claimed."""
+        return self.store.add(_CLAIMS, 0)
+
     def leave(self, optimizer: ServedAdamW) -> None:
         """Tell the servers that the job is complete, and serve the other workers until they have left."""
         optimizer.client.leave(complete=True)
@@ -142,9 +158,11 @@ class WorkerJob:
         self.leads, self.leading = False, ExitStack()
         self.start = self.consumed = 0  # iteration and samples that the run started at
         self.saved = self.evaluated = 0  # iterations of the last checkpoint and evaluation
+        self.stopped = 0  # the signal for which all workers stop
 
     def run(self) -> None:
         """As ``Job.run``. Raises a MerakError on all ranks of this worker; other workers go on."""
+        saves = self.config.checkpoint.save is not None and not self.config.train.skip_train
         with self.leading:
             self._lead(self.worker.role.worker == 0)
             self._resume()
@@ -152,9 +170,13 @@ class WorkerJob:
             self.start = self.saved = self.evaluated = self.trainer.iteration
             self.consumed = self.trainer.consumed_samples
             self.optimizer.begin_training(self.worker.role.worker == 0)
-            if not self.config.train.skip_train:
-                self._train()
-            self._end()
+            with Interruption(None, end_interrupted, active=saves) as interruption:
+                if not self.config.train.skip_train:
+                    self._train(interruption)
+                self._end()
+                interruption.agreed = self.stopped
+            if self.stopped:
+                self.job.interrupted(self.stopped)
 
     def _resume(self) -> None:
         """The first worker loads, for servers too, the newest checkpoint that is undamaged; the others load the same
@@ -191,18 +213,29 @@ class WorkerJob:
                 time.sleep(_PAUSE)
         return DirectoryLock(directory, self.mesh.control)
 
-    def _next(self, start: int, last: int) -> int | None:
-        """The next step to take, of ``last``: with ps-async the next part of a batch that nobody took; None at the
-        end. All ranks of the worker agree on it, and on who leads."""
-        told = None
+    def _next(self, start: int, last: int, interruption: Interruption) -> int | None:
+        """Return the next step to take, of ``last``: with ps-async the next part of a batch that nobody took; None at
+        the end. All ranks of the worker agree on it, on who leads, and on whether they stop for a signal."""
+        if interruption.noted:
+            self.worker.stop.make(interruption.noted)
+        answer = None
         if self.worker.role.place == 0:
-            part = self.trainer.iteration if self.worker.sync else start * self.mesh.workers + self.worker.claim()
-            told = [part, self.optimizer.leader]
-        part, leader = broadcast_json(told, self.mesh.control, "cpu")
+            part, stops = self.trainer.iteration, self._stops()
+            if not self.worker.sync and not stops:
+                part = start * self.mesh.workers + self.worker.claim()
+            answer = [part, self.optimizer.leader, stops]
+        part, leader, self.stopped = broadcast_json(answer, self.mesh.control, "cpu")
         self._lead(leader == self.worker.role.worker)
+        if self.stopped:
+            return None
         return part if part < last * (1 if self.worker.sync else self.mesh.workers) else None
 
-    def _train(self) -> None:
+    def _stops(self) -> int:
+        """Return the signal for which this worker stops now, 0 to go on. On its first rank."""
+        done, number = self.trainer.iteration, self.worker.stop.number()
+        return number if number and (not self.worker.sync or done >= self.worker.stop.last(done)) else 0
+
+    def _train(self, interruption: Interruption) -> None:
         job, trainer, train, workers = self.job, self.trainer, self.config.train, self.mesh.workers
         start, last = self.start, trainer.iterations
         if train.exit_interval:
@@ -212,7 +245,7 @@ class WorkerJob:
         shape = (self.mesh.replica, workers, size) if sync else (0, 1, part_size)
         loader = job.training_data(*shape[:2], lambda consumed: shape[2])
         try:
-            while (part := self._next(start, last)) is not None:
+            while (part := self._next(start, last, interruption)) is not None:
                 if not sync:
                     trainer.iteration = part // workers
                     trainer.consumed_samples = self.consumed + (part - start * workers) * part_size
@@ -226,7 +259,8 @@ class WorkerJob:
                     self._after_step(last)
         finally:
             loader.close()
-        self._stand_at(last)
+        if not self.stopped:
+            self._stand_at(last)
 
     def _stand_at(self, iteration: int) -> None:
         """All parts of the batches up to there are taken, as far as a checkpoint can say."""
@@ -265,8 +299,12 @@ class WorkerJob:
         if not broadcast_json(optimizer.client.first(), self.mesh.control, "cpu"):
             self._lead(True)
             optimizer.pull()
+            if self.stopped and not self.worker.sync:
+                claimed = broadcast_json(self.worker.claimed(), self.mesh.control, "cpu")
+                self._stand_at(self.start + claimed // self.mesh.workers)
             if self.config.checkpoint.save is not None and self.saved != self.trainer.iteration:
                 self._save()
             optimizer.fetch_master()
-            self.job.close()
+            if not self.stopped:
+                self.job.close()
         self.worker.leave(optimizer)

@@ -1,6 +1,8 @@
 """Jobs whose ranks are killed: the other workers go on, servers come back, and nothing hangs."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -58,6 +60,26 @@ def test_a_rank_that_serves_and_trains_takes_its_part_along(tmp_path):
     job.after(5).kill(1)
     assert job.end() != 0
     assert "parameter server (rank 1): it is gone, or gave this rank up (Connection closed by peer" in job.told
+
+
+@pytest.mark.timeout(250)
+def test_a_signal_stops_all_workers_after_one_step_and_the_run_resumes_from_there(tmp_path):
+    run = f"ps-sync --num-parameter-servers 1 --train-iters 60 --save {tmp_path / 'run'} --load {tmp_path / 'run'}"
+    parts = []
+    for name, rank in (("launcher", None), ("worker", 1), ("server", 3), ("end", None)):
+        (tmp_path / name).mkdir()
+        job = Launched(4, run, tmp_path / name)
+        if name != "end":
+            job.after(parts[-1].iteration + 3 if parts else 3)
+            os.kill(job.process.pid if rank is None else job.pids()[rank], signal.SIGTERM)
+            assert job.end() == 143, job.told
+            assert f"interrupted by SIGTERM after iteration {job.iteration}, which was saved" in job.told
+        assert name != "end" or job.end() == 0, job.told
+        parts.append(job)
+    straight = Launched(4, run.replace("run", "straight"), tmp_path)
+    assert straight.end() == 0, straight.told
+    losses = [re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", job.told) for job in (straight, *parts)]
+    assert losses[0] == [step for part in losses[1:] for step in part] and len(losses[0]) == 60
 
 
 def test_a_wrong_flag_is_told_once_before_ranks_start():

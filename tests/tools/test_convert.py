@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, PreTrainedTokenizerFast
@@ -130,6 +131,7 @@ REFUSED = {
         "--tokenizer x: .* is a HuggingFace directory",
     ),
     "a base model without an output layer": (["headless", "out"], "1 tensors of LlamaForCausalLM are missing: lm_head"),
+    "a quantized weight": (["int8", "out"], "tensor model.norm.weight: its dtype is int8, and weights of a checkpoint"),
     "no size": (["run", "out", "--max-shard-size", "abc"], "--max-shard-size abc: is not a size"),
     "a size for a checkpoint": (["relu", "out", "--max-shard-size", "1GB"], "--max-shard-size 1GB: .* Leave it out"),
     "a shape without a model type": (["odd", "out"], "--swiglu off: no model of transformers has this"),
@@ -151,6 +153,11 @@ def _make(kind, path):
     path.mkdir()
     if kind == "headless":
         huggingface("llama").base_model.save_pretrained(path)
+    elif kind == "int8":
+        huggingface("llama").save_pretrained(path)
+        weights = load_file(path / "model.safetensors")
+        weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
     elif kind in ("mixtral", "bare", "relu"):
         config = MixtralConfig(num_local_experts=2) if kind == "mixtral" else AutoConfig.for_model(**hf_config(LLAMA))
         if kind == "relu":

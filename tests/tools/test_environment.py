@@ -69,6 +69,22 @@ def test_what_is_lacking_is_installed_for_all_targets(without, monkeypatch, tmp_
     assert {re.match(r"[\w-]+", line).group() for line in environment.requirements(environment.EVERYTHING)} > {"ruff"}
 
 
+def test_commands_that_are_new_are_installed_into_an_environment_that_has_others(monkeypatch, tmp_path):
+    assert environment.new_commands(tmp_path) == []
+    command = environment.interpreter(tmp_path).parent / "merak-plan"
+    command.parent.mkdir()
+    command.touch()
+    assert "merak-convert" in environment.new_commands(tmp_path)
+    assert "merak-plan" not in environment.new_commands(tmp_path)
+    commands = []
+    monkeypatch.setattr(environment, "find", lambda venv, *_: environment.interpreter(venv))
+    monkeypatch.setattr(environment.subprocess, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(environment, "build", lambda python: None)
+    monkeypatch.setattr(sys, "argv", ["environment.py", "--venv", str(tmp_path), "--needs", "torch"])
+    environment.main()
+    assert commands[0][-2:] == ["--editable", str(ROOT)] and len(commands) == 1
+
+
 def test_the_oldest_environment_has_the_lower_bounds():
     lines = environment.requirements(["test"], pinned=True)
     pins = dict(line.split("==") for line in lines if "==" in line)

@@ -1,0 +1,33 @@
+"""How workers of parameter servers agree to stop early: they share no collective, so the job's store has the request."""
+
+import torch.distributed as dist
+
+_SIGNAL = "signal for which the job stops"
+_LAST = "last step before the job stops"
+
+
+class StopRequest:
+    """A request to save and end, which any rank may make and every worker looks for before a step.
+
+    store: the job's
+    """
+
+    def __init__(self, store: dist.Store):
+        self._store = store
+
+    def make(self, number: int) -> None:
+        """Ask all workers to stop for a signal; the first request counts."""
+        self._store.compare_set(_SIGNAL, "", str(number))
+
+    def number(self) -> int:
+        """Return the signal for which the job stops, 0 for none."""
+        return int(self._store.compare_set(_SIGNAL, "0", "0"))  # without a request there is nothing to compare with
+
+    def last(self, done: int) -> int:
+        """Return the step after which workers that take their steps together stop.
+
+        The first worker that asks chooses the next one: no other can have finished that without it.
+
+        done: steps of the worker that asks
+        """
+        return int(self._store.compare_set(_LAST, "", str(done + 1)))
