@@ -73,7 +73,8 @@ def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: di
     """
     for name in names:
         if not source.dtype(name).is_floating_point:
-            reason = f"its dtype is {str(source.dtype(name))[6:]}, and weights of a checkpoint are floating-point numbers"
+            dtype = str(source.dtype(name)).removeprefix("torch.")
+            reason = f"its dtype is {dtype}, and weights of a checkpoint are floating-point numbers"
             raise CheckpointError("tensor", name, reason, "Convert the model before it was quantized")
     groups = list(_groups(source, list(names)))
     most = max(sum(math.prod(source.shape(name)) for name in group) for group in groups)

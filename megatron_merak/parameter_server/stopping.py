@@ -1,4 +1,4 @@
-"""How workers of parameter servers agree to stop early: they share no collective, so the job's store has the request."""
+"""How workers of parameter servers agree to stop early: through the job's store, since they share no collective."""
 
 import torch.distributed as dist
 

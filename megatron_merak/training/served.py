@@ -56,8 +56,10 @@ def server_settings(config: RunConfig) -> Settings:
 
 
 def serve(config: RunConfig, world: World) -> None:
-    """Run a rank that only serves, until all workers have left or are gone. Raises what went wrong, and Interrupted once
-    the workers have stopped for a signal."""
+    """Run a rank that only serves, until all workers have left or are gone.
+
+    Raises what went wrong, and Interrupted when this rank was sent a signal, for which the workers have stopped.
+    """
     check_snapshots(config)
     stop = StopRequest(world.store.clone())
     with Interruption(None, end_interrupted, active=config.checkpoint.save is not None) as interruption:
@@ -69,7 +71,7 @@ def serve(config: RunConfig, world: World) -> None:
             if interruption.noted:
                 stop.make(interruption.noted)
         print(server.told(), flush=True)
-        interruption.agreed = stop.number()
+        interruption.agreed = interruption.noted
     if interruption.agreed:
         raise Interrupted(interruption.agreed)
 
