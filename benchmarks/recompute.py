@@ -8,13 +8,12 @@ Every time is MODELLED: plans of the native GPT, priced by the cost table of the
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron_merak.cluster import find_cluster
 from megatron_merak.config import ModelConfig
 from megatron_merak.errors import MerakError
-from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import DTYPE_BYTES, Grid, Plan, Unit
 from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import Layout
@@ -70,17 +69,8 @@ class Case:
 
     def unbalanced(self, schedule: str) -> float:
         """Seconds with the fewest recomputed units on stages that are cut without regard to them."""
-        draft = {
-            "cluster": find_cluster(CLUSTER),
-            "grid": self.grid,
-            "units": self.units(),
-            "schedule": build_schedule(schedule, self.grid.pp, self.microbatches),
-            "dtype": DTYPE,
-            "overlap": "weight-gradient",
-            "micro_batch_size": self.samples,
-            "sequence_length": SEQUENCE,
-            "sharding": "no_shard",
-        }
+        full = self.plan("full", schedule)
+        draft = {field.name: getattr(full, field.name) for field in fields(Plan) if field.name != "stages"}
         made = Layout(draft, Recompute("capacity"), MEMORY_GB * GIB).plans(MEMORY_GB)[-1]
         return priced(made).predicted_time
 
@@ -125,8 +115,9 @@ how much each `--recompute-method` saves over recomputing every layer.
 
 **Every number on this page is modelled**: the planner's cost table prices plans of the native GPT on RTX 3090s with
 {memory:.0f} of their 24 GiB for the model, sequences of {sequence} tokens, {batch} samples per step, and 16-bit
-weights with fp32 master weights. Layouts have at least four stages; the model fits with full recomputation and does
-not fit without recomputation. Each row uses the layout on which full recomputation is fastest.
+weights with fp32 master weights. The eight GPUs of a node share one network card. Layouts have at least four stages;
+the model fits with full recomputation and does not fit without recomputation. Each row uses the layout on which full
+recomputation is fastest.
 
 The table lists the step time with full recomputation, and the speed-up over it:
 
@@ -155,8 +146,9 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/recompute.md; else print")
+    options = parser.parse_args()
     text = page()
-    if parser.parse_args().write:
+    if options.write:
         DOCUMENT.write_text(text, encoding="utf-8")
     print(text)
 
