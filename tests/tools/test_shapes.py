@@ -62,7 +62,7 @@ def test_a_published_shape_is_planned_in_seconds(tmp_path, name):
     assert max(plan.predicted_bytes) <= find_device(device).memory
     costs = stage_costs(plan)
     times = [sum(parts) for parts in zip(costs.forward, costs.backward, costs.recompute, strict=True)]
-    # Of Llama's 254 units, 15 fill the memory of each of the first four stages (a 16th needs 80.2 GiB), so others have 17.
+    # Of Llama's 254 units, 15 fill the memory of each of the first four stages (a 16th needs 80.2 GiB): others have 17.
     assert max(times) < (1.11 if name == "llama-3.1-405b" else 1.1) * sum(times) / pp
     # Seconds of computing, not of waiting, so that other work on the machine does not decide.
     assert seconds <= 20 and memory <= (0.7 if name == "llama-3.1-405b" else 1.0)
