@@ -28,7 +28,7 @@ from .ir.marks import copy_in, reduce_sum, stack
 from .ir.nodes import flops, is_op, nbytes, op_name, values
 from .kept_state import StateOf, kept_state
 from .lowering.documents import known_documents
-from .lowering.emit import sinking
+from .lowering.emit import call_with_sink
 from .lowering.flow import REDUCTIONS, Flow
 from .lowering.rewrite import rewrite
 from .more_flops import ATTENTION, more_flops, unneeded_flops
@@ -232,7 +232,7 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
     """What the weight gradients that go to a sink are made of: inputs, and the gradients of outputs."""
     held: dict[object, int] = {}
     for node in nodes:
-        found = sinking(flow, node)
+        found = call_with_sink(flow, node)
         if found is None:
             continue
         function, operands, options = found
@@ -266,7 +266,7 @@ def _held_before(nodes: Sequence[Node], flow: Flow, source: Node) -> bool:
     mine = flow.unit[nodes[0]]
     before = [user for user in source.users if flow.unit.get(user, mine) < mine]
     before += [user for copy in before if copy.target is copy_in for user in copy.users]
-    return any(sinking(flow, user) is not None for user in before)
+    return any(call_with_sink(flow, user) is not None for user in before)
 
 
 def _same_gradient(node: Node) -> Node:

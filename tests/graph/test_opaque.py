@@ -146,7 +146,7 @@ def test_results_of_every_kind_and_readers_whose_gradients_are_bounded_together(
         return made.sum() + (made * largest).sum() + (module.layer.weight * largest).sum()
 
     (node,) = customs(check(several))
-    assert node.target.shares
+    assert node.target.aliases_input
 
 
 def test_a_parameter_is_read_once_by_a_function_that_may_hand_it_on():

@@ -16,7 +16,13 @@ from megatron_merak.graph.capture import fake_model as twin
 from megatron_merak.graph.capture import patches, python_state
 from megatron_merak.graph.capture.captured import Captured, Origin
 from megatron_merak.graph.capture.clean import clean, refuse_dynamic
-from megatron_merak.graph.capture.eager_module import ByValue, Islands, Unfit, around_error, keep_modules
+from megatron_merak.graph.capture.eager_module import (
+    CannotKeepModule,
+    DataDependentForward,
+    EagerModules,
+    around_error,
+    keep_modules,
+)
 from megatron_merak.graph.capture.fast_trace import swift
 from megatron_merak.graph.capture.lengths import Axes, Lengths, SymbolicLength, digest
 from megatron_merak.graph.capture.outputs import LossFunction, pick_outputs, take_entries
@@ -68,19 +74,19 @@ def capture(
     """
     batch = {key: value for key, value in batch.items() if value is not None}
     _check_batch(model, batch, compute is not None)
-    islands, first, reasons = Islands(), None, {}
+    eager, first, reasons = EagerModules(), None, {}
     while True:
         try:
-            captured = _capture(model, batch, training, dtype, outputs, compute, islands)
-            return replace(captured, notes=captured.notes + islands.notes(reasons))
-        except Unfit as error:
-            islands = islands.without(error)
-        except ByValue as error:
+            captured = _capture(model, batch, training, dtype, outputs, compute, eager)
+            return replace(captured, notes=captured.notes + eager.notes(reasons))
+        except CannotKeepModule as error:
+            eager = eager.refusing(error)
+        except DataDependentForward as error:
             first = first or error
-            grown = islands.grown(model, error)
+            grown = eager.with_innermost(model, error)
             if grown is None:
                 raise first from first.__cause__
-            islands = grown
+            eager = grown
             reasons[grown.chosen[-1]] = error.reason
 
 
@@ -91,7 +97,7 @@ def _capture(
     dtype: torch.dtype | None,
     outputs: Sequence[str],
     compute: LossFunction | None,
-    islands: Islands,
+    eager: EagerModules,
 ) -> Captured:
     """By the first attempt that succeeds, with ``islands`` kept as they are."""
     error: Exception | None = None
@@ -100,7 +106,7 @@ def _capture(
         if chooses and not attempt.values:
             continue
         try:
-            how = (attempt, training, dtype, outputs, compute, islands)
+            how = (attempt, training, dtype, outputs, compute, eager)
             program, seen, written = _trace(model, batch, *how)
         except TraceError:
             raise
@@ -116,7 +122,7 @@ def _capture(
 
         python_state.refuse(model, written, trace, program)
         python_state.keep_config(model, written)
-        alone = not (islands.chosen or attempt.strict or attempt.values)
+        alone = not (eager.chosen or attempt.strict or attempt.values)
         origin = Origin(attempt, digest(program)) if alone else None
         raw = unlift(program, model)
         if attempt.is_causal and patches.positions_from_batch(raw.module.graph):
@@ -150,7 +156,7 @@ def lengths_of(
     batch = {key: value for key, value in batch.items() if value is not None}
     export = SymbolicLength(batch, axes)
     try:
-        how = (like.attempt, training, dtype, outputs, compute, Islands())
+        how = (like.attempt, training, dtype, outputs, compute, EagerModules())
         program, _, written = _trace(model, batch, *how, export=export)
         written.restore()
         return export.lengths(program) if digest(program, length) == like.digest else None
@@ -186,7 +192,7 @@ def _trace(
     dtype: torch.dtype | None,
     outputs: Sequence[str],
     compute: LossFunction | None,
-    islands: Islands,
+    eager: EagerModules,
     before: Written | None = None,
     tensors: bool = False,
     export: Callable[..., ExportedProgram] = torch.export.export,
@@ -211,7 +217,7 @@ def _trace(
         world.enter_context(swift())
         seen = world.enter_context(watch())
         seen.outputs = told
-        world.enter_context(keep_modules(fake, islands, seen.opaque))
+        world.enter_context(keep_modules(fake, eager, seen.opaque))
         if not attempt.strict:
             world.enter_context(patches.native())
             world.enter_context(patches.stopped())
@@ -303,7 +309,8 @@ def _failure(model: nn.Module, error: Exception | None) -> TraceError:
         reason = f"{line} decides by the values of a tensor, and a graph has no branches"
         remedy = "Pass what settles the branch (attention_mask, position or decoder inputs), use another "
         remedy += "attn_implementation, or rewrite that line with tensor operations"
-        failure: TraceError = ByValue(type(model).__name__, reason, remedy, around_error(error) if error else ())
+        around = around_error(error) if error else ()
+        failure: TraceError = DataDependentForward(type(model).__name__, reason, remedy, around)
     else:
         reason = f"{line} raises {type(error).__name__}: {text[:300].rstrip('.')}"
         remedy = (

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.captured import Captured
-from megatron_merak.graph.capture.eager_module import ByValue, around_node
+from megatron_merak.graph.capture.eager_module import DataDependentForward, around_node
 from megatron_merak.graph.capture.guards import is_guard, take_guards
 from megatron_merak.graph.capture.unlift import Raw, source
 from megatron_merak.graph.ir.aliases import changing, is_view, written
@@ -84,7 +84,7 @@ def refuse_dynamic(graph: Graph, model: str) -> None:
         if any(isinstance(n, torch.SymInt) for v in values for n in (v.shape if isinstance(v, Tensor) else (v,))):
             reason = f"{source(node)} makes a tensor whose shape depends on values, and shapes in a graph are fixed"
             remedy = "Mask what is not wanted instead of selecting the rest"
-            raise ByValue(model, reason, remedy, around_node(node))
+            raise DataDependentForward(model, reason, remedy, around_node(node))
         if "_batch_dim" in node.name:
             reason = f"{source(node)} uses torch.vmap, which a captured graph cannot hold"
             raise TraceError("model", model, reason, "Write it with broadcasting")

@@ -177,11 +177,10 @@ def function_notes(seen: Seen) -> tuple[str, ...]:
     for (cls, _), difference in seen.functions.items():
         name = f"{cls.__module__}.{cls.__qualname__}"
         if difference:
-            notes[f"{name} is computed as it is, whole on every rank, for its backward is its own: {difference}."] = (
-                None
-            )
+            note = f"{name} is computed as it is, replicated on every rank, for its backward is its own: {difference}."
         else:
-            notes[f"The gradient of {name} is taken from its forward's operations, which give the same."] = None
+            note = f"The gradient of {name} is taken from its forward's operations, which give the same."
+        notes[note] = None
     return tuple(notes)
 
 
