@@ -25,7 +25,7 @@ _UPPER = call("sub", mul(_A, Var("cos")), mul(_B, Var("sin")), 1)
 _BY_HALVES = call("cat", [_UPPER, add(mul(_B, Var("cos")), mul(_A, Var("sin")))], Var("last"))
 
 # Partial rotary embedding: only the first features of each head are rotated.
-_HEAD = Var("whole")
+_HEAD = Var("head")
 _PART = call("slice", _HEAD, Var("dim"), Either((0, None)), Var("rotated"), 1)
 _REST = call("slice", _HEAD, Var("dim"), Var("rotated"), Var("end of rest"), 1)
 
@@ -57,7 +57,7 @@ def _rotary(graph: Graph, root: Node, match: Match) -> Node | None:
 
 
 def _partial_rotary(graph: Graph, root: Node, match: Match) -> Node | None:
-    x, rotated = match["whole"], match["rotated"]
+    x, rotated = match["head"], match["rotated"]
     last = value(x).dim() - 1
     dims = (match["dim"], match["last"], match["joined"])
     if any(dim % (last + 1) != last for dim in dims) or 2 * match["half"] != rotated:

@@ -39,7 +39,7 @@ def fuse(graph: Graph, loss_chunk: int = 0, recompute_activations: bool = False)
     memory that it reads is written in place.
 
     loss_chunk:            rows whose logits a fused loss computes at a time; 0 for all.
-    recompute_activations: whether linear layers behind an activation recompute it in the backward instead of saving it.
+    recompute_activations: whether linear layers after an activation recompute it in the backward instead of saving it.
     """
     counts: Counter[str] = Counter()
     written = changing(graph)

@@ -29,7 +29,7 @@ def _join_gate_and_up(graph: Graph, root: Node, match: Match) -> Node | None:
 
 ROWS = (("gate and up as one", _GATED, _join_gate_and_up),)
 
-# A linear layer behind an activation recomputes its input in the backward instead of saving it.
+# A linear layer after an activation recomputes its input in the backward instead of saving it.
 _HALVES = Either((call("gated_halves", Var("x"), Var("activation")), call("swiglu", Var("x"))))
 _GELU = Either((call("bias_gelu", Var("x"), Var("inner"), Var("activation")), call("gelu_tanh", Var("x"))))
 

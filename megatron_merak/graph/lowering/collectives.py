@@ -35,7 +35,7 @@ def move_collectives(graph: Graph, tp: int) -> None:
 
 
 def _delay_reduction(graph: Graph, mark: Node, tp: int) -> None:
-    """Move an all-reduce behind the linear ops that make its value smaller.
+    """Move an all-reduce after the linear ops that make its value smaller.
 
     For example, the outputs of MoE experts are all-reduced after the sum over the top k.
     """
@@ -87,7 +87,7 @@ def _is_linear_in(user: Node, x: Node) -> bool:
 
 
 def _hoist_copies(graph: Graph) -> None:
-    """Replace the ``copy_in`` marks behind ops that only sharded work reads by one mark before these ops.
+    """Replace the ``copy_in`` marks after ops that only sharded work reads by one mark before these ops.
 
     This is done where it reduces the bytes to all-reduce in the backward: before the gather of MoE experts, before the
     steps of a scan, or at a parameter, where it costs nothing. It is valid for any op with one differentiable operand,
@@ -118,7 +118,7 @@ def _hoist_copies(graph: Graph) -> None:
 def _hoistable(graph: Graph) -> dict[Node, tuple[Node, tuple[int, int]]]:
     """Return, for each node that a ``copy_in`` can be hoisted over, (operand, (bytes, marks)).
 
-    The operand is the one that the mark would move to; (bytes, marks) is the least cost of the marks at or behind the
+    The operand is the one that the mark would move to; (bytes, marks) is the least cost of the marks at or after the
     node.
     """
     hoistable: dict[Node, tuple[Node, tuple[int, int]]] = {}

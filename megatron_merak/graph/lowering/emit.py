@@ -49,13 +49,13 @@ class Emitter:
         self._emitted[node] = self._graph.call_function(target, args, kwargs)
 
     def finish(self, results: Sequence[Node]) -> Callable[..., tuple[torch.Tensor, ...]]:
-        self._graph.output(tuple(self._emitted[self.flow.behind(node)] for node in results))
+        self._graph.output(tuple(self._emitted[self.flow.resolve(node)] for node in results))
         return GraphModule(self._modules, self._graph).forward
 
     def _translated(self, arguments: Argument) -> Any:
         def translate(value: Any) -> Any:
             if isinstance(value, Node):
-                return self._value(self.flow.behind(value))
+                return self._value(self.flow.resolve(value))
             if isinstance(value, torch.device) and value.type == "cpu":
                 return self.device
             return value
@@ -97,11 +97,11 @@ def call_with_sink(flow: Flow, node: Node) -> tuple[Callable, tuple, dict] | Non
     weights = weights if isinstance(weights, list | tuple) else [weights]
     if not all(_is_matrix(flow, weight) for weight in weights):
         return None
-    return call if target in _LOSSES or any(flow.differentiable[flow.behind(weight)] for weight in weights) else None
+    return call if target in _LOSSES or any(flow.differentiable[flow.resolve(weight)] for weight in weights) else None
 
 
 def _is_matrix(flow: Flow, weight: object) -> bool:
-    return isinstance(weight, Node) and flow.is_parameter(flow.behind(weight)) and _dims(weight) == 2
+    return isinstance(weight, Node) and flow.is_parameter(flow.resolve(weight)) and _dims(weight) == 2
 
 
 def _dims(node: Node) -> int:

@@ -62,7 +62,7 @@ class Flow:
     def is_parameter(self, node: Node) -> bool:
         return node.op == "get_attr" and node.target not in self.constants
 
-    def behind(self, node: Node) -> Node:
+    def resolve(self, node: Node) -> Node:
         """Return what a ``copy_in`` of a parameter, constant or common value copies; any other node itself."""
         while node.target is copy_in and node not in self.unit:
             node = node.args[0]
@@ -73,7 +73,7 @@ class Flow:
             return node.target in self.trainable
         if node not in self.unit or not passes_gradient(node):
             return False
-        return any(self.differentiable[self.behind(x)] for x in node.all_input_nodes)
+        return any(self.differentiable[self.resolve(x)] for x in node.all_input_nodes)
 
 
 def _declared_unit(node: Node) -> int:

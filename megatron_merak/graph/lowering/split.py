@@ -123,7 +123,7 @@ class _Splitter:
     def __init__(self, flow: Flow, outputs: Sequence[Node], names: Sequence[str], units: range, device: torch.device):
         self.flow, self.units, self.device = flow, units, device
         self.outputs: dict[Node, str] = {}
-        for node, name in zip(map(flow.behind, outputs), names, strict=True):
+        for node, name in zip(map(flow.resolve, outputs), names, strict=True):
             self.outputs[node] = f"{self.outputs[node]}{SAME}{name}" if node in self.outputs else name
         self.last = max(flow.unit.values())
         self.segment = {n: (unit, level) for unit in units for n, level in segment_levels(flow, unit).items()}
@@ -154,7 +154,7 @@ class _Splitter:
     def _part(self, unit: int, index: int, nodes: list[Node]) -> tuple[Part, list[Node]]:
         """Build one part from its nodes; also return the common nodes that it reads."""
         flow, members = self.flow, dict.fromkeys(nodes)
-        reads = dict.fromkeys(x for n in nodes if n.target is not copy_in for x in map(flow.behind, n.all_input_nodes))
+        reads = dict.fromkeys(x for n in nodes if n.target is not copy_in for x in map(flow.resolve, n.all_input_nodes))
         copies = [n for n in nodes if n.target is copy_in]
         outer = [x for x in reads if x not in members and not flow.is_module(x)]
         parameters: dict[str, list[Node]] = {}
