@@ -82,7 +82,7 @@ FAULTS = {
     "padding that is not replaced": (lambda: mock.patch.object(local, "fill", lambda part, *_: part), "67"),
     "gradient that is not summed": (lambda: mock.patch.object(rewrite.Writer, "enter", lambda self, whole: whole), ""),
     "partial gradient of a whole weight": (
-        lambda: mock.patch.object(rewrite, "_find_partial_parameters", lambda *_: ()),
+        lambda: mock.patch.object(rewrite, "_separate_partial_parameters", lambda *_: ()),
         "",
     ),
     "weight read in two ways counted twice": (lambda: mock.patch.object(local, "own", lambda x, rank: x), ""),

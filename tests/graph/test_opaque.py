@@ -207,7 +207,7 @@ class Writes(torch.autograd.Function):
     ("function", "why"),
     [
         (lambda m, y: ReadsMore.apply(y, m.layer).sum(), "ReadsMore.*in a module that is an argument"),
-        (lambda m, y: ReadsMore.apply(y, lambda: m.layer.bias).sum(), "ReadsMore.*that is no argument of it"),
+        (lambda m, y: ReadsMore.apply(y, lambda: m.layer.bias).sum(), "ReadsMore.*that is not one of its arguments"),
         (lambda m, y: Writes.apply(y * 1).sum(), "Writes.*changes memory of its arguments"),
     ],
 )

@@ -270,7 +270,7 @@ def _check_batch(model: nn.Module, batch: Mapping[str, Any], has_compute: bool) 
             reason = f"the forward of {type(model).__name__} does not take it"
             raise TraceError("batch entry", key, reason, f"Did you mean {similar[0]}" if similar else "Leave it out")
         if isinstance(value, list | tuple | Mapping) and any(isinstance(x, Tensor) for x in tree_leaves(value)):
-            reason = "it holds several tensors, and a graph takes one tensor per entry"
+            reason = "it contains several tensors, and a graph takes one tensor per entry"
             raise TraceError("batch entry", key, reason, "Pass them as separate arguments of the forward")
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in batch]
     if missing and not has_compute:

@@ -93,7 +93,7 @@ def refuse_dynamic(graph: Graph, model: str) -> None:
             remedy = "Mask what is not wanted instead of selecting the rest"
             raise DataDependentForward(model, reason, remedy, around_node(node))
         if "_batch_dim" in node.name:
-            reason = f"{source_line(node)} uses torch.vmap, which a captured graph cannot hold"
+            reason = f"{source_line(node)} uses torch.vmap, which a captured graph cannot contain"
             raise TraceError("model", model, reason, "Write it with broadcasting")
 
 

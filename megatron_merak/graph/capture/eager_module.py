@@ -203,9 +203,9 @@ def _probe(run: _Run, flat: list[Any], spec: TreeSpec) -> _ProbeResult:
         except Exception as error:  # an index out of range, or code that cannot run here
             why = f"{type(error).__name__}: {error}"
     if not results:
-        raise _cannot_keep(cls, f"it does not run on made-up values ({why[:200]})")
+        raise _cannot_keep(cls, f"it does not run on random values ({why[:200]})")
     if any((x.results, x.spec, x.aliased) != (y.results, y.spec, y.aliased) for x in results for y in results):
-        raise _cannot_keep(cls, "what it returns depends on values otherwise than by value")
+        raise _cannot_keep(cls, "the shapes, dtypes or aliasing of what it returns depend on values")
     flops, saved_bytes = max(x.flops for x in results), max(x.saved_bytes for x in results)
     return replace(results[-1], flops=flops, saved_bytes=saved_bytes)
 

@@ -197,4 +197,4 @@ def values_of_batch() -> Iterator[None]:
     ):
         yield
     if any(mode.reads for mode in marks.modes):
-        raise RuntimeError("the model asked for a value where no guard could be left")
+        raise RuntimeError("the model read a value where no guard could be added")

@@ -217,7 +217,7 @@ class SideEffects(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for x in tree_leaves((args, kwargs or {})):
             if isinstance(x, FakeTensor) and id(x) not in self.tensors:
-                self.why = "it reads a parameter, or a value of the model, that is no argument of it"
+                self.why = "it reads a parameter, or a value of the model, that is not one of its arguments"
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.written |= any(id(x) in self.inputs for x in tree_leaves(value))

@@ -75,5 +75,5 @@ def check_in_place(flow: Flow, segment_of: dict[Node, tuple[int, int]]) -> None:
             if flow.order[node] > last or node.target in REDUCTIONS:
                 continue
             if any(root[x] is storage for x in (node, *node.all_input_nodes)) and segment_of.get(node) != home:
-                reason = "it is changed in place in another segment than where it is made or read"
+                reason = "it is changed in place in another segment than one that computes or reads it"
                 raise TraceError("value", storage.name, reason, "Write the model's operation out of place")

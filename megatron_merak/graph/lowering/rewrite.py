@@ -62,7 +62,7 @@ def rewrite(
     writer = Writer(captured, chain, sharding, tp_rank)
     outputs = writer.run()
     move_collectives(writer.graph, tp)
-    summed = _find_partial_parameters(writer.graph, captured, sharding, tp_rank, partial) if tp > 1 else ()
+    summed = _separate_partial_parameters(writer.graph, captured, sharding, tp_rank, partial) if tp > 1 else ()
     writer.graph.eliminate_dead_code()
     constants = {
         str(node.target): _attribute(captured, str(node.target))
@@ -273,7 +273,7 @@ def _is_fake(value: Tensor) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def _find_partial_parameters(
+def _separate_partial_parameters(
     graph: Graph, captured: Captured, sharding: Sharding, rank: int, also: Collection[str]
 ) -> tuple[str, ...]:
     """Return the replicated parameters that sharded work reads, and those of ``also``: their gradients are partial.

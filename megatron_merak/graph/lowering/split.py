@@ -130,7 +130,7 @@ class _Splitter:
         check_in_place(flow, self.segment)
 
     def split(self) -> Parts:
-        members: dict[tuple[int, int], list[Node]] = {place: [] for place in sorted(self.segment.values())}
+        members: dict[tuple[int, int], list[Node]] = {key: [] for key in sorted(self.segment.values())}
         for node in self.flow.unit:
             if node in self.segment:
                 members[self.segment[node]].append(node)
@@ -170,7 +170,7 @@ class _Splitter:
             ins.append(In(self._name(source), collective=Collective.ALL_REDUCE if grad else Collective.NONE, grad=grad))
         outs, results = self._outs(nodes, members)
         emitter = Emitter(flow, self.device, sink=True)
-        groups = [(reads_of[0].name, reads_of) for reads_of in parameters.values()]
+        groups = [(attribute_nodes[0].name, attribute_nodes) for attribute_nodes in parameters.values()]
         emitter.arguments([*groups, *((x.name, (x,)) for x in (*common, *values, *copies))])
         for node in nodes:
             if node.target is not copy_in:

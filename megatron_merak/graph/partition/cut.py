@@ -158,12 +158,12 @@ def align(chain: Chain, reference: Chain) -> Chain:
         begin = max([*(cut + 1 for cut in cuts[-1:]), *last[: k + 1], 0])
         cut = cheapest_cut(sequence, range(begin, min(first[k + 1 :])))
         if cut is None:
-            raise _cannot_align(reference.names[k], "the values behind it cannot be parted there")
+            raise _cannot_align(reference.names[k], "the graph cannot be cut after it")
         cuts.append(cut)
     aligned = replace(_chain(sequence, cuts), names=reference.names)
     for name, actual, expected_names in zip(aligned.names, aligned.parameters, reference.parameters, strict=True):
         if extra := [key for key in actual if key not in expected_names]:
-            raise _cannot_align(name, f"it reads {', '.join(extra[:3])} there, which the first capture does not")
+            raise _cannot_align(name, f"in this capture it reads {', '.join(extra[:3])} too")
     return aligned
 
 
