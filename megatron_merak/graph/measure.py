@@ -28,7 +28,7 @@ from .ir.marks import copy_in, reduce_sum, stack
 from .ir.nodes import flops, is_op, nbytes, op_name, values
 from .kept_state import StateOf, kept_state
 from .lowering.documents import known_documents
-from .lowering.emit import sinking
+from .lowering.emit import call_with_sink
 from .lowering.flow import REDUCTIONS, Flow
 from .lowering.rewrite import rewrite
 from .more_flops import ATTENTION, more_flops, unneeded_flops
@@ -180,7 +180,7 @@ def signature(nodes: Sequence[Node], flow: Flow) -> Hashable:
     outside: dict[Node, int] = {}
 
     def told(argument: Node) -> Any:
-        source = flow.behind(argument)
+        source = flow.resolve(argument)
         if source in places:
             return ("inner", places[source])
         shape = [(tuple(value.shape), value.dtype) for value in values(source)]
@@ -232,7 +232,7 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
     """What the weight gradients that go to a sink are made of: inputs, and the gradients of outputs."""
     held: dict[object, int] = {}
     for node in nodes:
-        found = sinking(flow, node)
+        found = call_with_sink(flow, node)
         if found is None:
             continue
         function, operands, options = found
@@ -240,7 +240,7 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
         if function is ops.linear_cross_entropy_stats or options.get("chunk"):
             continue  # they are taken at once
         weights = operands[1] if isinstance(operands[1], list | tuple) else [operands[1]]
-        trained = [flow.differentiable[flow.behind(weight)] for weight in weights]
+        trained = [flow.differentiable[flow.resolve(weight)] for weight in weights]
         if not any(trained):
             continue
         if function is ops.linears:
@@ -251,7 +251,7 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
             continue
         if function in (ops.linear, ops.linears, ops.joined_linear):
             input = replay.value(operands[0])
-            if not _held_before(nodes, flow, flow.behind(operands[0])):
+            if not _held_before(nodes, flow, flow.resolve(operands[0])):
                 held[_storage(input)] = input.untyped_storage().nbytes()
         if function in (ops.gated_linear, ops.gelu_linear):  # made again by the backward
             source = replay.value(operands[0])
@@ -266,7 +266,7 @@ def _held_before(nodes: Sequence[Node], flow: Flow, source: Node) -> bool:
     mine = flow.unit[nodes[0]]
     before = [user for user in source.users if flow.unit.get(user, mine) < mine]
     before += [user for copy in before if copy.target is copy_in for user in copy.users]
-    return any(sinking(flow, user) is not None for user in before)
+    return any(call_with_sink(flow, user) is not None for user in before)
 
 
 def _same_gradient(node: Node) -> Node:
@@ -338,7 +338,7 @@ class Replay:
         return result.requires_grad_(any(tensor.requires_grad for tensor in args[:3]))
 
     def value(self, node: Node) -> Any:
-        node = self.flow.behind(node)
+        node = self.flow.resolve(node)
         if node in self.made:
             return self.made[node]
         if node not in self.outside:
@@ -358,7 +358,7 @@ class Replay:
     def _transient(self, known: set[int]) -> int:
         inner = [node for node in self.nodes if all(user in self.made for user in node.users)]
         handed_on = {_storage(x) for node in self.nodes if node not in inner for x in _tensors(self.made[node])}
-        last = {self.flow.behind(x): place for place, node in enumerate(self.nodes) for x in node.all_input_nodes}
+        last = {self.flow.resolve(x): place for place, node in enumerate(self.nodes) for x in node.all_input_nodes}
         spans: dict[int, tuple[int, int, int]] = {}  # storage -> bytes, first place, last place
         for place, node in enumerate(self.nodes):
             for tensor in _tensors(self.made[node]):

@@ -14,7 +14,7 @@ from ..config import ParallelConfig
 from ..config.checks import check_recompute, check_schedule, check_sharding
 from ..errors import PlanError, TraceError
 from ..graph.capture.captured import Captured
-from ..graph.capture.fast_trace import quick
+from ..graph.capture.fast_trace import gc_paused
 from ..graph.capture.guards import Guards
 from ..graph.capture.outputs import LossFunction
 from ..graph.fusion.fuse import fuse
@@ -199,7 +199,7 @@ class Blueprint:
         """The work of ``stage`` on batches of this shape, and what else must hold of them."""
         shapes, traced = shapes_of(batch), self.traced
         explore = partial(traced.lengths, batch, role.training, role.outputs, role.compute)
-        with quick():
+        with gc_paused():
             found = self.lengths.parts((role, stage), shapes, explore)
             if found is not None:
                 return found, None

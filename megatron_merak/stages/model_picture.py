@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..graph.capture.empty import is_fake
-from ..graph.capture.python_state import tell_modules
+from ..graph.capture.python_state import snapshot_modules
 from .guard import GUARDED, Guard
 
 # Attributes that change nothing of a forward, or that a trainer sets itself.
@@ -58,7 +58,7 @@ class Picture:
             hooks = tuple(id(hook) for kind in _HOOKS for hook in vars(module)[kind].values())
             rest[f"{name} hooks"] = hooks
             rest[f"{name}.forward"] = _method(vars(module).get("forward"))
-        for (name, key), told in tell_modules(model):
+        for (name, key), told in snapshot_modules(model):
             if key not in _FREE and key not in GUARDED:
                 rest[f"{name}.{key}".strip(".")] = _of_config(told) if key == "config" else told
         return cls(weights, rest, dict(_buffers(model)))

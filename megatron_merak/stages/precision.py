@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from ..errors import ConfigError, TraceError
 from ..graph.capture.captured import Captured
-from ..graph.capture.unlift import source
+from ..graph.capture.unlift import source_line
 from ..graph.ir.nodes import op_name
 
 DTYPES = {  # in which models train, by the names of plans
@@ -79,4 +79,4 @@ def check_operands(captured: Captured) -> None:
             told = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             reason = f"its operands are {told}, and {name} takes one dtype"
             remedy = "Cast there in the model's code, or convert the model to one dtype: model.float() or model.to(...)"
-            raise TraceError("line", source(node), reason, remedy)
+            raise TraceError("line", source_line(node), reason, remedy)

@@ -63,8 +63,8 @@ def bias_everywhere(m):
     return write
 
 
-def swapped(graph, root, found):
-    return fuse_pointwise.put(graph, root, fuse_pointwise.ops.gated, found["up"], found["gate"], "silu")
+def swapped(graph, root, match):
+    return fuse_pointwise.put(graph, root, fuse_pointwise.ops.gated, match["up"], match["gate"], "silu")
 
 
 def swapped_rows():
@@ -81,7 +81,10 @@ FAULTS = {
     "mean that is not scaled": (lambda: rule("mean", unscaled), "mean(-1"),
     "padding that is not replaced": (lambda: mock.patch.object(local, "fill", lambda part, *_: part), "67"),
     "gradient that is not summed": (lambda: mock.patch.object(rewrite.Writer, "enter", lambda self, whole: whole), ""),
-    "partial gradient of a whole weight": (lambda: mock.patch.object(rewrite, "_settle_parameters", lambda *_: ()), ""),
+    "partial gradient of a whole weight": (
+        lambda: mock.patch.object(rewrite, "_separate_partial_parameters", lambda *_: ()),
+        "",
+    ),
     "weight read in two ways counted twice": (lambda: mock.patch.object(local, "own", lambda x, rank: x), ""),
     "slice of another place": (lambda: rule("slice", first_entries), "[..., "),
     "heads of another group": (lambda: mock.patch.object(local, "take_heads", heads_in_turn), "enable_gqa"),

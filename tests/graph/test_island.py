@@ -68,7 +68,7 @@ def test_experts_that_are_chosen_by_values_run_as_they_are():
     assert [n.name for n in nodes] == ["Experts_forward", "Experts_forward_1"]
     assert flops(nodes[0]) == 2 * 6 * 4 * 4
     (note,) = captured.notes
-    assert "Experts runs as it is, whole on every rank" in note and "for index in chosen.unique()" in note
+    assert "Experts runs as it is, replicated on every rank" in note and "for index in chosen.unique()" in note
 
 
 def test_random_numbers_are_drawn_in_the_same_order():

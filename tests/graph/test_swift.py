@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from megatron_merak.graph.capture import capture as capturing
 from megatron_merak.graph.capture.empty import init_empty_weights
-from megatron_merak.graph.capture.fast_trace import swift
+from megatron_merak.graph.capture.fast_trace import fast_tracing
 
 SIZES = {
     "llama": {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -29,7 +29,7 @@ def test_the_graph_is_the_same(kind):
     model, ids = tiny(kind), torch.zeros(2, 8, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
     quick = capturing.capture(model, batch)
-    with mock.patch.object(capturing, "swift", mock.MagicMock()):
+    with mock.patch.object(capturing, "fast_tracing", mock.MagicMock()):
         slow = capturing.capture(model, batch)
     assert quick.module.graph.python_code("self").src == slow.module.graph.python_code("self").src
     for one, other in zip(quick.module.graph.nodes, slow.module.graph.nodes, strict=True):
@@ -47,7 +47,7 @@ def test_a_node_names_the_line_of_the_model_and_not_of_torch():
 
 
 def test_a_module_made_meanwhile_runs():
-    with swift():
+    with fast_tracing():
         double = symbolic_trace(lambda x: x + x)
         assert double(2) == 4
         late = symbolic_trace(lambda x: x * 3)

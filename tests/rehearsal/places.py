@@ -59,7 +59,7 @@ class GeneratedCode:
 
         def add(emitter: emit.Emitter, node: Node) -> None:
             original(emitter, node)
-            emitter._made[node].meta["stack_trace"] = node.meta.get("stack_trace", "")
+            emitter._emitted[node].meta["stack_trace"] = node.meta.get("stack_trace", "")
 
         def module(*arguments) -> GraphModule:
             made = GraphModule(*arguments)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_merak.errors import ConfigError
 from megatron_merak.graph.capture.empty import init_empty_weights, is_fake
-from megatron_merak.graph.capture.fake_model import make_twin
+from megatron_merak.graph.capture.fake_model import make_fake_model
 from megatron_merak.stages.guard import check_weights
 from megatron_merak.stages.user_model import take
 from megatron_merak.stages.withheld import is_withheld, restore, withhold
@@ -170,7 +170,7 @@ def test_uses_of_the_module():
         model.inner.state_dict()["weight"].clone()
     with pytest.raises(ConfigError, match=r"model.low .read.: .* sharded over 2 ranks"):
         check_weights(nn.Sequential(model))
-    traced = make_twin(model, True, torch.bfloat16)
+    traced = make_fake_model(model, True, torch.bfloat16)
     assert traced.inner.weight.stride() == (1, 4) and traced.inner.weight.dtype == torch.bfloat16
 
 

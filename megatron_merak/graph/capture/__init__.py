@@ -1,1 +1,1 @@
-"""Any ``nn.Module`` as one graph of aten operations without memory."""
+"""Captures any ``nn.Module`` as one graph of aten operations, without memory for its parameters."""

@@ -1,4 +1,4 @@
-"""What a capture hands to every later pass: one graph of the serial model, and the names of its parameters."""
+"""The result of a capture, which all later passes read: one graph of the unsharded model, and its parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megatron_merak.graph.capture.guards import Guards
 
 @dataclass(frozen=True)
 class Origin:
-    """How a capture was traced, and a digest of what came out."""
+    """How a capture was traced (``attempt``), and a hash of the traced program (``digest``)."""
 
     attempt: Any
     digest: str
@@ -20,22 +20,26 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A model's forward for batches of one shape, as one graph in which no parameter has memory.
+    """A model's forward for batches of one shape, as one graph; its parameters have no memory.
 
-    ``module.graph`` holds, every node but the output with its fake (constants: real) value in ``meta["val"]``:
+    ``module.graph`` consists of the following nodes. All but the output have their value in ``meta["val"]``, which is
+    real for constants and fake for all else.
 
-    - placeholders, one per tensor of the batch, named as its key;
-    - get_attr nodes: a parameter under its HuggingFace name (of tied ones, the first in ``named_parameters``), or a
-      constant (buffer, table) that ``module`` holds as a real tensor;
-    - call_function nodes: aten overloads, ``operator.getitem``, opaque higher-order ops and ``opaque.CustomFunction``.
-      No dead code, no assertions; an operation works in place only where a view makes that visible elsewhere;
+    - placeholders: one per tensor of the batch, named by its key.
+    - get_attr nodes: a parameter under its HuggingFace name (for tied ones, the first in ``named_parameters``), or a
+      constant (buffer, table) that ``module`` has as a real tensor.
+    - call_function nodes: aten overloads, ``operator.getitem``, higher-order ops and ``opaque.CustomFunction``. There
+      is no dead code and no assertion; an op works in place only where another view shows what it writes.
     - one output whose argument is a tuple of nodes, named by ``outputs``.
 
-    shapes, dtypes: of every parameter that the graph reads, by name. trainable: those that require a gradient.
-    aliases: further names of tied parameters -> the name in use. buffers: names of the constants that are buffers in
-    the model's state dict. how: the attempt that succeeded. notes: what a user should know, in sentences.
-    guards: what must hold of a batch for this graph to be the model's, beside its shapes; None: nothing.
-    origin: for a trace that is to give the same; None: none can be compared with it.
+    shapes, dtypes: shape and dtype of every parameter that the graph reads, by name.
+    trainable:      names of the parameters that require a gradient.
+    aliases:        other names of tied parameters -> the name in use.
+    buffers:        names of the constants that are buffers in the model's state dict.
+    how:            the attempt that succeeded.
+    notes:          what a user should know, in sentences.
+    guards:         conditions on the values of a batch for which this graph is right; None if there are none.
+    origin:         to compare a trace at another length with; None if that is impossible.
     """
 
     module: GraphModule

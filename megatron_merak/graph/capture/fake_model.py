@@ -1,4 +1,4 @@
-"""The fake twin of a model: what is traced in its place, so that the model itself never changes."""
+"""The fake model that is traced in place of a model, so that the model itself never changes."""
 
 import copy
 import inspect
@@ -14,49 +14,54 @@ from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.empty import fake_mode, fake_parameter, is_fake
 
 
-def make_twin(model: nn.Module, training: bool, dtype: torch.dtype | None, copy_buffers: bool = False) -> nn.Module:
-    """A copy in which every parameter is fake, floating ones of ``dtype``; buffers are the model's own, or copies.
+def make_fake_model(
+    model: nn.Module, training: bool, dtype: torch.dtype | None, copy_buffers: bool = False
+) -> nn.Module:
+    """Return a copy of a model in which every parameter is fake; buffers are the model's own, or copies.
 
-    Modules that a HuggingFace model keeps in fp32 keep their dtype. Caches and activation checkpointing are off: a
-    training graph has neither. Raises TraceError for gradient hooks, which a graph cannot run.
+    dtype: dtype of floating-point parameters, except for those that a HuggingFace model keeps in fp32; None for their
+           own.
+
+    Caches and activation checkpointing are off, since a training graph has neither. Raises TraceError for gradient
+    hooks, which a graph cannot run.
     """
     _refuse_hooks(model)
     mode = fake_mode()
-    keep = _kept_in_float32(model, dtype)
+    keeps_float32 = _float32_rule(model, dtype)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        cast = torch.float32 if keep(name) else dtype
+        cast = torch.float32 if keeps_float32(name) else dtype
         memo[id(parameter)] = fake_parameter(parameter, mode, cast if parameter.is_floating_point() else None)
     for buffer in model.buffers():
         if is_fake(buffer):
             memo[id(buffer)] = _without_values(buffer, mode)
         else:
             memo[id(buffer)] = buffer.detach().cpu().clone() if copy_buffers else buffer.cpu()
-    twin = copy.deepcopy(model, memo).train(training)
-    for module in twin.modules():
+    fake = copy.deepcopy(model, memo).train(training)
+    for module in fake.modules():
         if isinstance(getattr(module, "gradient_checkpointing", None), bool):
             module.gradient_checkpointing = False
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
-    return twin
+    return fake
 
 
-def fake_batch(twin: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with fake tensors of the twin's world; other values as they are."""
-    mode = next((p.fake_mode for p in twin.parameters()), None) or fake_mode()  # type: ignore[attr-defined]
+def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the tensors of a batch by fake tensors of the fake model's mode; other values stay as they are."""
+    mode = next((p.fake_mode for p in model.parameters()), None) or fake_mode()  # type: ignore[attr-defined]
     tensors = {k: v.detach().cpu() for k, v in batch.items() if isinstance(v, Tensor)}
     return {**batch, **{k: mode.from_tensor(v, static_shapes=True) for k, v in tensors.items()}}
 
 
 def forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], bool]:
-    """(the named parameters of the model's forward, whether it takes further keywords)."""
-    every = inspect.signature(model.forward).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in every.values())
-    return {k: p for k, p in every.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, open_ended
+    """Return the named parameters of the model's forward, and whether it takes any other keyword."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {k: p for k, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, takes_any
 
 
-def _kept_in_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """transformers' rule of ``from_pretrained(dtype=...)`` for parameters that stay in fp32."""
+def _float32_rule(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Return which parameters stay in fp32 by the rule of transformers' ``from_pretrained(dtype=...)``."""
     fields = {
         torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
         torch.bfloat16: ("_keep_in_fp32_modules_strict",),

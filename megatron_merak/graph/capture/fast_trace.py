@@ -1,4 +1,4 @@
-"""Tracing at half the cost: no code for graphs that nobody runs, and of every node's call stack only the line."""
+"""Faster tracing: no generated code for graphs that never run, and only the model's line of each node's call stack."""
 
 import gc
 import sys
@@ -12,12 +12,12 @@ from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils._traceback import CapturedTraceback
 
-_INSIDE = ("/torch/", "/unittest/", "/contextlib.py", "<")
+_NOT_OF_THE_MODEL = ("/torch/", "/unittest/", "/contextlib.py", "<")
 
 
 @contextmanager
-def quick() -> Iterator[None]:
-    """Inside, what is made and kept is not looked through for garbage again and again."""
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection, which would scan the many objects that a trace keeps again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -28,12 +28,15 @@ def quick() -> Iterator[None]:
 
 
 @contextmanager
-def swift() -> Iterator[None]:
-    """Inside, a graph module writes its code when it is first called, where torch writes it whenever its graph changes,
-    and a node's ``stack_trace`` names the line of the model that made it instead of all the lines above."""
+def fast_tracing() -> Iterator[None]:
+    """Make tracing faster, inside the context.
+
+    A graph module generates its code when it is first called, not whenever its graph changes. The ``stack_trace`` of a
+    node has only the line of the model that made it, without the lines above.
+    """
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(GraphModule, "recompile", _recompile_when_called))
-        patches.enter_context(mock.patch.object(CapturedTraceback, "summary", _line_of_the_model))
+        patches.enter_context(mock.patch.object(CapturedTraceback, "summary", _model_lines))
         yield
 
 
@@ -41,7 +44,7 @@ _recompile = GraphModule.recompile
 
 
 def _recompile_when_called(module: GraphModule) -> None:
-    """A graph module's class is its own, so that its ``forward`` can be replaced."""
+    """Replace ``GraphModule.recompile``. Each graph module has a class of its own, whose ``forward`` is replaced."""
     generator = module.graph._codegen
     if isinstance(generator, _PyTreeCodeGen):
         module._in_spec, module._out_spec = generator.pytree_info.in_spec, generator.pytree_info.out_spec
@@ -54,17 +57,19 @@ def _recompile_when_called(module: GraphModule) -> None:
     type(module).forward = forward  # type: ignore[method-assign]
 
 
-def _line_of_the_model(captured: CapturedTraceback) -> StackSummary:
-    """The innermost line outside of torch, and the innermost ``forward`` around it, without which a tracer discards
-    the stack."""
+def _model_lines(captured: CapturedTraceback) -> StackSummary:
+    """Return the innermost line outside of torch, and the innermost ``forward`` around it.
+
+    The tracer discards stacks without a ``forward``.
+    """
     line: FrameSummary | None = None
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not any(part in code.co_filename for part in _INSIDE) and code.co_filename != __file__:
-            here = FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False)
+        if not any(part in code.co_filename for part in _NOT_OF_THE_MODEL) and code.co_filename != __file__:
+            summary = FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False)
             if code.co_name == "forward":
-                return StackSummary.from_list([here] if line is None else [here, line])
-            line = line or here
+                return StackSummary.from_list([summary] if line is None else [summary, line])
+            line = line or summary
         frame = frame.f_back  # type: ignore[assignment]
     return StackSummary()

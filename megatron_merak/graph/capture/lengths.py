@@ -1,8 +1,8 @@
-"""For which lengths of a batch a model's forward does the same work: one trace in which the length is a symbol.
+"""Finds the sequence lengths for which a model's forward does the same work, by a trace with a symbolic length.
 
-Whatever the forward, or an operation in it, decides by the length leaves a condition in that trace (a sliding window
-that is longer than the row, padding to whole chunks). Where all of them hold for another length, a trace of that length
-has the same operations, and each number in it that depends on the length is the expression that stands there.
+Every branch on the length, in the forward or in an operation, leaves a condition in that trace (a sliding window longer
+than the row, padding to whole chunks). For a length that meets all conditions a trace has the same operations, and each
+number that depends on the length is given by the expression in the symbolic trace.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_merak.graph.capture.outputs import take_entries
 
-Axes = Collection[tuple[str, int]]  # (entry of the batch, dimension) that is the length
+Axes = Collection[tuple[str, int]]  # (batch entry, dimension) pairs whose extent is the length
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CHECKS = ("_assert", "sym_constrain_range", "sym_size")
 _END = 2**63 - 1
@@ -34,7 +34,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """The lengths for which ``conditions``, on the one symbol ``length``, hold."""
+    """The lengths from ``least`` to ``most`` that meet ``conditions``, expressions of the symbol ``length``."""
 
     length: sympy.Symbol
     conditions: tuple[Any, ...]
@@ -48,30 +48,33 @@ class Lengths:
 
 
 def digest(program: ExportedProgram, length: int | None = None) -> str:
-    """What a program computes, in order; ``length``: of one with a symbol in it, for which value of that."""
-    told = hashlib.sha256()
+    """Return a hash of the operations of a program, in order.
+
+    length: for a program with a symbolic length, the value to substitute.
+    """
+    hash = hashlib.sha256()
     for line in _lines(program.graph_module, length):
-        told.update(line.encode())
-    return told.hexdigest()
+        hash.update(line.encode())
+    return hash.hexdigest()
 
 
 def _lines(module: GraphModule, length: int | None):
-    places: dict[Node, str] = {}
+    names: dict[Node, str] = {}
     number = 0
     for node in module.graph.nodes:
         if _is_number(node) or getattr(node.target, "__name__", str(node.target)).startswith(_CHECKS):
             continue
-        if _takes_all(node):
-            places[node] = places[node.args[0]]
+        if _is_identity(node):
+            names[node] = names[node.args[0]]
             continue
         number += 1
-        places[node] = f"%{number}"
+        names[node] = f"%{number}"
         args = [x for x in node.args if not (_is_number(x) and _is_region(node))]
 
-        def told(x: Node) -> Any:
-            return _value(x, length) if _is_number(x) else places.get(x, "?")
+        def describe(x: Node) -> Any:
+            return _value(x, length) if _is_number(x) else names.get(x, "?")
 
-        yield _ADDRESS.sub("", f"{node.op} {node.target} {map_arg((args, node.kwargs), told)}\n")
+        yield _ADDRESS.sub("", f"{node.op} {node.target} {map_arg((args, node.kwargs), describe)}\n")
         if node.op == "get_attr" and isinstance(inner := getattr(module, str(node.target), None), GraphModule):
             yield from _lines(inner, length)
 
@@ -80,15 +83,15 @@ def _is_number(node: object) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), _SYMBOLIC)
 
 
-def _takes_all(node: Node) -> bool:
-    """Whether a node is its operand, or a slice of all of it, which torch leaves out where it knows the extent."""
+def _is_identity(node: Node) -> bool:
+    """Whether a node is an alias or a full slice, which torch leaves out where it knows the extent."""
     if node.target is torch.ops.aten.alias.default:
         return True
     return node.target is torch.ops.aten.slice.Tensor and node.args[2:] in ((0, _END), (0, _END, 1))
 
 
 def _is_region(node: Node) -> bool:
-    """Whether a node runs another graph, which takes numbers of this one as arguments."""
+    """Whether a node runs an inner graph, which takes numbers of this graph as arguments."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
@@ -96,36 +99,36 @@ def _value(node: Node, length: int | None) -> int | str:
     value = node.meta["val"]
     if length is None or not isinstance(value, torch.SymInt):
         return "?"
-    found = value.node.expr
-    return int(found.subs(dict.fromkeys(found.free_symbols, length)))
+    expression = value.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, length)))
 
 
 class SymbolicLength:
-    """Exports, in place of ``torch.export.export``, with ``axes`` of the batch as a symbol; ``batch``: real tensors."""
+    """Replaces ``torch.export.export``: exports with ``axes`` of the batch symbolic. ``batch`` has real tensors."""
 
     def __init__(self, batch: Mapping[str, Any], axes: Axes):
         self.batch, self.axes = batch, axes
         self.env: ShapeEnv | None = None
 
-    def __call__(self, fake: nn.Module, args: tuple, given: Mapping[str, Any], strict: bool) -> ExportedProgram:
+    def __call__(self, fake: nn.Module, args: tuple, inputs: Mapping[str, Any], strict: bool) -> ExportedProgram:
         mode: FakeTensorMode = next(p.fake_mode for p in fake.parameters())  # type: ignore[attr-defined]
 
-        def world(**options: Any) -> FakeTensorMode:
-            """That of the parameters, for one trace with symbols."""
+        def fake_mode(**options: Any) -> FakeTensorMode:
+            """Return the mode of the parameters, set up for one trace with symbols."""
             mode.shape_env, mode.export, mode.static_shapes = options["shape_env"], True, False
             self.env = mode.shape_env
             return mode
 
-        take_entries(fake, tuple(given))
+        take_entries(fake, tuple(inputs))
         real = {
-            k: v.detach().cpu() if isinstance(v := self.batch.get(k, each), Tensor) else v for k, each in given.items()
+            k: v.detach().cpu() if isinstance(v := self.batch.get(k, each), Tensor) else v for k, each in inputs.items()
         }
         sizes = {k: {dim: Dim.AUTO for name, dim in self.axes if name == k} or None for k in real}
-        with mock.patch.object(non_strict_utils, "FakeTensorMode", world):
+        with mock.patch.object(non_strict_utils, "FakeTensorMode", fake_mode):
             return torch.export.export(fake, args, real, dynamic_shapes=sizes, strict=strict)
 
     def lengths(self, program: ExportedProgram) -> Lengths | None:
-        """None where a number in the program is not a whole multiple of the length, plus another."""
+        """Return the lengths that the program is right for; None if a number in it is not affine in the length."""
         length = sympy.Symbol("length", integer=True, positive=True)
 
         def of_length(expression: Any) -> Any:
@@ -150,7 +153,7 @@ def _is_affine(expression: Any, length: sympy.Symbol) -> bool:
 
 
 def _expressions(module: GraphModule):
-    """Every number in a graph that depends on a symbol."""
+    """Yield the expression of every symbolic number in a graph."""
     for node in module.graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
             numbers = [*value.shape] if isinstance(value, Tensor) else [value]

@@ -1,4 +1,4 @@
-"""Which of a model's outputs a graph hands out, and what they are called.
+"""Selects the outputs of a model that a graph returns, and names them.
 
 logits, hidden_states: (a, b, c), vision: {pooled: p}, c is logits      "*" of it:
 logits|hidden_states.2, hidden_states.0, hidden_states.1, vision.pooled
@@ -16,67 +16,69 @@ from megatron_merak.errors import TraceError
 
 EVERY, NOT, SAME = "*", "!", "|"
 
-# (model, batch) -> (loss, outputs): computes them of a batch, in place of the model's forward; a loss of None: none.
+# (model, batch) -> (loss, outputs): called in place of the model's forward; the loss may be None.
 LossFunction = Callable[[nn.Module, dict[str, Any]], tuple[Any, Any]]
 
 
-def pick_outputs(twin: nn.Module, names: Sequence[str], compute: LossFunction | None = None) -> list[str]:
-    """Let the twin's forward return a tuple of tensors, the outputs ``names``; returns what these are called, a list
-    that is filled when it has run.
+def pick_outputs(fake_model: nn.Module, names: Sequence[str], compute: LossFunction | None = None) -> list[str]:
+    """Make the fake model's forward return the outputs ``names`` as a tuple of tensors.
 
-    "loss" is the tensor that is returned alone or first, or the one that ``compute`` returns, "*" all outputs but it,
-    and those that "!name" names. Tensors in tuples and dictionaries are called after their place; one that is several
-    outputs has all their names.
+    Returns the list of their names, which is filled when the forward runs.
+
+    names:   "loss" is the tensor that is returned alone or first, or that ``compute`` returns; "*" is all outputs but
+             the loss and those excluded by "!name". Tensors in tuples and dictionaries are named by their path
+             ("hidden_states.0"); a tensor that is several outputs has all their names, joined by ``SAME``.
+    compute: replaces the model's forward.
     """
-    forward, told = twin.forward, []
+    forward, output_names = fake_model.forward, []
     remedy = "Put what it computes the loss from (labels) into the batch"
     if "return_loss" in inspect.signature(forward).parameters:
         remedy = "Put return_loss=True into the batch"
 
-    def outputs_of(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        model = type(twin).__name__
+    def run_model(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        model = type(fake_model).__name__
         if compute is None:
             return _named(model, forward(*args, **kwargs), names)
-        with mock.patch.object(twin, "forward", forward):
-            loss, outputs = compute(twin, kwargs)
+        with mock.patch.object(fake_model, "forward", forward):
+            loss, outputs = compute(fake_model, kwargs)
         if loss is None:
             return _named(model, outputs, names)
-        found = {} if outputs is None else _named(model, outputs, ("loss", EVERY))
-        return {"loss": loss} | {name: value for name, value in found.items() if name != "loss"}
+        outputs_by_name = {} if outputs is None else _named(model, outputs, ("loss", EVERY))
+        return {"loss": loss} | {name: value for name, value in outputs_by_name.items() if name != "loss"}
 
     @functools.wraps(forward)
-    def picked(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        model = type(twin).__name__
-        found = outputs_of(*args, **kwargs)
-        _check(model, found, names, remedy)
+    def forward_outputs(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        model = type(fake_model).__name__
+        outputs_by_name = run_model(*args, **kwargs)
+        _check(model, outputs_by_name, names, remedy)
         by_tensor: dict[int, tuple[Tensor, list[str]]] = {}
-        for name, tensor in _chosen(model, found, names):
+        for name, tensor in _selected(model, outputs_by_name, names):
             by_tensor.setdefault(id(tensor), (tensor, []))[1].append(name)
-        told[:] = [SAME.join(called) for _, called in by_tensor.values()]
+        output_names[:] = [SAME.join(group) for _, group in by_tensor.values()]
         return tuple(
-            tensor.reshape(()) if "loss" in called and tensor.dim() else tensor for tensor, called in by_tensor.values()
+            tensor.reshape(()) if "loss" in group and tensor.dim() else tensor for tensor, group in by_tensor.values()
         )
 
-    twin.forward = picked  # type: ignore[method-assign]
-    return told
+    fake_model.forward = forward_outputs  # type: ignore[method-assign]
+    return output_names
 
 
-def take_entries(twin: nn.Module, entries: Sequence[str]) -> None:
-    """Let the twin's forward take these entries of a batch, whatever the model's own takes."""
+def take_entries(fake_model: nn.Module, entries: Sequence[str]) -> None:
+    """Give the fake model's forward a signature of these batch entries, whatever the model's own takes."""
     kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in entries]
-    twin.forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    fake_model.forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
 
 
 def nested(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Outputs by name, those of one tuple or dictionary together again."""
+    """Return the outputs by name, with those of one tuple or dictionary put together again."""
     parts: dict[str, dict[str, Any]] = {}
     for name, value in outputs.items():
         first, _, rest = name.partition(".")
         parts.setdefault(first, {})[rest] = value
-    return {name: each[""] if "" in each else _joined(nested(each)) for name, each in parts.items()}
+    return {name: each[""] if "" in each else _as_tuple_or_dict(nested(each)) for name, each in parts.items()}
 
 
-def _joined(inner: dict[str, Any]) -> Any:
+def _as_tuple_or_dict(inner: dict[str, Any]) -> Any:
     return tuple(inner.values()) if all(name.isdigit() for name in inner) else inner
 
 
@@ -92,25 +94,25 @@ def _named(model: str, output: Any, names: Sequence[str]) -> dict[str, Any]:
     raise TraceError("model", model, reason, "Return a tensor (the loss), a tuple (loss first) or a dict")
 
 
-def _check(model: str, found: Mapping[str, Any], names: Sequence[str], remedy: str) -> None:
-    asked = [name for name in names if name != EVERY and not name.startswith(NOT)]
-    missing = [name for name in asked if found.get(name) is None]
+def _check(model: str, outputs: Mapping[str, Any], names: Sequence[str], remedy: str) -> None:
+    requested = [name for name in names if name != EVERY and not name.startswith(NOT)]
+    missing = [name for name in requested if outputs.get(name) is None]
     if missing:
-        reason = f"its forward returns no {', '.join(missing)}, only {', '.join(found)}"
-        raise TraceError("model", model, reason, remedy if "loss" in missing else f"Ask for {' or '.join(found)}")
-    if "loss" in names and not isinstance(found["loss"], Tensor):
-        reason = f"its loss is a {type(found['loss']).__name__}"
+        reason = f"its forward returns no {', '.join(missing)}, only {', '.join(outputs)}"
+        raise TraceError("model", model, reason, remedy if "loss" in missing else f"Ask for {' or '.join(outputs)}")
+    if "loss" in names and not isinstance(outputs["loss"], Tensor):
+        reason = f"its loss is a {type(outputs['loss']).__name__}"
         raise TraceError("model", model, reason, "Return a loss that is a tensor")
-    if "loss" in names and found["loss"].numel() != 1:
-        reason = f"its loss has the shape {tuple(found['loss'].shape)}"
+    if "loss" in names and outputs["loss"].numel() != 1:
+        reason = f"its loss has the shape {tuple(outputs['loss'].shape)}"
         raise TraceError("model", model, reason, "Return a loss of one value, the mean or the sum")
 
 
-def _chosen(model: str, found: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    every = [name for name in found if name != "loss" and NOT + name not in names]
+def _selected(model: str, outputs: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    every = [name for name in outputs if name != "loss" and NOT + name not in names]
     for name in names:
         for each in every if name == EVERY else [] if name.startswith(NOT) else [name]:
-            yield from _leaves(model, each, found[each])
+            yield from _leaves(model, each, outputs[each])
 
 
 def _leaves(model: str, name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
-"""Python values that a forward writes and a graph would keep as they were: seen by comparing them before and after.
+"""Detects Python state that a forward changes, which a graph would not, by snapshots before and after a trace.
 
-A value that is the same after a second forward, and leaves the graph as it is, is a cache. Any other is refused.
+State that a second forward leaves as it is, and that does not change the graph, is a cache. Any other is refused.
 """
 
 import functools
@@ -25,34 +25,38 @@ from megatron_merak.errors import TraceError
 _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OPAQUE = (nn.Module, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
-_DEPTH, _LONGEST, _FEW = 4, 256, 64
+_DEPTH, _MAX_ITEMS, _MAX_ELEMENTS = 4, 256, 64
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LIBRARIES = ("torch", "transformers", "megatron_merak", "builtins", "peft")
-Place = tuple[str, str]  # (a module's name, or "class C" or "file F"), attribute
+AttributeKey = tuple[str, str]  # (a module's name, or "class C" or "file F"), attribute
 
 
 @dataclass
-class Written:
-    """What the forward of ``model`` did. before, after: place -> the value, told so that two of them can be compared.
-    values: of the places that changed, as they were left. owners: place -> the object that has it.
+class StateChanges:
+    """The Python attributes that the forward of ``model`` changed.
+
+    before, after: attribute -> a snapshot of its value that can be compared.
+    values:        attribute -> its value after the forward, of those that changed.
+    owners:        attribute -> the object that has it, of those that changed.
     """
 
     model: nn.Module
-    before: dict[Place, Any] = field(default_factory=dict)
-    after: dict[Place, Any] = field(default_factory=dict)
-    values: dict[Place, Any] = field(default_factory=dict)
-    owners: dict[Place, Any] = field(default_factory=dict)
+    before: dict[AttributeKey, Any] = field(default_factory=dict)
+    after: dict[AttributeKey, Any] = field(default_factory=dict)
+    values: dict[AttributeKey, Any] = field(default_factory=dict)
+    owners: dict[AttributeKey, Any] = field(default_factory=dict)
 
     @property
-    def changed(self) -> list[Place]:
-        return [place for place, told in self.after.items() if self.before.get(place, "(absent)") != told]
+    def changed(self) -> list[AttributeKey]:
+        before = self.before
+        return [name for name, snapshot in self.after.items() if before.get(name, "(absent)") != snapshot]
 
-    def differing(self, other: "Written") -> list[Place]:
-        """Those of this one's changes that another forward left otherwise."""
-        return [place for place in other.changed if self.after.get(place) != other.after[place]]
+    def differing(self, other: "StateChanges") -> list[AttributeKey]:
+        """Return the attributes that another forward changed to other values than this one."""
+        return [attribute for attribute in other.changed if self.after.get(attribute) != other.after[attribute]]
 
     def replay(self) -> nn.Module:
-        """``model`` as its forward left it, of which the exporter keeps nothing; tensors are new ones."""
+        """Return ``model`` as its forward left it, with new tensors; the exporter undoes such changes."""
         model = self.model
         modules = dict(model.named_modules())
         mode = next((p.fake_mode for p in model.parameters()), None)  # type: ignore[attr-defined]
@@ -68,90 +72,93 @@ class Written:
         return model
 
     def restore(self) -> None:
-        """Give classes and files back the plain values that they had."""
-        for place in self.changed:
-            owner, told = self.owners[place], self.before.get(place)
-            if not isinstance(owner, nn.Module) and isinstance(told, _PLAIN):
-                setattr(owner, place[1], told)
+        """Restore the plain values of class attributes and globals."""
+        for attribute in self.changed:
+            owner, snapshot = self.owners[attribute], self.before.get(attribute)
+            if not isinstance(owner, nn.Module) and isinstance(snapshot, _PLAIN):
+                setattr(owner, attribute[1], snapshot)
 
 
-def record(model: nn.Module) -> Written:
-    """Let ``model``'s forward tell what it writes: its modules' attributes, and plain globals and class attributes of
-    the files that define them.
+def record_changes(model: nn.Module) -> StateChanges:
+    """Make the forward of ``model`` record what it changes.
+
+    That is attributes of its modules, and plain globals and class attributes in the files that define these.
     """
-    written, forward, owners = Written(model), model.forward, list(_owners(model))
+    changes, forward, owners = StateChanges(model), model.forward, list(_owners(model))
 
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        if not written.before:
-            written.before = {place: told for place, _, told, _ in _tell(owners)}
+        if not changes.before:
+            changes.before = {attribute: snapshot for attribute, _, snapshot, _ in _snapshots(owners)}
         result = forward(*args, **kwargs)
-        found = list(_tell(owners))
-        written.after = {place: told for place, _, told, _ in found}
-        changed = frozenset(written.changed)
-        written.values = {place: value for place, value, _, _ in found if place in changed}
-        written.owners = {place: owner for place, _, _, owner in found if place in changed}
+        snapshots = list(_snapshots(owners))
+        changes.after = {attribute: snapshot for attribute, _, snapshot, _ in snapshots}
+        changed = frozenset(changes.changed)
+        changes.values = {attribute: value for attribute, value, _, _ in snapshots if attribute in changed}
+        changes.owners = {attribute: owner for attribute, _, _, owner in snapshots if attribute in changed}
         return result
 
     model.forward = recorded  # type: ignore[method-assign]
-    return written
+    return changes
 
 
-def refuse(model: nn.Module, first: Written, trace: Callable, program: ExportedProgram) -> None:
-    """Raises TraceError if what the forward of ``model`` wrote in ``first`` may change its next one.
+def refuse_changes(model: nn.Module, first: StateChanges, trace: Callable, program: ExportedProgram) -> None:
+    """Raise TraceError if what the forward of ``model`` changed in ``first`` may affect its next forward.
 
-    trace: (what was written before, whether to return written tensors) -> (program, Written), a trace of a new twin.
-    program: what the first trace gave.
+    trace:   function (changes to begin from, whether to return changed tensors) -> (program, StateChanges) that traces
+             a new fake model.
+    program: the program of the first trace.
     """
     try:
         changed = first.changed
         if not changed:
             return
-        again, second = trace(first, False)
-        moving = first.differing(second)
-        if not moving and _text(again) == _text(program):
+        second_program, second = trace(first, False)
+        unstable = first.differing(second)
+        if not unstable and _normalized(second_program) == _normalized(program):
             return
     except TraceError:
         raise
-    except Exception as error:  # the exporter's, for a state that it cannot begin from
-        moving, reason = [], f"a second forward after it raises {type(error).__name__}"
+    except Exception as error:  # the exporter fails for a state that it cannot begin from
+        unstable, reason = [], f"a second forward after it raises {type(error).__name__}"
     else:
-        told = (f"{_short(first.after[p])} after one forward and {_short(second.after[p])} after two" for p in moving)
-        reason = next(told, "the next forward computes something else")
+        pairs = ((_shortened(first.after[p]), _shortened(second.after[p])) for p in unstable)
+        reasons = (f"{once} after one forward and {twice} after two" for once, twice in pairs)
+        reason = next(reasons, "the next forward computes something else")
     finally:
         first.restore()
-    held = [p for p in changed if any(isinstance(leaf, Tensor) for leaf in tree_leaves(first.values[p]))]
-    if held and not moving and _constant(trace(None, True)[0]):
+    with_tensors = [p for p in changed if any(isinstance(leaf, Tensor) for leaf in tree_leaves(first.values[p]))]
+    if with_tensors and not unstable and _is_constant(trace(None, True)[0]):
         return
-    name, key = (moving or changed)[0]
-    kind, _, rest = name.rpartition(" ")
-    what = ".".join(part for part in ("" if kind else type(model).__name__, rest, key) if part)
-    where = _line(first.owners[(moving or changed)[0]], key)
+    name, key = (unstable or changed)[0]
+    kind, _, module = name.rpartition(" ")
+    what = ".".join(part for part in ("" if kind else type(model).__name__, module, key) if part)
+    where = _assignment_line(first.owners[(unstable or changed)[0]], key)
     reason = f"its forward writes this{where}, and a captured graph would keep the first value: {reason}"
     raise TraceError("Python value", what, reason, "Make it a buffer or an entry of the batch, or do without it")
 
 
-def keep_config(model: nn.Module, written: Written) -> None:
-    """Write into the config of ``model`` what its forward wrote into a twin's, such as ``problem_type``."""
-    place = ("", "config")
-    if place not in written.changed or place not in written.before:
+def keep_config(model: nn.Module, changes: StateChanges) -> None:
+    """Copy what the forward wrote into the fake model's config, such as ``problem_type``, to that of ``model``."""
+    attribute = ("", "config")
+    if attribute not in changes.changed or attribute not in changes.before:
         return
-    before, after = (dict(told[place][1]) for told in (written.before, written.after))
-    for key, told in after.items():
-        if isinstance(told, _PLAIN) and before.get(key, "(absent)") != told:
-            setattr(model.config, key, getattr(written.values[place], key))
+    before, after = (dict(snapshot[attribute][1]) for snapshot in (changes.before, changes.after))
+    for key, snapshot in after.items():
+        if isinstance(snapshot, _PLAIN) and before.get(key, "(absent)") != snapshot:
+            setattr(model.config, key, getattr(changes.values[attribute], key))
 
 
-def with_written_tensors(model: nn.Module, written: Written) -> None:
-    """Let the forward of ``model`` return the tensors that ``written`` is told of, and nothing else."""
+def return_changed_tensors(model: nn.Module, changes: StateChanges) -> None:
+    """Make the forward of ``model`` return the tensors in ``changes``, and nothing else."""
     forward = model.forward
 
     @functools.wraps(forward)
-    def returned(*args: Any, **kwargs: Any) -> Any:
+    def changed_tensors(*args: Any, **kwargs: Any) -> Any:
         forward(*args, **kwargs)
-        return tuple(leaf for leaf in tree_leaves(list(written.values.values())) if isinstance(leaf, Tensor))
+        return tuple(leaf for leaf in tree_leaves(list(changes.values.values())) if isinstance(leaf, Tensor))
 
-    model.forward = returned  # type: ignore[method-assign]
+    model.forward = changed_tensors  # type: ignore[method-assign]
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -164,61 +171,62 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"file {file}", sys.modules[file]
 
 
-def tell_modules(model: nn.Module) -> Iterator[tuple[Place, Any]]:
-    """Each Python attribute of the modules of ``model``, told so that it can be compared later. Functions are told by
-    their identity, small tensors by their values.
+def snapshot_modules(model: nn.Module) -> Iterator[tuple[AttributeKey, Any]]:
+    """Yield a comparable snapshot of each Python attribute of the modules of ``model``.
+
+    Functions are compared by identity, small tensors by value.
     """
-    for place, value, told, _ in _tell([*model.named_modules()]):
+    for attribute, value, snapshot, _ in _snapshots([*model.named_modules()]):
         if isinstance(value, FunctionType | BuiltinFunctionType):
-            yield place, (getattr(value, "__qualname__", ""), id(value))
-        elif isinstance(value, Tensor) and value.numel() <= _FEW and type(value) in (Tensor, nn.Parameter):
-            yield place, (told, repr(value.tolist()))
+            yield attribute, (getattr(value, "__qualname__", ""), id(value))
+        elif isinstance(value, Tensor) and value.numel() <= _MAX_ELEMENTS and type(value) in (Tensor, nn.Parameter):
+            yield attribute, (snapshot, repr(value.tolist()))
         else:
-            yield place, told
+            yield attribute, snapshot
 
 
-def _tell(owners: list[tuple[str, Any]]) -> Iterator[tuple[Place, Any, Any, Any]]:
-    """(place, value, the value told, owner)."""
-    seen: set[int] = set()
+def _snapshots(owners: list[tuple[str, Any]]) -> Iterator[tuple[AttributeKey, Any, Any, Any]]:
+    """Yield (attribute, value, snapshot, owner)."""
+    visited: set[int] = set()
     for name, owner in owners:
-        whole = isinstance(owner, nn.Module)
+        is_module = isinstance(owner, nn.Module)
         for key, value in list(vars(owner).items()):
-            if (whole and (key in _OF_TORCH or key == "forward")) or key.startswith("__"):
+            if (is_module and (key in _OF_TORCH or key == "forward")) or key.startswith("__"):
                 continue
-            if whole or isinstance(value, _PLAIN):
-                yield (name, key), value, _told(value, seen, _DEPTH), owner
+            if is_module or isinstance(value, _PLAIN):
+                yield (name, key), value, _snapshot(value, visited, _DEPTH), owner
 
 
-def _told(value: Any, seen: set[int], depth: int) -> Any:
+def _snapshot(value: Any, visited: set[int], depth: int) -> Any:
     if isinstance(value, _PLAIN):
         return repr(value) if isinstance(value, float) else value
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape), str(value.dtype)
-    if isinstance(value, _OPAQUE) or depth == 0 or id(value) in seen:
+    if isinstance(value, _OPAQUE) or depth == 0 or id(value) in visited:
         return type(value).__name__
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
-    seen.add(id(value))
+    visited.add(id(value))
     if isinstance(value, Mapping):
-        items = list(value.items())[:_LONGEST]
-        return type(value).__name__, len(value), [(str(k), _told(v, seen, depth - 1)) for k, v in items]
+        items = list(value.items())[:_MAX_ITEMS]
+        return type(value).__name__, len(value), [(str(k), _snapshot(v, visited, depth - 1)) for k, v in items]
     if isinstance(value, list | tuple | set | frozenset):
         members = sorted(map(repr, value)) if isinstance(value, set | frozenset) else list(value)
-        return type(value).__name__, len(value), [_told(v, seen, depth - 1) for v in members[-_LONGEST:]]
+        return type(value).__name__, len(value), [_snapshot(v, visited, depth - 1) for v in members[-_MAX_ITEMS:]]
     if hasattr(value, "__dict__"):
-        return type(value).__name__, [(k, _told(v, seen, depth - 1)) for k, v in list(vars(value).items())]
+        return type(value).__name__, [(k, _snapshot(v, visited, depth - 1)) for k, v in list(vars(value).items())]
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text[:1000]
 
 
-def _text(program: ExportedProgram) -> str:
-    """What the program computes, by whatever names, without what nothing reads."""
+def _normalized(program: ExportedProgram) -> str:
+    """Return the live code of a program as text that does not depend on node names."""
     graph = program.graph
-    kept = _above([node for node in graph.nodes if node.op == "output"])
+    live = _with_dependencies([node for node in graph.nodes if node.op == "output"])
     for node in graph.nodes:
-        if node not in kept and _writes(node) and node.args[0] in kept:
-            kept |= _above([node])
-    number = {node: f"%{place}" for place, node in enumerate(node for node in graph.nodes if node in kept)}
+        if node not in live and _writes(node) and node.args[0] in live:
+            live |= _with_dependencies([node])
+    number = {node: f"%{index}" for index, node in enumerate(node for node in graph.nodes if node in live)}
     constants = {k: v.tolist() for k, v in program.constants.items() if isinstance(v, Tensor) and v.numel() < 64}
     lines = [f"{n.op} {n.target} {map_arg((n.args, n.kwargs), number.get)}" for n in number]
     return _ADDRESS.sub("", "\n".join([*lines, repr(constants)]))
@@ -228,32 +236,32 @@ def _writes(node: Node) -> bool:
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False)) and bool(node.args)
 
 
-def _above(nodes: list[Node]) -> set[Node]:
-    """The nodes and all that they depend on."""
-    reached, left = set(nodes), list(nodes)
-    while left:
-        for node in left.pop().all_input_nodes:
+def _with_dependencies(nodes: list[Node]) -> set[Node]:
+    """Return the nodes and all that they depend on."""
+    reached, pending = set(nodes), list(nodes)
+    while pending:
+        for node in pending.pop().all_input_nodes:
             if node not in reached:
                 reached.add(node)
-                left.append(node)
+                pending.append(node)
     return reached
 
 
-def _constant(program: ExportedProgram) -> bool:
-    """Whether what the program returns depends on neither parameters nor inputs."""
+def _is_constant(program: ExportedProgram) -> bool:
+    """Whether what a program returns depends on neither parameters nor inputs."""
     signature = program.graph_signature
     values = {*signature.inputs_to_parameters, *signature.user_inputs}
-    reached = _above([node for node in program.graph.nodes if node.op == "output"])
+    reached = _with_dependencies([node for node in program.graph.nodes if node.op == "output"])
     return not any(node.op == "placeholder" and node.name in values for node in reached)
 
 
-def _short(told: Any) -> str:
-    text = repr(told)
+def _shortened(snapshot: Any) -> str:
+    text = repr(snapshot)
     return text if len(text) < 60 else text[:57] + "..."
 
 
-def _line(owner: Any, key: str) -> str:
-    """Where the source of ``owner`` assigns to ``key``, as far as that can be found."""
+def _assignment_line(owner: Any, key: str) -> str:
+    """Return where the source of ``owner`` assigns to ``key``, "" if that cannot be found."""
     name = rf"\b{re.escape(key)}\b"
     assigned = rf"{name}\s*(\[.*\]\s*|\.\w+\s*)?([-+*/|&%]|//)?=[^=]"
     pattern = re.compile(rf"{assigned}|{name}.*\.(append|add|update)\(|next\(.*{name}")
@@ -264,10 +272,10 @@ def _line(owner: Any, key: str) -> str:
             file = inspect.getsourcefile(each)
         except (OSError, TypeError):
             continue
-        places = [n for n, line in enumerate(lines) if pattern.search(line)]
-        outside = [n for n in places if "__init__" not in _function(lines, n)]
-        if outside:
-            return f" ({file}:{max(first, 1) + outside[-1]}: {lines[outside[-1]].strip()})"
+        matches = [n for n, line in enumerate(lines) if pattern.search(line)]
+        outside_init = [n for n in matches if "__init__" not in _function(lines, n)]
+        if outside_init:
+            return f" ({file}:{max(first, 1) + outside_init[-1]}: {lines[outside_init[-1]].strip()})"
     return ""
 
 

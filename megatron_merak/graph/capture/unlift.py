@@ -1,4 +1,4 @@
-"""An exported program -> a module whose parameters and constants are get_attr nodes under their names in the model."""
+"""Converts an exported program to a graph with parameters and constants as get_attr nodes, named as in the model."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,14 @@ from megatron_merak.graph.capture.empty import is_fake
 
 
 @dataclass(frozen=True, eq=False)
-class Raw:
-    """An uncleaned graph of a ``model`` of that class. aliases: every further name of a tied parameter -> its first.
+class RawGraph:
+    """A traced graph before ``clean``.
 
-    buffers: those in the state dict.
+    model:      name of the model's class.
+    parameters: names of the parameters that the graph reads.
+    trainable:  names of the model's parameters that require a gradient.
+    aliases:    other names of tied parameters -> the first name.
+    buffers:    names of the constants that are buffers in the state dict.
     """
 
     model: str
@@ -26,12 +30,12 @@ class Raw:
     buffers: tuple[str, ...]
 
 
-def unlift(program: ExportedProgram, model: nn.Module) -> Raw:
-    """Raises TraceError for a constant of the model that has no values."""
+def unlift(program: ExportedProgram, model: nn.Module) -> RawGraph:
+    """Convert an exported program of ``model``. Raises TraceError for a constant that has no values."""
     owner, graph, values = program.graph_module, program.graph_module.graph, {}
     first = {id(p): name for name, p in model.named_parameters()}
     canonical = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    kept: dict[str, Node] = {}
+    nodes: dict[str, Node] = {}
     buffers: dict[str, None] = {}
     keys = iter(program.call_spec.in_spec.child(1).context)
     for node, spec in zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
@@ -48,21 +52,21 @@ def unlift(program: ExportedProgram, model: nn.Module) -> Raw:
             graph.erase_node(node)
             continue
         name = canonical[spec.target] if spec.kind == InputKind.PARAMETER else spec.target
-        if name not in kept:
+        if name not in nodes:
             with graph.inserting_before(node):
-                kept[name] = graph.create_node("get_attr", name)
+                nodes[name] = graph.create_node("get_attr", name)
             value = node.meta["val"] if spec.kind == InputKind.PARAMETER else _constant(program, model, name, node)
-            kept[name].meta["val"] = values[name] = value
+            nodes[name].meta["val"] = values[name] = value
             if spec.kind == InputKind.BUFFER and spec.persistent:
                 buffers[name] = None
-        node.replace_all_uses_with(kept[name])
+        node.replace_all_uses_with(nodes[name])
         graph.erase_node(node)
     for node in graph.find_nodes(op="get_attr"):
         if node.target not in values:
             values[node.target] = owner.get_submodule(node.target)
     module = GraphModule(values, graph)
-    parameters = tuple(name for name in kept if name in first.values())
-    return Raw(
+    parameters = tuple(name for name in nodes if name in first.values())
+    return RawGraph(
         type(model).__name__,
         module,
         parameters,
@@ -72,13 +76,13 @@ def unlift(program: ExportedProgram, model: nn.Module) -> Raw:
     )
 
 
-def source(node: Node) -> str:
-    """The model's line of code that a node, or what reads it, comes from."""
+def source_line(node: Node) -> str:
+    """Return the line of the model's code that a node, or one of its readers, comes from."""
     traces = [n.meta["stack_trace"] for n in (node, *node.users) if n.meta.get("stack_trace")]
     if not traces:
         return node.name
-    *_, place, code = traces[0].strip().splitlines()
-    return f"{place.strip()}: {code.strip()}"
+    *_, location, code = traces[0].strip().splitlines()
+    return f"{location.strip()}: {code.strip()}"
 
 
 def _constant(program: ExportedProgram, model: nn.Module, name: str, node: Node) -> Tensor:
@@ -88,6 +92,6 @@ def _constant(program: ExportedProgram, model: nn.Module, name: str, node: Node)
         raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), or with its weights")
     value = program.constants[name] if value is None else value
     if is_fake(value):
-        reason = f"{source(node)} uses the values of a parameter apart from its gradient (.data, or a copy of it)"
+        reason = f"{source_line(node)} uses the values of a parameter apart from its gradient (.data, or a copy of it)"
         raise TraceError("model", type(model).__name__, reason, "Use the parameter itself, or a buffer")
     return value.detach().cpu()

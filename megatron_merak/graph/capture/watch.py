@@ -1,4 +1,4 @@
-"""What a trace does not show by itself: custom Functions, gradient hooks and random numbers drawn by the host."""
+"""Watches a trace for what it does not record: custom Functions, gradient hooks, host random numbers, the clock."""
 
 import pickle
 import random
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_merak.graph.ir.opaque import Opaque, forward_of, keep_functions
 
-_LARGEST = 1 << 22  # values in one tensor that a check of a Function is worth
+_LARGEST = 1 << 22  # elements; Functions with a larger argument are not checked
 _SIZES = (2, 3, 4, 5, 6, 7)
 _GENERATORS = (random.Random, numpy.random.RandomState)
 _CLOCKS = ("time", "time_ns", "perf_counter", "monotonic", "process_time")
@@ -29,19 +29,27 @@ _NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state")
 
 
 @dataclass(frozen=True)
-class Like:
-    """A tensor argument, without its values."""
+class TensorSpec:
+    """The shape and dtype of a tensor argument."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(eq=False)
-class Seen:
-    """functions: each custom Function that was applied and the values it was applied to -> how its own gradient differs
-    from that of its forward's operations. opaque: those that differ. hooked, drawn: lines that put a gradient hook on a
-    tensor or drew a random number on the host. reseeded: lines that set torch's seed. clocked: lines that read the
-    clock. seeded: the model sets the host's seed itself. outputs: what the traced outputs are called."""
+class TraceEvents:
+    """What a forward did during a trace. Lines are those of the model's code.
+
+    opaque:    the custom Functions that are kept as single nodes.
+    functions: (custom Function, its arguments) -> how its backward differs from the gradient of its forward's
+               operations; "" if it does not.
+    hooked:    lines that put a gradient hook on a tensor.
+    drawn:     lines that drew a random number on the host.
+    reseeded:  lines that set torch's seed.
+    clocked:   lines that read the clock.
+    seeded:    whether the model sets the host's seed itself.
+    outputs:   names of the traced outputs.
+    """
 
     opaque: Opaque
     functions: dict[tuple[type[Function], str], str] = field(default_factory=dict)
@@ -54,66 +62,66 @@ class Seen:
 
 
 @contextmanager
-def watch() -> Iterator[Seen]:
-    """Record what happens in a trace; the host's random generators are as before afterwards, torch's seed is not set.
+def watch() -> Iterator[TraceEvents]:
+    """Record what happens in a trace. Restores the host's random generators afterwards; torch's seed is not changed.
 
-    A custom Function is traced through where autograd makes its own backward of its forward, and else kept as it is.
+    A custom Function is traced through if its backward equals the gradient of its forward, else kept as a single node.
     """
     before = _state()
     hook, seed, generator = Tensor.register_hook, numpy.random.seed, numpy.random.default_rng
 
     def hooked(tensor: Tensor, *args: Any) -> Any:
-        seen.hooked.append(place())
+        events.hooked.append(model_line())
         return hook(tensor, *args)
 
     def seeded(*args: Any) -> None:
-        seen.seeded = True
+        events.seeded = True
         seed(*args)
 
     def reseeded(value: int) -> torch.Generator:
-        seen.reseeded.append(place())
+        events.reseeded.append(model_line())
         return torch.default_generator
 
-    def made(seed: Any = None) -> numpy.random.Generator:
+    def default_rng(seed: Any = None) -> numpy.random.Generator:
         if seed is None:
-            seen.drawn.append(place())
+            events.drawn.append(model_line())
         return generator(seed)
 
     def compare() -> None:
-        """A name that was imported before is not replaced."""
-        if not (seen.drawn or seen.seeded) and pickle.dumps(before) != pickle.dumps(_state()):
-            seen.drawn.append("its forward")
+        """Compare generator states too, since functions that the model imported by name are not patched."""
+        if not (events.drawn or events.seeded) and pickle.dumps(before) != pickle.dumps(_state()):
+            events.drawn.append("its forward")
         random.setstate(before[0])
         numpy.random.set_state(before[1])
 
     def drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            if not seen.seeded:
-                seen.drawn.append(place())
+            if not events.seeded:
+                events.drawn.append(model_line())
             return draw(*args, **kwargs)
 
         return drawn
 
     with ExitStack() as patches:
-        seen = Seen(patches.enter_context(keep_functions()))
+        events = TraceEvents(patches.enter_context(keep_functions()))
         patches.callback(compare)
-        patches.enter_context(mock.patch.object(Function, "apply", _applied(seen)))
+        patches.enter_context(mock.patch.object(Function, "apply", _patched_apply(events)))
         patches.enter_context(mock.patch.object(Tensor, "register_hook", hooked))
         patches.enter_context(mock.patch.object(numpy.random, "seed", seeded))
-        patches.enter_context(mock.patch.object(numpy.random, "default_rng", made))
+        patches.enter_context(mock.patch.object(numpy.random, "default_rng", default_rng))
         patches.enter_context(mock.patch.object(torch, "manual_seed", reseeded))
-        for owner, name in _draws():
+        for owner, name in _drawing_functions():
             patches.enter_context(mock.patch.object(owner, name, drawing(getattr(owner, name))))
         for name in _CLOCKS:
-            patches.enter_context(mock.patch.object(time, name, _reading(getattr(time, name), seen)))
-        yield seen
+            patches.enter_context(mock.patch.object(time, name, _watch_clock(getattr(time, name), events)))
+        yield events
 
 
-def _reading(read: Callable[[], Any], seen: Seen) -> Callable[[], Any]:
+def _watch_clock(read: Callable[[], Any], events: TraceEvents) -> Callable[[], Any]:
     def clocked() -> Any:
         path = sys._getframe(1).f_code.co_filename
-        if not _foreign(path) and ("site-packages" in path or not path.startswith(_STANDARD)):
-            seen.clocked.append(place())
+        if not _is_library(path) and ("site-packages" in path or not path.startswith(_STANDARD)):
+            events.clocked.append(model_line())
         return read()
 
     return clocked
@@ -123,34 +131,35 @@ def _state() -> tuple[Any, Any]:
     return random.getstate(), numpy.random.get_state()
 
 
-def _draws() -> list[tuple[Any, str]]:
-    """(module, name) of every function that draws from the host's generators."""
+def _drawing_functions() -> list[tuple[Any, str]]:
+    """Return (module, name) of every function that draws from the host's generators."""
     every = [(random, name) for name in random.__all__] + [(numpy.random, name) for name in numpy.random.__all__]
-    bound = [(owner, name) for owner, name in every if isinstance(_owner(owner, name), _GENERATORS)]
+    bound = [(owner, name) for owner, name in every if isinstance(_generator_of(owner, name), _GENERATORS)]
     return [(owner, name) for owner, name in bound if name not in _NO_DRAWS]
 
 
-def _owner(module: Any, name: str) -> Any:
+def _generator_of(module: Any, name: str) -> Any:
     return getattr(getattr(module, name), "__self__", None)
 
 
-def _applied(seen: Seen) -> Any:
-    """``Function.apply`` while a model is traced."""
+def _patched_apply(events: TraceEvents) -> Any:
+    """Return the ``Function.apply`` to use while a model is traced."""
     apply, inside = Function.__dict__["apply"].__func__, [False]
 
     def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        custom = cls.__module__ == "torch._library.autograd"  # the graph holds such an operation, gradient and all
+        # The graph contains operations of torch.library as they are, with their gradient.
+        custom = cls.__module__ == "torch._library.autograd"
         if custom or inside[0]:
             return apply(cls, *args, **kwargs)
-        held = tuple(Like(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
-        key = (cls, repr((held, kwargs)))
+        specs = tuple(TensorSpec(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
+        key = (cls, repr((specs, kwargs)))
         inside[0] = True
         try:
-            if key not in seen.functions:
+            if key not in events.functions:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
-                    seen.functions[key] = "it takes keyword arguments" if kwargs else _difference(cls, held)
-            if seen.functions[key]:
-                return seen.opaque.apply(cls, args, kwargs)
+                    events.functions[key] = "it takes keyword arguments" if kwargs else _gradient_difference(cls, specs)
+            if events.functions[key]:
+                return events.opaque.apply(cls, args, kwargs)
         finally:
             inside[0] = False
         return apply(cls, *args, **kwargs)
@@ -158,53 +167,52 @@ def _applied(seen: Seen) -> Any:
     return classmethod(applied)
 
 
-def place(error: BaseException | None = None) -> str:
-    """The model's own line in the current stack, or where ``error`` was raised: "file:line in function: code"."""
+def model_line(error: BaseException | None = None) -> str:
+    """Return the model's line in the current stack, or where ``error`` was raised: "file:line in function: code"."""
     frames = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()[:-2]
-    own = [f for f in frames if not _foreign(f.filename)]
+    own = [f for f in frames if not _is_library(f.filename)]
     frame = own[-1] if own else frames[-1] if frames else None
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else "an unknown line"
 
 
-def _foreign(path: str) -> bool:
+def _is_library(path: str) -> bool:
     parts = path.replace("\\", "/").split("/")
     return "torch" in parts or "megatron_merak" in parts or path.startswith("<") or "contextlib.py" in parts
 
 
-def function_notes(seen: Seen) -> tuple[str, ...]:
-    """One sentence per custom Function that was applied."""
+def function_notes(events: TraceEvents) -> tuple[str, ...]:
+    """Return one sentence per custom Function that was applied."""
     notes: dict[str, None] = {}
-    for (cls, _), difference in seen.functions.items():
+    for (cls, _), difference in events.functions.items():
         name = f"{cls.__module__}.{cls.__qualname__}"
         if difference:
-            notes[f"{name} is computed as it is, whole on every rank, for its backward is its own: {difference}."] = (
-                None
-            )
+            note = f"{name} is computed as it is, replicated on every rank, for its backward is its own: {difference}."
         else:
-            notes[f"The gradient of {name} is taken from its forward's operations, which give the same."] = None
+            note = f"The gradient of {name} is taken from its forward's operations, which give the same."
+        notes[note] = None
     return tuple(notes)
 
 
-def _difference(cls: type[Function], args: tuple[Any, ...]) -> str:
-    """Nothing if the Function's gradients are those of its forward, else why not, or why that cannot be told.
+def _gradient_difference(cls: type[Function], args: tuple[Any, ...]) -> str:
+    """Return "" if a Function's backward is the gradient of its forward, else how it differs or why that is unknown.
 
-    Both are computed here, in fp64 on random values of several ranges.
+    Both are computed in fp64 on random values of several ranges.
     """
-    like = [a for a in args if isinstance(a, Like)]
-    extents = sorted({n for a in like for n in a.shape if n > 1})
+    tensors = [a for a in args if isinstance(a, TensorSpec)]
+    extents = sorted({n for a in tensors for n in a.shape if n > 1})
     small = {n: min(n, _SIZES[i % len(_SIZES)]) for i, n in enumerate(extents)}
     why = "no values of its arguments' shapes could be tried"
     for sizes in (small, {n: n for n in extents}):
-        if any(torch.Size(sizes.get(n, n) for n in a.shape).numel() > _LARGEST for a in like):
+        if any(torch.Size(sizes.get(n, n) for n in a.shape).numel() > _LARGEST for a in tensors):
             continue
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 compared, worst = 0, 0.0
                 for trial in range(10):
-                    error = _compare(cls, args, sizes, trial)
+                    error = _max_error(cls, args, sizes, trial)
                     compared += error is not None
                     worst = max(worst, error or 0.0)
-        except Exception as error:  # whatever the user's code raises for values that it was not made for
+        except Exception as error:  # whatever the user's code raises for unusual values
             text = " ".join(str(error).split())[:200]
             why = f"the two could not be compared ({type(error).__name__}: {text})"
             continue
@@ -214,36 +222,36 @@ def _difference(cls: type[Function], args: tuple[Any, ...]) -> str:
     return why
 
 
-def _compare(cls: type[Function], args: tuple[Any, ...], sizes: dict[int, int], trial: int) -> float | None:
-    """Largest relative difference between the two gradients in one trial; None where the forward is not finite."""
+def _max_error(cls: type[Function], args: tuple[Any, ...], sizes: dict[int, int], trial: int) -> float | None:
+    """Return the largest relative difference of the two gradients in one trial; None if the forward is not finite."""
     results = []
     for own in (True, False):
         generator = torch.Generator().manual_seed(trial)
-        made = [_draw(a, sizes, trial, generator) if isinstance(a, Like) else a for a in args]
+        values = [_random_values(a, sizes, trial, generator) if isinstance(a, TensorSpec) else a for a in args]
         torch.default_generator.manual_seed(trial)
-        outputs = cls.apply(*made) if own else forward_of(cls, tuple(made), {})[0]
+        outputs = cls.apply(*values) if own else forward_of(cls, tuple(values), {})[0]
         outputs = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(o, Tensor)]
         outputs = [o for o in outputs if o.is_floating_point()]
         if not all(o.isfinite().all() for o in outputs):
             return None
-        scale = (1.0, 1e6, 1e-6)[trial % 3]  # some Functions bound what comes back
+        scale = (1.0, 1e6, 1e-6)[trial % 3]  # some Functions clamp the gradient that they receive
         weights = [scale * torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
         total = sum(((o.double() * w).sum() for o, w in zip(outputs, weights, strict=True)), torch.zeros(()).double())
-        inputs = [m for m in made if isinstance(m, Tensor) and m.requires_grad]
+        inputs = [m for m in values if isinstance(m, Tensor) and m.requires_grad]
         grads = torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else (None,) * len(inputs)
         pairs = zip(grads, inputs, strict=True)
         results.append([torch.zeros_like(x) if g is None else g for g, x in pairs] + [o.detach() for o in outputs])
-    return max((_distance(a, b) for a, b in zip(*results, strict=True)), default=0.0)
+    return max((_relative_error(a, b) for a, b in zip(*results, strict=True)), default=0.0)
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def _relative_error(a: Tensor, b: Tensor) -> float:
     if not (a.isfinite() == b.isfinite()).all():
         return float("inf")
     a, b = a.nan_to_num(), b.nan_to_num()
     return ((a - b).abs().max() / (a.abs().max() + 1e-30)).item() if a.numel() else 0.0
 
 
-def _draw(like: Like, sizes: dict[int, int], trial: int, generator: torch.Generator) -> Tensor:
+def _random_values(like: TensorSpec, sizes: dict[int, int], trial: int, generator: torch.Generator) -> Tensor:
     shape = [sizes.get(n, n) for n in like.shape]
     if like.dtype.is_complex:
         raise TypeError("complex arguments")

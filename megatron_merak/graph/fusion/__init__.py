@@ -1,1 +1,1 @@
-"""Groups of aten operations replaced by operations of ``ops``."""
+"""Replaces groups of aten operations by fused operations of ``ops``."""

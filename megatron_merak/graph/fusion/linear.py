@@ -1,4 +1,4 @@
-"""Linear layers that read the same input: a gate and what it gates as one product, others as one operation."""
+"""Fusions of linear layers: those that share an input, and those that recompute an activation before them."""
 
 import operator
 
@@ -8,99 +8,104 @@ from ... import ops
 from ..ir.inplace import call as new_node
 from ..ir.nodes import is_op
 from ..lowering.flow import REDUCTIONS
-from .patterns import Any, Either, Found, call
+from .patterns import Either, Match, Var, call
 from .pointwise import put, value
 
 _GATED = call(
     "gated",
-    call("linear", Any("x"), Any("gate"), None),
-    call("linear", Any("x"), Any("up"), None),
-    Any("activation"),
+    call("linear", Var("x"), Var("gate"), None),
+    call("linear", Var("x"), Var("up"), None),
+    Var("activation"),
 )
 
 
-def _joined(graph: Graph, root: Node, found: Found) -> Node | None:
-    weights = [found["gate"], found["up"]]
+def _join_gate_and_up(graph: Graph, root: Node, match: Match) -> Node | None:
+    weights = [match["gate"], match["up"]]
     if not all(map(_is_weight, weights)) or weights[0] is weights[1]:
         return None
-    product = new_node(graph, root, ops.joined_linear, found["x"], weights)
-    return put(graph, root, ops.gated_halves, product, found["activation"])
+    product = new_node(graph, root, ops.joined_linear, match["x"], weights)
+    return put(graph, root, ops.gated_halves, product, match["activation"])
 
 
-ROWS = (("gate and up as one", _GATED, _joined),)
+ROWS = (("gate and up as one", _GATED, _join_gate_and_up),)
 
-# A linear layer behind an activation: it computes its input again instead of keeping it.
-_HALVES = Either((call("gated_halves", Any("x"), Any("activation")), call("swiglu", Any("x"))))
-_GELU = Either((call("bias_gelu", Any("x"), Any("inner"), Any("activation")), call("gelu_tanh", Any("x"))))
+# A linear layer after an activation recomputes its input in the backward instead of saving it.
+_HALVES = Either((call("gated_halves", Var("x"), Var("activation")), call("swiglu", Var("x"))))
+_GELU = Either((call("bias_gelu", Var("x"), Var("inner"), Var("activation")), call("gelu_tanh", Var("x"))))
 
 
-def _layers(inner: Either) -> Either:
-    """Layers of ``inner`` whose weights are stored as [o, f], or as [f, o]."""
-    rows = call("view|reshape|_unsafe_view", inner, Any("rows"))
-    stored = call("addmm", Any("bias"), rows, Any("weight"), 1, 1)
+def _linears_of(inner: Either) -> Either:
+    """Return a pattern for linear layers with input ``inner`` and a weight stored as [out, in] or [in, out]."""
+    rows = call("view|reshape|_unsafe_view", inner, Var("rows"))
+    stored = call("addmm", Var("bias"), rows, Var("weight"), 1, 1)
     return Either(
         (
-            call("linear", inner, Any("weight"), Any("bias")),
-            call("view|reshape|_unsafe_view", stored, Any("shape")),
+            call("linear", inner, Var("weight"), Var("bias")),
+            call("view|reshape|_unsafe_view", stored, Var("shape")),
         )
     )
 
 
-def _of_gate(graph: Graph, root: Node, found: Found) -> Node | None:
-    return _recomputed(graph, root, found, ops.gated_linear, found.values.get("activation", "silu"))
+def _recompute_gated(graph: Graph, root: Node, match: Match) -> Node | None:
+    return _fuse_recomputed(graph, root, match, ops.gated_linear, match.values.get("activation", "silu"))
 
 
-def _of_gelu(graph: Graph, root: Node, found: Found) -> Node | None:
-    inner = found.values.get("inner"), found.values.get("activation", "gelu_tanh")
-    return _recomputed(graph, root, found, ops.gelu_linear, *inner)
+def _recompute_gelu(graph: Graph, root: Node, match: Match) -> Node | None:
+    inner = match.values.get("inner"), match.values.get("activation", "gelu_tanh")
+    return _fuse_recomputed(graph, root, match, ops.gelu_linear, *inner)
 
 
-def _recomputed(graph: Graph, root: Node, found: Found, operation, *more) -> Node | None:
-    transposed, width = "shape" in found.values, value(found["x"]).shape[-1] // (1 + (operation is ops.gated_linear))
-    if not _is_weight(found["weight"]) or value(found["weight"]).shape[not transposed] != width:
+def _fuse_recomputed(graph: Graph, root: Node, match: Match, operation, *more) -> Node | None:
+    transposed, width = "shape" in match.values, value(match["x"]).shape[-1] // (1 + (operation is ops.gated_linear))
+    if not _is_weight(match["weight"]) or value(match["weight"]).shape[not transposed] != width:
         return None
-    if transposed and tuple(found["shape"][:-1]) != tuple(value(found["x"]).shape[:-1]):
+    if transposed and tuple(match["shape"][:-1]) != tuple(value(match["x"]).shape[:-1]):
         return None
-    return put(graph, root, operation, found["x"], found["weight"], found["bias"], *more, transposed)
+    return put(graph, root, operation, match["x"], match["weight"], match["bias"], *more, transposed)
 
 
 RECOMPUTED = "recomputed activation"
-RECOMPUTED_ROWS = ((RECOMPUTED, _layers(_HALVES), _of_gate), (RECOMPUTED, _layers(_GELU), _of_gelu))
+RECOMPUTED_ROWS = (
+    (RECOMPUTED, _linears_of(_HALVES), _recompute_gated),
+    (RECOMPUTED, _linears_of(_GELU), _recompute_gelu),
+)
 
 
-def share_inputs(graph: Graph, barred: set[Node]) -> int:
-    """Make linear layers of one input, in one unit and on one side of the collectives, one operation; returns how many
-    groups there were. ``barred``: nodes that share memory with what is written in place."""
+def share_inputs(graph: Graph, written: set[Node]) -> int:
+    """Fuse linear layers that read the same input in one unit, all sharded or all replicated; return how many groups.
+
+    written: nodes whose memory is written in place.
+    """
     groups: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
-        if is_op(node, "linear") and _fits(node, barred):
+        if is_op(node, "linear") and _can_share(node, written):
             groups.setdefault((node.args[0], node.meta["unit"], node.meta.get("sharded", False)), []).append(node)
-    found = [nodes for nodes in groups.values() if len(nodes) > 1]
-    for nodes in found:
+    shared = [nodes for nodes in groups.values() if len(nodes) > 1]
+    for nodes in shared:
         _share(graph, nodes)
-    return len(found)
+    return len(shared)
 
 
 def _share(graph: Graph, nodes: list[Node]) -> None:
     first, input = nodes[0], nodes[0].args[0]
     weights, biases = [node.args[1] for node in nodes], [_bias(node) for node in nodes]
-    known = {node: place for place, node in enumerate(graph.nodes)}
+    order = {node: index for index, node in enumerate(graph.nodes)}
     for parameter in (*weights, *biases):
-        if parameter is not None and known[parameter] > known[first]:
+        if parameter is not None and order[parameter] > order[first]:
             first.prepend(parameter)
     with graph.inserting_before(first):
-        made = new_node(graph, first, ops.linears, input, weights, biases)
-        pieces = [new_node(graph, node, operator.getitem, made, place) for place, node in enumerate(nodes)]
-    for node, piece in zip(nodes, pieces, strict=True):
-        node.replace_all_uses_with(piece)
+        linears = new_node(graph, first, ops.linears, input, weights, biases)
+        outputs = [new_node(graph, node, operator.getitem, linears, index) for index, node in enumerate(nodes)]
+    for node, output in zip(nodes, outputs, strict=True):
+        node.replace_all_uses_with(output)
         graph.erase_node(node)
 
 
-def _fits(node: Node, barred: set[Node]) -> bool:
-    """Whether it may be one of a group: its parameters are as they are stored, its result goes through no reduction."""
+def _can_share(node: Node, written: set[Node]) -> bool:
+    """Whether a linear layer may join a group: it reads parameters directly and its result is not all-reduced."""
     input, weight, bias = node.args[0], node.args[1], _bias(node)
-    alone = any(user.target in REDUCTIONS for user in node.users)
-    if node.meta.get("unit") is None or alone or barred & {node, input, weight, bias} or not node.meta.get("grad"):
+    reduced = any(user.target in REDUCTIONS for user in node.users)
+    if node.meta.get("unit") is None or reduced or written & {node, input, weight, bias} or not node.meta.get("grad"):
         return False
     return input.meta.get("grad", False) and _is_weight(weight) and (bias is None or bias.op == "get_attr")
 

@@ -1,11 +1,11 @@
-"""A small language for pieces of a graph: patterns that are matched backwards from the node that ends them.
+"""Patterns for subgraphs, matched backwards from their last node.
 
-A pattern is a ``Call``, an ``Any``, an ``Either``, a list of patterns, or a number.
+A pattern is a ``Call``, a ``Var``, an ``Either``, a ``Cast``, a list of patterns, or a constant.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any as Value
+from typing import Any
 
 from torch._ops import OpOverload
 from torch.fx import Node
@@ -16,17 +16,18 @@ _CASTS = ("to", "_to_copy", "type_as")
 
 
 @dataclass(frozen=True)
-class Any:
-    """Any value; where the name occurs again, the same value."""
+class Var:
+    """Matches any value; every ``Var`` of the same name must match the same value."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Call:
-    """A node that calls one of ``names`` with ``args`` (in the operator's own order, defaults filled in).
+    """Matches a node that calls one of ``names`` with ``args``.
 
-    Arguments beyond ``args`` are not looked at. ``commutes``: the first two may come in either order.
+    args:     patterns of the leading arguments, in the order of the operator's schema with defaults filled in.
+    commutes: whether the first two arguments may come in either order.
     """
 
     names: tuple[str, ...]
@@ -36,75 +37,80 @@ class Call:
 
 @dataclass(frozen=True)
 class Either:
-    """The first of several patterns that fits."""
+    """Matches what any of several patterns matches; earlier ones are tried first."""
 
     patterns: tuple
 
 
 @dataclass(frozen=True)
 class Cast:
-    """``pattern``, behind any number of conversions of floating-point type: to wider ones, or to narrower ones.
+    """Matches ``pattern`` followed by any number of floating-point casts to wider dtypes, or to narrower ones.
 
-    A model that narrows what we would keep, as one written for fp32 does when it runs in fp64, is left as it is.
+    Casts in the other direction do not match: a model that narrows a value that the fused operation would not narrow,
+    such as one written for fp32 that runs in fp64, is left as it is.
     """
 
-    pattern: Value
+    pattern: Any
     widens: bool
 
 
 @dataclass(frozen=True)
-class Found:
-    """values: of the ``Any`` in the pattern, by name. nodes: those that the pattern's calls stand for."""
+class Match:
+    """One way in which a pattern matches.
 
-    values: dict[str, Value] = field(default_factory=dict)
+    values: the value of each ``Var``, by name.
+    nodes:  the nodes that the pattern's calls and casts match.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
 
-    def __getitem__(self, name: str) -> Value:
+    def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
 
-def widened(pattern: Value) -> Cast:
+def widened(pattern: Any) -> Cast:
     return Cast(pattern, True)
 
 
-def narrowed(pattern: Value) -> Cast:
+def narrowed(pattern: Any) -> Cast:
     return Cast(pattern, False)
 
 
-def call(name: str, *args: Value, commutes: bool = False) -> Call:
+def call(name: str, *args: Any, commutes: bool = False) -> Call:
     return Call(tuple(name.split("|")), args, commutes)
 
 
-def add(a: Value, b: Value) -> Call:
-    return call("add", a, b, 1, commutes=True)  # 1: what multiplies the second operand
+def add(a: Any, b: Any) -> Call:
+    return call("add", a, b, 1, commutes=True)  # 1: alpha
 
 
-def mul(a: Value, b: Value) -> Call:
+def mul(a: Any, b: Any) -> Call:
     return call("mul", a, b, commutes=True)
 
 
-def match(pattern: Value, value: Value, found: Found = Found()) -> Iterator[Found]:
-    """Every way in which ``pattern`` fits ``value``."""
-    if isinstance(pattern, Any):
-        if pattern.name not in found.values:
-            yield Found({**found.values, pattern.name: value}, found.nodes)
-        elif _same(found.values[pattern.name], value):
-            yield found
+def matches(pattern: Any, value: Any, match: Match = Match()) -> Iterator[Match]:
+    """Yield every way in which ``pattern`` matches ``value``, consistent with ``match`` so far."""
+    if isinstance(pattern, Var):
+        if pattern.name not in match.values:
+            yield Match({**match.values, pattern.name: value}, match.nodes)
+        elif _same(match.values[pattern.name], value):
+            yield match
     elif isinstance(pattern, Either):
         for each in pattern.patterns:
-            yield from match(each, value, found)
+            yield from matches(each, value, match)
     elif isinstance(pattern, Cast):
         if is_op(value, *_CASTS) and _converts(value, pattern.widens):
-            yield from match(pattern, value.args[0], Found(found.values, (*found.nodes, value)))
-        yield from match(pattern.pattern, value, found)
+            yield from matches(pattern, value.args[0], Match(match.values, (*match.nodes, value)))
+        yield from matches(pattern.pattern, value, match)
     elif isinstance(pattern, Call):
         if is_op(value, *pattern.names):
-            yield from _match_call(pattern, value, Found(found.values, (*found.nodes, value)))
+            yield from _match_call(pattern, value, Match(match.values, (*match.nodes, value)))
     elif isinstance(pattern, list):
         if isinstance(value, list | tuple) and len(value) == len(pattern):
-            yield from _match_all(pattern, value, found)
+            yield from _match_all(pattern, value, match)
     elif _same(pattern, value):
-        yield found
+        yield match
 
 
 def _converts(cast: Node, widens: bool) -> bool:
@@ -114,25 +120,25 @@ def _converts(cast: Node, widens: bool) -> bool:
     return after.itemsize >= before.itemsize if widens else after.itemsize <= before.itemsize
 
 
-def _match_call(pattern: Call, node: Node, found: Found) -> Iterator[Found]:
+def _match_call(pattern: Call, node: Node, match: Match) -> Iterator[Match]:
     args = arguments(node)[: len(pattern.args)]
     if len(args) < len(pattern.args):
         return
-    yield from _match_all(pattern.args, args, found)
+    yield from _match_all(pattern.args, args, match)
     if pattern.commutes:
-        yield from _match_all(pattern.args, (args[1], args[0], *args[2:]), found)
+        yield from _match_all(pattern.args, (args[1], args[0], *args[2:]), match)
 
 
-def _match_all(patterns: Sequence, values: Sequence, found: Found) -> Iterator[Found]:
+def _match_all(patterns: Sequence, values: Sequence, match: Match) -> Iterator[Match]:
     if not patterns:
-        yield found
+        yield match
         return
-    for each in match(patterns[0], values[0], found):
+    for each in matches(patterns[0], values[0], match):
         yield from _match_all(patterns[1:], values[1:], each)
 
 
 def arguments(node: Node) -> tuple:
-    """All arguments of a node in the order of its operator's schema; of a plain function those given by position."""
+    """Return all arguments of a node in the order of its operator's schema; of a function, those given by position."""
     if not isinstance(node.target, OpOverload):
         return node.args
     schema = node.target._schema.arguments
@@ -142,7 +148,7 @@ def arguments(node: Node) -> tuple:
     )
 
 
-def _same(a: Value, b: Value) -> bool:
+def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Node) or isinstance(b, Node):
         return a is b
     return isinstance(a, bool) == isinstance(b, bool) and a == b

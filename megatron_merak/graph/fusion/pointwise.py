@@ -1,4 +1,4 @@
-"""Norms, activations, and what follows a layer: the rows of ``fuse`` that work feature by feature or row by row."""
+"""Fusions of elementwise and row-wise operations: norms, activations, interleaved rotary embedding, residual adds."""
 
 import math
 import operator
@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from ... import ops
 from ..ir.inplace import call as new_node
 from ..ir.nodes import is_op
-from .patterns import Any, Call, Either, Found, add, call, mul, narrowed, widened
+from .patterns import Call, Either, Match, Var, add, call, mul, narrowed, widened
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ def value(node: Node) -> Tensor:
 
 
 def put(graph: Graph, root: Node, target, *args, like: Tensor | tuple[Tensor, ...] | None = None, **kwargs) -> Node:
-    """A fused operation in the place of ``root``, with its value's shape and type (or with those of ``like``)."""
+    """Add a call of a fused operation with the meta of ``root``, and the shape and dtype of ``root`` or of ``like``."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: each for key, each in root.meta.items() if key != "tensor_meta"}
     node.meta["val"] = root.meta["val"] if like is None else like
@@ -28,140 +28,140 @@ def put(graph: Graph, root: Node, target, *args, like: Tensor | tuple[Tensor, ..
 
 
 # x / sqrt(mean(x^2) + eps), and then the weight, before or after a conversion back to the type of x.
-_X = widened(Any("x"))
+_X = widened(Var("x"))
 _SQUARE = Either((call("pow", _X, 2), mul(_X, _X), call("square", _X)))
-_NORMED = mul(_X, call("rsqrt", add(call("mean", _SQUARE, [-1], True), Any("eps"))))
-_RMS_NORM = mul(Any("weight"), narrowed(_NORMED))
+_NORMED = mul(_X, call("rsqrt", add(call("mean", _SQUARE, [-1], True), Var("eps"))))
+_RMS_NORM = mul(Var("weight"), narrowed(_NORMED))
 
 
-def _rms_norm(graph: Graph, root: Node, found: Found) -> Node | None:
-    x, weight = found["x"], found["weight"]
+def _rms_norm(graph: Graph, root: Node, match: Match) -> Node | None:
+    x, weight = match["x"], match["weight"]
     per_feature = isinstance(weight, Node) and tuple(value(weight).shape) == tuple(value(x).shape[-1:])
-    if not per_feature or value(x).dtype != value(root).dtype or not isinstance(found["eps"], float):
+    if not per_feature or value(x).dtype != value(root).dtype or not isinstance(match["eps"], float):
         return None
-    return put(graph, root, ops.rms_norm, x, weight, found["eps"])
+    return put(graph, root, ops.rms_norm, x, weight, match["eps"])
 
 
-def _own_rms_norm(graph: Graph, root: Node, found: Found) -> Node | None:
-    if len(found["shape"]) != 1 or found["weight"] is None:
+def _torch_rms_norm(graph: Graph, root: Node, match: Match) -> Node | None:
+    if len(match["shape"]) != 1 or match["weight"] is None:
         return None
-    dtype, eps = value(root).dtype, found["eps"]
+    dtype, eps = value(root).dtype, match["eps"]
     if eps is None and dtype.itemsize < torch.float32.itemsize:
-        return None  # which type's epsilon torch means there is its own affair
+        return None  # the default epsilon depends on the dtype that torch computes in
     eps = torch.finfo(dtype).eps if eps is None else eps
-    return put(graph, root, ops.rms_norm, found["x"], found["weight"], eps)
+    return put(graph, root, ops.rms_norm, match["x"], match["weight"], eps)
 
 
-def _layer_norm(graph: Graph, root: Node, found: Found) -> Node | None:
-    if len(found["shape"]) != 1 or found["weight"] is None or found["bias"] is None:
+def _layer_norm(graph: Graph, root: Node, match: Match) -> Node | None:
+    if len(match["shape"]) != 1 or match["weight"] is None or match["bias"] is None:
         return None
-    return put(graph, root, ops.layer_norm, *(found[name] for name in ("x", "weight", "bias", "eps")))
+    return put(graph, root, ops.layer_norm, *(match[name] for name in ("x", "weight", "bias", "eps")))
 
 
 # GELU by tanh, written out: with x^3 (GPT-2), or with x (1 + 0.044715 x^2) (BLOOM and others).
 _ROOT = math.sqrt(2 / math.pi)
-_Y = Any("x")
-_CUBIC = mul(add(_Y, mul(call("pow", _Y, 3), 0.044715)), Any("root"))
+_Y = Var("x")
+_CUBIC = mul(add(_Y, mul(call("pow", _Y, 3), 0.044715)), Var("root"))
 _FACTOR = add(Either((mul(mul(_Y, 0.044715), _Y), mul(call("pow", _Y, 2), 0.044715))), 1)
-_INNER = Either((_CUBIC, mul(mul(_Y, Any("root")), _FACTOR)))
+_INNER = Either((_CUBIC, mul(mul(_Y, Var("root")), _FACTOR)))
 _GELU_TANH = mul(mul(_Y, 0.5), add(call("tanh", _INNER), 1))
 
 
-def _gelu_tanh(graph: Graph, root: Node, found: Found) -> Node | None:
-    """Models round the constant to the precision that they were written for."""
-    written, precision = found["root"], torch.finfo(value(root).dtype).eps
-    if not isinstance(written, float) or not math.isclose(written, _ROOT, rel_tol=precision):
+def _gelu_tanh(graph: Graph, root: Node, match: Match) -> Node | None:
+    """Compares the constant loosely: models round it to the precision that they were written for."""
+    constant, precision = match["root"], torch.finfo(value(root).dtype).eps
+    if not isinstance(constant, float) or not math.isclose(constant, _ROOT, rel_tol=precision):
         return None
-    return put(graph, root, ops.gelu_tanh, found["x"])
+    return put(graph, root, ops.gelu_tanh, match["x"])
 
 
-# An activation that adds its input's bias: it is taken out of the product that makes the input.
-_ADDMM = call("addmm", Any("bias"), Any("rows"), Any("weight"), 1, 1)
+# An activation of a biased value; where a linear layer adds the bias, it is taken out of that layer.
+_ADDMM = call("addmm", Var("bias"), Var("rows"), Var("weight"), 1, 1)
 _BIASED = Either(
     (
-        call("linear", Any("rows"), Any("weight"), Any("bias")),
-        call("view|reshape|_unsafe_view", _ADDMM, Any("shape")),
-        add(Any("x"), Any("bias")),
+        call("linear", Var("rows"), Var("weight"), Var("bias")),
+        call("view|reshape|_unsafe_view", _ADDMM, Var("shape")),
+        add(Var("x"), Var("bias")),
     )
 )
 
 
 def _bias_gelu(name: str, activation: Call) -> tuple:
-    def build(graph: Graph, root: Node, found: Found) -> Node | None:
-        bias, features = found["bias"], value(root).shape[-1:]
+    def build(graph: Graph, root: Node, match: Match) -> Node | None:
+        bias, features = match["bias"], value(root).shape[-1:]
         if not isinstance(bias, Node) or value(bias).shape != features or value(bias).dtype != value(root).dtype:
             return None
-        if "rows" not in found.values:
-            x = found["x"]
+        if "rows" not in match.values:
+            x = match["x"]
             fits = isinstance(x, Node) and value(x).shape == value(root).shape and value(x).dtype == value(root).dtype
             return put(graph, root, ops.bias_gelu, x, bias, name) if fits else None
-        product = next(node for node in found.nodes if is_op(node, "linear", "addmm"))
+        product = next(node for node in match.nodes if is_op(node, "linear", "addmm"))
         target = aten.linear.default if is_op(product, "linear") else aten.mm.default
-        x = new_node(graph, product, target, found["rows"], found["weight"])
+        x = new_node(graph, product, target, match["rows"], match["weight"])
         if target is aten.mm.default:
-            x = new_node(graph, product, aten.view.default, x, found["shape"])
+            x = new_node(graph, product, aten.view.default, x, match["shape"])
         return put(graph, root, ops.bias_gelu, x, bias, name)
 
     return "bias gelu", activation, build
 
 
-_SPLIT = call("split|split_with_sizes", Any("x"), Any("size"), Any("dim"))
-_HALVES = Either((call("chunk", Any("x"), 2, Any("dim")), _SPLIT))
+_SPLIT = call("split|split_with_sizes", Var("x"), Var("size"), Var("dim"))
+_HALVES = Either((call("chunk", Var("x"), 2, Var("dim")), _SPLIT))
 _SWIGLU = mul(call("silu", call("getitem", _HALVES, 0)), call("getitem", _HALVES, 1))
 
 
-def _swiglu(graph: Graph, root: Node, found: Found) -> Node | None:
-    x = value(found["x"])
-    if found["dim"] % x.dim() != x.dim() - 1 or 2 * value(root).shape[-1] != x.shape[-1]:
+def _swiglu(graph: Graph, root: Node, match: Match) -> Node | None:
+    x = value(match["x"])
+    if match["dim"] % x.dim() != x.dim() - 1 or 2 * value(root).shape[-1] != x.shape[-1]:
         return None
-    return put(graph, root, ops.swiglu, found["x"])
+    return put(graph, root, ops.swiglu, match["x"])
 
 
 def _gated(name: str, activation: Call) -> tuple:
-    def build(graph: Graph, root: Node, found: Found) -> Node | None:
-        gate, up = found["gate"], found["up"]
+    def build(graph: Graph, root: Node, match: Match) -> Node | None:
+        gate, up = match["gate"], match["up"]
         if not isinstance(up, Node) or value(gate).shape != value(up).shape or value(gate).dtype != value(up).dtype:
             return None
         return put(graph, root, ops.gated, gate, up, name)
 
-    return f"gated {name}", mul(activation, Any("up")), build
+    return f"gated {name}", mul(activation, Var("up")), build
 
 
-_DROPPED = call("dropout", Either((add(Any("x"), Any("bias")), Any("x"))), Any("p"), True)
+_DROPPED = call("dropout", Either((add(Var("x"), Var("bias")), Var("x"))), Var("p"), True)
 
 
-def _bias_dropout_add(graph: Graph, root: Node, found: Found) -> Node | None:
-    x, residual, bias = found["x"], found["residual"], found.values.get("bias")
+def _bias_dropout_add(graph: Graph, root: Node, match: Match) -> Node | None:
+    x, residual, bias = match["x"], match["residual"], match.values.get("bias")
     if not isinstance(residual, Node) or value(residual).shape != value(x).shape:
         return None
     if bias is not None and (not isinstance(bias, Node) or value(bias).dim() != 1):
         return None
     if value(x).dtype != value(root).dtype or value(residual).dtype != value(root).dtype:
         return None
-    made = put(graph, root, ops.bias_dropout_add, x, bias, residual, found["p"], True)
-    made.meta["random"] = found["p"] > 0
-    return made
+    node = put(graph, root, ops.bias_dropout_add, x, bias, residual, match["p"], True)
+    node.meta["random"] = match["p"] > 0
+    return node
 
 
-# Rotary embedding of pairs side by side: x cos + (-odd, even) sin, tables repeated pair by pair.
-def _interleaved(x: Any | Call) -> Call:
-    even, odd = (call("slice", x, Any("dim"), start, Any("end"), 2) for start in (Either((0, None)), 1))
-    turned = call("flatten", call("stack", [call("neg", odd), even], Any("new")), Any("from"))
-    return add(mul(x, Any("cos")), mul(turned, Any("sin")))
+# Interleaved rotary embedding: x cos + (-odd, even) sin, with tables that repeat each feature twice.
+def _interleaved(x: Var | Call) -> Call:
+    even, odd = (call("slice", x, Var("dim"), start, Var("end"), 2) for start in (Either((0, None)), 1))
+    turned = call("flatten", call("stack", [call("neg", odd), even], Var("new")), Var("from"))
+    return add(mul(x, Var("cos")), mul(turned, Var("sin")))
 
 
-_PART = call("slice", Any("x"), Any("dim"), Either((0, None)), Any("rotated"), 1)
-_REST = call("slice", Any("x"), Any("dim"), Any("rotated"), Any("end of rest"), 1)
+_PART = call("slice", Var("x"), Var("dim"), Either((0, None)), Var("rotated"), 1)
+_REST = call("slice", Var("x"), Var("dim"), Var("rotated"), Var("end of rest"), 1)
 
 
-def _rotary_interleaved(graph: Graph, root: Node, found: Found) -> Node | None:
-    x, tables = found["x"], (found["cos"], found["sin"])
+def _rotary_interleaved(graph: Graph, root: Node, match: Match) -> Node | None:
+    x, tables = match["x"], (match["cos"], match["sin"])
     dims, size = value(x).dim(), value(x).shape[-1]
-    rotated = found.values.get("rotated", size)
-    of_last = ("dim", "joined") if "joined" in found.values else ("dim",)
-    if any(found[name] % dims != dims - 1 for name in of_last) or found["new"] % (dims + 1) != dims:
+    rotated = match.values.get("rotated", size)
+    of_last = ("dim", "joined") if "joined" in match.values else ("dim",)
+    if any(match[name] % dims != dims - 1 for name in of_last) or match["new"] % (dims + 1) != dims:
         return None
-    if found["from"] % (dims + 1) != dims - 1 or found["end"] < rotated or found.values.get("end of rest", size) < size:
+    if match["from"] % (dims + 1) != dims - 1 or match["end"] < rotated or match.values.get("end of rest", size) < size:
         return None
     if value(x).dtype != value(root).dtype or not all(_repeats_pairs(table, dims, rotated) for table in tables):
         return None
@@ -169,7 +169,7 @@ def _rotary_interleaved(graph: Graph, root: Node, found: Found) -> Node | None:
 
 
 def _repeats_pairs(table: Node, dims: int, rotated: int) -> bool:
-    """Whether a table that is common to all units has every feature twice, side by side."""
+    """Whether a table is a common value that repeats every feature twice, side by side."""
     if not is_op(table, "repeat_interleave") or table.meta.get("unit") is not None or len(table.args) < 3:
         return False
     return (
@@ -177,43 +177,45 @@ def _repeats_pairs(table: Node, dims: int, rotated: int) -> bool:
     )
 
 
-# The norm of a sum that nothing else reads; the norm is one of ours by then.
-_SUM = add(Any("x"), Any("residual"))
+# The norm of a sum that nothing else reads. Earlier rules have replaced the norm by one of ``ops``.
+_SUM = add(Var("x"), Var("residual"))
 
 
-def _norm_of_sum(norm, of_sum, *others: str) -> tuple:
-    def build(graph: Graph, root: Node, found: Found) -> Node | None:
-        operands = [found["x"], found["residual"]]
+def _norm_of_sum(norm, of_sum, *parameters: str) -> tuple:
+    def build(graph: Graph, root: Node, match: Match) -> Node | None:
+        operands = [match["x"], match["residual"]]
         if root.target is not norm or not all(isinstance(each, Node) for each in operands):
             return None
-        wanted = value(root).shape, value(root).dtype
-        if any((value(each).shape, value(each).dtype) != wanted for each in operands):
+        expected = value(root).shape, value(root).dtype
+        if any((value(each).shape, value(each).dtype) != expected for each in operands):
             return None
-        pair = put(graph, root, of_sum, *operands, *(found[name] for name in others), like=(value(root), value(root)))
+        pair = put(
+            graph, root, of_sum, *operands, *(match[name] for name in parameters), like=(value(root), value(root))
+        )
         return put(graph, root, operator.getitem, pair, 0)
 
-    return f"add {norm.__name__.replace('_', ' ')}", call(norm.__name__, _SUM, *map(Any, others)), build
+    return f"add {norm.__name__.replace('_', ' ')}", call(norm.__name__, _SUM, *map(Var, parameters)), build
 
 
-_NORM_ARGUMENTS = (Any("x"), Any("shape"), Any("weight"))
+_NORM_ARGUMENTS = (Var("x"), Var("shape"), Var("weight"))
 
 ROWS = (
     ("rms norm", call("to|_to_copy|type_as", _RMS_NORM), _rms_norm),
     ("rms norm", _RMS_NORM, _rms_norm),
-    ("rms norm", call("rms_norm", *_NORM_ARGUMENTS, Any("eps")), _own_rms_norm),
-    ("layer norm", call("layer_norm", *_NORM_ARGUMENTS, Any("bias"), Any("eps")), _layer_norm),
+    ("rms norm", call("rms_norm", *_NORM_ARGUMENTS, Var("eps")), _torch_rms_norm),
+    ("layer norm", call("layer_norm", *_NORM_ARGUMENTS, Var("bias"), Var("eps")), _layer_norm),
     ("gelu tanh", _GELU_TANH, _gelu_tanh),
     ("swiglu", _SWIGLU, _swiglu),
-    _gated("silu", call("silu", Any("gate"))),
-    _gated("gelu_tanh", call("gelu", Any("gate"), "tanh")),
-    _gated("gelu_tanh", Call(("gelu_tanh",), (Any("gate"),))),
-    _gated("gelu", call("gelu", Any("gate"), "none")),
+    _gated("silu", call("silu", Var("gate"))),
+    _gated("gelu_tanh", call("gelu", Var("gate"), "tanh")),
+    _gated("gelu_tanh", Call(("gelu_tanh",), (Var("gate"),))),
+    _gated("gelu", call("gelu", Var("gate"), "none")),
     _bias_gelu("gelu_tanh", call("gelu_tanh", _BIASED)),
     _bias_gelu("gelu_tanh", call("gelu", _BIASED, "tanh")),
     _bias_gelu("gelu", call("gelu", _BIASED, "none")),
-    ("partial rotary", call("cat", [_interleaved(_PART), _REST], Any("joined")), _rotary_interleaved),
-    ("rotary", _interleaved(Any("x")), _rotary_interleaved),
-    ("bias dropout add", add(Any("residual"), _DROPPED), _bias_dropout_add),
+    ("partial rotary", call("cat", [_interleaved(_PART), _REST], Var("joined")), _rotary_interleaved),
+    ("rotary", _interleaved(Var("x")), _rotary_interleaved),
+    ("bias dropout add", add(Var("residual"), _DROPPED), _bias_dropout_add),
     _norm_of_sum(ops.layer_norm, ops.add_layer_norm, "weight", "bias", "eps"),
     _norm_of_sum(ops.rms_norm, ops.add_rms_norm, "weight", "eps"),
 )

@@ -10,10 +10,10 @@ from .opaque import CustomFunction
 
 
 def aliased(node: Node) -> tuple[list[Node], list[Node]]:
-    """Return the inputs that share memory with what a node makes, and those of them that it writes to."""
+    """Return the inputs that share memory with a node's result, and those of them that it writes to in place."""
     if node.target is operator.getitem:
-        return [] if _makes_memory(node.args[0]) else [x for x in node.args[:1] if isinstance(x, Node)], []
-    if isinstance(node.target, CustomFunction) and node.target.shares:
+        return [] if _allocates(node.args[0]) else [x for x in node.args[:1] if isinstance(x, Node)], []
+    if isinstance(node.target, CustomFunction) and node.target.aliases_input:
         return list(node.args[:1]), []
     if not isinstance(node.target, OpOverload):
         return [], []
@@ -23,14 +23,14 @@ def aliased(node: Node) -> tuple[list[Node], list[Node]]:
         if argument.alias_info is None:
             continue
         value = node.kwargs.get(argument.name, node.args[index] if index < len(node.args) else None)
-        found = [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node)]
-        shared += found
-        written += found if argument.alias_info.is_write else []
+        nodes = [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node)]
+        shared += nodes
+        written += nodes if argument.alias_info.is_write else []
     return shared, written
 
 
-def _makes_memory(source: Any) -> bool:
-    """Whether a node makes several tensors, each in memory of its own."""
+def _allocates(source: Any) -> bool:
+    """Whether a node returns several tensors, each in new memory of its own."""
     return isinstance(source.target, OpOverload) and not aliased(source)[0]
 
 
@@ -41,10 +41,10 @@ def is_view(node: Node) -> bool:
 
 
 class Storages:
-    """Which nodes share memory, as far as the nodes added so far tell.
+    """Which nodes share memory, of the nodes added so far.
 
-    root:   for each node, the node that made its memory.
-    shared: for each such node, all nodes in its memory, in order.
+    root:   node -> the node that allocated its memory.
+    shared: each such node -> all nodes in its memory, in order.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Storages:
         self._results: dict[tuple[Node, Any], Node] = {}
 
     def add(self, node: Node) -> list[Node]:
-        """Add a node after all that it reads; return the nodes that made the memory that it writes to."""
+        """Add a node, after all that it reads; return the nodes that allocated the memory that it writes to."""
         shared, written = aliased(node)
         root = self.root[shared[0]] if shared else node
         if node.target is operator.getitem and not shared:
@@ -64,48 +64,48 @@ class Storages:
 
 
 def storages(graph: Graph) -> dict[Node, Node]:
-    """Return, for every node, the one that made its memory: itself, or the start of the views it is the last of."""
-    found = Storages()
+    """Return, for every node, the one that allocated its memory: itself, or the base of its chain of views."""
+    memory = Storages()
     for node in graph.nodes:
-        found.add(node)
-    return found.root
+        memory.add(node)
+    return memory.root
 
 
 def writers(graph: Graph) -> dict[Node, list[Node]]:
-    """Return the nodes that write to each memory in place, in order, by the node that made it."""
+    """Return, for each node that allocated memory, the nodes that write to it in place, in order."""
     memory = Storages()
-    found: dict[Node, list[Node]] = {}
+    by_root: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         for root in memory.add(node):
-            found.setdefault(root, []).append(node)
-    return found
+            by_root.setdefault(root, []).append(node)
+    return by_root
 
 
 def written(graph: Graph) -> dict[Node, list[Node]]:
-    """Return all nodes that share the memory that a node writes to in place, for every node that does."""
+    """Return, for every node that writes in place, all nodes that share the memory it writes to."""
     memory = Storages()
-    roots = {node: memory.add(node) for node in graph.nodes}
-    return {node: [x for root in made for x in memory.shared[root]] for node, made in roots.items() if made}
+    written_roots = {node: memory.add(node) for node in graph.nodes}
+    return {node: [x for root in roots for x in memory.shared[root]] for node, roots in written_roots.items() if roots}
 
 
 def changing(graph: Graph) -> set[Node]:
-    """Return all nodes whose memory is written to in place, before or after they are made."""
+    """Return all nodes whose memory is written to in place, before or after they run."""
     return {node for shared in written(graph).values() for node in shared}
 
 
 def mutation_deps(graph: Graph) -> dict[Node, tuple[Node, ...]]:
-    """Return what the dataflow does not show: for a node, the earlier nodes that wrote to memory that it reads.
+    """Return, for a node, the earlier nodes that wrote in place to memory that it reads.
 
-    A node must run after all of these; nodes without any are left out.
+    A node must run after all of these, which the dataflow alone does not show. Nodes without any are left out.
     """
     memory = Storages()
     earlier: dict[Node, list[Node]] = {}
-    found: dict[Node, tuple[Node, ...]] = {}
+    deps: dict[Node, tuple[Node, ...]] = {}
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        before = [writer for x in inputs for writer in earlier.get(memory.root[x], ()) if writer is not x]
-        if before:
-            found[node] = tuple(dict.fromkeys(before))
+        writes = [writer for x in inputs for writer in earlier.get(memory.root[x], ()) if writer is not x]
+        if writes:
+            deps[node] = tuple(dict.fromkeys(writes))
         for root in memory.add(node):
             earlier.setdefault(root, []).append(node)
-    return found
+    return deps

@@ -1,4 +1,4 @@
-"""Through which operations a gradient flows back: the one answer for capture, sharding and lowering."""
+"""Which operations pass a gradient back: one definition for capture, sharding and lowering."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from .nodes import op_name
 
-# Their results have a differentiable dtype, and yet no gradient flows back from them.
+# Ops through which no gradient flows back although their results have a differentiable dtype.
 _STOPS = frozenset(
     """detach zeros_like ones_like full_like empty_like rand_like randn_like
     new_zeros new_ones new_full new_empty""".split()
@@ -14,7 +14,7 @@ _STOPS = frozenset(
 
 
 def passes_gradient(node: Node) -> bool:
-    """Whether a gradient of what ``node`` makes flows back to the inputs that take one."""
+    """Whether a gradient of a node's result flows back to its differentiable inputs."""
     if op_name(node) in _STOPS:
         return False
     if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:

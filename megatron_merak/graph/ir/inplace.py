@@ -1,4 +1,4 @@
-"""Operations that work in place -> ones that do not, wherever a graph shows every reader of what they write."""
+"""Replaces in-place operations of a graph by out-of-place ones where every reader of their result is known."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ _SCATTER = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten
 
 
 def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """A new node at the graph's insertion point, its fake value computed, said to be where ``like`` came from."""
+    """Add a call at the graph's insertion point, with its fake value and with the other meta of ``like``."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta")}
     values = map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -26,10 +26,10 @@ def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwa
 
 
 def out_of_place(graph: Graph) -> None:
-    """Replace writes into a tensor, or into a slice of one, by a new value that later readers read instead.
+    """Replace each write into a tensor, or into a slice of one, by a new value that later readers read instead.
 
-    What cannot be replaced stays: a write into a constant, or one that is visible through another live view. A batch
-    is not written.
+    Writes into a constant, and writes that another live view would show, stay in place. A write into an entry of the
+    batch is replaced, so the caller's tensor is not changed.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     storages = Storages()
@@ -52,36 +52,36 @@ def _replace(graph: Graph, node: Node, storages: Storages, order: dict[Node, int
     def later(of: Node) -> list[Node]:
         return [user for user in of.users if user is not node and order[user] > order[node]]
 
-    path = _path(target, root) if later(root) else []
+    path = _views_between(target, root) if later(root) else []
     if path is None:
         return
-    hidden = [x for x in storages.shared[root] if x not in (root, target, node)]
+    other_views = [x for x in storages.shared[root] if x not in (root, target, node)]
     rewritten = [user for x in (target, node) for user in later(x) if _writes_first(user) and user.args[0] is x]
-    if any(later(x) for x in hidden) or (target is not root and rewritten):
+    if any(later(x) for x in other_views) or (target is not root and rewritten):
         return
     start = node.prev
     with graph.inserting_before(node):
-        value = _functional(graph, node)
+        value = _out_of_place_value(graph, node)
         if value is None:
             return
-        whole = value
+        new_root = value
         for view in path:
-            whole = call(graph, node, _SCATTER[view.target], view.args[0], whole, *view.args[1:])
-    made = start.next
-    while made is not node:
-        order[made] = order[node]
-        storages.add(made)
-        made = made.next
+            new_root = call(graph, node, _SCATTER[view.target], view.args[0], new_root, *view.args[1:])
+    added = start.next
+    while added is not node:
+        order[added] = order[node]
+        storages.add(added)
+        added = added.next
     storages.shared[root].remove(node)
-    for old, new in ((target, value), (root, whole)) if path else ((target, value),):
+    for old, new in ((target, value), (root, new_root)) if path else ((target, value),):
         for reader in later(old):
             reader.replace_input_with(old, new)
     node.replace_all_uses_with(value)
     graph.erase_node(node)
 
 
-def _path(target: Node, root: Node) -> list[Node] | None:
-    """The slices that lead from ``target`` out to ``root``; None if one of them is no slice."""
+def _views_between(target: Node, root: Node) -> list[Node] | None:
+    """Return the slices that lead from ``target`` back to ``root``, innermost first; None if there is another view."""
     path = []
     while target is not root:
         if target.target not in _SCATTER:
@@ -91,9 +91,9 @@ def _path(target: Node, root: Node) -> list[Node] | None:
     return path
 
 
-def _functional(graph: Graph, node: Node) -> Node | None:
-    """The value that ``node`` would write, of the same shape and dtype, made at the insertion point."""
-    target, want = node.args[0], node.meta["val"]
+def _out_of_place_value(graph: Graph, node: Node) -> Node | None:
+    """Add nodes that compute what ``node`` writes, of the same shape and dtype; return the last, or None if unknown."""
+    target, expected = node.args[0], node.meta["val"]
     name = node.target._schema.name.removeprefix("aten::")
     if name == "copy_":
         value = call(graph, node, aten.clone.default, node.args[1])
@@ -104,10 +104,10 @@ def _functional(graph: Graph, node: Node) -> Node | None:
         if overload is None:
             return None
         value = call(graph, node, overload, *node.args, **node.kwargs)
-    if value.meta["val"].dtype != want.dtype:
-        value = call(graph, node, aten.to.dtype, value, want.dtype)
-    if value.meta["val"].shape != want.shape:
-        value = call(graph, node, aten.expand.default, value, list(want.shape))
+    if value.meta["val"].dtype != expected.dtype:
+        value = call(graph, node, aten.to.dtype, value, expected.dtype)
+    if value.meta["val"].shape != expected.shape:
+        value = call(graph, node, aten.expand.default, value, list(expected.shape))
     return value
 
 

@@ -1,18 +1,18 @@
-"""Where a rewritten graph has collectives. They are marks: the engine performs them at the borders of segments."""
+"""Marks in a rewritten graph for its collectives, which the engine performs at the borders of segments."""
 
 from torch import Tensor
 
 
 def copy_in(x: Tensor) -> Tensor:
-    """A replicated value enters sharded work: its gradient is partial on each rank and is summed over them."""
+    """Mark a replicated value that sharded work reads: its gradient, a partial sum on each rank, is all-reduced."""
     raise AssertionError("a mark, not to be run")
 
 
 def reduce_sum(x: Tensor) -> Tensor:
-    """A partial value leaves sharded work: it is summed over the tensor-parallel ranks."""
+    """Mark a partial sum that leaves sharded work: it is all-reduced over the tensor-parallel ranks."""
     raise AssertionError("a mark, not to be run")
 
 
 def stack(x: Tensor) -> Tensor:
-    """All ranks' values leave sharded work, one behind the other: [n, ...]; every rank reads them alike."""
+    """Mark a value that leaves sharded work stacked over the ranks: [tp, ...], the same on every rank."""
     raise AssertionError("a mark, not to be run")

@@ -1,4 +1,4 @@
-"""Readable names of units, from the modules whose work they do."""
+"""Readable names of units, from the modules that their nodes were traced in."""
 
 import re
 from collections import Counter
@@ -9,11 +9,11 @@ from torch.fx import Node
 
 from .nodes import EMBEDDINGS, flops, is_op
 
-Path = tuple[str, ...]
+ModulePath = tuple[str, ...]
 
 
-def module_path(node: Node) -> Path:
-    """The attributes that lead to the module that a node was traced in; () for the model itself or unknown."""
+def module_path(node: Node) -> ModulePath:
+    """Return the attribute path of the module that a node was traced in; () for the model itself or if unknown."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ()
@@ -22,55 +22,55 @@ def module_path(node: Node) -> Path:
 
 
 def layer_of(node: Node) -> str:
-    """The innermost of the repeated modules, named by numbers, that a node was traced in, and which call of it."""
+    """Return a key of the innermost repeated module (named by a number), and of the call of it, that has a node."""
     stack = node.meta.get("nn_module_stack") or {}
     return next((key for key, (name, _) in reversed(stack.items()) if name.rpartition(".")[2].isdigit()), "")
 
 
 def unit_names(units: Sequence[Sequence[Node]]) -> tuple[str, ...]:
-    """One name per unit: the innermost module that does all its heavy work ("model.layers.3.self_attn").
+    """Return one name per unit: the innermost module that contains its main work ("model.layers.3.self_attn").
 
-    Where that module does work of other units too, the parts of it that this unit runs are added ("layer.3.fc1+fc2").
+    If other units do work of that module too, the submodules that this unit runs are added ("layer.3.fc1+fc2").
     Units of one module that runs several times are numbered ("shared.attention#2").
     """
-    homes, parts = [], []
-    for paths in map(_work, units):
-        home = tuple(commonprefix(paths))
-        homes.append(home)
-        parts.append(tuple(dict.fromkeys(path[len(home)] for path in paths if len(path) > len(home))))
-    distinct = dict.fromkeys(zip(homes, parts, strict=True))
-    tenants = Counter(home[:depth] for home, _ in distinct for depth in range(len(home) + 1))
+    common_paths, children = [], []
+    for paths in map(_main_paths, units):
+        common = tuple(commonprefix(paths))
+        common_paths.append(common)
+        children.append(tuple(dict.fromkeys(path[len(common)] for path in paths if len(path) > len(common))))
+    distinct = dict.fromkeys(zip(common_paths, children, strict=True))
+    units_in = Counter(common[:depth] for common, _ in distinct for depth in range(len(common) + 1))
     names = []
-    for home, rooms in zip(homes, parts, strict=True):
-        name = ".".join(home)
-        if rooms and tenants[home] > 1:
-            chosen = "+".join(rooms) if len(rooms) <= 3 else f"{rooms[0]}..{rooms[-1]}"
-            name = f"{name}.{chosen}" if name else chosen
+    for common, names_below in zip(common_paths, children, strict=True):
+        name = ".".join(common)
+        if names_below and units_in[common] > 1:
+            suffix = "+".join(names_below) if len(names_below) <= 3 else f"{names_below[0]}..{names_below[-1]}"
+            name = f"{name}.{suffix}" if name else suffix
         names.append(name or "model")
     names[-1:] = ["loss" if name == "model" else name for name in names[-1:]]
     return _numbered(names)
 
 
-def _work(unit: Sequence[Node]) -> list[Path]:
-    """Where the products of a unit are, else its embeddings, else any of its nodes."""
-    for chosen in (
+def _main_paths(unit: Sequence[Node]) -> list[ModulePath]:
+    """Return the module paths of a unit's matrix products; without any, of its embeddings, else of all nodes."""
+    for nodes in (
         [node for node in unit if flops(node)],
         [node for node in unit if is_op(node, *EMBEDDINGS)],
         list(unit),
     ):
-        if paths := [module_path(node) for node in chosen]:
+        if paths := [module_path(node) for node in nodes]:
             return paths
     return [()]
 
 
 def _numbered(names: Sequence[str]) -> tuple[str, ...]:
-    total, seen, unique = Counter(names), Counter[str](), []
+    total, count, unique = Counter(names), Counter[str](), []
     for name in names:
-        seen[name] += 1
-        unique.append(f"{name}#{seen[name]}" if total[name] > 1 else name)
+        count[name] += 1
+        unique.append(f"{name}#{count[name]}" if total[name] > 1 else name)
     return tuple(unique)
 
 
 def place(node: Node) -> str:
-    """The module that a node belongs to: "model.layers.0.self_attn"."""
+    """Return the name of the module that a node was traced in, such as "model.layers.0.self_attn"."""
     return ".".join(module_path(node)) or "the model"

@@ -1,4 +1,4 @@
-"""Facts about the nodes of a captured graph: values, costs, chance, and what becomes of a node in a cut."""
+"""Facts about the nodes of a captured graph: values, FLOPs, randomness, and their kind when the graph is cut."""
 
 from collections.abc import Container, Iterator
 from math import prod
@@ -14,8 +14,10 @@ EMBEDDINGS = ("embedding", "embedding_bag")
 
 
 def op_name(node: Node) -> str:
-    """What a node calls, without overload: "linear" (aten), "namespace.name" (other operators), a function's name; ""
-    for a node that calls nothing."""
+    """Return the name of what a node calls, without overload; "" if it calls nothing.
+
+    That is "linear" for an aten operator, "namespace.name" for other operators, and the name of a Python function.
+    """
     if node.op != "call_function":
         return ""
     target = node.target
@@ -31,7 +33,7 @@ def is_op(node: object, *names: str) -> bool:
 
 
 def values(node: Node) -> tuple[torch.Tensor, ...]:
-    """The tensors that a node makes: one, those of a tuple or list, or none."""
+    """Return the tensors that a node returns: one, those of a tuple or list, or none."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return (value,)
@@ -39,19 +41,21 @@ def values(node: Node) -> tuple[torch.Tensor, ...]:
 
 
 def nbytes(node: Node) -> int:
-    """Bytes of what a node makes."""
+    """Return the bytes of all tensors that a node returns."""
     return sum(value.numel() * value.element_size() for value in values(node))
 
 
 def flops(node: Node) -> int:
-    """Of the matrix products and convolutions in a node's forward, a multiply-add counting two; attention that is
-    declared causal counts half of its scores. Everything else counts nothing."""
+    """Return the FLOPs of the matrix products and convolutions in a node's forward; a multiply-add counts as two.
+
+    Attention with ``is_causal`` counts half. All other operations count as zero.
+    """
     if node.op != "call_function":
         return 0
     name = op_name(node)
     if name in _CONTRACTIONS:
-        made, shapes = values(node), [_shape(argument) for argument in node.args]
-        return _CONTRACTIONS[name](node, made[0].numel(), shapes) if made else 0
+        results, shapes = values(node), [_shape(argument) for argument in node.args]
+        return _CONTRACTIONS[name](node, results[0].numel(), shapes) if results else 0
     if isinstance(node.target, OpOverload):
         return 0
     if isinstance(node.target, CustomFunction):
@@ -60,12 +64,12 @@ def flops(node: Node) -> int:
 
 
 def _shape(argument: object) -> tuple[int, ...]:
-    made = values(argument) if isinstance(argument, Node) else ()
-    return tuple(made[0].shape) if made else ()
+    tensors = values(argument) if isinstance(argument, Node) else ()
+    return tuple(tensors[0].shape) if tensors else ()
 
 
 def _inner_graphs(node: Node) -> Iterator[Graph]:
-    """The graphs that a higher-order op runs."""
+    """Yield the graphs that a higher-order op runs."""
     owner = node.graph.owning_module
     for argument in node.all_input_nodes:
         if argument.op == "get_attr" and not values(argument) and owner is not None:
@@ -75,32 +79,32 @@ def _inner_graphs(node: Node) -> Iterator[Graph]:
 
 
 def is_causal(attention: Node) -> bool:
-    """Whether a scaled_dot_product_attention masks what comes later by itself."""
+    """Whether a scaled_dot_product_attention is called with ``is_causal``."""
     return attention.kwargs.get("is_causal", attention.args[5] if len(attention.args) > 5 else False)
 
 
 def attends_causally(graph: Graph) -> bool:
-    """Whether there is attention in a graph, and all of it is causal by itself."""
-    found, graphs = [], [graph]
-    while graphs:
-        for node in graphs.pop().nodes:
-            found += [is_causal(node)] * is_op(node, "scaled_dot_product_attention")
-            graphs += _inner_graphs(node) if node.op == "call_function" else ()
-    return bool(found) and all(found)
+    """Whether a graph contains attention, and all of it is called with ``is_causal``."""
+    causal, pending = [], [graph]
+    while pending:
+        for node in pending.pop().nodes:
+            causal += [is_causal(node)] * is_op(node, "scaled_dot_product_attention")
+            pending += _inner_graphs(node) if node.op == "call_function" else ()
+    return bool(causal) and all(causal)
 
 
-def _attention(node: Node, made: int, shapes: list[tuple[int, ...]]) -> int:
+def _attention(node: Node, numel: int, shapes: list[tuple[int, ...]]) -> int:
     query, key = shapes[0], shapes[1]
-    rows = made // (shapes[2][-1] or 1)
+    rows = numel // (shapes[2][-1] or 1)
     products = 2 * rows * key[-2] * (query[-1] + shapes[2][-1])
     return products // 2 if is_causal(node) else products
 
 
-def _einsum(node: Node, made: int, shapes: list[tuple[int, ...]]) -> int:
+def _einsum(node: Node, numel: int, shapes: list[tuple[int, ...]]) -> int:
     operands = [values(operand)[0].shape for operand in node.args[1]]
     letters = str(node.args[0]).replace(" ", "").split("->")[0].split(",")
     if "..." in "".join(letters):
-        return 2 * made * operands[0][-1]
+        return 2 * numel * operands[0][-1]
     extents = {
         letter: n for term, shape in zip(letters, operands, strict=True) for letter, n in zip(term, shape, strict=True)
     }
@@ -126,43 +130,44 @@ _CONTRACTIONS = {
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers: dropout with probability 0 or in evaluation does not."""
+    """Whether a node draws random numbers; dropout with probability 0 or in evaluation does not."""
     target = node.target
     if isinstance(target, CustomFunction):
         return target.random
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    given = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
-    given = {argument.name: argument.default_value for argument in target._schema.arguments} | given | dict(node.kwargs)
-    if given.get("train") is False or given.get("training") is False or given.get("dropout_p") == 0:
+    arguments = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
+    defaults = {argument.name: argument.default_value for argument in target._schema.arguments}
+    arguments = defaults | arguments | dict(node.kwargs)
+    if arguments.get("train") is False or arguments.get("training") is False or arguments.get("dropout_p") == 0:
         return False
-    return not ("dropout" in op_name(node) and given.get("p") == 0)
+    return not ("dropout" in op_name(node) and arguments.get("p") == 0)
 
 
 def classify(graph: Graph, parameters: Container[str]) -> dict[Node, str]:
-    """What becomes of every node when the graph is cut.
+    """Return the kind of every node, which decides where it is computed when the graph is cut.
 
-    - "param": reads one of ``parameters`` (names); "leaf": a placeholder or a constant; "output": the output;
-    - "common": no parameter upstream (masks, positions, rotary tables): every stage computes it again;
-    - "side": parameters upstream but neither the batch nor chance (a relative position bias);
-    - "main": all else. It is computed once, as is whatever draws random numbers, and whatever shares a storage that a
-      main node writes to in place, or that changes after a main or side node has read it.
+    - "param": reads one of ``parameters`` (names); "leaf": a placeholder or a constant; "output": the output.
+    - "common": depends on no parameter (masks, positions, rotary tables); every stage recomputes it.
+    - "side": depends on parameters, but neither on the batch nor on random numbers (a relative position bias).
+    - "main": all else, computed by one stage only. This includes whatever draws random numbers, and whatever shares a
+      storage that a main node writes to in place, or that is written to after a main or side node has read it.
     """
     after, root, written = mutation_deps(graph), storages(graph), writers(graph)
-    once: dict[Node, str] = {}  # storages whose nodes must all be main or side
+    required: dict[Node, str] = {}  # storage -> the kind that all its nodes must have: main or side
     while True:
-        kinds = _classify_once(graph, parameters, after, root, once)
-        found = dict(once)
+        kinds = _classify_once(graph, parameters, after, root, required)
+        forced = dict(required)
         for storage, nodes in written.items():
             if kinds[storage] in ("common", "side") and "main" in (kinds[x] for x in nodes):
-                found[storage] = "main"
+                forced[storage] = "main"
             elif kinds[storage] == "common" and "side" in (kinds[x] for x in nodes):
-                found[storage] = "side"
+                forced[storage] = "side"
             elif kinds[storage] == "common" and _read_before(storage, nodes[-1], root, kinds):
-                found[storage] = "main"
-        if found == once:
+                forced[storage] = "main"
+        if forced == required:
             return kinds
-        once = found
+        required = forced
 
 
 def _read_before(storage: Node, writer: Node, root: dict[Node, Node], kinds: dict[Node, str]) -> bool:
@@ -180,22 +185,22 @@ def _classify_once(
     parameters: Container[str],
     after: dict[Node, tuple[Node, ...]],
     root: dict[Node, Node],
-    once: dict[Node, str],
+    required: dict[Node, str],
 ) -> dict[Node, str]:
     kinds: dict[Node, str] = {}
-    batch: dict[Node, bool] = {}  # whether the batch or chance is upstream
+    varies: dict[Node, bool] = {}  # whether it depends on the batch or on random numbers
     for node in graph.nodes:
         above = [*node.all_input_nodes, *after.get(node, ())]
         above_kinds = {kinds[x] for x in above}
-        batch[node] = node.op == "placeholder" or is_random(node) or any(batch[x] for x in above)
+        varies[node] = node.op == "placeholder" or is_random(node) or any(varies[x] for x in above)
         if node.op == "get_attr":
             kinds[node] = "param" if node.target in parameters else "leaf"
         elif node.op in ("placeholder", "output"):
             kinds[node] = "leaf" if node.op == "placeholder" else "output"
-        elif is_random(node) or once.get(root[node]) == "main" or "main" in above_kinds:
+        elif is_random(node) or required.get(root[node]) == "main" or "main" in above_kinds:
             kinds[node] = "main"
-        elif once.get(root[node]) == "side" or not above_kinds.isdisjoint(("param", "side")):
-            kinds[node] = "main" if batch[node] else "side"
+        elif required.get(root[node]) == "side" or not above_kinds.isdisjoint(("param", "side")):
+            kinds[node] = "main" if varies[node] else "side"
         else:
             kinds[node] = "common"
     return kinds

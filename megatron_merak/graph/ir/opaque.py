@@ -1,4 +1,4 @@
-"""Python code as single nodes of a graph: custom autograd Functions, whose gradient so stays their own."""
+"""Python code as single nodes of a graph, such as custom autograd Functions, which so keep their own backward."""
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -22,46 +22,54 @@ _LIBRARY, _NAME = "megatron_merak", "custom_function"
 
 
 class CustomFunction:
-    """Python code as a callable of its tensors alone: what a node of a captured graph calls.
+    """Python code as a function of tensors alone, which a node of a captured graph calls.
 
-    rest: every argument of ``code``, None in place of tensors; places: where among them each tensor goes. A call
-    returns the list of tensors in what the code returns, which must be of the ``shapes`` seen in the trace. random: it
-    draws random numbers. shares: what it returns may share memory with the first tensor. flops: of its forward. kept:
-    bytes that its backward needs besides its arguments, of code that cannot run on tensors without values.
+    A call returns the list of the tensors that ``code`` returns.
+
+    constants:     the flattened arguments of ``code``, with None in place of tensors.
+    spec:          the tree that they are flattened from.
+    positions:     for each tensor argument, its index in ``constants``.
+    shapes:        shape and dtype of each tensor returned, as in the trace; every call must return the same shapes.
+    random:        whether it draws random numbers.
+    aliases_input: whether its results may share memory with the first tensor argument.
+    flops:         FLOPs of its forward.
+    saved_bytes:   for code that cannot run on fake tensors, the bytes that its backward needs besides its arguments;
+                   None for other code.
     """
 
-    def __init__(self, code: Callable[..., Any], title: tuple[str, str], rest: list[Any], arguments: TreeSpec):
-        self.code, self.rest, self.arguments = code, rest, arguments
-        self.places: tuple[int, ...] = ()
+    def __init__(self, code: Callable[..., Any], title: tuple[str, str], constants: list[Any], spec: TreeSpec):
+        self.code, self.constants, self.spec = code, constants, spec
+        self.positions: tuple[int, ...] = ()
         self.shapes: tuple[tuple[torch.Size, torch.dtype], ...] = ()
-        self.random, self.shares, self.flops = False, False, 0
-        self.kept: int | None = None
-        # What torch.fx calls it in a graph and in generated code.
+        self.random, self.aliases_input, self.flops = False, False, 0
+        self.saved_bytes: int | None = None
+        # The name that torch.fx uses in a graph and in generated code.
         self.__module__, self.__name__ = title
         self.__qualname__ = self.__name__
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        if self.kept is not None and any(isinstance(x, FakeTensor) for x in tensors):
-            return list(_WithoutValues.apply(self.shapes, self.kept, *tensors))
-        flat = list(self.rest)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            flat[place] = tensor
-        args, kwargs = tree_unflatten(flat, self.arguments)
-        made = [x for x in tree_leaves(self.code(*args, **kwargs)) if isinstance(x, Tensor)]
-        if [x.shape for x in made] != [shape for shape, _ in self.shapes]:
-            reason = f"it returned {[tuple(x.shape) for x in made]} instead of {[tuple(x) for x, _ in self.shapes]}"
+        if self.saved_bytes is not None and any(isinstance(x, FakeTensor) for x in tensors):
+            return list(_WithoutValues.apply(self.shapes, self.saved_bytes, *tensors))
+        flat = list(self.constants)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            flat[position] = tensor
+        args, kwargs = tree_unflatten(flat, self.spec)
+        tensors_out = [x for x in tree_leaves(self.code(*args, **kwargs)) if isinstance(x, Tensor)]
+        if [x.shape for x in tensors_out] != [shape for shape, _ in self.shapes]:
+            actual, expected = [tuple(x.shape) for x in tensors_out], [tuple(x) for x, _ in self.shapes]
+            reason = f"it returned {actual} instead of {expected}"
             raise TraceError("opaque operation", self.__name__, reason, "Shapes in a captured model must be fixed")
-        if self.kept is None or not torch.is_grad_enabled():
-            return made
+        if self.saved_bytes is None or not torch.is_grad_enabled():
+            return tensors_out
         anchors = [x for x in tensors if x.requires_grad]
-        return [x if x.requires_grad or not anchors else _Attached.apply(x, *anchors) for x in made]
+        return [x if x.requires_grad or not anchors else _Attached.apply(x, *anchors) for x in tensors_out]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CustomFunction":
         return self
 
 
 class _Attached(Function):
-    """A value that did not depend on ``anchors`` this time, but might have: no gradient comes from it."""
+    """Makes a value require grad that depends on ``anchors`` in other calls but not in this one; passes no gradient."""
 
     @staticmethod
     def forward(ctx, x, *anchors):
@@ -74,11 +82,11 @@ class _Attached(Function):
 
 
 class _WithoutValues(Function):
-    """Takes the memory that code takes, and does nothing."""
+    """Allocates the memory that the code would, without computing anything."""
 
     @staticmethod
-    def forward(ctx, shapes, kept, *tensors):
-        ctx.save_for_backward(torch.empty(kept, dtype=torch.uint8))
+    def forward(ctx, shapes, saved_bytes, *tensors):
+        ctx.save_for_backward(torch.empty(saved_bytes, dtype=torch.uint8))
         ctx.like = tensors
         return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
 
@@ -89,53 +97,65 @@ class _WithoutValues(Function):
 
 @dataclass(eq=False)
 class Opaque:
-    """What a trace keeps as single nodes, and what each returns, without values."""
+    """The calls that a trace keeps as single nodes.
+
+    functions: the function of each node.
+    results:   for each, the tensors that it returns, without values.
+    operator:  the operator that stands for them in the trace.
+    """
 
     functions: list[CustomFunction] = field(default_factory=list)
     results: list[list[Tensor]] = field(default_factory=list)
     operator: Callable[..., list[Tensor]] | None = None
 
     def apply(self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Put one node into the graph that is being traced; returns what the Function returns.
+        """Add one node to the graph that is being traced; return what the Function returns.
 
         Raises TraceError for a Function that reads or writes more than its arguments and results.
         """
-        flat, arguments = tree_flatten((args, kwargs))
+        flat, spec = tree_flatten((args, kwargs))
         name = f"{function.__module__}.{function.__qualname__}"
         if any(isinstance(x, nn.Module) and any(True for _ in x.parameters()) for x in flat):
             raise _refusal(name, "its parameters are in a module that is an argument")
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        with _plain_fake(tensors), Look(tensors) as look, torch.no_grad():
+        with _untraced(tensors), SideEffects(tensors) as effects, torch.no_grad():
             outputs, context = forward_of(function, args, kwargs)
         shared = sharing(tensors, tree_leaves(outputs))
-        why = look.why or ("it returns or changes memory of its arguments" if len(shared) > 1 or look.written else "")
+        why = effects.why
+        if not why and (len(shared) > 1 or effects.written):
+            why = "it returns or changes memory of its arguments"
         if why:
             raise _refusal(name, why)
         title = function.__module__, f"{function.__name__}_apply"
-        custom = CustomFunction(partial(_apply, function), title, without_tensors(flat), arguments)
-        custom.random, custom.flops = look.random, look.flops
+        custom = CustomFunction(partial(_apply, function), title, without_tensors(flat), spec)
+        custom.random, custom.flops = effects.random, effects.flops
         constant = {id(x) for x in getattr(context, "non_differentiable", ())}
         return self.put(custom, flat, outputs, shared, constant)
 
     def put(
         self, custom: CustomFunction, flat: list[Any], outputs: Any, shared: list[int], constant: Container[int] = ()
     ) -> Any:
-        """Enter a node that calls ``custom`` and returns what is like ``outputs``, which share memory with the tensors
-        numbered ``shared`` of ``flat``; no gradient comes from those whose ids are ``constant``."""
-        places = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-        first = [places[i] for i in shared]
-        places = first + [i for i in places if i not in first]
-        results, returned = tree_flatten(outputs)
-        custom.places, custom.shares = tuple(places), bool(shared)
+        """Add a node that calls ``custom``; return values like ``outputs``.
+
+        flat:     the flattened arguments.
+        shared:   which of the tensors in ``flat`` the outputs share memory with, by number.
+        constant: ids of the outputs that take no gradient.
+        """
+        positions = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+        first = [positions[i] for i in shared]
+        positions = first + [i for i in positions if i not in first]
+        results, spec = tree_flatten(outputs)
+        custom.positions, custom.aliases_input = tuple(positions), bool(shared)
         custom.shapes = tuple((x.shape, x.dtype) for x in results if isinstance(x, Tensor))
         self.functions.append(custom)
         self.results.append([x for x in results if isinstance(x, Tensor)])
         assert self.operator is not None, "used outside of its context"
-        made = iter(self.operator(len(self.functions) - 1, [flat[i] for i in places]))
-        return tree_unflatten([_next(made, x, constant) if isinstance(x, Tensor) else x for x in results], returned)
+        returned = iter(self.operator(len(self.functions) - 1, [flat[i] for i in positions]))
+        values = [_next_result(returned, x, constant) if isinstance(x, Tensor) else x for x in results]
+        return tree_unflatten(values, spec)
 
     def settle(self, module: nn.Module) -> None:
-        """Let the nodes of a traced graph call the code, and the operator no more."""
+        """Make the nodes of a traced graph call their functions instead of the operator."""
         graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
         for node in [node for graph in graphs for node in graph.nodes]:
             if getattr(node.target, "namespace", "") == _LIBRARY and node.target._schema.name.endswith(_NAME):
@@ -149,13 +169,13 @@ def without_tensors(flat: list[Any]) -> list[Any]:
 
 
 def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-    """Looks ``apply`` up when it is called: during a trace it is another one."""
+    """Call ``function.apply``, looked up at each call because it is patched during a trace."""
     return function.apply(*args, **kwargs)
 
 
 @contextmanager
 def keep_functions() -> Iterator[Opaque]:
-    """Inside, an operator stands for custom Functions while they are traced."""
+    """Define, for the duration of a trace, the operator that stands for custom Functions."""
     opaque = Opaque()
 
     def fake(index: int, tensors: list[Tensor]) -> list[Tensor]:
@@ -169,7 +189,7 @@ def keep_functions() -> Iterator[Opaque]:
 
 
 def forward_of(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, FunctionCtx]:
-    """What the Function's forward returns, by operations that autograd may see, and its context."""
+    """Run the Function's forward with its operations visible to autograd; return its outputs and its context."""
     ctx = FunctionCtx()
     if function.setup_context is not Function.setup_context:
         outputs = function.forward(*args, **kwargs)
@@ -179,21 +199,25 @@ def forward_of(function: type[Function], args: tuple[Any, ...], kwargs: dict[str
     return function.forward(ctx, *args, **kwargs), ctx
 
 
-class Look(TorchDispatchMode):
-    """What code does besides computing its results from its arguments."""
+class SideEffects(TorchDispatchMode):
+    """Records what code does besides computing its results from its arguments.
 
-    def __init__(self, given: list[Tensor]):
+    written: it writes to an argument in place. why: it reads a tensor that is neither an argument nor its own.
+    tensors: its arguments and all that it computes, by id.
+    """
+
+    def __init__(self, inputs: list[Tensor]):
         super().__init__()
-        self.known = {id(x): x for x in given}
-        self.inputs = frozenset(self.known)
+        self.tensors = {id(x): x for x in inputs}
+        self.inputs = frozenset(self.tensors)
         self.random = self.written = False
         self.flops = 0
         self.why = ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for x in tree_leaves((args, kwargs or {})):
-            if isinstance(x, FakeTensor) and id(x) not in self.known:
-                self.why = "it reads a parameter, or a value of the model, that is no argument of it"
+            if isinstance(x, FakeTensor) and id(x) not in self.tensors:
+                self.why = "it reads a parameter, or a value of the model, that is not one of its arguments"
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.written |= any(id(x) in self.inputs for x in tree_leaves(value))
@@ -201,13 +225,13 @@ class Look(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
-        self.known.update((id(x), x) for x in tree_leaves(result) if isinstance(x, Tensor))
+        self.tensors.update((id(x), x) for x in tree_leaves(result) if isinstance(x, Tensor))
         return result
 
 
 @contextmanager
-def _plain_fake(tensors: list[Tensor]) -> Iterator[None]:
-    """Nothing is recorded; fake tensors stay fake."""
+def _untraced(tensors: list[Tensor]) -> Iterator[None]:
+    """Run code without recording it in the trace; fake tensors stay fake."""
     mode = next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), None)
     with _disable_current_modes():
         if mode is None:
@@ -218,13 +242,13 @@ def _plain_fake(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def sharing(tensors: list[Tensor], results: list[Any]) -> list[int]:
-    """Which of ``tensors`` the results share memory with."""
+    """Return which of ``tensors``, by number, the results share memory with."""
     memory = {x.untyped_storage()._cdata for x in results if isinstance(x, Tensor)}
     return [i for i, x in enumerate(tensors) if x.untyped_storage()._cdata in memory]
 
 
-def _next(made: Iterator[Tensor], like: Tensor, constant: Container[int]) -> Tensor:
-    value = next(made)
+def _next_result(tensors: Iterator[Tensor], like: Tensor, constant: Container[int]) -> Tensor:
+    value = next(tensors)
     return value.detach() if id(like) in constant else value
 
 

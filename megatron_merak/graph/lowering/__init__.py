@@ -1,1 +1,1 @@
-"""The captured graph as one rank computes it: local shapes, collectives at borders, segments of code."""
+"""Lowers the captured graph to what one rank runs: local shapes, and segments of code between collectives."""

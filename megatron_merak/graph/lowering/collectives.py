@@ -1,4 +1,4 @@
-"""Marks moved to where they cost least: fewer bytes, fewer collectives. Nothing else about the graph changes."""
+"""Moves the collective marks of a rewritten graph to where they communicate least; nothing else of it changes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +12,7 @@ from ..ir.nodes import is_random, nbytes, op_name
 
 aten = torch.ops.aten
 
-# Linear in the first operand, the only one.
+# Ops that are linear in their first operand, which is their only differentiable one.
 LINEAR = (
     "view reshape flatten unflatten unsqueeze squeeze transpose permute clone contiguous alias to expand index "
     "index_select sum slice select"
@@ -20,22 +20,28 @@ LINEAR = (
 MARKS = (copy_in, reduce_sum, stack)
 
 
-def move(graph: Graph, tp: int) -> None:
-    """Lower sums, lift copies, merge sums that are added."""
+def move_collectives(graph: Graph, tp: int) -> None:
+    """Delay all-reduces until after ops that shrink them, hoist ``copy_in`` marks, merge all-reduces that are added.
+
+    tp: tensor-parallel degree.
+    """
     for node in list(graph.nodes):
         if node.target is reduce_sum:
-            _lower(graph, node, tp)
-    _lift(graph)
+            _delay_reduction(graph, node, tp)
+    _hoist_copies(graph)
     for node in list(graph.nodes):
         if op_name(node) == "add":
-            _merge(graph, node)
+            _merge_reductions(graph, node)
 
 
-def _lower(graph: Graph, mark: Node, tp: int) -> None:
-    """A sum over the ranks behind the linear ops that make it smaller: the experts' outputs after their top-k sum."""
+def _delay_reduction(graph: Graph, mark: Node, tp: int) -> None:
+    """Move an all-reduce after the linear ops that make its value smaller.
+
+    For example, the outputs of MoE experts are all-reduced after the sum over the top k.
+    """
     chain: list[Node] = []
     end = mark
-    while len(end.users) == 1 and _linear_in(user := next(iter(end.users)), end):
+    while len(end.users) == 1 and _is_linear_in(user := next(iter(end.users)), end):
         chain.append(user)
         end = user
     if not chain or nbytes(best := min(chain, key=nbytes)) >= nbytes(mark):
@@ -47,24 +53,24 @@ def _lower(graph: Graph, mark: Node, tp: int) -> None:
         node.meta["sharded"] = True
     for node, x in others:
         with graph.inserting_before(node):
-            taken = _enter_as(graph, copy_in, (x,), x, node) if x.meta["grad"] and x.op != "get_attr" else x
-            if op_name(node) == "add":  # every rank adds its share
-                taken = _enter_as(graph, aten.mul.Tensor, (taken, 1 / tp), x, node)
-        node.replace_input_with(x, taken)
+            operand = _new_sharded_node(graph, copy_in, (x,), x, node) if x.meta["grad"] and x.op != "get_attr" else x
+            if op_name(node) == "add":  # each rank adds 1 / tp of the replicated operand
+                operand = _new_sharded_node(graph, aten.mul.Tensor, (operand, 1 / tp), x, node)
+        node.replace_input_with(x, operand)
     best.replace_all_uses_with(mark)
     mark.args = (best,)
     mark.meta = dict(mark.meta) | {"val": best.meta["val"]}
     best.append(mark)
 
 
-def _enter_as(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], like: Node, user: Node) -> Node:
-    made = graph.call_function(target, args)
-    made.meta = {"val": like.meta["val"], "unit": user.meta["unit"], "sharded": True, "grad": like.meta["grad"]}
-    return made
+def _new_sharded_node(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], like: Node, user: Node) -> Node:
+    node = graph.call_function(target, args)
+    node.meta = {"val": like.meta["val"], "unit": user.meta["unit"], "sharded": True, "grad": like.meta["grad"]}
+    return node
 
 
-def _linear_in(user: Node, x: Node) -> bool:
-    """Whether a node, in the same unit, is linear in ``x`` and draws, writes and converts nothing."""
+def _is_linear_in(user: Node, x: Node) -> bool:
+    """Whether ``user`` is in the unit of ``x``, linear in it, and neither writes in place nor changes the dtype."""
     name = op_name(user)
     if user.meta.get("unit") != x.meta.get("unit") or user.meta.get("sharded") or aliased(user)[1]:
         return False
@@ -80,73 +86,81 @@ def _linear_in(user: Node, x: Node) -> bool:
     return name == "mul" or first and (name in LINEAR or name == "div" or name == "masked_fill" and user.args[2] == 0)
 
 
-def _lift(graph: Graph) -> None:
-    """One copy into sharded work before ops that only such work reads, instead of one behind each of them, where that
-    is less to sum: before the experts' gather, before the steps of a scan, or at a parameter, where it is free.
+def _hoist_copies(graph: Graph) -> None:
+    """Replace the ``copy_in`` marks after ops that only sharded work reads by one mark before these ops.
 
-    A copy is the identity and its backward is linear, so any op with one differentiable operand may follow it.
+    This is done where it reduces the bytes to all-reduce in the backward: before the gather of MoE experts, before the
+    steps of a scan, or at a parameter, where it costs nothing. It is valid for any op with one differentiable operand,
+    since ``copy_in`` is the identity and its backward is linear.
     """
-    below = _copied_below(graph)
+    hoistable = _hoistable(graph)
     for source in list(graph.nodes):
-        lifted = [user for user in source.users if below.get(user, (None,))[0] is source]
+        consumers = [user for user in source.users if hoistable.get(user, (None,))[0] is source]
         marks = [user for user in source.users if user.target is copy_in]
         parameter = source.op == "get_attr"
-        if not lifted or source.meta["sharded"] or not isinstance(source.meta["val"], torch.Tensor):
+        if not consumers or source.meta["sharded"] or not isinstance(source.meta["val"], torch.Tensor):
             continue
-        if not parameter and not marks and _sum(below[user][1] for user in lifted) <= (nbytes(source), 1):
+        if not parameter and not marks and _add_pairs(hoistable[user][1] for user in consumers) <= (nbytes(source), 1):
             continue
-        copied = source
+        copy = source
         if not parameter:
             with graph.inserting_after(source):
-                copied = graph.call_function(copy_in, (source,))
-            copied.meta = dict(source.meta) | {"sharded": True}
+                copy = graph.call_function(copy_in, (source,))
+            copy.meta = dict(source.meta) | {"sharded": True}
         for mark in marks:
-            mark.replace_all_uses_with(copied)
+            mark.replace_all_uses_with(copy)
             graph.erase_node(mark)
-        for node in lifted:
-            node.replace_input_with(source, copied)
-            _enter(graph, node)
+        for node in consumers:
+            node.replace_input_with(source, copy)
+            _make_sharded(graph, node)
 
 
-def _copied_below(graph: Graph) -> dict[Node, tuple[Node, tuple[int, int]]]:
-    """Of every node that a copy can be lifted over: the operand it would be lifted to, and (bytes, copies) behind it at
-    best."""
-    below: dict[Node, tuple[Node, tuple[int, int]]] = {}
+def _hoistable(graph: Graph) -> dict[Node, tuple[Node, tuple[int, int]]]:
+    """Return, for each node that a ``copy_in`` can be hoisted over, (operand, (bytes, marks)).
+
+    The operand is the one that the mark would move to; (bytes, marks) is the least cost of the marks at or after the
+    node.
+    """
+    hoistable: dict[Node, tuple[Node, tuple[int, int]]] = {}
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.meta["sharded"] or node.target in MARKS or not node.users:
             continue
         unit = node.meta["unit"]
-        inside = [user for user in node.users if below.get(user, (None,))[0] is node]
+        consumers = [user for user in node.users if hoistable.get(user, (None,))[0] is node]
         marks = [user for user in node.users if user.target is copy_in]
-        if len(inside) + len(marks) < len(node.users) or any(user.meta["unit"] != unit for user in marks):
+        if len(consumers) + len(marks) < len(node.users) or any(user.meta["unit"] != unit for user in marks):
             continue
         sources = [x for x in node.all_input_nodes if x.meta["grad"]]
         if len(sources) != 1 or is_random(node) or aliased(node)[1]:
             continue
         if sources[0].op == "get_attr" or sources[0].meta["unit"] == unit:
-            here = (nbytes(node), 1)
-            below[node] = (sources[0], here if marks else min(here, _sum(below[user][1] for user in inside)))
-    return below
+            own_cost = (nbytes(node), 1)
+            cost = own_cost if marks else min(own_cost, _add_pairs(hoistable[user][1] for user in consumers))
+            hoistable[node] = (sources[0], cost)
+    return hoistable
 
 
-def _sum(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def _add_pairs(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
     first, second = zip(*pairs, strict=True)
     return sum(first), sum(second)
 
 
-def _enter(graph: Graph, node: Node) -> None:
-    """``node`` and all behind it becomes sharded work, without the copies in between."""
+def _make_sharded(graph: Graph, node: Node) -> None:
+    """Make ``node`` and all that reads it sharded work, and remove the ``copy_in`` marks in between."""
     node.meta["sharded"] = True
     for mark in [user for user in node.users if user.target is copy_in]:
         mark.replace_all_uses_with(node)
         graph.erase_node(mark)
     for user in node.users:
         if not user.meta["sharded"]:
-            _enter(graph, user)
+            _make_sharded(graph, user)
 
 
-def _merge(graph: Graph, node: Node) -> None:
-    """sum(a) + sum(b) = sum(a + b): parallel attention and feed-forward, token and position embeddings."""
+def _merge_reductions(graph: Graph, node: Node) -> None:
+    """Replace reduce_sum(a) + reduce_sum(b) by reduce_sum(a + b).
+
+    This occurs with parallel attention and MLP, and with token and position embeddings.
+    """
     if len(node.args) != 2 or node.kwargs or aliased(node)[1]:
         return
     a, b = node.args

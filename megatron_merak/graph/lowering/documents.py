@@ -1,4 +1,4 @@
-"""The documents of packed rows, as far as a graph can tell them from the positions of a batch before it runs."""
+"""Finds the documents of packed rows from the position ids of a batch, before the graph runs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,36 +14,40 @@ POSITIONS = "position_ids"
 
 
 def known_documents(graph: Graph, constants: Mapping[str, Any], positions: Tensor) -> dict[Node, Tensor]:
-    """What each search for documents in ``graph`` finds in a batch with these positions.
+    """Return the result of each ``ops.documents`` node of ``graph`` for a batch with these position ids.
 
-    Nothing of a mask that another entry of the batch takes part in: ranks that plan alike know the positions alone.
+    Nodes whose mask depends on any other entry of the batch are left out: all ranks must plan alike, and the positions
+    are all that every rank knows.
+
+    constants: values of the graph's get_attr nodes that are not parameters.
+    positions: ``position_ids`` of the batch.
     """
-    found = {}
+    bounds = {}
     for node in graph.find_nodes(op="call_function", target=ops.documents):
         try:
-            found[node] = _value(node, constants, positions, {})
-        except _UnknownError:
+            bounds[node] = _evaluate(node, constants, positions, {})
+        except _NotConstantError:
             continue
-    return found
+    return bounds
 
 
-class _UnknownError(Exception):
-    """A value follows from more than positions and constants."""
+class _NotConstantError(Exception):
+    """A value depends on more than positions and constants."""
 
 
-def _value(node: Node, constants: Mapping[str, Any], positions: Tensor, made: dict[Node, Any]) -> Any:
-    if node in made:
-        return made[node]
+def _evaluate(node: Node, constants: Mapping[str, Any], positions: Tensor, values: dict[Node, Any]) -> Any:
+    if node in values:
+        return values[node]
     if node.op == "placeholder" and node.target == POSITIONS:
         value = positions
     elif node.op == "get_attr" and str(node.target) in constants:
         value = constants[str(node.target)]
     elif node.op != "call_function":
-        raise _UnknownError
+        raise _NotConstantError
     elif node.target is copy_in:
-        value = _value(node.args[0], constants, positions, made)
+        value = _evaluate(node.args[0], constants, positions, values)
     else:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda each: _value(each, constants, positions, made))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda each: _evaluate(each, constants, positions, values))
         value = node.target(*args, **kwargs)
-    made[node] = value
+    values[node] = value
     return value

@@ -1,11 +1,13 @@
-"""Parts for batches of any length, from those of two: the same code, its numbers that differ as arguments.
+"""Generalizes the parts of captures at two sequence lengths to any length.
+
+The code of both is the same but for integers that differ. These become arguments, affine functions of the length:
 
     length 64   view(x, [1, 64, 4, 16])   slice(table, 2, 0, 65)
     length 96   view(x, [1, 96, 4, 16])   slice(table, 2, 0, 97)
     length n    view(x, [1, n, 4, 16])    slice(table, 2, 0, n + 1)
 
-Two lengths tell a number that is a whole multiple of the length plus another. That all of them are, and for which other
-lengths the code is the model's, ``capture.lengths`` tells.
+Two lengths determine an affine function, but not that a number is one. ``capture.lengths`` determines whether all of
+them are, and for which other lengths the model runs the same code.
 """
 
 from collections.abc import Callable
@@ -20,21 +22,24 @@ from torch.fx import Graph, GraphModule, Node
 from ...segment import Crossing
 from .split import Part, Parts
 
-Line = tuple[int, int]  # (times, plus): of a length
+Affine = tuple[int, int]  # (factor, offset): factor * length + offset
 
 
-class _UnlikeError(Exception):
-    """The two programs differ by more than their numbers."""
+class _DifferError(Exception):
+    """The two graphs differ by more than integers that are affine in the length."""
 
 
 class _Code:
-    """Two graphs that are the same but for numbers, as one that takes these: ``numbers``, in the order of arguments."""
+    """One graph from two that differ only in integers, which it takes as its first arguments.
+
+    numbers: each such integer -> its placeholder, in the order of the arguments.
+    """
 
     def __init__(self, one: GraphModule, other: GraphModule, lengths: tuple[int, int]):
-        self.lengths, self.numbers = lengths, dict[Line, Node]()
+        self.lengths, self.numbers = lengths, dict[Affine, Node]()
         self.graph = Graph()
-        self._made: dict[Node, Node] = {}
-        self._twin: dict[Node, Node] = {}
+        self._merged_nodes: dict[Node, Node] = {}
+        self._counterpart: dict[Node, Node] = {}
         for a, b in zip(one.graph.nodes, other.graph.nodes, strict=True):
             _same(a.op, b.op)
             if a.op != "placeholder":
@@ -42,22 +47,23 @@ class _Code:
             if a.op == "get_attr":
                 self._same_region(getattr(one, str(a.target)), getattr(other, str(b.target)))
             args, kwargs = self._merged(a.args, b.args), self._merged(a.kwargs, b.kwargs)
-            self._made[a] = self.graph.create_node(a.op, a.target, args, kwargs, a.name)
-            self._twin[b] = a
+            self._merged_nodes[a] = self.graph.create_node(a.op, a.target, args, kwargs, a.name)
+            self._counterpart[b] = a
         self.run = GraphModule(one, self.graph).forward if self.numbers else one.forward
 
     def __call__(self, length: int) -> Callable:
-        return partial(self.run, *(times * length + plus for times, plus in self.numbers)) if self.numbers else self.run
+        numbers = [factor * length + offset for factor, offset in self.numbers]
+        return partial(self.run, *numbers) if numbers else self.run
 
     def _same_region(self, one: Any, other: Any) -> None:
         if not isinstance(one, GraphModule) or _Code(one, other, self.lengths).numbers:
-            raise _UnlikeError
+            raise _DifferError
 
     def _merged(self, a: Any, b: Any) -> Any:
         _same(type(a), type(b))
         if isinstance(a, Node):
-            _same(self._twin.get(b), a)
-            return self._made[a]
+            _same(self._counterpart.get(b), a)
+            return self._merged_nodes[a]
         if isinstance(a, list | tuple):
             merged = [self._merged(*pair) for pair in zip(a, b, strict=True)]
             return merged if isinstance(a, list) else tuple(merged)
@@ -67,47 +73,49 @@ class _Code:
         if isinstance(a, slice):
             return slice(*(self._merged(getattr(a, k), getattr(b, k)) for k in ("start", "stop", "step")))
         if type(a) is int and a != b:
-            return self._number(_line(a, b, self.lengths))
+            return self._number(_affine(a, b, self.lengths))
         _same(a, b)
         return a
 
-    def _number(self, line: Line) -> Node:
-        if line not in self.numbers:
+    def _number(self, affine: Affine) -> Node:
+        if affine not in self.numbers:
             last = next(reversed(self.numbers.values()), None)
             with self.graph.inserting_after(last) if last else self.graph.inserting_before():
-                self.numbers[line] = self.graph.placeholder(f"number_{len(self.numbers)}")
-        return self.numbers[line]
+                self.numbers[affine] = self.graph.placeholder(f"number_{len(self.numbers)}")
+        return self.numbers[affine]
 
 
-def _line(a: int, b: int, lengths: tuple[int, int]) -> Line:
-    """What gives ``a`` for one length and ``b`` for the other."""
-    times, rest = divmod(b - a, lengths[1] - lengths[0])
+def _affine(a: int, b: int, lengths: tuple[int, int]) -> Affine:
+    """Return the affine function that is ``a`` at the first length and ``b`` at the second."""
+    factor, rest = divmod(b - a, lengths[1] - lengths[0])
     if rest:
-        raise _UnlikeError
-    return times, a - times * lengths[0]
+        raise _DifferError
+    return factor, a - factor * lengths[0]
 
 
 @dataclass(frozen=True, eq=False)
 class AnyLength:
-    """Makes the parts of a range of units for a length: those of ``parts`` with other numbers in their code.
+    """Returns, for a sequence length, the parts of a range of units: those of ``parts`` with other numbers.
 
-    codes: of each part; first, then: of their prelude. sources, targets: of each crossing value, its extents.
+    codes:            the code of each part.
+    first, then:      the code of the prelude.
+    sources, targets: for each crossing value, its extents as functions of the length.
     """
 
     parts: Parts
     codes: tuple[_Code, ...]
     first: _Code
     then: _Code
-    sources: tuple[tuple[Line, ...], ...]
-    targets: tuple[tuple[Line, ...], ...]
+    sources: tuple[tuple[Affine, ...], ...]
+    targets: tuple[tuple[Affine, ...], ...]
 
     def __call__(self, length: int) -> Parts:
         parts = tuple(replace(part, code=code(length)) for part, code in zip(self.parts.parts, self.codes, strict=True))
         prelude = self.parts.prelude.with_code(self.first(length), self.then(length))
         sources, targets = (
             tuple(
-                replace(value, shape=tuple(t * length + p for t, p in lines))
-                for value, lines in zip(*border, strict=True)
+                replace(value, shape=tuple(factor * length + offset for factor, offset in extents))
+                for value, extents in zip(*border, strict=True)
             )
             for border in ((self.parts.sources, self.sources), (self.parts.targets, self.targets))
         )
@@ -115,7 +123,7 @@ class AnyLength:
 
 
 def any_length(parts: Parts, length: int, other: Parts, other_length: int) -> AnyLength | None:
-    """From the parts of two captures, of batches of these lengths; None where they are not the same work."""
+    """Generalize the parts of two captures with these lengths; None if their code differs by more than numbers."""
     lengths, one, two = (length, other_length), parts.prelude, other.prelude
     try:
         for a, b in zip(parts.parts, other.parts, strict=True):
@@ -130,31 +138,31 @@ def any_length(parts: Parts, length: int, other: Parts, other_length: int) -> An
             _border(parts.sources, other.sources, lengths),
             _border(parts.targets, other.targets, lengths),
         )
-    except (_UnlikeError, ValueError):  # of zip, for different counts
+    except (_DifferError, ValueError):  # zip raises ValueError for different counts
         return None
     return AnyLength(parts, codes, *prelude, sources, targets)
 
 
 def _code(one: Callable, other: Callable, lengths: tuple[int, int]) -> _Code:
-    """Of two functions that an Emitter wrote, methods of graph modules."""
+    """Merge two functions from ``Emitter.finish``, which are methods of graph modules."""
     return _Code(one.__self__, other.__self__, lengths)  # type: ignore[attr-defined]
 
 
 def _border(
     one: tuple[Crossing, ...], other: tuple[Crossing, ...], lengths: tuple[int, int]
-) -> tuple[tuple[Line, ...], ...]:
-    found = []
+) -> tuple[tuple[Affine, ...], ...]:
+    extents = []
     for a, b in zip(one, other, strict=True):
         _same((a.name, a.dtype, a.grad), (b.name, b.dtype, b.grad))
-        found.append(tuple(_line(*pair, lengths) for pair in zip(a.shape, b.shape, strict=True)))
-    return tuple(found)
+        extents.append(tuple(_affine(*pair, lengths) for pair in zip(a.shape, b.shape, strict=True)))
+    return tuple(extents)
 
 
 def _same(one: object, other: object) -> None:
     if one != other:
-        raise _UnlikeError
+        raise _DifferError
 
 
 def _same_tensor(one: Tensor, other: Tensor) -> None:
     if one is not other and not (one.dtype == other.dtype and torch.equal(one, other)):
-        raise _UnlikeError
+        raise _DifferError

@@ -1,4 +1,4 @@
-"""Which segment of its unit a node belongs to: how many collectives lie on the longest path to it."""
+"""Assigns the nodes of a unit to segments, by the number of collectives on the longest path to each node."""
 
 import operator
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from ..ir.marks import copy_in
 from .flow import REDUCTIONS, Flow
 
 
-def levels(flow: Flow, unit: int) -> dict[Node, int]:
-    """Node -> level, for the nodes of a unit in graph order, without reductions, which are borders.
+def segment_levels(flow: Flow, unit: int) -> dict[Node, int]:
+    """Return the level of each node of a unit, in graph order. Reductions are left out: they separate segments.
 
-    Replicated nodes have even levels, sharded nodes odd ones. So a segment is replicated or sharded as a whole, a
-    forward waits where a backward does, and both launch at the same places. A copy into sharded work counts as the
-    first node of that work.
+    Nodes of one level form a segment. Replicated nodes have even levels, sharded nodes odd ones, so a segment is either
+    replicated or sharded, and forward and backward launch and wait for collectives at the same borders. A ``copy_in``
+    belongs to the sharded work that reads it.
     """
-    nodes = [node for node, place in flow.unit.items() if place == unit]
+    nodes = [node for node, node_unit in flow.unit.items() if node_unit == unit]
     level: dict[Node, int] = {}
     reached: dict[Node, int] = {}
     for node in nodes:
@@ -28,12 +28,12 @@ def levels(flow: Flow, unit: int) -> dict[Node, int]:
             reached[node] = base + 1
             continue
         reached[node] = level[node] = base + (base % 2 != is_sharded(node))
-    _sink(flow, nodes, level)
+    _delay_parameter_work(flow, nodes, level)
     return level
 
 
 def is_sharded(node: Node) -> bool:
-    """Whether a node is computed on this rank's part; a piece of a tuple is if the tuple is."""
+    """Whether a node computes with this rank's shard; an item of a tuple is sharded if the tuple is."""
     if node.target is copy_in:
         return True
     if node.target is operator.getitem and "sharded" not in node.meta:
@@ -41,8 +41,11 @@ def is_sharded(node: Node) -> bool:
     return bool(node.meta.get("sharded", False))
 
 
-def _sink(flow: Flow, nodes: Sequence[Node], level: dict[Node, int]) -> None:
-    """Compute from parameters alone (1 + weight) where it is used, not in the unit's first segment: it would cross."""
+def _delay_parameter_work(flow: Flow, nodes: Sequence[Node], level: dict[Node, int]) -> None:
+    """Move what depends on parameters alone, such as ``1 + weight``, to the segment that uses it.
+
+    In the first segment of the unit its value would have to be passed from segment to segment.
+    """
     free: dict[Node, bool] = {}
     for node in nodes:
         above = [x for x in node.all_input_nodes if x in flow.unit]
@@ -57,18 +60,20 @@ def _sink(flow: Flow, nodes: Sequence[Node], level: dict[Node, int]) -> None:
         level[node] = max(x for x in present if x <= limit and x % 2 == level[node] % 2)
 
 
-def check_in_place(flow: Flow, segment: dict[Node, tuple[int, int]]) -> None:
-    """What is written in place stays inside one segment up to its last write.
+def check_in_place(flow: Flow, segment_of: dict[Node, tuple[int, int]]) -> None:
+    """Check that memory written in place is used by one segment only, up to its last write.
 
-    Raises TraceError where a segment would write to what another one made or reads before: between segments only
-    values travel, and their order in the graph is lost.
+    segment_of: node -> (unit, level).
+
+    Raises TraceError if a segment writes to what another one computes, or reads before that write: segments exchange
+    values only and do not keep the graph's order.
     """
     root = storages(flow.graph)
     for storage, writes in writers(flow.graph).items():
-        home, last = segment.get(writes[-1]), flow.order[writes[-1]]
+        home, last = segment_of.get(writes[-1]), flow.order[writes[-1]]
         for node in flow.unit if home is not None else ():
             if flow.order[node] > last or node.target in REDUCTIONS:
                 continue
-            if any(root[x] is storage for x in (node, *node.all_input_nodes)) and segment.get(node) != home:
-                reason = "it is changed in place in another segment than where it is made or read"
+            if any(root[x] is storage for x in (node, *node.all_input_nodes)) and segment_of.get(node) != home:
+                reason = "it is changed in place in another segment than one that computes or reads it"
                 raise TraceError("value", storage.name, reason, "Write the model's operation out of place")

@@ -1,4 +1,4 @@
-"""The common values of a stage: what its segments share and take no gradient for, computed from the batch."""
+"""Computes the common values of a stage, which its segments share and which take no gradient, from the batch."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +13,13 @@ from .flow import Flow
 
 
 class Prelude:
-    """Batch -> the values of ``wanted`` nodes by name, with what they are computed from, on ``device``.
+    """Maps a batch to the values of the ``wanted`` nodes, by node name, on ``device``.
 
-    What depends on constants alone (rotary tables, causal masks) is computed once, at the first batch, by ``first`` of
-    ``constants``, the rest for every batch by ``then``. reads: the keys of the batch that are needed.
+    constants: the graph's constants that are needed.
+    first:     function of ``constants`` for values that depend on them alone (rotary tables, causal masks). It runs
+               once, at the first batch.
+    then:      function of the results of ``first`` and the batch for the other values. It runs for every batch.
+    reads:     keys of the batch that are needed.
     """
 
     def __init__(self, flow: Flow, wanted: Sequence[Node], device: torch.device):
@@ -29,21 +32,21 @@ class Prelude:
         first = [n for n in nodes if n.op == "call_function" and not varies[n]]
         then = [n for n in nodes if n.op == "call_function" and varies[n]]
         late = dict.fromkeys((*wanted, *(x for n in then for x in n.all_input_nodes)))
-        handed = [n for n in (*constants, *first) if n in late]
+        passed = [n for n in (*constants, *first) if n in late]
         self.constants = tuple(flow.constants[str(n.target)] for n in constants)
-        self.first = _code(flow, constants, first, handed, device)
-        self.then = _code(flow, (*handed, *inputs), then, wanted, device)
+        self.first = _code(flow, constants, first, passed, device)
+        self.then = _code(flow, (*passed, *inputs), then, wanted, device)
         self.reads = tuple(str(n.target) for n in inputs)
         self._fixed: tuple[Tensor, ...] | None = None
 
     def with_code(self, first: Callable, then: Callable) -> "Prelude":
-        """The same values, of what other code computes of the same constants and entries."""
+        """Return a prelude of the same constants and batch entries that runs other code."""
         other = copy.copy(self)
         other.first, other.then, other._fixed = first, then, None
         return other
 
     def state(self) -> tuple[Tensor, ...] | None:
-        """A copy of the constants on the device, which a model may write to; None before the first batch."""
+        """Return a copy of the values computed once, which a model may write to; None before the first batch."""
         return None if self._fixed is None else tuple(value.clone() for value in self._fixed)
 
     @torch.no_grad()
@@ -53,32 +56,32 @@ class Prelude:
             self._fixed = None
         else:
             for value, saved in zip(self._fixed, state, strict=True):
-                if not torch.equal(value, saved):  # tables may be expanded views, which nobody writes to
+                if not torch.equal(value, saved):  # tables may be expanded views, which cannot be written to
                     value.copy_(saved)
 
     @torch.no_grad()
     def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._fixed is None:
             self._fixed = self.first(*(constant.to(self.device) for constant in self.constants))
-        taken = (batch[name].to(self.device, non_blocking=True) for name in self.reads)
-        return dict(zip(self.names, self.then(*self._fixed, *taken), strict=True))
+        entries = (batch[name].to(self.device, non_blocking=True) for name in self.reads)
+        return dict(zip(self.names, self.then(*self._fixed, *entries), strict=True))
 
 
 def _upstream(flow: Flow, wanted: Sequence[Node]) -> dict[Node, None]:
-    """What ``wanted`` is computed from, and whatever writes in place to that."""
+    """Return all nodes that ``wanted`` depends on, including those that write in place to what it depends on."""
     of_storage = writers(flow.graph)
-    found: dict[Node, None] = {}
-    waiting = list(wanted)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found[node] = None
-            waiting += [*node.all_input_nodes, *flow.after.get(node, ()), *of_storage.get(node, ())]
-    return found
+    needed: dict[Node, None] = {}
+    pending = list(wanted)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed[node] = None
+            pending += [*node.all_input_nodes, *flow.after.get(node, ()), *of_storage.get(node, ())]
+    return needed
 
 
 def _varies(flow: Flow, nodes: Sequence[Node]) -> dict[Node, bool]:
-    """Whether a node is computed for every batch; so is what is written in place."""
+    """Return, for each node, whether it must be computed for every batch; memory written in place always is."""
     root, written = storages(flow.graph), writers(flow.graph)
     varies: dict[Node, bool] = {}
     for node in nodes:

@@ -1,4 +1,4 @@
-"""The captured graph as one tensor-parallel rank computes it: local shapes, and marks where collectives belong."""
+"""Rewrites the captured graph for one tensor-parallel rank: local shapes, and marks where collectives belong."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -18,22 +18,29 @@ from ..partition.cut import Chain
 from ..sharding import local
 from ..sharding.placement import Cut, Decision, Split
 from ..sharding.shard import Sharding
-from .collectives import move
+from .collectives import move_collectives
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """One rank's graph.
+    """The graph of one rank.
 
-    Every node but the output has ``meta["val"]`` (fake or real, of the local shape), ``meta["unit"]`` (its index in the
-    chain; None for what is common to all, parameters and constants), ``meta["sharded"]`` (its value is a part, a
-    partial sum, or on its way into such work: its randomness, and the gradients that it gives, differ per rank) and
-    ``meta["grad"]`` (a gradient may flow to it).
-    ``constants``: what get_attr nodes that are no parameters read. ``outputs``: replicated values named ``names``.
-    ``partial``: parameters that every rank holds but whose gradient must be summed over the ranks. ``trainable``:
-    parameters that take a gradient.
+    Every node but the output has these entries in its meta:
+
+    val:     the value, fake or real, of the local shape.
+    unit:    index of its unit in the chain; None for common values, parameters and constants.
+    sharded: whether the value is a shard, a partial sum, or an input of sharded work marked by ``copy_in``. Its random
+             numbers, and the gradients that it passes back, differ between ranks.
+    grad:    whether a gradient may flow to it.
+
+    Attributes:
+
+    constants: values of the get_attr nodes that are not parameters, by target.
+    outputs:   the nodes returned, all replicated; ``names`` are the names of these outputs.
+    partial:   replicated parameters whose gradients must be all-reduced over the tensor-parallel ranks.
+    trainable: parameters that take a gradient.
     """
 
     graph: Graph
@@ -47,15 +54,15 @@ class Rewritten:
 def rewrite(
     captured: Captured, chain: Chain, sharding: Sharding, tp_rank: int, tp: int, partial: Collection[str] = ()
 ) -> Rewritten:
-    """Apply the decisions of ``sharding`` for one rank. The captured graph stays as it is.
+    """Apply the decisions of ``sharding`` for one rank; the captured graph is not changed.
 
-    ``partial``: parameters, whole on every rank, whose gradient shall be one to sum over the ranks even if it need not.
+    partial: replicated parameters whose gradients must be partial sums even where they could be complete on each rank.
     """
     assert sharding.tp == tp and 0 <= tp_rank < tp
     writer = Writer(captured, chain, sharding, tp_rank)
     outputs = writer.run()
-    move(writer.graph, tp)
-    summed = _settle_parameters(writer.graph, captured, sharding, tp_rank, partial) if tp > 1 else ()
+    move_collectives(writer.graph, tp)
+    summed = _separate_partial_parameters(writer.graph, captured, sharding, tp_rank, partial) if tp > 1 else ()
     writer.graph.eliminate_dead_code()
     constants = {
         str(node.target): _attribute(captured, str(node.target))
@@ -73,17 +80,17 @@ def _attribute(captured: Captured, path: str) -> Any:
 
 
 class Writer:
-    """Writes the graph of one rank, node by node; what ``Decision.write`` functions build with."""
+    """Writes the graph of one rank node by node; ``Decision.write`` functions build new nodes with it."""
 
     def __init__(self, captured: Captured, chain: Chain, sharding: Sharding, rank: int):
         self.captured, self.chain, self.sharding = captured, chain, sharding
         self.rank, self.tp = rank, sharding.tp
         self.graph = Graph()
         self.new: dict[Node, Node] = {}
-        self.made: dict[Any, Node] = {}  # what sharded work takes of whole values, once each
+        self.operands: dict[Any, Node] = {}  # operands of sharded work made from replicated values, to be shared
         self.units = {node: index for index, unit in enumerate(chain.units) for node in unit}
         self.empty: dict[Any, Tensor] = {}
-        self.mode = next((v.fake_mode for n in captured.module.graph.nodes for v in values(n) if _fake(v)), None)
+        self.mode = next((v.fake_mode for n in captured.module.graph.nodes for v in values(n) if _is_fake(v)), None)
         self.mode = self.mode or FakeTensorMode(allow_non_fake_inputs=True)
         self.unit: int | None = None
         self.decision: Decision | None = None
@@ -118,47 +125,47 @@ class Writer:
             return self._copy(
                 node, lambda x: self._gather(x) if x in decision.gathered else self.new[x], None, decision
             )
-        made = self._copy(node, self.operand, decision.layout, decision)
+        new = self._copy(node, self.operand, decision.layout, decision)
         if not decision.reduce:
-            return made
+            return new
         if decision.scale != 1:
-            made = self.call(aten.mul.Tensor, (made, decision.scale), like=node)
-        return self.sum(made)
+            new = self.call(aten.mul.Tensor, (new, decision.scale), like=node)
+        return self.sum(new)
 
     def _copy(self, node: Node, operand: Callable[[Node], Node], layout: Any, decision: Decision | None = None) -> Node:
-        """The node with operands replaced, its value's shape that of a part."""
+        """Copy a node with its operands replaced; its value has the local shape that ``layout`` gives."""
         args = node.args if decision is None or decision.args is None else decision.args
-        made = self.graph.create_node(
+        new = self.graph.create_node(
             node.op,
             node.target if decision is None or decision.target is None else decision.target,
             map_arg(args, operand),
             {} if decision is not None and decision.target is not None else map_arg(node.kwargs, operand),
             name=node.name,
         )
-        made.meta = dict(node.meta)
+        new.meta = dict(node.meta)
         sharded = layout is not None and (not isinstance(layout, tuple) or any(layout))
-        self._note(made, sharded or bool(decision and decision.reduce))
+        self._set_meta(new, sharded or bool(decision and decision.reduce))
         if sharded:
-            made.meta["val"] = self._part(node.meta["val"], layout)
-        return made
+            new.meta["val"] = self._shard_of(node.meta["val"], layout)
+        return new
 
-    # ---- what decisions build with --------------------------------------------------------------------------------
+    # ---- used by Decision.write --------------------------------------------------------------------------------
     def get(self, node: Node) -> Node:
-        """A value as it is."""
+        """Return the new node of a captured node, in whatever layout it has."""
         return self.new[node]
 
     def operand(self, node: Node) -> Node:
-        """A value as sharded work takes it: the part that the rank has or needs, or all of it."""
+        """Return a value as the decision wants it as an operand of sharded work: this rank's shard, or all of it."""
         assert self.decision is not None
         split = self.sharding.layouts.get(node)
         if split is not None and node not in self.decision.gathered:
             return self._fill(node, self.new[node], split.cut()) if node in self.decision.fills else self.new[node]
-        whole = self._gather(node) if node in self.decision.gathered else self.new[node]
+        full = self._gather(node) if node in self.decision.gathered else self.new[node]
         cut = self.decision.cuts.get(node)
         if cut is None:
-            return self.enter(whole)
-        part = self._take(whole, cut)
-        return self._fill(node, part, cut) if node in self.decision.fills else part
+            return self.enter(full)
+        shard = self._take_shard(full, cut)
+        return self._fill(node, shard, cut) if node in self.decision.fills else shard
 
     def call(
         self,
@@ -168,89 +175,88 @@ class Writer:
         sharded: bool = True,
         kwargs: dict[str, Any] | None = None,
     ) -> Node:
-        """A new node; its value is like that of a captured node, or found by calling ``target`` on fake values."""
-        made = self.graph.call_function(target, args, kwargs)
+        """Add a node; its value is that of the captured node ``like``, or computed by ``target`` on fake values."""
+        new = self.graph.call_function(target, args, kwargs)
         if like is None:
             with torch.no_grad(), self.mode:
                 fakes = map_arg(args, lambda x: x.meta["val"])
                 val = target(*fakes)
         else:
             val = like.meta["val"]
-            made.meta = {
+            new.meta = {
                 k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace", "source_fn_stack")
             }
-        made.meta["val"] = val
-        self._note(made, sharded)
-        return made
+        new.meta["val"] = val
+        self._set_meta(new, sharded)
+        return new
 
-    def _note(self, made: Node, sharded: bool) -> None:
-        """What a node is, in its meta."""
-        if made.op == "get_attr":
-            grad = made.target in self.captured.trainable
+    def _set_meta(self, node: Node, sharded: bool) -> None:
+        if node.op == "get_attr":
+            grad = node.target in self.captured.trainable
         else:
-            grad = passes_gradient(made) and any(x.meta["grad"] for x in made.all_input_nodes)
-        made.meta.update(unit=self.unit, sharded=sharded, grad=grad)
+            grad = passes_gradient(node) and any(x.meta["grad"] for x in node.all_input_nodes)
+        node.meta.update(unit=self.unit, sharded=sharded, grad=grad)
 
     def sum(self, node: Node) -> Node:
-        """A partial sum, added up over the ranks."""
+        """All-reduce a partial sum over the tensor-parallel ranks."""
         return self._mark(reduce_sum, node, False)
 
     def stack(self, node: Node) -> Node:
-        """All ranks' values of a node, [tp, ...]."""
-        made = self._mark(stack, node, False)
+        """Stack the values that a node has on all ranks: [tp, ...]."""
+        new = self._mark(stack, node, False)
         with self.mode:
-            made.meta["val"] = node.meta["val"].new_empty(self.tp, *node.meta["val"].shape)
-        return made
+            new.meta["val"] = node.meta["val"].new_empty(self.tp, *node.meta["val"].shape)
+        return new
 
     def _mark(self, mark: Callable[[Tensor], Tensor], node: Node, sharded: bool) -> Node:
-        made = self.graph.call_function(mark, (node,))
-        made.meta["val"] = node.meta["val"]
-        self._note(made, sharded)
-        return made
+        new = self.graph.call_function(mark, (node,))
+        new.meta["val"] = node.meta["val"]
+        self._set_meta(new, sharded)
+        return new
 
-    def enter(self, whole: Node) -> Node:
-        """A whole value enters sharded work. A parameter does so without a mark: see ``Rewritten.partial``."""
-        if whole.op != "call_function" or not whole.meta["grad"]:
-            return whole
-        key = ("enter", whole)
-        if key not in self.made:
-            self.made[key] = self._mark(copy_in, whole, True)
-        return self.made[key]
+    def enter(self, full: Node) -> Node:
+        """Mark a replicated value as an operand of sharded work; parameters need no mark, see ``Rewritten.partial``."""
+        if full.op != "call_function" or not full.meta["grad"]:
+            return full
+        key = ("enter", full)
+        if key not in self.operands:
+            self.operands[key] = self._mark(copy_in, full, True)
+        return self.operands[key]
 
-    def _take(self, whole: Node, cut: Cut) -> Node:
-        key = ("take", whole, cut)
-        if key in self.made:
-            return self.made[key]
-        x = self.enter(whole)
+    def _take_shard(self, full: Node, cut: Cut) -> Node:
+        key = ("take", full, cut)
+        if key in self.operands:
+            return self.operands[key]
+        x = self.enter(full)
         if cut.repeats > 1:
             target, args = local.take_heads, (x, cut.dim, sum(cut.blocks), cut.repeats, self.rank, self.tp)
         else:
             target, args = local.take, (x, cut.dim, cut.blocks, self.rank, self.tp, cut.padded)
-        self.made[key] = self.call(target, args)
-        if whole.meta["unit"] is None and str(whole.target) not in self.captured.shapes:
-            self.made[key].meta["unit"] = None
-        return self.made[key]
+        self.operands[key] = self.call(target, args)
+        if full.meta["unit"] is None and str(full.target) not in self.captured.shapes:
+            self.operands[key].meta["unit"] = None
+        return self.operands[key]
 
-    def _fill(self, node: Node, part: Node, cut: Cut) -> Node:
-        """A part whose padding the decision replaces, one for all that read it in a unit."""
+    def _fill(self, node: Node, shard: Node, cut: Cut) -> Node:
+        """Replace the padding of a shard by the value that the decision wants; one node for all readers in a unit."""
         filler = self.decision.fills[node]
-        key = ("fill", part, filler, self.unit)
-        if key not in self.made:
+        key = ("fill", shard, filler, self.unit)
+        if key not in self.operands:
             share = cut.padded // self.tp
-            held = min(max(sum(cut.blocks) - self.rank * share, 0), share)
-            self.made[key] = self.call(local.fill, (part, cut.dim, held, filler))
-        return self.made[key]
+            filled = min(max(sum(cut.blocks) - self.rank * share, 0), share)
+            self.operands[key] = self.call(local.fill, (shard, cut.dim, filled, filler))
+        return self.operands[key]
 
     def _gather(self, node: Node) -> Node:
-        """All of a divided value, on every rank."""
+        """Gather a sharded value on every rank."""
         key = ("gather", node)
-        if key not in self.made:
+        if key not in self.operands:
             split = self.sharding.layouts[node]
             args = (self.new[node], split.dim, split.blocks, self.rank, self.tp)
-            self.made[key] = self.sum(self.call(local.spread, args, like=node))
-        return self.made[key]
+            self.operands[key] = self.sum(self.call(local.spread, args, like=node))
+        return self.operands[key]
 
-    def _part(self, val: Any, layout: Any) -> Any:
+    def _shard_of(self, val: Any, layout: Any) -> Any:
         if isinstance(layout, Split):
             shape = tuple(layout.extent(self.tp) if d == layout.dim else n for d, n in enumerate(val.shape))
             key = (shape, val.dtype, val.device)
@@ -259,20 +265,20 @@ class Writer:
                     self.empty[key] = torch.empty(shape, dtype=val.dtype, device=val.device)
             return self.empty[key]
         if isinstance(layout, tuple):
-            return type(val)(self._part(v, one) for v, one in zip(val, layout, strict=True))
+            return type(val)(self._shard_of(v, one) for v, one in zip(val, layout, strict=True))
         return val
 
 
-def _fake(value: Tensor) -> bool:
+def _is_fake(value: Tensor) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def _settle_parameters(
+def _separate_partial_parameters(
     graph: Graph, captured: Captured, sharding: Sharding, rank: int, also: Collection[str]
 ) -> tuple[str, ...]:
-    """The parameters that every rank holds and sharded work reads: their gradients are partial; those of ``also`` too.
+    """Return the replicated parameters that sharded work reads, and those of ``also``: their gradients are partial.
 
-    Where replicated work reads such a parameter too, it does so through ``own``.
+    Replicated work that reads such a parameter too is made to read it through ``local.own``.
     """
     partial = []
     for node in list(graph.nodes):
@@ -283,16 +289,17 @@ def _settle_parameters(
         ):
             continue
         users = list(node.users)
-        inside = [user for user in users if user.meta.get("sharded")]
-        outside = [user for user in users if not user.meta.get("sharded")]
-        if not inside and node.target not in also:
+        sharded_users = [user for user in users if user.meta.get("sharded")]
+        replicated_users = [user for user in users if not user.meta.get("sharded")]
+        if not sharded_users and node.target not in also:
             continue
         partial.append(str(node.target))
-        for unit in dict.fromkeys(user.meta["unit"] for user in outside):  # one each: none crosses from unit to unit
+        # One node per unit, so that none crosses between units.
+        for unit in dict.fromkeys(user.meta["unit"] for user in replicated_users):
             with graph.inserting_after(node):
                 owned = graph.call_function(local.own, (node, rank))
             owned.meta = dict(node.meta) | {"unit": unit, "sharded": False}
-            for user in outside:
+            for user in replicated_users:
                 if user.meta["unit"] == unit:
                     user.replace_input_with(node, owned)
     return tuple(partial)

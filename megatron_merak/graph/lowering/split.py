@@ -1,6 +1,6 @@
-"""A rewritten graph as parts, the compute between two collectives: each becomes a segment of the runtime.
+"""Splits units of a rewritten graph at collectives into parts; each part becomes a ``Segment`` of the runtime.
 
-Only the units that a stage holds are split. Values have the names of their nodes, which are the same on every rank.
+Only the units of one pipeline stage are split. Values are named after their nodes, alike on every rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from ..ir.marks import copy_in
 from ..ir.nodes import is_random, op_name
 from .emit import Emitter
 from .flow import REDUCTIONS, Flow
-from .levels import check_in_place, is_sharded, levels
+from .levels import check_in_place, is_sharded, segment_levels
 from .prelude import Prelude
 from .rewrite import Rewritten
 
@@ -43,7 +43,13 @@ _UNREAD += ("spread", "add", "sum")
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One future segment: ``code(*parameters, *common, *ins, sink) -> tuple of outs``."""
+    """The code of one segment, not yet bound to parameters.
+
+    code:       function (*parameters, *common, *ins, sink) -> tuple of outs.
+    parameters: names of the parameters that it reads.
+    common:     names of the common values that it reads.
+    random:     whether it draws random numbers.
+    """
 
     unit: int
     index: int
@@ -56,31 +62,33 @@ class Part:
     random: bool = False
 
     def segment(self, parameters: Mapping[str, nn.Parameter], sink: WeightGradientSink | None) -> Segment:
-        """Bound to a rank's parameters, by name; ``sink`` takes the gradients of weights, if given."""
-        held = tuple(parameters[name] for name in self.parameters)
-        run = partial(_run, self.code, held, self.common, sink)
-        return Segment(self.unit, self.index, run, self.ins, self.outs, held, self.sharded, self.random)
+        """Bind the code to a rank's parameters, by name; ``sink`` receives the gradients of weights, if given."""
+        bound = tuple(parameters[name] for name in self.parameters)
+        run = partial(_run, self.code, bound, self.common, sink)
+        return Segment(self.unit, self.index, run, self.ins, self.outs, bound, self.sharded, self.random)
 
 
 def _run(
     code: Callable[..., tuple[Tensor, ...]],
-    held: tuple[Tensor, ...],
+    parameters: tuple[Tensor, ...],
     names: tuple[str, ...],
     sink: WeightGradientSink | None,
     common: Common,
     *ins: Tensor,
 ) -> tuple[Tensor, ...]:
-    return code(*held, *[common[name] for name in names], *ins, sink)
+    return code(*parameters, *[common[name] for name in names], *ins, sink)
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A range of units, ready to be bound to a rank's parameters.
+    """The parts of a range of units, ready to be bound to a rank's parameters.
 
-    parts: in order, those of one unit one after the other. sources, targets: values that enter and leave the range,
-    those that merely pass through it too, in the order of the graph. results: the values of the captured outputs, in
-    their order, when the range ends with the last unit, else none; ``named``: what each is called, of one that is
-    several outputs all names. prelude: batch -> every ``common`` value.
+    parts:   in order of execution, unit by unit.
+    sources: values that enter the range, including those that only pass through it, in graph order.
+    targets: values that leave the range, likewise.
+    results: if the range contains the last unit, the values of the captured outputs in their order; else empty.
+    prelude: maps a batch to the common values that the parts read.
+    named:   the output name of each result; several names joined by ``SAME`` if one value is several outputs.
     """
 
     parts: tuple[Part, ...]
@@ -92,7 +100,7 @@ class Parts:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that these units read, in order of first use."""
+        """The names of the parameters that these units read, in order of first use."""
         return tuple(dict.fromkeys(name for part in self.parts for name in part.parameters))
 
     def segments(self, parameters: Mapping[str, nn.Parameter], sink: WeightGradientSink | None = None) -> list[Segment]:
@@ -100,9 +108,11 @@ class Parts:
 
 
 def split(rewritten: Rewritten, units: range, device: torch.device | None = None) -> Parts:
-    """The parts of ``units`` of a rewritten graph. device: where their prelude leaves values; None: the CPU.
+    """Split ``units`` of a rewritten graph into parts.
 
-    Raises TraceError where an operation in place spans two segments.
+    device: the device that the code runs on and the prelude puts common values on; None for the CPU.
+
+    Raises TraceError if memory that one segment uses is written in place by another.
     """
     flow = Flow(rewritten)
     (output,) = rewritten.graph.find_nodes(op="output")
@@ -113,14 +123,14 @@ class _Splitter:
     def __init__(self, flow: Flow, outputs: Sequence[Node], names: Sequence[str], units: range, device: torch.device):
         self.flow, self.units, self.device = flow, units, device
         self.outputs: dict[Node, str] = {}
-        for node, name in zip(map(flow.behind, outputs), names, strict=True):
+        for node, name in zip(map(flow.resolve, outputs), names, strict=True):
             self.outputs[node] = f"{self.outputs[node]}{SAME}{name}" if node in self.outputs else name
         self.last = max(flow.unit.values())
-        self.segment = {n: (unit, level) for unit in units for n, level in levels(flow, unit).items()}
+        self.segment = {n: (unit, level) for unit in units for n, level in segment_levels(flow, unit).items()}
         check_in_place(flow, self.segment)
 
     def split(self) -> Parts:
-        members: dict[tuple[int, int], list[Node]] = {place: [] for place in sorted(self.segment.values())}
+        members: dict[tuple[int, int], list[Node]] = {key: [] for key in sorted(self.segment.values())}
         for node in self.flow.unit:
             if node in self.segment:
                 members[self.segment[node]].append(node)
@@ -142,11 +152,11 @@ class _Splitter:
         return LOSS if LOSS in self.outputs.get(node, "").split(SAME) else node.name
 
     def _part(self, unit: int, index: int, nodes: list[Node]) -> tuple[Part, list[Node]]:
-        """A part and the common nodes it reads."""
-        flow, inside = self.flow, dict.fromkeys(nodes)
-        reads = dict.fromkeys(x for n in nodes if n.target is not copy_in for x in map(flow.behind, n.all_input_nodes))
+        """Build one part from its nodes; also return the common nodes that it reads."""
+        flow, members = self.flow, dict.fromkeys(nodes)
+        reads = dict.fromkeys(x for n in nodes if n.target is not copy_in for x in map(flow.resolve, n.all_input_nodes))
         copies = [n for n in nodes if n.target is copy_in]
-        outer = [x for x in reads if x not in inside and not flow.is_module(x)]
+        outer = [x for x in reads if x not in members and not flow.is_module(x)]
         parameters: dict[str, list[Node]] = {}
         for node in outer:
             if flow.is_parameter(node):
@@ -158,9 +168,9 @@ class _Splitter:
             source = node.args[0]
             grad = flow.differentiable[source]
             ins.append(In(self._name(source), collective=Collective.ALL_REDUCE if grad else Collective.NONE, grad=grad))
-        outs, results = self._outs(nodes, inside)
+        outs, results = self._outs(nodes, members)
         emitter = Emitter(flow, self.device, sink=True)
-        groups = [(held[0].name, held) for held in parameters.values()]
+        groups = [(attribute_nodes[0].name, attribute_nodes) for attribute_nodes in parameters.values()]
         emitter.arguments([*groups, *((x.name, (x,)) for x in (*common, *values, *copies))])
         for node in nodes:
             if node.target is not copy_in:
@@ -171,7 +181,7 @@ class _Splitter:
         return Part(unit, index, code, tuple(parameters), names, tuple(ins), outs, sharded, random), common
 
     def _outs(self, nodes: Iterable[Node], inside: Mapping[Node, None]) -> tuple[tuple[Out, ...], list[Node]]:
-        """What leaves a segment, and the nodes that make it."""
+        """Return the outs of a segment and, for each, the node that computes it."""
         outs, results = [], []
         for node in nodes:
             reductions = [user for user in node.users if user.target in REDUCTIONS]
@@ -186,7 +196,7 @@ class _Splitter:
         return tuple(outs), results
 
     def _live(self, border: int) -> tuple[Crossing, ...]:
-        """The values made in units before ``border`` and read at or after it."""
+        """Return the values computed in units before ``border`` and read in unit ``border`` or later."""
         crossing = []
         for node, unit in self.flow.unit.items():
             if unit < border <= self._read_until(node):
@@ -196,7 +206,7 @@ class _Splitter:
         return tuple(crossing)
 
     def _read_until(self, node: Node) -> int:
-        """The last unit that reads a value; outputs are read at the end of the last."""
+        """Return the last unit that reads a value; an output counts as read by the last unit."""
         if node in self.outputs:
             return self.last
         return max((self.flow.unit.get(user, -1) for user in node.users), default=-1)

@@ -1,4 +1,4 @@
-"""A rewritten graph without its dropout and its noise, so that two ways to run a batch can be compared."""
+"""Turns off dropout and noise in a rewritten graph, so that two ways to run a batch can be compared."""
 
 import torch
 from torch._ops import OpOverload
@@ -10,8 +10,10 @@ _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropo
 
 
 def undropped(graph: Graph) -> None:
-    """Set every probability of dropout to 0, and what ``rand_like`` draws to its mean, in place; other random numbers
-    stay."""
+    """Set every dropout probability to 0 and replace ``rand_like`` by its mean, in place.
+
+    Other random numbers stay.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or not is_random(node):
             continue
@@ -20,16 +22,16 @@ def undropped(graph: Graph) -> None:
             graph.erase_node(node)
         elif op_name(node) == "rand_like":
             node.target, node.args = torch.ops.aten.full_like.default, (node.args[0], 0.5)
-        elif "dropout" in op_name(node):  # in place: something else may read what it writes
-            _set(node, "p")
+        elif "dropout" in op_name(node):  # an in-place variant, whose input other nodes may read after it
+            _set_to_zero(node, "p")
         elif any(argument.name == "dropout_p" for argument in node.target._schema.arguments):
-            _set(node, "dropout_p")
+            _set_to_zero(node, "dropout_p")
     graph.lint()
 
 
-def _set(node: Node, name: str) -> None:
-    place = [argument.name for argument in node.target._schema.arguments].index(name)
-    if place < len(node.args):
-        node.update_arg(place, 0.0)
+def _set_to_zero(node: Node, name: str) -> None:
+    index = [argument.name for argument in node.target._schema.arguments].index(name)
+    if index < len(node.args):
+        node.update_arg(index, 0.0)
     else:
         node.update_kwarg(name, 0.0)

@@ -1,4 +1,4 @@
-"""A captured graph as a chain of units, cut where the fewest values cross."""
+"""Cuts a captured graph into a chain of units, where the fewest values cross."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,22 +13,23 @@ from ..capture.captured import Captured
 from ..ir.names import layer_of, module_path, unit_names
 from ..ir.nodes import EMBEDDINGS, classify, is_op, nbytes, op_name
 from .farthest import farthest_dependency
-from .line import Line
+from .node_sequence import NodeSequence
 
 ALGORITHMS = ("cut", "farthest-dependency")
-ABOUT = 1.5  # bytes that differ by less than this factor do not decide where to cut
+ABOUT = 1.5  # cuts whose bytes differ by less than this factor count as equal
 REMEDY = "Train and evaluate with batches for which the model runs the same layers in the same order"
 SMALL = 8  # a value of at most 1/8 of the largest that crosses does not count towards the limit
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """A model as units that run one after the other, each reading only what the one before hands on.
+    """A model as units that run one after the other, each reading only values that the previous one passes on.
 
-    units: the main and side nodes of the captured graph, each in one unit, in its order; the outputs are ready behind
-    the last. names: unique, from module paths. crossing: the main and side values that unit k hands on, made by it or
-    by one before; one entry less than units. kinds: of every node, see ``nodes.classify``. parameters: the names that
-    each unit reads, in the order of their first use.
+    units:      the main and side nodes of the captured graph in its order, each in one unit.
+    names:      unique names of the units, from module paths.
+    crossing:   for each unit but the last, the main and side values that it passes on, computed by it or before it.
+    kinds:      the kind of every node, see ``ir.nodes.classify``.
+    parameters: for each unit, the names of the parameters that it reads, in order of first use.
     """
 
     units: tuple[tuple[Node, ...], ...]
@@ -39,148 +40,163 @@ class Chain:
 
 
 def cut(captured: Captured, algorithm: str = "cut", max_crossing: int = 2) -> Chain:
-    """The chain of a captured model.
+    """Cut a captured model into a chain of units; a model that cannot be cut is one unit.
 
-    "cut" cuts wherever the number of main values that cross has a minimum of at most ``max_crossing``;
-    "farthest-dependency" is the rule of the Merak paper, which knows no limit. A model without any such place is one
-    unit. Raises PlanError for an unknown algorithm.
+    algorithm:    "cut" cuts wherever the number of main values that cross has a minimum of at most ``max_crossing``;
+                  "farthest-dependency" is the rule of the Merak paper, which has no such limit.
+    max_crossing: values that are small beside the largest one do not count.
+
+    Raises PlanError for an unknown algorithm.
     """
     graph = captured.module.graph
-    line = Line(graph, classify(graph, captured.shapes))
+    sequence = NodeSequence(graph, classify(graph, captured.shapes))
     if algorithm == "cut":
-        cuts = fewest_crossing(line, max_crossing)
+        cuts = fewest_crossing(sequence, max_crossing)
     elif algorithm == "farthest-dependency":
-        cuts = farthest_dependency(line, captured.shapes)
+        cuts = farthest_dependency(sequence, captured.shapes)
     else:
         reason = f"the algorithms are {' and '.join(ALGORITHMS)}"
         raise PlanError("graph sharding", algorithm, reason, f"Use {' or '.join(ALGORITHMS)}")
-    return _chain(line, cuts)
+    return _chain(sequence, cuts)
 
 
-def fewest_crossing(line: Line, max_crossing: int) -> list[int]:
-    """Between two matrix products the cheapest place; of these places the local minima of the number of main values,
-    as far as at most ``max_crossing`` of them are not small.
+def fewest_crossing(sequence: NodeSequence, max_crossing: int) -> list[int]:
+    """Return the cuts at local minima of the number of main values that cross.
 
-    A plateau is a minimum if it rises on both sides. One beside lower ground (a branch beside a residual) is cut only
-    inside, and only where a layer begins or ends.
+    The candidates are the cheapest cut between each two matrix products. A run of candidates with equal counts is a
+    minimum if the counts on both sides are larger. Next to a smaller count (as with a branch beside a residual) it is
+    cut only in its interior, and only where a layer begins or ends. Cuts that more than ``max_crossing`` values cross,
+    small ones not counted, are left out.
     """
-    places = [cheapest(line, range(first, last)) for first, last in _gaps(line)]
-    counts = [inf if place is None else len(line.main(place)) for place in places]
+    candidates = [cheapest_cut(sequence, range(first, last)) for first, last in _product_gaps(sequence)]
+    counts = [inf if cut is None else len(sequence.main(cut)) for cut in candidates]
     beside = [inf, *counts, inf]
     cuts, end = [], 0
     for count, plateau in groupby(counts):
         begin, end = end, end + len(list(plateau))
         falls, drops = beside[begin] < count, beside[end + 1] < count
-        for place in places[begin + falls : end - drops]:
-            if place is None or _large(line, place) > max_crossing:
+        for cut in candidates[begin + falls : end - drops]:
+            if cut is None or _count_large(sequence, cut) > max_crossing:
                 continue
-            if not (falls or drops) or _between_layers(line, place):
-                cuts.append(place)
+            if not (falls or drops) or _between_layers(sequence, cut):
+                cuts.append(cut)
     return cuts
 
 
-def _gaps(line: Line) -> list[tuple[int, int]]:
-    """From one matrix product to the next; the lookups before the first product count as one."""
-    products = [i for i, flops in enumerate(line.flops) if flops]
-    first = products[0] if products else len(line.nodes)
-    lookups = [i for i in range(first) if is_op(line.nodes[i], *EMBEDDINGS)]
+def _product_gaps(sequence: NodeSequence) -> list[tuple[int, int]]:
+    """Return (first, last) of the gaps between matrix products; the last embedding before the first counts as one."""
+    products = [i for i, flops in enumerate(sequence.flops) if flops]
+    first = products[0] if products else len(sequence.nodes)
+    lookups = [i for i in range(first) if is_op(sequence.nodes[i], *EMBEDDINGS)]
     return list(pairwise(lookups[-1:] + products))
 
 
-def cheapest(line: Line, places: range) -> int | None:
-    """The legal place where the fewest main values cross; of those that send about the fewest bytes the one where a
-    layer begins or ends, else the one between the largest modules, else the last."""
-    legal = [place for place in places if line.legal[place]]
-    fewest = min((len(line.main(place)) for place in legal), default=0)
-    legal = [place for place in legal if len(line.main(place)) == fewest]
-    least = min((line.bytes(place) for place in legal), default=0)
-    legal = [place for place in legal if line.bytes(place) <= ABOUT * least]
-    return min(legal, key=lambda place: (_nature(line, place), -place), default=None)
+def cheapest_cut(sequence: NodeSequence, candidates: range) -> int | None:
+    """Return the legal cut that the fewest main values cross; None if no cut is legal.
+
+    Of those that send about the fewest bytes, it prefers one where a layer begins or ends, then one between the largest
+    modules, then the last.
+    """
+    legal = [cut for cut in candidates if sequence.legal[cut]]
+    fewest = min((len(sequence.main(cut)) for cut in legal), default=0)
+    legal = [cut for cut in legal if len(sequence.main(cut)) == fewest]
+    least = min((sequence.bytes(cut) for cut in legal), default=0)
+    legal = [cut for cut in legal if sequence.bytes(cut) <= ABOUT * least]
+    return min(legal, key=lambda cut: (_tie_break(sequence, cut), -cut), default=None)
 
 
-def _nature(line: Line, place: int) -> tuple[bool, int]:
-    together = commonprefix([module_path(line.nodes[place]), module_path(line.nodes[place + 1])])
-    return not _between_layers(line, place), len(together)
+def _tie_break(sequence: NodeSequence, cut: int) -> tuple[bool, int]:
+    common_module = commonprefix([module_path(sequence.nodes[cut]), module_path(sequence.nodes[cut + 1])])
+    return not _between_layers(sequence, cut), len(common_module)
 
 
-def _between_layers(line: Line, place: int) -> bool:
-    return layer_of(line.nodes[place]) != layer_of(line.nodes[place + 1])
+def _between_layers(sequence: NodeSequence, cut: int) -> bool:
+    return layer_of(sequence.nodes[cut]) != layer_of(sequence.nodes[cut + 1])
 
 
-def _large(line: Line, place: int) -> int:
-    sizes = [nbytes(node) for node in line.main(place)]
+def _count_large(sequence: NodeSequence, cut: int) -> int:
+    sizes = [nbytes(node) for node in sequence.main(cut)]
     return sum(SMALL * size > max(sizes) for size in sizes)
 
 
-def _chain(line: Line, cuts: Sequence[int]) -> Chain:
-    bounds = [0, *(place + 1 for place in cuts), len(line.nodes)]
-    units = tuple(line.nodes[first:last] for first, last in pairwise(bounds))
-    read = [line.parameters(i) for i in range(len(line.nodes))]
+def _chain(sequence: NodeSequence, cuts: Sequence[int]) -> Chain:
+    bounds = [0, *(cut + 1 for cut in cuts), len(sequence.nodes)]
+    units = tuple(sequence.nodes[first:last] for first, last in pairwise(bounds))
+    read = [sequence.parameters(i) for i in range(len(sequence.nodes))]
     parameters = tuple(
         tuple(dict.fromkeys(name for names in read[first:last] for name in names)) for first, last in pairwise(bounds)
     )
-    crossing = tuple(line.live[place] if place >= 0 else () for place in cuts)
-    return Chain(units, unit_names(units), crossing, line.kinds, parameters)
+    crossing = tuple(sequence.live[cut] if cut >= 0 else () for cut in cuts)
+    return Chain(units, unit_names(units), crossing, sequence.kinds, parameters)
 
 
 def align(chain: Chain, reference: Chain) -> Chain:
-    """``chain``, of another capture of the same model (another shape, evaluation), cut as ``reference`` is: unit k of
-    both has the same name and reads the same parameters, or fewer of them where this capture does without (what only
-    training uses); one of which it reads none is empty. Raises PlanError where that is impossible."""
-    line = Line(_graph(chain), chain.kinds)
-    marks, expected = _landmarks(line), _landmarks(Line(_graph(reference), reference.kinds))
-    where = {node: k for k, unit in enumerate(reference.units) for node in unit}
-    if [mark for _, mark in marks] == [mark for _, mark in expected]:
-        homes = [where[node] for node, _ in expected]
+    """Cut another capture of the same model (another shape, or evaluation) as ``reference`` is cut.
+
+    Unit k of both has the same name and reads the same parameters, or fewer if this capture does not use some of them
+    (those that only training uses). A unit none of whose parameters are used is empty.
+
+    Raises PlanError if that is impossible.
+    """
+    sequence = NodeSequence(_graph(chain), chain.kinds)
+    landmarks, expected = _landmarks(sequence), _landmarks(NodeSequence(_graph(reference), reference.kinds))
+    unit_of = {node: k for k, unit in enumerate(reference.units) for node in unit}
+    if [landmark for _, landmark in landmarks] == [landmark for _, landmark in expected]:
+        landmark_units = [unit_of[node] for node, _ in expected]
     else:
-        homes = _homes([names for _, (_, names) in marks], reference)
+        landmark_units = _landmark_units([names for _, (_, names) in landmarks], reference)
     last = [-1] * len(reference.units)
-    first = [len(line.nodes) - 1] * len(reference.units)
-    for (node, _), home in zip(marks, homes, strict=True):
-        last[home] = max(last[home], line.index[node])
-        first[home] = min(first[home], line.index[node])
+    first = [len(sequence.nodes) - 1] * len(reference.units)
+    for (node, _), unit in zip(landmarks, landmark_units, strict=True):
+        last[unit] = max(last[unit], sequence.index[node])
+        first[unit] = min(first[unit], sequence.index[node])
     cuts: list[int] = []
     for k in range(len(reference.units) - 1):
         if last[k] < 0 and reference.parameters[k]:
             cuts.append(cuts[-1] if cuts else -1)
             continue
-        begin = max([*(place + 1 for place in cuts[-1:]), *last[: k + 1], 0])
-        place = cheapest(line, range(begin, min(first[k + 1 :])))
-        if place is None:
-            raise _misfit(reference.names[k], "the values behind it cannot be parted there")
-        cuts.append(place)
-    made = replace(_chain(line, cuts), names=reference.names)
-    for name, mine, theirs in zip(made.names, made.parameters, reference.parameters, strict=True):
-        if extra := [key for key in mine if key not in theirs]:
-            raise _misfit(name, f"it reads {', '.join(extra[:3])} there, which the first capture does not")
-    return made
+        begin = max([*(cut + 1 for cut in cuts[-1:]), *last[: k + 1], 0])
+        cut = cheapest_cut(sequence, range(begin, min(first[k + 1 :])))
+        if cut is None:
+            raise _cannot_align(reference.names[k], "the graph cannot be cut after it")
+        cuts.append(cut)
+    aligned = replace(_chain(sequence, cuts), names=reference.names)
+    for name, actual, expected_names in zip(aligned.names, aligned.parameters, reference.parameters, strict=True):
+        if extra := [key for key in actual if key not in expected_names]:
+            raise _cannot_align(name, f"in this capture it reads {', '.join(extra[:3])} too")
+    return aligned
 
 
 def _graph(chain: Chain) -> Graph:
     return next(iter(chain.kinds)).graph
 
 
-def _landmarks(line: Line) -> list[tuple[Node, tuple[str, tuple[str, ...]]]]:
-    """The nodes that read parameters or are matrix products, with what is the same of them in every capture."""
-    found = []
-    for i, node in enumerate(line.nodes):
-        names = line.parameters(i)
-        if names or line.flops[i]:
-            found.append((node, (op_name(node) if line.flops[i] else "", names)))
-    return found
+def _landmarks(sequence: NodeSequence) -> list[tuple[Node, tuple[str, tuple[str, ...]]]]:
+    """Return the nodes that read parameters or are matrix products, each with (op name, parameters) to identify it."""
+    landmarks = []
+    for i, node in enumerate(sequence.nodes):
+        names = sequence.parameters(i)
+        if names or sequence.flops[i]:
+            landmarks.append((node, (op_name(node) if sequence.flops[i] else "", names)))
+    return landmarks
 
 
-def _homes(read: Sequence[tuple[str, ...]], reference: Chain) -> list[int]:
-    """The unit of each landmark, given the parameters it reads: the first one that has them, never one before."""
-    homes, k = [], 0
+def _landmark_units(read: Sequence[tuple[str, ...]], reference: Chain) -> list[int]:
+    """Return the unit of each landmark, given the parameters that it reads.
+
+    It is the first unit with these parameters that is not before the unit of the previous landmark.
+    """
+    units, k = [], 0
     for names in read:
-        found = next((j for j in range(k, len(reference.units)) if set(names) <= set(reference.parameters[j])), None)
-        if found is None:
-            raise _misfit(reference.names[k], f"{', '.join(names)} is read after it in this capture, not in the first")
-        k = found
-        homes.append(k)
-    return homes
+        unit = next((j for j in range(k, len(reference.units)) if set(names) <= set(reference.parameters[j])), None)
+        if unit is None:
+            raise _cannot_align(
+                reference.names[k], f"{', '.join(names)} is read after it in this capture, not in the first"
+            )
+        k = unit
+        units.append(k)
+    return units
 
 
-def _misfit(unit: str, reason: str) -> PlanError:
+def _cannot_align(unit: str, reason: str) -> PlanError:
     return PlanError("unit", unit, f"another capture of the model does not fit it: {reason}", REMEDY)

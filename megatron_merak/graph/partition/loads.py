@@ -1,4 +1,4 @@
-"""What each unit of a chain holds, computes and hands on, without tensor parallelism."""
+"""The parameters, FLOPs and output bytes of each unit of a chain, without tensor parallelism."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,13 @@ from .cut import Chain
 
 @dataclass(frozen=True)
 class Load:
-    """Of one unit: ``flops`` of its forward, ``output_bytes`` that cross behind it (of the last: the outputs'), the
-    names of the ``parameters`` that it is the first to use, and ``shared``, those that a unit before uses too."""
+    """The load of one unit.
+
+    flops:        FLOPs of its forward.
+    output_bytes: bytes of the values that it passes on; for the last unit, of the model's outputs.
+    parameters:   names of the parameters that it is the first to use.
+    shared:       names of those that an earlier unit uses too.
+    """
 
     flops: int
     output_bytes: int
@@ -20,7 +25,7 @@ class Load:
 
 
 def unit_loads(chain: Chain) -> tuple[Load, ...]:
-    """The load of every unit, for batches of the captured shape."""
+    """Return the load of every unit, for batches of the captured shape."""
     outputs: list[Node] = [x for node, kind in chain.kinds.items() if kind == "output" for x in node.all_input_nodes]
     seen: dict[str, bool] = {}
     loads = []

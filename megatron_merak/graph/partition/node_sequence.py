@@ -1,4 +1,4 @@
-"""What a cut divides: the main and side nodes in a line, the values alive between them, and where it may be cut."""
+"""The main and side nodes of a graph in order, the values live between them, and where the graph may be cut."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -10,12 +10,15 @@ from ..ir.aliases import storages, writers
 from ..ir.nodes import flops, nbytes
 
 
-class Line:
-    """The main and side nodes of a graph in its order. A cut at ``i`` lies behind ``nodes[i]``.
+class NodeSequence:
+    """The main and side nodes of a graph in its order. A cut at ``i`` lies between ``nodes[i]`` and ``nodes[i + 1]``.
 
-    ``live[i]``: the main and side values made at or before ``i`` and read behind it, in order; the graph's outputs are
-    read at its end. ``legal[i]``: a cut at ``i`` parts neither the pieces of one result (a tuple cannot cross) nor a
-    storage from those that write to it in place.
+    kinds:    the kind of every node, see ``ir.nodes.classify``.
+    index:    node -> its index in ``nodes``.
+    last[i]:  index of the last node that reads ``nodes[i]``; the graph's outputs are read at the end.
+    live[i]:  the main and side values that cross a cut at ``i``, in order.
+    legal[i]: whether a cut at ``i`` is possible: no tuple crosses it, and it does not separate a storage from the nodes
+              that write to it in place.
     """
 
     def __init__(self, graph: Graph, kinds: Mapping[Node, str]):
@@ -26,7 +29,7 @@ class Line:
         self.last = [max([i, *(self.index.get(user, end) for user in node.users)]) for i, node in enumerate(self.nodes)]
         self.live = self._live()
         self.legal = [all(isinstance(x.meta.get("val"), torch.Tensor) for x in live) for live in self.live]
-        for first, last in self._written(graph):
+        for first, last in self._written_spans(graph):
             self.legal[first:last] = [False] * (last - first)
 
     @cached_property
@@ -34,40 +37,43 @@ class Line:
         return tuple(flops(node) for node in self.nodes)
 
     def main(self, cut: int) -> list[Node]:
-        """The main values that a cut sends."""
+        """Return the main values that cross a cut."""
         return [node for node in self.live[cut] if self.kinds[node] == "main"]
 
     def bytes(self, cut: int) -> int:
-        """Of all values that a cut sends."""
+        """Return the bytes of all values that cross a cut."""
         return sum(nbytes(node) for node in self.live[cut])
 
     def parameters(self, i: int) -> tuple[str, ...]:
-        """The parameters that ``nodes[i]`` reads."""
+        """Return the names of the parameters that ``nodes[i]`` reads."""
         return tuple(str(x.target) for x in self.nodes[i].all_input_nodes if self.kinds[x] == "param")
 
     def _live(self) -> list[tuple[Node, ...]]:
-        found: list[tuple[Node, ...]] = []
+        live: list[tuple[Node, ...]] = []
         alive: list[tuple[int, Node]] = []
         for i, node in enumerate(self.nodes):
             alive = [(last, x) for last, x in alive if last > i]
             if self.last[i] > i:
                 alive.append((self.last[i], node))
-            found.append(tuple(x for _, x in alive))
-        return found
+            live.append(tuple(x for _, x in alive))
+        return live
 
-    def _written(self, graph: Graph) -> list[tuple[int, int]]:
-        """(first, last) place of every storage that nodes of the line write to in place, up to its last writer; of a
-        placeholder or constant from its first writer to its last reader."""
+    def _written_spans(self, graph: Graph) -> list[tuple[int, int]]:
+        """Return the span (first, last) of every storage that nodes of the sequence write to in place.
+
+        It reaches from the node that allocates it to its last writer; for a placeholder or constant, from its first use
+        to its last.
+        """
         root = storages(graph)
         spans = []
         for storage, nodes in writers(graph).items():
-            places = [self.index[node] for node in nodes if node in self.index]
-            if not places:
+            indices = [self.index[node] for node in nodes if node in self.index]
+            if not indices:
                 continue
             if storage not in self.index:
                 users = (user for node in graph.nodes if root[node] is storage for user in node.users)
-                places += [self.index[user] for user in users if user in self.index]
-                spans.append((min(places), max(places)))
+                indices += [self.index[user] for user in users if user in self.index]
+                spans.append((min(indices), max(indices)))
             else:
-                spans.append((self.index[storage], max(places)))
+                spans.append((self.index[storage], max(indices)))
         return spans
