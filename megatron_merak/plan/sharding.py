@@ -37,11 +37,11 @@ class TensorSharding:
     def told(self) -> str:
         """How it is divided, for a reader."""
         if self.dim is None:
-            return "whole"
+            return "replicated"
         blocks = f" in {self.blocks} blocks" if isinstance(self.blocks, int) and self.blocks > 1 else ""
         blocks = f" in blocks of {', '.join(map(str, self.blocks))}" if isinstance(self.blocks, tuple) else blocks
         padded = f", padded to {self.padded}" if self.padded else ""
-        return f"divided along dimension {self.dim}{blocks}{padded}"
+        return f"sharded along dimension {self.dim}{blocks}{padded}"
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
         """The index ranges [start, stop) along ``dim`` that a rank holds, ascending, in the order it stores them.

@@ -219,7 +219,7 @@ def check(subject: Subject, way: Way) -> float | None:
     try:
         sharding, losses, found = step(subject, way)
     except PlanError as error:
-        if "not one weight can be divided" in str(error) or way.edits and error.what == "sharding of":
+        if "no weight can be sharded" in str(error) or way.edits and error.what == "sharding of":
             return None
         raise
     if subject.random:

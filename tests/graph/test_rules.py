@@ -190,7 +190,7 @@ class Pair(nn.Module):
 def test_whole(op):
     sharding, _ = check(Pair(op), x=torch.randn(2, 4, 16, dtype=torch.float64))
     assert sharding.tensors["between.linear.weight"].dim is None
-    assert sharding.reasons["between.linear.weight"].startswith("whole: ")
+    assert sharding.reasons["between.linear.weight"].startswith("replicated: ")
     assert (sharding.tensors["first.weight"].dim, sharding.tensors["second.weight"].dim) == (0, 1)
 
 
@@ -209,7 +209,7 @@ class Residual(nn.Module):
 def test_a_lone_layer_on_the_residual_stream_stays_whole():
     sharding, _ = check(Residual(), x=torch.randn(2, 4, 16, dtype=torch.float64))
     assert sharding.tensors["lone.weight"].dim is None
-    assert "whole value of the same size" in sharding.reasons["lone.weight"]
+    assert "replicated value of the same size" in sharding.reasons["lone.weight"]
 
 
 class Uneven(nn.Module):

@@ -78,7 +78,7 @@ def test_every_reason_is_a_sentence_about_the_parameter():
     assert reasons["model.layers.0.self_attn.q_proj.weight"].startswith("column parallel")
     assert reasons["model.layers.0.mlp.down_proj.weight"].startswith("row parallel")
     assert "gate_proj" in reasons["model.layers.0.mlp.down_proj.weight"]
-    assert reasons["model.norm.weight"] == "whole: mul in model.norm works on whole values"
+    assert reasons["model.norm.weight"] == "replicated: mul in model.norm works on replicated values"
 
 
 def test_rules_are_obeyed():
@@ -93,7 +93,7 @@ def test_rules_are_obeyed():
     ("text", "words"),
     [
         ("*.nothing.weight=row", "matches none of the model's parameters"),
-        ("model.norm.weight=column", "it is whole: mul in model.norm"),
+        ("model.norm.weight=column", "it is replicated: mul in model.norm"),
         ("*.down_proj.weight=column", "it is row parallel"),
         ("*.q_proj.weight=diagonal", "a rule is PATTERN=CHOICE"),
         ("*.q_proj.weight", "a rule is PATTERN=CHOICE"),
@@ -120,7 +120,7 @@ def test_a_model_without_anything_to_divide_is_refused():
         def forward(self, x):
             return self.linear(x).square().mean()
 
-    with pytest.raises(PlanError, match=r"not one weight .* its 7 output features do not divide by 2"):
+    with pytest.raises(PlanError, match=r"no weight .* its 7 output features are not divisible by 2"):
         shard(capture(Odd(), {"x": torch.ones(2, 5)}), 2)
 
 

@@ -16,7 +16,7 @@ from ..ir.marks import copy_in, reduce_sum, stack
 from ..ir.nodes import values
 from ..partition.cut import Chain
 from ..sharding import local
-from ..sharding.placement import Cut, Decision, Split
+from ..sharding.placement import Decision, Layout, ShardSpec
 from ..sharding.shard import Sharding
 from .collectives import move
 
@@ -152,9 +152,9 @@ class Writer:
         assert self.decision is not None
         split = self.sharding.layouts.get(node)
         if split is not None and node not in self.decision.gathered:
-            return self._fill(node, self.new[node], split.cut()) if node in self.decision.fills else self.new[node]
+            return self._fill(node, self.new[node], split.spec()) if node in self.decision.fills else self.new[node]
         whole = self._gather(node) if node in self.decision.gathered else self.new[node]
-        cut = self.decision.cuts.get(node)
+        cut = self.decision.to_shard.get(node)
         if cut is None:
             return self.enter(whole)
         part = self._take(whole, cut)
@@ -217,7 +217,7 @@ class Writer:
             self.made[key] = self._mark(copy_in, whole, True)
         return self.made[key]
 
-    def _take(self, whole: Node, cut: Cut) -> Node:
+    def _take(self, whole: Node, cut: ShardSpec) -> Node:
         key = ("take", whole, cut)
         if key in self.made:
             return self.made[key]
@@ -231,7 +231,7 @@ class Writer:
             self.made[key].meta["unit"] = None
         return self.made[key]
 
-    def _fill(self, node: Node, part: Node, cut: Cut) -> Node:
+    def _fill(self, node: Node, part: Node, cut: ShardSpec) -> Node:
         """A part whose padding the decision replaces, one for all that read it in a unit."""
         filler = self.decision.fills[node]
         key = ("fill", part, filler, self.unit)
@@ -247,11 +247,11 @@ class Writer:
         if key not in self.made:
             split = self.sharding.layouts[node]
             args = (self.new[node], split.dim, split.blocks, self.rank, self.tp)
-            self.made[key] = self.sum(self.call(local.spread, args, like=node))
+            self.made[key] = self.sum(self.call(local.embed_in_zeros, args, like=node))
         return self.made[key]
 
     def _part(self, val: Any, layout: Any) -> Any:
-        if isinstance(layout, Split):
+        if isinstance(layout, Layout):
             shape = tuple(layout.extent(self.tp) if d == layout.dim else n for d, n in enumerate(val.shape))
             key = (shape, val.dtype, val.device)
             if key not in self.empty:
@@ -272,7 +272,7 @@ def _settle_parameters(
 ) -> tuple[str, ...]:
     """The parameters that every rank holds and sharded work reads: their gradients are partial; those of ``also`` too.
 
-    Where replicated work reads such a parameter too, it does so through ``own``.
+    Where replicated work reads such a parameter too, it does so through ``grad_on_rank_0``.
     """
     partial = []
     for node in list(graph.nodes):
@@ -290,7 +290,7 @@ def _settle_parameters(
         partial.append(str(node.target))
         for unit in dict.fromkeys(user.meta["unit"] for user in outside):  # one each: none crosses from unit to unit
             with graph.inserting_after(node):
-                owned = graph.call_function(local.own, (node, rank))
+                owned = graph.call_function(local.grad_on_rank_0, (node, rank))
             owned.meta = dict(node.meta) | {"unit": unit, "sharded": False}
             for user in outside:
                 if user.meta["unit"] == unit:
