@@ -1,12 +1,12 @@
 """Sharding propagation: one walk over the graph decides, by a rule per operator, which parameters are sharded and how.
 
-A linear layer whose input is replicated shards its output features (column parallel). The operators behind it work on
+A linear layer whose input is replicated shards its output features (column parallel). The operators that follow work on
 shards as long as their rules allow. A linear layer whose input features are sharded shards its weight likewise and ends
 in an all-reduce (row parallel).
 
-An operator that cannot take a sharded value bans the sharding of the parameters behind it; one that takes pieces of the
-sharded dimension asks for blocks. In both cases the walk starts again. Bans and blocks hold for all layers (roles.py),
-so that a few walks suffice.
+An operator that cannot take a sharded value bans the sharding of the parameters that led to it; one that takes pieces
+of the sharded dimension asks for blocks. In both cases the walk starts again. Bans and blocks hold for all layers
+(roles.py), so that a few walks suffice.
 
 Parameters that a plan has decided about ("pins") are sharded, or replicated, from the start. An operator that cannot
 take shards of these gets all-gathered operands.
@@ -38,7 +38,7 @@ Rule = Callable[["Propagation", Node], Decision | None]
 
 
 class Propagation:
-    """One walk over a captured graph.
+    """One walk over a captured graph. rules, starters: by operator, see rules.py.
 
     layouts:            by node.
     decisions:          by node; one without a decision is computed as captured, by every rank.
@@ -55,9 +55,10 @@ class Propagation:
         rules: Mapping[str, Rule],
         starters: Mapping[str, Rule],
         assumptions: Assumptions,
-        multiple: int = 1,
+        vocabulary_multiple: int = 1,
     ):
-        self.captured, self.tp, self.assumptions, self.multiple = captured, tp, assumptions, multiple
+        self.captured, self.tp, self.assumptions = captured, tp, assumptions
+        self.vocabulary_multiple = vocabulary_multiple
         self.rules, self.starters = rules, starters
         self.layouts: dict[Node, NodeLayout] = {}
         self.decisions: dict[Node, Decision] = {}
@@ -133,7 +134,7 @@ class Propagation:
     def padded_extent(self, extent: int) -> int | None:
         """Return the extent to pad a dimension to: 0 if it needs no padding, None if it cannot be sharded, since only
         vocabularies are padded."""
-        step = self.tp * (self.multiple if extent in self.vocabularies else 1)
+        step = self.tp * (self.vocabulary_multiple if extent in self.vocabularies else 1)
         if extent % step == 0:
             return 0
         return -(-extent // step) * step if extent >= VOCABULARY_ROWS else None
@@ -215,7 +216,7 @@ class Propagation:
     def needs_blocks(self, node: Node, layout: Layout, edges: Sequence[int]) -> Exception:
         """Return the error to raise if a node cuts the sharded dimension at ``edges``.
 
-        That is a Restart in which the parameters behind have blocks that end there too. It is CannotShard if they have
+        That is Restart, once the origins of ``layout`` have blocks that end there too. It is CannotShard if they had
         these blocks already, or the ranks cannot share them evenly.
         """
         wanted = {}
@@ -239,7 +240,7 @@ class Propagation:
 
     # ---- the walk -------------------------------------------------------------------------------------------------
     def visit(self, node: Node) -> None:
-        """Decide about a node; ban the parameters behind its operands if it cannot work on shards."""
+        """Decide about a node; ban the origins of its operands' layouts if it cannot work on shards."""
         try:
             self._decide(node)
         except CannotShard as error:
@@ -353,17 +354,17 @@ class Propagation:
 
     @cached_property
     def _written(self) -> set[Node]:
-        """The values whose storage is written in place, before or after."""
+        """The values whose storage something writes to in place."""
         return changing(self.captured.module.graph)
 
     def _origins_of(self, error: CannotShard) -> tuple[str, ...]:
-        """Return the names of the parameters behind the operands that a node cannot take."""
+        """Return the origins of the layouts that a node cannot take."""
         layouts = [self.layouts[x] for x in error.operands]
         layouts = [layout for x in layouts for layout in (x if isinstance(x, tuple) else (x,)) if layout]
         return tuple(dict.fromkeys(origin for layout in layouts for origin in layout.origins))
 
     def _ban(self, error: CannotShard) -> bool:
-        """Ban the parameters behind an error. Returns False, with nothing changed, if they are all pinned or banned."""
+        """Ban the origins of an error. Returns False, with nothing changed, if all are pinned or banned already."""
         origins = self._origins_of(error)
         new = [o for o in origins if o not in self.assumptions.pins and not self.assumptions.ban_reason(o)]
         pinned = any(origin in self.assumptions.pins for origin in origins)

@@ -14,10 +14,10 @@ from .rules_shape import (
     like,
     movedim,
     narrow,
+    other_dims,
     permute,
     repeat,
     repeat_interleave,
-    same,
     select,
     slice_,
     split,
@@ -29,7 +29,7 @@ from .rules_shape import (
 )
 from .rules_value import POINTWISE, along, norm, pointwise, reduction, selection
 from .rules_vocabulary import cross_entropy, embedding
-from .rules_write import batched, created, index_add, index_put, scatter_piece, unfold
+from .rules_write import batched, index_add, index_put, new_tensor, scatter_piece, unfold
 
 
 def _rows(names: str, rule: Rule) -> dict[str, Rule]:
@@ -66,10 +66,10 @@ RULES: dict[str, Rule] = {
     "index.Tensor": index,
     "index_select": index_select,
     "gather": gather,
-    **_rows("roll flip tril triu pad constant_pad_nd", same),
+    **_rows("roll flip tril triu pad constant_pad_nd", other_dims),
     **_rows("view_as_complex view_as_real", view_as_complex),
     # values written piece by piece
-    **_rows("new_zeros new_ones new_full new_empty", created),
+    **_rows("new_zeros new_ones new_full new_empty", new_tensor),
     **_rows("slice_scatter select_scatter", scatter_piece),
     "index_put": index_put,
     **_rows("index_add index_copy scatter scatter_add", index_add),

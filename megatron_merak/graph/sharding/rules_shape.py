@@ -321,7 +321,7 @@ def index_select(p: Propagation, node: Node) -> Decision:
     return Decision(layout)
 
 
-def same(p: Propagation, node: Node) -> Decision:
+def other_dims(p: Propagation, node: Node) -> Decision:
     """Operators along other dimensions that keep the sharded one as it is (roll, flip, tril, pad at the end)."""
     layout = p.input_layout(node)
     if layout.dim in _dims_worked_on(p, node):

@@ -16,7 +16,7 @@ from .rules_value import argument
 aten = torch.ops.aten
 
 
-def created(p: Propagation, node: Node) -> Decision:
+def new_tensor(p: Propagation, node: Node) -> Decision:
     """new_zeros and the like: the result is replicated, as only the dtype of the sharded operand matters."""
     fill = {"new_ones": 1, "new_full": argument(node, "fill_value")}.get(op_name(node), 0)
 
