@@ -1,4 +1,4 @@
-"""A plan says how weights are divided: the ranks then compute with exactly that, or it is refused by name."""
+"""A plan says how parameters are sharded: the ranks then compute with exactly that, or it is refused by name."""
 
 from dataclasses import replace
 from functools import cache
@@ -37,7 +37,7 @@ def whole(tensor):
 
 
 def ways(tensor):
-    """(what is edited, the tensor) for every other way in which a plan may have a divided matrix."""
+    """(what is edited, the tensor) for every other way in which a plan may shard a matrix."""
     features = len(tensor.shape) - 2
     if any(part in tensor.name for part in ("embed", "wte", "wpe", "shared", "lm_head")):
         yield "vocabulary to another padding", replace(tensor, padded=104)
@@ -49,14 +49,14 @@ def ways(tensor):
 
 
 def follow(tensors, edited, before):
-    """The plan with one tensor edited, and its bias with it: divided as its output features are."""
+    """The plan with one tensor edited, and its bias with it: sharded as its output features are."""
     plan = dict(tensors) | {edited.name: edited}
     bias = TIED.get(edited.name, edited.name.removesuffix("weight") + "bias")
     if bias in plan and bias != edited.name:
         was_column = plan[bias].dim == 0
         is_column = edited.dim == before.dim if was_column else edited.dim not in (None, before.dim)
-        divided = replace(plan[bias], dim=0, blocks=edited.blocks, padded=edited.padded)
-        plan[bias] = divided if is_column else whole(plan[bias])
+        sharded = replace(plan[bias], dim=0, blocks=edited.blocks, padded=edited.padded)
+        plan[bias] = sharded if is_column else whole(plan[bias])
     return plan
 
 

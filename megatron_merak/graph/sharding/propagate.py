@@ -227,8 +227,8 @@ class Propagation:
             key = (self.assumptions.role(origin), extent)
             blocks = self.assumptions.blocks.get(key, (extent,))
             first, per_entry = layout.features or (0, 0)
-            ends = {sum(blocks[:k]) for k in range(len(blocks) + 1)} | {first + per_entry * edge for edge in edges}
-            ends = sorted(ends)
+            block_ends = {sum(blocks[:k]) for k in range(len(blocks) + 1)}
+            ends = sorted(block_ends | {first + per_entry * edge for edge in edges})
             new = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
             if not extent or not layout.features or new == blocks or any(block % self.tp for block in new):
                 return self.cannot_shard(node, "takes pieces of the sharded dimension that ranks cannot share evenly")

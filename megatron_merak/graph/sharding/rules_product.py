@@ -69,6 +69,7 @@ def grouped(p: Propagation, node: Node) -> Decision | None:
 
 
 def product(p: Propagation, m: Product) -> Decision | None:
+    """Return the decision for any product: column parallel, row parallel, or sharded along a batch dimension."""
     a, b = p.layout(m.a), p.layout(m.b)
     if m.added is not None and p.layout(m.added) is not None and a is None and b is None:
         return None
