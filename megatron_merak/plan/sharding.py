@@ -1,4 +1,4 @@
-"""How tensor parallelism divides one tensor of a model."""
+"""How tensor parallelism shards one tensor of a model."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from megatron_merak.errors import PlanError
 
 @dataclass(frozen=True)
 class TensorSharding:
-    """How one tensor of the model, under its HuggingFace name, is divided over the tensor-parallel ranks.
+    """How one tensor of the model, under its HuggingFace name, is sharded over the tensor-parallel ranks.
 
-    ``shape`` is the full shape, without padding. ``dim`` is the divided dimension, None for a tensor every rank holds.
-    ``blocks`` fused blocks lie along ``dim`` (3 in a fused query-key-value), each divided evenly by itself; a tuple
+    ``shape`` is the full shape, without padding. ``dim`` is the sharded dimension, None for a replicated tensor.
+    ``blocks`` fused blocks lie along ``dim`` (3 in a fused query-key-value), each sharded evenly by itself; a tuple
     gives their extents where they differ (fewer key-value heads). ``padded`` is the extent of ``dim`` with padding (a
-    vocabulary): the padded extent is what is divided evenly.
+    vocabulary): the padded extent is what is sharded evenly.
     """
 
     name: str
@@ -35,13 +35,13 @@ class TensorSharding:
             raise PlanError(f"blocks of {self.name}", self.blocks, reason, "Let them add up to it")
 
     def told(self) -> str:
-        """How it is divided, for a reader."""
+        """Return how it is sharded, as text for a message."""
         if self.dim is None:
-            return "whole"
+            return "replicated"
         blocks = f" in {self.blocks} blocks" if isinstance(self.blocks, int) and self.blocks > 1 else ""
         blocks = f" in blocks of {', '.join(map(str, self.blocks))}" if isinstance(self.blocks, tuple) else blocks
         padded = f", padded to {self.padded}" if self.padded else ""
-        return f"divided along dimension {self.dim}{blocks}{padded}"
+        return f"sharded along dimension {self.dim}{blocks}{padded}"
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
         """The index ranges [start, stop) along ``dim`` that a rank holds, ascending, in the order it stores them.
@@ -75,7 +75,7 @@ class TensorSharding:
         return blocks
 
     def local_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:
-        """The shape of a rank's part, without padding."""
+        """Return the shape of a rank's shard, without padding."""
         if self.dim is None:
             return self.shape
         held = sum(stop - start for start, stop in self.intervals(tp_rank, tp))

@@ -56,9 +56,9 @@ def table(plan: Any, width: int = 120) -> str:
     lines = [layout(plan), batch(plan)]
     lines += [line] if (line := placement(grid, plan.cluster.ranks_per_node)) else []
     if plan.shardings:
-        divided = sum(sharding.dim is not None for sharding in plan.shardings)
+        sharded = sum(sharding.dim is not None for sharding in plan.shardings)
         tensors, over = counted(len(plan.shardings), "tensor"), counted(grid.tp, "tensor-parallel rank")
-        lines.append(f"{tensors}, {divided:,} of them divided over {over}")
+        lines.append(f"{tensors}, {sharded:,} of them sharded over {over}")
     if grid.tp > 1:
         divided = ", sequence parallelism" if plan.sequence_parallel else ""
         lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{divided}")

@@ -1,4 +1,4 @@
-"""A plan for people to read: memory per stage, tensors and why they are divided so, and what differs between two."""
+"""A plan for people to read: memory per stage, tensors and why they are sharded so, and what differs between two."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -56,7 +56,7 @@ def memory_table(plan: Plan) -> str:
 
 
 def tensor_table(plan: Plan) -> str:
-    """How each family of tensors is divided over the tensor-parallel ranks, and why."""
+    """How each family of tensors is sharded over the tensor-parallel ranks, and why."""
     reasons, grouped = dict(plan.reasons), {}
     for tensor in plan.shardings:
         reason = reasons.get(tensor.name) or reasons.get(family(tensor.name), "")
@@ -158,9 +158,9 @@ def _held(tensor: TensorSharding | None) -> str:
     if tensor is None:
         return "none"
     if tensor.dim is None:
-        return f"{_shape(tensor.shape)} whole"
+        return f"{_shape(tensor.shape)} replicated"
     blocks = "" if tensor.blocks == 1 else f" in {tensor.blocks} blocks"
-    return f"{_shape(tensor.shape)} divided along {tensor.dim}{blocks}" + (
+    return f"{_shape(tensor.shape)} sharded along {tensor.dim}{blocks}" + (
         f", padded to {tensor.padded}" if tensor.padded else ""
     )
 

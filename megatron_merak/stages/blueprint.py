@@ -182,7 +182,7 @@ class Blueprint:
             return ()
         tensors, reasons = self.sharding.tensors, self.sharding.reasons
         matrices = by_family((name, reasons[name]) for name, tensor in tensors.items() if len(tensor.shape) > 1)
-        return tuple(f"{name} is {reason}." for name, reason in matrices if reason.startswith("whole"))
+        return tuple(f"{name} is {reason}." for name, reason in matrices if reason.startswith("replicated"))
 
     def stages_of(self) -> dict[str, tuple[int, ...]]:
         """The stages whose units use each parameter, ascending."""

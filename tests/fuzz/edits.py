@@ -1,4 +1,4 @@
-"""Plans that divide a module otherwise than it would be by itself."""
+"""Plans that shard a module otherwise than propagation would."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ MOST = 4  # parameters that differ
 
 
 def edited(tensors: Mapping[str, TensorSharding], tp: int, seed: int) -> dict[str, TensorSharding]:
-    """The tensors, of which a few are divided otherwise, in ways that the ranks share evenly."""
+    """The tensors, of which a few are sharded otherwise, in ways that the ranks share evenly."""
     draw = random.Random(seed)
     found = dict(tensors)
     for name in draw.sample(list(found), min(draw.randint(1, MOST), len(found))):
@@ -19,7 +19,7 @@ def edited(tensors: Mapping[str, TensorSharding], tp: int, seed: int) -> dict[st
 
 
 def ways_of(tensor: TensorSharding, tp: int) -> Iterator[TensorSharding]:
-    """Every other way in which a tensor may be divided: whole, along each dimension in some blocks, padded."""
+    """Every other way in which a tensor may be sharded: replicated, along each dimension in some blocks, padded."""
     ways = [replace(tensor, dim=None, blocks=1, padded=None)]
     for dim, extent in enumerate(tensor.shape):
         pieces = [blocks for blocks in (1, 2, 3) if extent % (blocks * tp) == 0]

@@ -26,7 +26,7 @@ def rule(name: str, faulty: Callable):
 
 
 def any_dimension(p, node):
-    return Decision(p.subject(node))
+    return Decision(p.input_layout(node))
 
 
 def unscaled(p, node):
@@ -74,18 +74,18 @@ def swapped_rows():
 
 # fault -> (how to plant it, what a module that may show it has in its source)
 FAULTS = {
-    "softmax along the divided dimension": (lambda: rule("softmax", any_dimension), "softmax(-1)"),
-    "softmax over divided heads": (lambda: rule("softmax", over_heads), "softmax(1)) @"),
-    "cumsum along the divided dimension": (lambda: rule("cumsum", any_dimension), "cumsum(2)"),
-    "maximum of a part": (lambda: rule("amax", lambda p, node: Decision(None)), "amax("),
+    "softmax along the sharded dimension": (lambda: rule("softmax", any_dimension), "softmax(-1)"),
+    "softmax over sharded heads": (lambda: rule("softmax", over_heads), "softmax(1)) @"),
+    "cumsum along the sharded dimension": (lambda: rule("cumsum", any_dimension), "cumsum(2)"),
+    "maximum of a shard": (lambda: rule("amax", lambda p, node: Decision(None)), "amax("),
     "mean that is not scaled": (lambda: rule("mean", unscaled), "mean(-1"),
     "padding that is not replaced": (lambda: mock.patch.object(local, "fill", lambda part, *_: part), "67"),
     "gradient that is not summed": (lambda: mock.patch.object(rewrite.Writer, "enter", lambda self, whole: whole), ""),
-    "partial gradient of a whole weight": (
+    "partial gradient of a replicated weight": (
         lambda: mock.patch.object(rewrite, "_separate_partial_parameters", lambda *_: ()),
         "",
     ),
-    "weight read in two ways counted twice": (lambda: mock.patch.object(local, "own", lambda x, rank: x), ""),
+    "weight read in two ways counted twice": (lambda: mock.patch.object(local, "grad_on_rank_0", lambda x, _: x), ""),
     "slice of another place": (lambda: rule("slice", first_entries), "[..., "),
     "heads of another group": (lambda: mock.patch.object(local, "take_heads", heads_in_turn), "enable_gqa"),
     "rows of another rank": (lambda: mock.patch.object(local, "embedding_part", rows_of_others), ""),

@@ -72,7 +72,7 @@ def real_processes(rank, world_size, seeds):
         subject = Subject(recipe(seed), way.dtype)
         try:
             sharding, loss, found = step_of_process(subject, way, rank)
-        except PlanError:  # not one weight can be divided
+        except PlanError:  # no weight can be sharded
             continue
         divided += 1
         compare(subject, way, sharding, rank, loss, found)

@@ -131,8 +131,8 @@ def test_flops_of_all_ranks_are_those_of_the_model():
 
 def test_equal_layers_are_measured_once(monkeypatch):
     graph, measured = captured("gpt2"), []
-    run = measuring.work
-    monkeypatch.setattr(measuring, "work", lambda *args, **options: measured.append(1) or run(*args, **options))
+    run = measuring.unit_costs
+    monkeypatch.setattr(measuring, "unit_costs", lambda *args, **options: measured.append(1) or run(*args, **options))
     assert len(units_of(graph)) == 8 and len(measured) == 4
 
 

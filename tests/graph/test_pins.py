@@ -1,4 +1,4 @@
-"""A plan says how weights are divided: the ranks then compute with exactly that, or it is refused by name."""
+"""A plan says how parameters are sharded: the ranks then compute with exactly that, or it is refused by name."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,8 +8,8 @@ import torch
 
 from megatron_merak.errors import PlanError
 from megatron_merak.graph.capture.capture import capture
-from megatron_merak.graph.sharding.choices import Choices
-from megatron_merak.graph.sharding.pins import cut_of
+from megatron_merak.graph.sharding.assumptions import Assumptions
+from megatron_merak.graph.sharding.pins import spec_of
 from megatron_merak.graph.sharding.propagate import Propagation
 from megatron_merak.graph.sharding.roles import roles
 from megatron_merak.graph.sharding.rules import RULES, STARTERS
@@ -37,7 +37,7 @@ def whole(tensor):
 
 
 def ways(tensor):
-    """(what is edited, the tensor) for every other way in which a plan may have a divided matrix."""
+    """(what is edited, the tensor) for every other way in which a plan may shard a matrix."""
     features = len(tensor.shape) - 2
     if any(part in tensor.name for part in ("embed", "wte", "wpe", "shared", "lm_head")):
         yield "vocabulary to another padding", replace(tensor, padded=104)
@@ -49,14 +49,14 @@ def ways(tensor):
 
 
 def follow(tensors, edited, before):
-    """The plan with one tensor edited, and its bias with it: divided as its output features are."""
+    """The plan with one tensor edited, and its bias with it: sharded as its output features are."""
     plan = dict(tensors) | {edited.name: edited}
     bias = TIED.get(edited.name, edited.name.removesuffix("weight") + "bias")
     if bias in plan and bias != edited.name:
         was_column = plan[bias].dim == 0
         is_column = edited.dim == before.dim if was_column else edited.dim not in (None, before.dim)
-        divided = replace(plan[bias], dim=0, blocks=edited.blocks, padded=edited.padded)
-        plan[bias] = divided if is_column else whole(plan[bias])
+        sharded = replace(plan[bias], dim=0, blocks=edited.blocks, padded=edited.padded)
+        plan[bias] = sharded if is_column else whole(plan[bias])
     return plan
 
 
@@ -116,12 +116,12 @@ def test_what_is_made_whole_for_an_edit_is_told():
     name = "model.layers.0.mlp.down_proj.weight"
     pins = shard(captured("llama"), 2).tensors
     reasons = shard(captured("llama"), 2, pins=pins | {name: replace(pins[name], dim=0)}).reasons
-    text = "what it makes is made whole for linear in model.layers.1.self_attn.q_proj"
+    text = "its output is all-gathered for linear in model.layers.1.self_attn.q_proj"
     assert reasons[name] == f"column parallel: as the plan says; {text}"
 
 
-def walk(capturing, tp, choices):
-    return Propagation(capturing, tp, RULES, STARTERS, choices).run()
+def walk(capturing, tp, assumptions):
+    return Propagation(capturing, tp, RULES, STARTERS, assumptions).run()
 
 
 SLOW = "swin whisper clip recurrent_gemma deberta-v2 mamba olmo2 bart blip falcon gemma2 phi bloom opt".split()
@@ -135,14 +135,14 @@ def test_a_plan_that_nobody_edited_changes_nothing(name):
     found = shard(captured(name), 2)
     again = shard(captured(name), 2, pins=found.tensors, complete=True)
     assert again.tensors == found.tensors and again.reasons == found.reasons
-    pins = {key: cut_of(tensor) for key, tensor in found.tensors.items()}
-    p = walk(captured(name), 2, Choices(roles(captured(name)), pins=pins))
+    pins = {key: spec_of(tensor) for key, tensor in found.tensors.items()}
+    p = walk(captured(name), 2, Assumptions(roles(captured(name)), pins=pins))
     assert set(p.decisions) == set(found.decisions)
     for node, decision in found.decisions.items():
         one, two = decision, p.decisions[node]
         facts = "gathered", "fills", "args", "target", "reduce", "scale", "common"
         assert all(getattr(one, fact) == getattr(two, fact) for fact in facts), (node, one, two)
-        assert {x: cut for x, cut in one.cuts.items()} == dict(two.cuts), (node, one, two)
+        assert dict(one.to_shard) == dict(two.to_shard), (node, one, two)
 
 
 def test_an_evaluation_capture_follows_an_edited_plan():
@@ -164,9 +164,9 @@ Q, NORM, TABLE = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", 
         (Q, {"shape": (32, 64)}, r"its shape is (32, 64) in the plan, and (32, 32) in the model", "Correct the plan"),
         (Q, {"blocks": 5}, "the plan has it in 5 blocks, and dimension 0 is 32 long", "Let blocks be 1"),
         (Q, {"blocks": 0}, "the plan has it in 0 blocks", "Let blocks be 1"),
-        (Q, {"blocks": (31, 1)}, "and 31 does not divide by 2 tensor-parallel ranks", "Let dim be null"),
-        (TABLE, {"padded": 97}, "padded to 97, and 97 does not divide by 2", "Pad it to a multiple of 2"),
-        (TABLE, {"blocks": 2}, "embedding in model.embed_tokens looks up rows that are divided", "Let it be divided"),
+        (Q, {"blocks": (31, 1)}, "and 31 is not divisible by 2 tensor-parallel ranks", "Let dim be null"),
+        (TABLE, {"padded": 97}, "padded to 97, and 97 is not divisible by 2", "Pad it to a multiple of 2"),
+        (TABLE, {"blocks": 2}, "embedding in model.embed_tokens looks up rows that are sharded", "Let it be sharded"),
         (None, {"name": "model.layers.9.weight"}, "the model computes with no such parameter", "Leave it out"),
     ],
 )
@@ -183,10 +183,10 @@ def test_a_plan_that_cannot_be_is_refused_by_name(name, change, reason, remedy):
     ("family", "edits", "fault", "reason"),
     [
         ("gpt2", {"transformer.ln_f.weight": 0}, "transformer.ln_f.weight", "layer_norm in transformer.ln_f takes"),
-        ("gpt2", {"h.0.attn.c_attn.weight": 0}, "h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias, which is divided"),
-        ("gpt2", {"h.1.mlp.c_fc.weight": None}, "h.1.mlp.c_fc.bias", "needs whole values"),
-        ("gpt2", {"h.1.mlp.c_proj.bias": 0}, "h.1.mlp.c_proj.bias", "c_proj.bias, which is divided, to a whole one"),
-        ("mixtral", {"layers.0.mlp.experts.down_proj": 0}, "layers.0.mlp.experts.down_proj", "needs whole values"),
+        ("gpt2", {"h.0.attn.c_attn.weight": 0}, "h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias, which is sharded"),
+        ("gpt2", {"h.1.mlp.c_fc.weight": None}, "h.1.mlp.c_fc.bias", "needs replicated operands"),
+        ("gpt2", {"h.1.mlp.c_proj.bias": 0}, "h.1.mlp.c_proj.bias", "bias, which is sharded, to a replicated one"),
+        ("mixtral", {"layers.0.mlp.experts.down_proj": 0}, "layers.0.mlp.experts.down_proj", "needs replicated"),
     ],
 )
 def test_an_edit_that_the_graph_cannot_follow_is_refused_by_name(family, edits, fault, reason):
@@ -212,7 +212,7 @@ def test_a_plan_says_of_every_parameter_and_by_its_own_name():
 
 def test_one_rank_divides_nothing():
     plan = shard(captured("llama"), 2).tensors
-    with pytest.raises(PlanError, match=f"{TABLE}: the plan has it divided .* one tensor-parallel rank"):
+    with pytest.raises(PlanError, match=f"{TABLE}: the plan has it sharded .* one tensor-parallel rank"):
         shard(captured("llama"), 1, pins=plan)
 
 

@@ -1,4 +1,4 @@
-"""Each rule in a small module: a linear layer, the op, a loss. Right on two ranks, and divided where a rule says so."""
+"""Each rule in a small module: a linear layer, the op, a loss. Right on two ranks, and sharded where a rule says so."""
 
 import pytest
 import torch
@@ -176,7 +176,7 @@ def test_divided(op):
 
 
 class Pair(nn.Module):
-    """A layer that can be divided beside the one with the op."""
+    """A layer that can be sharded beside the one with the op."""
 
     def __init__(self, op):
         super().__init__()
@@ -190,12 +190,12 @@ class Pair(nn.Module):
 def test_whole(op):
     sharding, _ = check(Pair(op), x=torch.randn(2, 4, 16, dtype=torch.float64))
     assert sharding.tensors["between.linear.weight"].dim is None
-    assert sharding.reasons["between.linear.weight"].startswith("whole: ")
+    assert sharding.reasons["between.linear.weight"].startswith("replicated: ")
     assert (sharding.tensors["first.weight"].dim, sharding.tensors["second.weight"].dim) == (0, 1)
 
 
 class Residual(nn.Module):
-    """x + linear(x), between two layers that can be divided."""
+    """x + linear(x), between two layers that can be sharded."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ class Residual(nn.Module):
 def test_a_lone_layer_on_the_residual_stream_stays_whole():
     sharding, _ = check(Residual(), x=torch.randn(2, 4, 16, dtype=torch.float64))
     assert sharding.tensors["lone.weight"].dim is None
-    assert "whole value of the same size" in sharding.reasons["lone.weight"]
+    assert "replicated value of the same size" in sharding.reasons["lone.weight"]
 
 
 class Uneven(nn.Module):
@@ -230,7 +230,7 @@ def test_padding_that_is_not_zero_is_replaced_before_it_is_summed_over():
 
 
 class Beside(Uneven):
-    """A layer that can be divided, and a function of a lone weight."""
+    """A layer that can be sharded, and a function of a lone weight."""
 
     def __init__(self, op):
         super().__init__()

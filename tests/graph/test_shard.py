@@ -1,4 +1,4 @@
-"""What propagation decides: for known families, under rules and pins, and when nothing can be divided."""
+"""What propagation decides: for known families, under rules and pins, and when nothing can be sharded."""
 
 import time
 from functools import cache
@@ -20,15 +20,15 @@ def captured(name, outputs=("loss",), training=True, **overrides):
     return capture(model if training else model.eval(), batch, training=training, outputs=outputs)
 
 
-def divided(sharding, part=""):
-    """name -> (dim, blocks, padded) of the divided parameters whose name holds ``part``."""
+def sharded(sharding, part=""):
+    """name -> (dim, blocks, padded) of the sharded parameters whose name contains ``part``."""
     tensors = {name: t for name, t in sharding.tensors.items() if part in name and t.dim is not None}
     return {name: (t.dim, t.blocks, t.padded) for name, t in tensors.items()}
 
 
 def test_llama_is_divided_as_in_megatron():
     sharding = shard(captured("llama"), 2)
-    assert divided(sharding, "layers.0.") == {
+    assert sharded(sharding, "layers.0.") == {
         "model.layers.0.self_attn.q_proj.weight": (0, 1, None),
         "model.layers.0.self_attn.k_proj.weight": (0, 1, None),
         "model.layers.0.self_attn.v_proj.weight": (0, 1, None),
@@ -37,35 +37,35 @@ def test_llama_is_divided_as_in_megatron():
         "model.layers.0.mlp.up_proj.weight": (0, 1, None),
         "model.layers.0.mlp.down_proj.weight": (1, 1, None),
     }
-    assert divided(sharding, "embed") == {"model.embed_tokens.weight": (0, 1, None)}
+    assert sharded(sharding, "embed") == {"model.embed_tokens.weight": (0, 1, None)}
     assert sharding.share() < 0.51
     assert set(sharding.tensors) == set(sharding.reasons) == set(captured("llama").shapes)
 
 
 def test_fused_weights_get_blocks():
-    gpt2 = divided(shard(captured("gpt2"), 2), "h.0.")
+    gpt2 = sharded(shard(captured("gpt2"), 2), "h.0.")
     assert gpt2["transformer.h.0.attn.c_attn.weight"] == (1, 3, None)
     assert gpt2["transformer.h.0.attn.c_attn.bias"] == (0, 3, None)
-    phi3 = divided(shard(captured("phi3"), 2), "layers.0.")
+    phi3 = sharded(shard(captured("phi3"), 2), "layers.0.")
     assert phi3["model.layers.0.self_attn.qkv_proj.weight"] == (0, (32, 16, 16), None)
     assert phi3["model.layers.0.mlp.gate_up_proj.weight"] == (0, 2, None)
 
 
 def test_experts_are_divided_inside():
-    mixtral = divided(shard(captured("mixtral"), 2), "layers.0.mlp")
+    mixtral = sharded(shard(captured("mixtral"), 2), "layers.0.mlp")
     assert {dim for dim, _, _ in mixtral.values()} == {1, 2} and len(mixtral) == 2
 
 
 def test_key_value_heads_that_do_not_divide_stay_whole():
-    attention = divided(shard(captured("llama"), 4), "layers.0.self_attn")
+    attention = sharded(shard(captured("llama"), 4), "layers.0.self_attn")
     assert {name.split(".")[-2] for name in attention} == {"q_proj", "o_proj"}
 
 
 @pytest.mark.parametrize(("tp", "multiple", "padded"), [(2, 1, 98), (4, 1, 100), (2, 16, 128)])
 def test_a_vocabulary_that_does_not_divide_is_padded(tp, multiple, padded):
     sharding = shard(captured("llama", vocab_size=97), tp, vocabulary_multiple=multiple)
-    assert divided(sharding, "embed") == {"model.embed_tokens.weight": (0, 1, padded)}
-    assert divided(sharding, "lm_head") == {"lm_head.weight": (0, 1, padded)}
+    assert sharded(sharding, "embed") == {"model.embed_tokens.weight": (0, 1, padded)}
+    assert sharded(sharding, "lm_head") == {"lm_head.weight": (0, 1, padded)}
 
 
 def test_one_rank_holds_everything():
@@ -78,7 +78,7 @@ def test_every_reason_is_a_sentence_about_the_parameter():
     assert reasons["model.layers.0.self_attn.q_proj.weight"].startswith("column parallel")
     assert reasons["model.layers.0.mlp.down_proj.weight"].startswith("row parallel")
     assert "gate_proj" in reasons["model.layers.0.mlp.down_proj.weight"]
-    assert reasons["model.norm.weight"] == "whole: mul in model.norm works on whole values"
+    assert reasons["model.norm.weight"] == "replicated: mul in model.norm works on replicated values"
 
 
 def test_rules_are_obeyed():
@@ -93,7 +93,7 @@ def test_rules_are_obeyed():
     ("text", "words"),
     [
         ("*.nothing.weight=row", "matches none of the model's parameters"),
-        ("model.norm.weight=column", "it is whole: mul in model.norm"),
+        ("model.norm.weight=column", "it is replicated: mul in model.norm"),
         ("*.down_proj.weight=column", "it is row parallel"),
         ("*.q_proj.weight=diagonal", "a rule is PATTERN=CHOICE"),
         ("*.q_proj.weight", "a rule is PATTERN=CHOICE"),
@@ -120,7 +120,7 @@ def test_a_model_without_anything_to_divide_is_refused():
         def forward(self, x):
             return self.linear(x).square().mean()
 
-    with pytest.raises(PlanError, match=r"not one weight .* its 7 output features do not divide by 2"):
+    with pytest.raises(PlanError, match=r"no weight .* its 7 output features are not divisible by 2"):
         shard(capture(Odd(), {"x": torch.ones(2, 5)}), 2)
 
 
@@ -158,7 +158,7 @@ SIZES = (8, 16, 8, 16), (16, 8, 16, 8)
 
 def test_what_holds_of_a_weight_holds_in_all_layers_and_of_no_other_weight():
     capturing = capture(Pairs(), {"x": torch.ones(2, 8)})
-    found = divided(shard(capturing, 2), "weight")
+    found = sharded(shard(capturing, 2), "weight")
     assert set(found) == {f"blocks.{k}.{i}.weight" for k in range(3) for i in (1, 2, 3)}
     named = roles(capturing)
     assert len({named[f"blocks.{k}.{i}.weight"] for k in range(3) for i in range(4)}) == 4

@@ -250,7 +250,8 @@ def test_a_weight_that_does_not_divide_is_told():
     traced = Traced(empty(), batch)
     assert draw(traced, Grid()).whole_weights() == ()
     told = draw(traced, Grid(tp=3)).whole_weights()
-    assert told[0] == "model.layers.*.self_attn.q_proj.weight is whole: its 32 output features do not divide by 3."
+    reason = "its 32 output features are not divisible by 3"
+    assert told[0] == f"model.layers.*.self_attn.q_proj.weight is replicated: {reason}."
     assert len(told) == 4  # q, k, v, o: the feed-forward width is padded
 
 

@@ -28,11 +28,11 @@ def test_its_own_table_is_accepted_in_any_order(tp, more):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        (QKV, {"dim": 0, "blocks": 1}, "has it divided along dimension 0, and the native model divided along dim"),
-        (QKV, {"blocks": 1}, "has it divided along dimension 1, and the native model divided along dimension 1 in 3"),
-        (TABLE, {"dim": None}, "has it whole, and the native model divided along dimension 0, padded to"),
+        (QKV, {"dim": 0, "blocks": 1}, "has it sharded along dimension 0, and the native model sharded along dim"),
+        (QKV, {"blocks": 1}, "has it sharded along dimension 1, and the native model sharded along dimension 1 in 3"),
+        (TABLE, {"dim": None}, "has it replicated, and the native model sharded along dimension 0, padded to"),
         (TABLE, {"padded": 512}, "padded to 512, and the native model"),
-        (NORM, {"dim": 0}, "has it divided along dimension 0, and the native model whole"),
+        (NORM, {"dim": 0}, "has it sharded along dimension 0, and the native model replicated"),
         (NORM, {"shape": (64,)}, r"its shape is \(64,\) in the plan, and \(32,\) in the model"),
     ],
 )

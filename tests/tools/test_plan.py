@@ -115,10 +115,10 @@ def test_a_captured_model_is_planned_and_every_weight_is_explained(run, tmp_path
     total = 2 * 128 * 32 + 3 * (4 * 32 * 32 + 3 * 32 * 64)
     assert held == total // 2 + 7 * 32
     rows = {line.split()[0]: " ".join(line.split()) for line in printed.splitlines() if line.startswith("model.")}
-    row = "model.layers.*.mlp.up_proj.weight 3 64 x 32 32 x 32 column parallel: its output features are divided"
+    row = "model.layers.*.mlp.up_proj.weight 3 64 x 32 32 x 32 column parallel: its output features are sharded"
     assert rows["model.layers.*.mlp.up_proj.weight"] == row
     assert "row parallel" in rows["model.layers.*.mlp.down_proj.weight"]
-    assert "whole" in rows["model.layers.*.input_layernorm.weight"]
+    assert "replicated" in rows["model.layers.*.input_layernorm.weight"]
     # What capturing brought to light is not part of the plan.
     assert run("show", path).splitlines()[-12:] == printed.splitlines()[-12:]
 
@@ -130,8 +130,8 @@ def test_rules_of_the_user_show_in_the_difference(run, tmp_path, llama):
     printed = run(*CAPTURED, *TP2_PP2, "--model", llama, "--save", other, "--tensor-parallel-rules", rules)
     assert "the rule lm_head.weight=replicate asks for it" in printed
     told = run("diff", one, other)
-    assert "tensor lm_head.weight (1): 128 x 32 divided along 0 -> 128 x 32 whole" in told
-    assert "tensor model.layers.*.self_attn.q_proj.weight (3): 32 x 32 divided along 0 -> 32 x 32 whole" in told
+    assert "tensor lm_head.weight (1): 128 x 32 sharded along 0 -> 128 x 32 replicated" in told
+    assert "tensor model.layers.*.self_attn.q_proj.weight (3): 32 x 32 sharded along 0 -> 32 x 32 replicated" in told
 
 
 def test_a_tied_weight_is_held_where_it_is_used(run, tmp_path):

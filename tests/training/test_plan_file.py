@@ -196,7 +196,7 @@ def test_a_captured_model_runs_the_edited_plan_through_both_doors(tmp_path, shap
     pretrain("pretrain_hf.py", f"--model {shape} --metrics {alone}")
     told = pretrain("pretrain_hf.py", f"--model {shape} --plan {path} --metrics {edited}", ranks=2).stdout
     assert losses(edited) == pytest.approx(losses(alone), abs=2e-6)
-    assert "model.embed_tokens.weight is whole" in told
+    assert "model.embed_tokens.weight is replicated" in told
 
 
 def _trained(rank, world_size, plan, directory):

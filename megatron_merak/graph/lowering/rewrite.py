@@ -16,7 +16,7 @@ from ..ir.marks import copy_in, reduce_sum, stack
 from ..ir.nodes import values
 from ..partition.cut import Chain
 from ..sharding import local
-from ..sharding.placement import Cut, Decision, Split
+from ..sharding.placement import Decision, Layout, ShardSpec
 from ..sharding.shard import Sharding
 from .collectives import move_collectives
 
@@ -159,9 +159,9 @@ class Writer:
         assert self.decision is not None
         split = self.sharding.layouts.get(node)
         if split is not None and node not in self.decision.gathered:
-            return self._fill(node, self.new[node], split.cut()) if node in self.decision.fills else self.new[node]
+            return self._fill(node, self.new[node], split.spec()) if node in self.decision.fills else self.new[node]
         full = self._gather(node) if node in self.decision.gathered else self.new[node]
-        cut = self.decision.cuts.get(node)
+        cut = self.decision.to_shard.get(node)
         if cut is None:
             return self.enter(full)
         shard = self._take_shard(full, cut)
@@ -223,7 +223,7 @@ class Writer:
             self.operands[key] = self._mark(copy_in, full, True)
         return self.operands[key]
 
-    def _take_shard(self, full: Node, cut: Cut) -> Node:
+    def _take_shard(self, full: Node, cut: ShardSpec) -> Node:
         key = ("take", full, cut)
         if key in self.operands:
             return self.operands[key]
@@ -237,7 +237,7 @@ class Writer:
             self.operands[key].meta["unit"] = None
         return self.operands[key]
 
-    def _fill(self, node: Node, shard: Node, cut: Cut) -> Node:
+    def _fill(self, node: Node, shard: Node, cut: ShardSpec) -> Node:
         """Replace the padding of a shard by the value that the decision wants; one node for all readers in a unit."""
         filler = self.decision.fills[node]
         key = ("fill", shard, filler, self.unit)
@@ -253,11 +253,11 @@ class Writer:
         if key not in self.operands:
             split = self.sharding.layouts[node]
             args = (self.new[node], split.dim, split.blocks, self.rank, self.tp)
-            self.operands[key] = self.sum(self.call(local.spread, args, like=node))
+            self.operands[key] = self.sum(self.call(local.embed_in_zeros, args, like=node))
         return self.operands[key]
 
     def _shard_of(self, val: Any, layout: Any) -> Any:
-        if isinstance(layout, Split):
+        if isinstance(layout, Layout):
             shape = tuple(layout.extent(self.tp) if d == layout.dim else n for d, n in enumerate(val.shape))
             key = (shape, val.dtype, val.device)
             if key not in self.empty:
@@ -278,7 +278,7 @@ def _separate_partial_parameters(
 ) -> tuple[str, ...]:
     """Return the replicated parameters that sharded work reads, and those of ``also``: their gradients are partial.
 
-    Replicated work that reads such a parameter too is made to read it through ``local.own``.
+    Replicated work that reads such a parameter too is made to read it through ``local.grad_on_rank_0``.
     """
     partial = []
     for node in list(graph.nodes):
@@ -297,7 +297,7 @@ def _separate_partial_parameters(
         # One node per unit, so that none crosses between units.
         for unit in dict.fromkeys(user.meta["unit"] for user in replicated_users):
             with graph.inserting_after(node):
-                owned = graph.call_function(local.own, (node, rank))
+                owned = graph.call_function(local.grad_on_rank_0, (node, rank))
             owned.meta = dict(node.meta) | {"unit": unit, "sharded": False}
             for user in replicated_users:
                 if user.meta["unit"] == unit:

@@ -38,7 +38,7 @@ _UNREAD = (
     "embedding",
     "embedding_part",
 )
-_UNREAD += ("spread", "add", "sum")
+_UNREAD += ("embed_in_zeros", "add", "sum")
 
 
 @dataclass(frozen=True, eq=False)

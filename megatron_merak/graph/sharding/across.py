@@ -1,4 +1,4 @@
-"""What a rewritten graph calls for functions along a divided dimension: of one rank's part, and of all ranks' results.
+"""Functions of a rewritten graph that work along the sharded dimension: of one rank's shard, or of all ranks' results.
 
 Statistics are at least fp32.
 """
@@ -13,75 +13,85 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def log_total(part: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """What a part adds to a log-sum-exp over ``dims``."""
-    return _wide(part).logsumexp(dims, keepdim)
+def log_sum_exp(shard: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """Return the log-sum-exp of a shard over ``dims``, at least fp32."""
+    return _wide(shard).logsumexp(dims, keepdim)
 
 
-def joined_log_total(totals: Tensor, dtype: torch.dtype) -> Tensor:
-    """The log-sum-exp from all ranks' ``log_total``, [tp, ...]."""
+def combined_log_sum_exp(totals: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the log-sum-exp of the full tensor, from ``log_sum_exp`` of all ranks, [tp, ...]."""
     return totals.logsumexp(0).to(dtype)
 
 
-def log_shares(part: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """A part of the log-softmax, given the log-sum-exp of the whole."""
-    return (_wide(part) - total).to(dtype)
+def log_softmax_shard(shard: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the shard of the log-softmax. total: log-sum-exp of the full tensor."""
+    return (_wide(shard) - total).to(dtype)
 
 
-def shares(part: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """A part of the softmax."""
-    return (_wide(part) - total).exp().to(dtype)
+def softmax_shard(shard: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the shard of the softmax. total: log-sum-exp of the full tensor."""
+    return (_wide(shard) - total).exp().to(dtype)
 
 
-def picked(part: Tensor, dim: int, index: Tensor, start: int) -> Tensor:
-    """gather(x, dim, index) of the entries that a part from ``start`` on holds, zero for others."""
+def gather_own(shard: Tensor, dim: int, index: Tensor, start: int) -> Tensor:
+    """Return x.gather(dim, index), with zeros for entries that this rank's shard of x does not have.
+
+    start: where the shard starts along ``dim``.
+    """
     rows = index - start
-    outside = (rows < 0) | (rows >= part.shape[dim])
-    return part.gather(dim, rows.masked_fill(outside, 0)).masked_fill(outside, 0.0)
+    outside = (rows < 0) | (rows >= shard.shape[dim])
+    return shard.gather(dim, rows.masked_fill(outside, 0)).masked_fill(outside, 0.0)
 
 
-def picked_at(part: Tensor, indices: Sequence[Tensor], dim: int, start: int, extent: int) -> Tensor:
-    """x[indices], one for every dimension, of the entries that a part holds, zero for others; ``extent``: of x."""
+def index_own(shard: Tensor, indices: Sequence[Tensor], dim: int, start: int, extent: int) -> Tensor:
+    """Return x[indices], with zeros for entries that this rank's shard of x does not have.
+
+    indices: one for every dimension of x.
+    start:   where the shard starts along ``dim``.
+    extent:  of ``dim`` of x.
+    """
     rows = indices[dim] + extent * (indices[dim] < 0) - start
-    outside = (rows < 0) | (rows >= part.shape[dim])
-    inside = [rows.masked_fill(outside, 0) if place == dim else index for place, index in enumerate(indices)]
-    return part[tuple(inside)].masked_fill(outside, 0.0)
+    outside = (rows < 0) | (rows >= shard.shape[dim])
+    inside = [rows.masked_fill(outside, 0) if axis == dim else index for axis, index in enumerate(indices)]
+    return shard[tuple(inside)].masked_fill(outside, 0.0)
 
 
-def picked_classes(part: Tensor, target: Tensor, start: int) -> Tensor:
-    """Of x [n, classes, ...] the entries at target [n, ...] that a part holds, zero for others."""
-    dim = min(part.dim() - 1, 1)
-    return picked(part, dim, target.unsqueeze(dim), start).squeeze(dim)
+def gather_own_classes(shard: Tensor, target: Tensor, start: int) -> Tensor:
+    """Return the entries of x [n, classes, ...] at target [n, ...], with zeros for classes of other ranks' shards."""
+    dim = min(shard.dim() - 1, 1)
+    return gather_own(shard, dim, target.unsqueeze(dim), start).squeeze(dim)
 
 
-def loss_of_picked(chosen: Tensor, target: Tensor, reduction: int, ignored: int) -> Tensor:
-    """The negative log-likelihood from the log-probabilities of the targets; ``reduction`` as in ``loss_of_stats``."""
-    out = target == ignored
-    loss = -chosen.masked_fill(out, 0.0)
+def nll_of_log_probs(log_probs: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
+    """Return the negative log-likelihood from the log-probabilities of the targets. reduction: see
+    ``local.loss_of_stats``."""
+    ignored = target == ignore_index
+    loss = -log_probs.masked_fill(ignored, 0.0)
     if reduction == 0:
         return loss
-    return loss.sum() / out.logical_not().sum() if reduction == 1 else loss.sum()
+    return loss.sum() / ignored.logical_not().sum() if reduction == 1 else loss.sum()
 
 
-def ties(part: Tensor, top: Tensor, dims: Sequence[int]) -> Tensor:
-    """How often a part holds the maximum of the whole."""
-    return (part == top).sum(dims, keepdim=True).to(part.dtype)
+def count_of_max(shard: Tensor, maximum: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return how often a shard has the maximum of the full tensor."""
+    return (shard == maximum).sum(dims, keepdim=True).to(shard.dtype)
 
 
-def slope_of_top(part: Tensor, top: Tensor, count: Tensor, dims: Sequence[int]) -> Tensor:
-    """Zero, with the gradient of a maximum: shared evenly by all entries that are it."""
-    return torch.where(part == top, (part - part.detach()) / count, 0.0).sum(dims, keepdim=True)
+def gradient_of_max(shard: Tensor, maximum: Tensor, count: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return zeros whose gradient is that of the maximum: shared evenly by all ``count`` entries that equal it."""
+    return torch.where(shard == maximum, (shard - shard.detach()) / count, 0.0).sum(dims, keepdim=True)
 
 
-def place_of_top(part: Tensor, dim: int, start: int) -> Tensor:
-    """Where in the whole the first maximum of a part is."""
-    return part.argmax(dim, keepdim=True) + start
+def own_argmax(shard: Tensor, dim: int, start: int) -> Tensor:
+    """Return the index, in the full tensor, of the first maximum of a shard. start: where the shard starts."""
+    return shard.argmax(dim, keepdim=True) + start
 
 
-def joined_place(tops: Tensor, places: Tensor) -> Tensor:
-    """Where the first maximum of the whole is, from all ranks' maxima and their places, [tp, ...]."""
-    return places.gather(0, tops.argmax(0, keepdim=True)).squeeze(0)
+def combined_argmax(maxima: Tensor, indices: Tensor) -> Tensor:
+    """Return the index of the first maximum, from all ranks' maxima and ``own_argmax``, both [tp, ...]."""
+    return indices.gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
 
 
-def both(top: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    return top, place
+def max_and_index(maximum: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what torch.max(x, dim) returns."""
+    return maximum, index

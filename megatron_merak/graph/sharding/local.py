@@ -1,4 +1,4 @@
-"""What a rewritten graph calls besides aten and the marks: one rank's part of a value, with literals for the rank."""
+"""Functions that a rewritten graph calls beside aten and marks: of one rank's shard, with literals for the rank."""
 
 from collections.abc import Sequence
 
@@ -10,35 +10,41 @@ from ... import ops
 
 
 def take(x: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int, padded: int = 0) -> Tensor:
-    """A rank's part of a whole x: of every block along ``dim`` an even share, in order.
+    """Return a rank's shard of a replicated x: an even share of every block along ``dim``, in order.
 
-    ``padded``: one block is continued with zeros to this extent first, so that it divides.
+    blocks: extents along ``dim``.
+    padded: extent to which the one block is padded with zeros first; 0: no padding.
     """
     if padded:
         extent = x.shape[dim]
         share = padded // tp
         start, stop = min(rank * share, extent), min((rank + 1) * share, extent)
         missing = share - (stop - start)
-        part = x.narrow(dim, start, stop - start)
-        behind = x.dim() - 1 - dim % x.dim()
-        return F.pad(part, [0, 0] * behind + [0, missing]) if missing else part
-    parts, begin = [], 0
+        shard = x.narrow(dim, start, stop - start)
+        dims_after = x.dim() - 1 - dim % x.dim()
+        return F.pad(shard, [0, 0] * dims_after + [0, missing]) if missing else shard
+    pieces, begin = [], 0
     for block in blocks:
         share = block // tp
-        parts.append(x.narrow(dim, begin + rank * share, share))
+        pieces.append(x.narrow(dim, begin + rank * share, share))
         begin += block
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def fill(part: Tensor, dim: int, held: int, filler: float) -> Tensor:
-    """A part of which entries from ``held`` on along ``dim`` are padding, with that replaced by ``filler``."""
-    missing = part.shape[dim] - held
-    behind = part.dim() - 1 - dim % part.dim()
-    return F.pad(part.narrow(dim, 0, held), [0, 0] * behind + [0, missing], value=filler) if missing else part
+def fill(shard: Tensor, dim: int, valid: int, value: float) -> Tensor:
+    """Return a shard with ``value`` in place of its padding, which are the entries along ``dim`` from ``valid`` on."""
+    missing = shard.shape[dim] - valid
+    dims_after = shard.dim() - 1 - dim % shard.dim()
+    if not missing:
+        return shard
+    return F.pad(shard.narrow(dim, 0, valid), [0, 0] * dims_after + [0, missing], value=value)
 
 
 def take_heads(x: Tensor, dim: int, heads: int, repeats: int, rank: int, tp: int) -> Tensor:
-    """The key-value heads of a whole x that a rank's share of ``heads`` query heads reads, ``repeats`` to one of them.
+    """Return the key-value heads of a replicated x that a rank's share of the query heads reads.
+
+    heads:   number of query heads.
+    repeats: number of query heads that read one key-value head.
 
     One head per group of query heads where the share consists of whole groups or lies in one, else one per query head.
     """
@@ -50,30 +56,33 @@ def take_heads(x: Tensor, dim: int, heads: int, repeats: int, rank: int, tp: int
     return x.index_select(dim, torch.tensor(needed, device=x.device))
 
 
-def spread(part: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int) -> Tensor:
-    """The inverse of ``take``, to be summed over the ranks: the part in its places, zero elsewhere, without padding.
+def embed_in_zeros(shard: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int) -> Tensor:
+    """Return a full-size tensor with the shard in its place and zeros elsewhere; the sum over ranks is the full tensor.
 
-    ``blocks`` are the true extents: one that does not divide was padded.
+    blocks: full extents along ``dim``, without padding; the padding of the shard is dropped.
     """
-    places, begin = [], 0
+    ranges, begin = [], 0
     for block in blocks:
-        share = part.shape[dim] if len(blocks) == 1 else block // tp
+        share = shard.shape[dim] if len(blocks) == 1 else block // tp
         start = min(rank * share, block)
-        places.append((begin + start, begin + min(start + share, block)))
+        ranges.append((begin + start, begin + min(start + share, block)))
         begin += block
-    shape = list(part.shape)
-    pieces, at, used = [], 0, 0
-    for start, stop in places:
-        pieces += [part.new_zeros([*shape[:dim], start - at, *shape[dim + 1 :]]), part.narrow(dim, used, stop - start)]
-        at, used = stop, used + stop - start
-    pieces.append(part.new_zeros([*shape[:dim], begin - at, *shape[dim + 1 :]]))
+    shape = list(shard.shape)
+    pieces, end, used = [], 0, 0
+    for start, stop in ranges:
+        pieces.append(shard.new_zeros([*shape[:dim], start - end, *shape[dim + 1 :]]))
+        pieces.append(shard.narrow(dim, used, stop - start))
+        end, used = stop, used + stop - start
+    pieces.append(shard.new_zeros([*shape[:dim], begin - end, *shape[dim + 1 :]]))
     return torch.cat(pieces, dim)
 
 
 def embedding_part(weight: Tensor, index: Tensor, start: int, padding_idx: int | None) -> Tensor:
-    """Rows start .. start + n of a table, [n, h], looked up by index int64 [...]: [..., h], zero for other rows.
+    """Return the embeddings [..., h] of index int64 [...], with zeros for rows that this rank does not have.
 
-    Row ``padding_idx`` (of the whole table) takes no gradient.
+    weight:      the rank's shard of the table, [n, h].
+    start:       row of the table that the shard starts with.
+    padding_idx: row of the full table that takes no gradient.
     """
     rows = index - start
     outside = (rows < 0) | (rows >= weight.shape[0])
@@ -84,9 +93,12 @@ def embedding_part(weight: Tensor, index: Tensor, start: int, padding_idx: int |
 def loss_of_stats(
     stats: Tensor, target: Tensor, ignore_index: int, reduction: int, smoothing: float, dtype: torch.dtype
 ) -> Tensor:
-    """The cross entropy of PyTorch from all ranks' ``ops.cross_entropy_stats``, [tp, ..., 3 or 5], and target [...].
+    """Return PyTorch's cross entropy.
 
-    ``reduction`` 0: per row, 1: mean over rows that are not ignored, 2: sum.
+    stats:     ``ops.cross_entropy_stats`` of all ranks, [tp, ..., 3 or 5].
+    target:    class numbers, int64 [...].
+    reduction: 0: loss per row, 1: mean over rows that are not ignored, 2: sum.
+    smoothing: PyTorch's label_smoothing.
     """
     ignored = target == ignore_index
     loss = ops.loss_of_stats(stats, smoothing, everywhere=True).masked_fill(ignored, 0.0)
@@ -96,21 +108,21 @@ def loss_of_stats(
     return (total / ignored.logical_not().sum() if reduction == 1 else total).to(dtype)
 
 
-class _Own(torch.autograd.Function):
+class _GradOnRank0(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, tp_rank):
-        ctx.owns = tp_rank == 0
+        ctx.first = tp_rank == 0
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad if ctx.owns else torch.zeros_like(grad), None
+        return grad if ctx.first else torch.zeros_like(grad), None
 
 
-def own(x: Tensor, tp_rank: int) -> Tensor:
-    """x; its gradient counts on rank 0 only.
+def grad_on_rank_0(x: Tensor, tp_rank: int) -> Tensor:
+    """Return x; its gradient is zero on all ranks but the first.
 
-    For a parameter that is read both in sharded work, where its gradient is partial, and where every rank computes the
-    same: one sum over the ranks is then right for both.
+    For a parameter that is read both by sharded work, where its gradient is a partial sum, and by replicated work,
+    where every rank computes the same gradient: one all-reduce is then right for both.
     """
-    return _Own.apply(x, tp_rank)
+    return _GradOnRank0.apply(x, tp_rank)

@@ -1,10 +1,10 @@
-"""What the padding of divided values holds, found by running each operation on it.
+"""What the padding of sharded values contains, found by running each operator on it.
 
-A dimension that does not divide is continued until it does. Two things hold of these entries everywhere: the gradient
-that comes back for them is zero, so that the padding of weights stays zero while they are trained; and what they hold
-is known (``Split.filler``) or not used. An operation keeps the first if its derivatives there are finite; the second is
-followed from value to value. Where an operation needs other padding than there is, as a sum needs zeros and a division
-anything else, the padding of its operand is replaced first (``Decision.fills``), which also stops its gradient.
+A dimension that is not divisible by the ranks is padded. Two things hold for padding everywhere: its gradient is zero,
+so that the padding of parameters stays zero in training; and its value is either known (``Layout.padding_value``) or
+not used. An operator keeps the first if its derivatives at the padding are finite; the second is tracked from value to
+value. Where an operator needs other padding (zeros for a sum, anything else for a divisor), the padding of its operand
+is overwritten first (``Decision.fills``), which also stops the gradient of the padding.
 """
 
 import math
@@ -19,105 +19,114 @@ from torch.utils._pytree import tree_leaves
 
 from ..ir.aliases import aliased
 from ..ir.nodes import is_random, op_name, values
-from .placement import Cut, Filler, Split
+from .placement import Layout, PaddingValue, ShardSpec
 from .propagate import Propagation
 
-# What a whole operand may hold that meets every entry of the padding.
-_ANY = {"float": (-25.0, -3.7, -0.6, 0.3, 1.9, 7.0), "int": (-7, -2, -1, 1, 3), "bool": (True, False)}
+# Sample values of a replicated operand that is combined with the padding.
+_SAMPLES = {"float": (-25.0, -3.7, -0.6, 0.3, 1.9, 7.0), "int": (-7, -2, -1, 1, 3), "bool": (True, False)}
 
 
-def fillers(p: Propagation, node: Node, cuts: Mapping[Node, Cut]) -> dict[Node, Filler]:
-    """What the padding of each padded operand of a node holds; a value that is cut is continued with zeros."""
-    found: dict[Node, Filler] = {}
+def padding_values(p: Propagation, node: Node, to_shard: Mapping[Node, ShardSpec]) -> dict[Node, PaddingValue]:
+    """Return the padding value of each padded operand of a node; operands in ``to_shard`` are padded with zeros."""
+    result: dict[Node, PaddingValue] = {}
     for x in node.all_input_nodes:
         layout = p.layout(x)
         if layout is not None and layout.padded:
-            found[x] = layout.filler
-        elif x in cuts and cuts[x].padded:
-            found[x] = 0
-    return found
+            result[x] = layout.padding_value
+        elif x in to_shard and to_shard[x].padded:
+            result[x] = 0
+    return result
 
 
-def zeros(p: Propagation, node: Node, cuts: Mapping[Node, Cut]) -> dict[Node, Filler]:
-    """The fills after which the padding of every operand is zero."""
-    return {x: 0 for x, filler in fillers(p, node, cuts).items() if filler is None or filler != 0}
+def zeros(p: Propagation, node: Node, to_shard: Mapping[Node, ShardSpec]) -> dict[Node, PaddingValue]:
+    """Return the fills after which the padding of every operand is zero."""
+    return {x: 0 for x, value in padding_values(p, node, to_shard).items() if value is None or value != 0}
 
 
-def alike(p: Propagation, node: Node, cuts: Mapping[Node, Cut]) -> tuple[dict[Node, Filler], Filler]:
-    """The fills after which the padding of all operands is the same, and what it is then."""
-    known = dict.fromkeys(fillers(p, node, cuts).values())
-    return (zeros(p, node, cuts), 0) if len(known) > 1 or None in known else ({}, next(iter(known), 0))
+def equal_padding(
+    p: Propagation, node: Node, to_shard: Mapping[Node, ShardSpec]
+) -> tuple[dict[Node, PaddingValue], PaddingValue]:
+    """Return (the fills after which the padding of all operands is the same, its value then)."""
+    distinct = dict.fromkeys(padding_values(p, node, to_shard).values())
+    if len(distinct) > 1 or None in distinct:
+        return zeros(p, node, to_shard), 0
+    return {}, next(iter(distinct), 0)
 
 
 def settle(
-    p: Propagation, node: Node, split: Split, cuts: Mapping[Node, Cut], pointwise: bool
-) -> tuple[dict[Node, Filler], tuple[Filler, ...]]:
-    """(fills, what the padding of each result holds then) of a node whose padded operands share the dimension of
-    ``split``, counted in the result if ``pointwise``, else in each. Raises Unfit where none gives finite derivatives.
+    p: Propagation, node: Node, layout: Layout, to_shard: Mapping[Node, ShardSpec], pointwise: bool
+) -> tuple[dict[Node, PaddingValue], tuple[PaddingValue, ...]]:
+    """Return (fills, the padding value of each result after these) of a node whose padded operands share a dimension.
+
+    layout:    its ``dim`` is that dimension, counted in the result if ``pointwise``, else in each operand.
+    pointwise: whether the operator is elementwise.
+
+    Raises CannotShard if no fills give finite derivatives.
     """
-    held = fillers(p, node, cuts)
+    padding = padding_values(p, node, to_shard)
     if aliased(node)[0] and not aliased(node)[1]:
-        return {}, (held[node.args[0]],)
+        return {}, (padding[node.args[0]],)
     if is_random(node):
-        stays = "dropout" in op_name(node) and "alpha" not in op_name(node)
-        return zeros(p, node, cuts), ((0 if stays else None),) * len(values(node))
-    for fills in _fills(held):
-        made = _run(p, node, split, {**held, **fills}, pointwise)
-        if made is None:
+        keeps_zeros = "dropout" in op_name(node) and "alpha" not in op_name(node)
+        return zeros(p, node, to_shard), ((0 if keeps_zeros else None),) * len(values(node))
+    for fills in _candidate_fills(padding):
+        results = _run(p, node, layout, {**padding, **fills}, pointwise)
+        if results is None:
             continue
         for x in aliased(node)[1]:
-            if x in fills or x in held and made[0] != held[x]:
-                raise p.unfit(node, "writes into the padding of a dimension that the ranks do not share evenly", (x,))
-        return fills, made
-    raise p.unfit(node, "is singular in the padding of a dimension that the ranks do not share evenly")
+            if x in fills or x in padding and results[0] != padding[x]:
+                why = "writes into the padding of a dimension that the ranks do not share evenly"
+                raise p.cannot_shard(node, why, (x,))
+        return fills, results
+    raise p.cannot_shard(node, "is singular in the padding of a dimension that the ranks do not share evenly")
 
 
-def _fills(held: Mapping[Node, Filler]) -> Iterator[dict[Node, Filler]]:
-    """What to try: as little as possible, then ones where zeros are singular: in one operand, in all."""
-    unknown: dict[Node, Filler] = {x: 0 for x, filler in held.items() if filler is None}
-    numbers = [x for x in held if values(x)[0].is_floating_point()]
+def _candidate_fills(padding: Mapping[Node, PaddingValue]) -> Iterator[dict[Node, PaddingValue]]:
+    """Yield fills to try: as few as possible, then ones where zeros are singular, in one operand, then in all."""
+    unknown: dict[Node, PaddingValue] = {x: 0 for x, value in padding.items() if value is None}
+    numbers = [x for x in padding if values(x)[0].is_floating_point()]
     yield unknown
     yield from ({**unknown, x: 1} for x in numbers)
     yield {**unknown, **dict.fromkeys(numbers, 1)}
 
 
 def _run(
-    p: Propagation, node: Node, split: Split, held: Mapping[Node, Filler], pointwise: bool
-) -> tuple[Filler, ...] | None:
-    """What a node makes of padding that holds ``held``; None where a gradient of zero does not stay zero."""
-    operands = _mixed(node, held) if pointwise else _thin(node, split, held)
-    given = {x: t.requires_grad_() if t.is_floating_point() else t for x, t in operands.items()}
-    leaves = [x for x in given.values() if x.requires_grad]
+    p: Propagation, node: Node, layout: Layout, padding: Mapping[Node, PaddingValue], pointwise: bool
+) -> tuple[PaddingValue, ...] | None:
+    """Return the padding value of each result; None if a gradient of zero does not stay zero."""
+    samples = _padding_beside_samples(node, padding) if pointwise else _one_padding_entry(node, layout, padding)
+    operands = {x: t.requires_grad_() if t.is_floating_point() else t for x, t in samples.items()}
+    leaves = [x for x in operands.values() if x.requires_grad]
     written = aliased(node)[1]
     with torch.enable_grad():
-        args, kwargs = map_arg((node.args, node.kwargs), lambda x: given[x].clone() if x in written else given[x])
-        made = [x for x in tree_leaves(node.target(*args, **kwargs)) if isinstance(x, Tensor)]
-    roots = [x for x in made if x.requires_grad]
+        args, kwargs = map_arg((node.args, node.kwargs), lambda x: operands[x].clone() if x in written else operands[x])
+        results = [x for x in tree_leaves(node.target(*args, **kwargs)) if isinstance(x, Tensor)]
+    roots = [x for x in results if x.requires_grad]
     if roots:
         grads = torch.autograd.grad(roots, leaves, [torch.zeros_like(x) for x in roots], allow_unused=True)
         if any(grad is not None and grad.any() for grad in grads):
             return None
-    return tuple(_constant(x.detach()) for x in made)
+    return tuple(_constant(x.detach()) for x in results)
 
 
-def _mixed(node: Node, held: Mapping[Node, Filler]) -> dict[Node, Tensor]:
-    """The padding beside every mixture of what the other operands may hold."""
-    others = [x for x in node.all_input_nodes if x not in held]
-    mixtures = list(product(*(_ANY[_kind(values(x)[0].dtype)] for x in others)))
-    columns = dict(zip(others, zip(*mixtures, strict=True), strict=True))
-    full = {x: torch.full((len(mixtures),), filler, dtype=values(x)[0].dtype) for x, filler in held.items()}
+def _padding_beside_samples(node: Node, padding: Mapping[Node, PaddingValue]) -> dict[Node, Tensor]:
+    """Return 1-D operands: the padding beside every combination of sample values of the other operands."""
+    others = [x for x in node.all_input_nodes if x not in padding]
+    combinations = list(product(*(_SAMPLES[_kind(values(x)[0].dtype)] for x in others)))
+    columns = dict(zip(others, zip(*combinations, strict=True), strict=True))
+    full = {x: torch.full((len(combinations),), value, dtype=values(x)[0].dtype) for x, value in padding.items()}
     return full | {x: torch.tensor(column, dtype=values(x)[0].dtype) for x, column in columns.items()}
 
 
-def _thin(node: Node, split: Split, held: Mapping[Node, Filler]) -> dict[Node, Tensor]:
-    """The padding as one entry of its dimension, beside other operands that hold anything."""
+def _one_padding_entry(node: Node, layout: Layout, padding: Mapping[Node, PaddingValue]) -> dict[Node, Tensor]:
+    """Return operands whose padded dimension is one entry of padding; other operands have sample values."""
     operands: dict[Node, Tensor] = {}
     for x in node.all_input_nodes:
         value = values(x)[0]
-        shape = [1 if x in held and dim == split.dim else extent for dim, extent in enumerate(value.shape)]
-        many = torch.tensor(_ANY[_kind(value.dtype)], dtype=value.dtype)
-        many = many.repeat(-(-math.prod(shape) // len(many)))[: math.prod(shape)].view(shape)
-        operands[x] = torch.full(shape, held[x], dtype=value.dtype) if x in held else many
+        shape = [1 if x in padding and dim == layout.dim else extent for dim, extent in enumerate(value.shape)]
+        samples = torch.tensor(_SAMPLES[_kind(value.dtype)], dtype=value.dtype)
+        samples = samples.repeat(-(-math.prod(shape) // len(samples)))[: math.prod(shape)].view(shape)
+        operands[x] = torch.full(shape, padding[x], dtype=value.dtype) if x in padding else samples
     return operands
 
 
@@ -125,8 +134,8 @@ def _kind(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point or dtype.is_complex else "int"
 
 
-def _constant(x: Tensor) -> Filler:
-    """The one finite number in all of a tensor."""
+def _constant(x: Tensor) -> PaddingValue:
+    """Return the number that every entry of a tensor is; None if they differ or are not finite."""
     if x.is_complex() or not x.numel() or not bool((x == x.flatten()[0]).all()) or not bool(x.isfinite().all()):
         return None
     return x.flatten()[0].item()

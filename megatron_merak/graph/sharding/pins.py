@@ -1,4 +1,4 @@
-"""How a plan says that weights are divided: what it may say of a capture, and why a capture cannot do it."""
+"""Pins: how a plan shards parameters, and the errors where it cannot be so."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,27 +8,29 @@ from megatron_merak.plan import TensorSharding
 from ..capture.captured import Captured
 from ..ir.names import place
 from ..ir.nodes import op_name
-from .placement import Cut, Stuck
+from .placement import PlanConflict, ShardSpec
 
 Pins = Mapping[str, TensorSharding]
 
 
 def extents(tensor: TensorSharding) -> tuple[int, ...]:
-    """The extents of the blocks along the divided dimension, without padding."""
+    """Return the extents of the blocks along the sharded dimension, without padding."""
     assert tensor.dim is not None
     blocks, extent = tensor.blocks, tensor.shape[tensor.dim]
     return (extent // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
 
 
-def cut_of(tensor: TensorSharding) -> Cut | None:
-    """What a rank takes of a tensor; None: all of it."""
-    return None if tensor.dim is None else Cut(tensor.dim, extents(tensor), tensor.padded or 0)
+def spec_of(tensor: TensorSharding) -> ShardSpec | None:
+    """Return which shard of a tensor each rank has; None if it is replicated."""
+    return None if tensor.dim is None else ShardSpec(tensor.dim, extents(tensor), tensor.padded or 0)
 
 
 def check_pins(captured: Captured, tp: int, pins: Pins, complete: bool) -> None:
-    """What can be said of a plan before the graph is walked.
+    """Check what can be checked before the graph is walked.
 
-    ``complete``: it names every parameter of the capture and no other. Raises PlanError, naming the first at fault.
+    complete: the pins must name every parameter of the capture and no other.
+
+    Raises PlanError, naming the first parameter at fault.
     """
     for name, pin in pins.items():
         if name in captured.shapes:
@@ -41,7 +43,7 @@ def check_pins(captured: Captured, tp: int, pins: Pins, complete: bool) -> None:
             raise PlanError("sharding of", name, reason, "Leave it out, or make a plan of this model")
     missing = [name for name in captured.shapes if name not in pins] if complete else []
     if missing:
-        reason = "the model computes with it, and the plan does not say how it is divided"
+        reason = "the model computes with it, and the plan does not say how it is sharded"
         raise PlanError("sharding of", missing[0], reason, "Add it; with dim null every rank holds all of it")
 
 
@@ -56,27 +58,31 @@ def _check_pin(name: str, pin: TensorSharding, shape: tuple[int, ...], tp: int) 
         raise PlanError("sharding of", name, reason, "Let dim be null, or set the tensor-parallel size")
     if shape[pin.dim] == 1:
         reason = f"the plan has it {pin.told()}, which is 1 long"
-        raise PlanError("sharding of", name, reason, "Divide another dimension, or let dim be null")
+        raise PlanError("sharding of", name, reason, "Shard another dimension, or let dim be null")
     blocks = [pin.blocks] if isinstance(pin.blocks, int) else pin.blocks
     uneven = isinstance(pin.blocks, int) and pin.blocks > 0 and shape[pin.dim] % pin.blocks
     if uneven or not blocks or min(blocks) < 1:
         reason = f"the plan has it in {pin.blocks} blocks, and dimension {pin.dim} is {shape[pin.dim]} long"
         raise PlanError("sharding of", name, reason, "Let blocks be 1, or a number or extents that make it up")
-    divided = (pin.padded,) if pin.padded else extents(pin)
-    odd = [extent for extent in divided if extent % tp]
-    if odd:
-        reason = f"the plan has it {pin.told()}, and {odd[0]} does not divide by {tp} tensor-parallel ranks"
-        remedy = f"Pad it to a multiple of {tp}, or let dim be null" if len(divided) == 1 else "Let dim be null"
+    evenly = (pin.padded,) if pin.padded else extents(pin)
+    uneven_extents = [extent for extent in evenly if extent % tp]
+    if uneven_extents:
+        reason = f"the plan has it {pin.told()}, and {uneven_extents[0]} is not divisible by {tp} tensor-parallel ranks"
+        remedy = f"Pad it to a multiple of {tp}, or let dim be null" if len(evenly) == 1 else "Let dim be null"
         raise PlanError("sharding of", name, reason, remedy)
 
 
-def refusal(stuck: Stuck, pins: Pins, free: Pins, edited: Sequence[str]) -> PlanError:
-    """The error to raise where a graph cannot be computed as a plan says. ``free``: what propagation makes of the
-    parameters by itself. ``edited``: those of which the plan says otherwise."""
-    name = next((origin for origin in stuck.origins if origin in edited), stuck.origins[0])
-    reason = f"the plan has it {pins[name].told()}, but {op_name(stuck.node)} in {place(stuck.node)} {stuck.why}"
+def conflict_error(conflict: PlanConflict, pins: Pins, free: Pins, edited: Sequence[str]) -> PlanError:
+    """Return the error for a graph that cannot be computed as a plan says.
+
+    free:   how propagation without a plan shards the parameters.
+    edited: names of those that the plan shards otherwise.
+    """
+    name = next((origin for origin in conflict.origins if origin in edited), conflict.origins[0])
+    node = conflict.node
+    reason = f"the plan has it {pins[name].told()}, but {op_name(node)} in {place(node)} {conflict.why}"
     remedy = f"Let it be {free[name].told()}"
     if name not in edited:
         restored = ", ".join(f"{other} be {free[other].told()}" for other in edited[:3])
-        remedy = f"Let it be whole, or let {restored}"
+        remedy = f"Let it be replicated, or let {restored}"
     return PlanError("sharding of", name, reason, remedy)

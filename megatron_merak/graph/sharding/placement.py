@@ -1,4 +1,4 @@
-"""The vocabulary of sharding decisions: where the parts of a value are, and what one rank does for a node."""
+"""The data types of sharding: how a value is sharded over tensor-parallel ranks, and what one rank does for a node."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -6,54 +6,60 @@ from typing import Any
 
 from torch.fx import Node
 
-Filler = float | int | bool | None  # what every entry of some padding holds; None: not known
+PaddingValue = float | int | bool | None  # what every padding entry of a shard contains; None: not known
 
 
 @dataclass(frozen=True)
-class Split:
-    """A value of which every rank holds a part.
+class Layout:
+    """How a tensor is sharded over the tensor-parallel ranks.
 
-    ``dim`` is a concatenation of ``blocks`` (full extents), each divided evenly over the ranks. ``origins`` are the
-    weights that the division started from. ``padded`` (0: no padding) is the extent that is divided when the one block
-    does not divide by itself: the excess, at the end of the last ranks' parts, means nothing; it holds ``filler`` (see
-    padding.py). ``summed``: on its way
-    the value was scaled by a statistic that needed a sum over the ranks. ``rows``: (first, per entry) of the output
-    features of its origins that the entries of ``dim`` stand for, where that is known.
+    dim:           the sharded dimension.
+    blocks:        full extents of the blocks that ``dim`` is a concatenation of; each is sharded evenly by itself.
+    origins:       names of the parameters whose sharding led to this one.
+    padded:        extent of ``dim`` with padding, where its one block is not divisible by the ranks; 0: no padding. The
+                   padding is at the end of the last ranks' shards and means nothing.
+    renormalized:  whether the value was scaled by a statistic that took an all-reduce.
+    features:      (first, per entry): which output features of the origins the entries of ``dim`` stand for; None where
+                   that is not known.
+    padding_value: what the padding contains, see padding.py.
     """
 
     dim: int
     blocks: tuple[int, ...]
     origins: tuple[str, ...] = ()
     padded: int = 0
-    summed: bool = False
-    rows: tuple[int, int] | None = None
-    filler: Filler = 0
+    renormalized: bool = False
+    features: tuple[int, int] | None = None
+    padding_value: PaddingValue = 0
 
     def extent(self, tp: int) -> int:
-        """The extent of ``dim`` on one rank."""
+        """Return the extent of ``dim`` on one rank."""
         return (self.padded or sum(self.blocks)) // tp
 
-    def same(self, other: "Split") -> bool:
-        """Whether the parts are the same, wherever they came from and whatever their padding holds."""
+    def same_shards(self, other: "Layout") -> bool:
+        """Whether the shards are the same; origins and padding values may differ."""
         return (self.dim, self.blocks, self.padded) == (other.dim, other.blocks, other.padded)
 
-    def piece(self, start: int, blocks: tuple[int, ...]) -> "Split":
-        """The part of the dimension from ``start`` on that consists of ``blocks``."""
-        rows = self.rows and (self.rows[0] + start * self.rows[1], self.rows[1])
-        return replace(self, blocks=blocks, rows=rows)
+    def piece(self, start: int, blocks: tuple[int, ...]) -> "Layout":
+        """Return the layout of the range of ``dim`` that starts at ``start`` and consists of ``blocks``."""
+        features = self.features and (self.features[0] + start * self.features[1], self.features[1])
+        return replace(self, blocks=blocks, features=features)
 
-    def cut(self) -> "Cut":
-        return Cut(self.dim, self.blocks, self.padded)
+    def spec(self) -> "ShardSpec":
+        """Return which shard each rank has."""
+        return ShardSpec(self.dim, self.blocks, self.padded)
 
 
-Layout = Split | None | tuple[Split | None, ...]  # None: every rank holds all of it; a tuple: one per tensor of a tuple
+# Of a node: None if its value is replicated; a tuple has one entry for each tensor of a tuple.
+NodeLayout = Layout | None | tuple[Layout | None, ...]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A rank's part of a value that every rank holds; the fields mean what they mean in ``Split``.
+class ShardSpec:
+    """Which shard of a replicated tensor each rank takes. dim, blocks, padded: see ``Layout``.
 
-    ``repeats``: what is divided is ``dim`` with each entry repeated so often (key-value heads under their query heads).
+    repeats: ``dim`` is sharded as if each of its entries were repeated this often (key-value heads, each of which
+             serves several query heads).
     """
 
     dim: int
@@ -66,18 +72,24 @@ class Cut:
 class Decision:
     """What one rank does for one node of the captured graph.
 
-    ``layout`` of the result. Operands that are divided are used as they are; of those in ``cuts`` the rank takes its
-    part; those in ``gathered`` are first made whole; any other operand enters whole. The padding of those in
-    ``fills`` is replaced by a number, through which no gradient passes. ``args`` and ``target`` replace the node's
-    where extents are written out. ``reduce``: the result is a partial sum, to be added up over the ranks; ``scale``
-    multiplies it before. ``common``: nothing that the node still reads depends on parameters. ``write``, if set, does
-    all of this itself, given the writer and the node.
+    Sharded operands are used as they are, unless ``gathered``; replicated ones too, unless ``to_shard``.
+
+    layout:   of the result.
+    to_shard: replicated operands of which the rank takes its shard.
+    gathered: sharded operands that are all-gathered first.
+    fills:    operands whose padding is overwritten by a number, through which no gradient passes.
+    args:     the node's arguments on one rank, where they contain extents; None: as captured.
+    target:   what is called instead of the node's target.
+    reduce:   the result is a partial sum, to be all-reduced.
+    scale:    multiplies a partial sum before the all-reduce.
+    common:   nothing that the node still reads depends on parameters.
+    write:    if set, does all of this itself, given the ``Writer`` of lowering/rewrite.py and the node.
     """
 
-    layout: Layout
-    cuts: Mapping[Node, Cut] = field(default_factory=dict)
+    layout: NodeLayout
+    to_shard: Mapping[Node, ShardSpec] = field(default_factory=dict)
     gathered: tuple[Node, ...] = ()
-    fills: Mapping[Node, Filler] = field(default_factory=dict)
+    fills: Mapping[Node, PaddingValue] = field(default_factory=dict)
     args: tuple[Any, ...] | None = None
     target: Callable[..., Any] | None = None
     reduce: bool = False
@@ -86,22 +98,24 @@ class Decision:
     write: Callable[[Any, Node], Node] | None = None
 
 
-class Unfit(Exception):
-    """An op cannot work on the parts of ``operands``; ``why`` continues the sentence '<op> in <module> ...'."""
+class CannotShard(Exception):
+    """An operator cannot work on shards of ``operands``. ``why`` continues the sentence '<op> in <module> ...'."""
 
     def __init__(self, node: Node, operands: tuple[Node, ...], why: str):
         super().__init__(why)
         self.node, self.operands, self.why = node, operands, why
 
 
-class Stuck(Exception):
-    """A node cannot work on the parts of values, and a plan has divided the weights behind them, ``origins``. ``why``
-    continues the sentence '<op> in <module> ...'."""
+class PlanConflict(Exception):
+    """A node cannot work on shards of values, but a plan shards the parameters ``origins`` that they depend on.
+
+    ``why`` continues the sentence '<op> in <module> ...'.
+    """
 
     def __init__(self, node: Node, origins: tuple[str, ...], why: str):
         super().__init__(why)
         self.node, self.origins, self.why = node, origins, why
 
 
-class Again(Exception):
-    """What was assumed of a weight has changed: propagation starts again."""
+class Restart(Exception):
+    """The assumptions about parameters have changed: propagation starts again."""

@@ -1,11 +1,15 @@
-"""Propagation: one walk over the graph decides, from rules per op, which weights are divided and where.
+"""Sharding propagation: one walk over the graph decides, by a rule per operator, which parameters are sharded and how.
 
-A linear layer with a whole input divides its output features; what follows works on the parts as long as a rule
-allows it; a linear layer whose input features are divided divides its weight alike and ends in a sum over the ranks. An
-op that cannot take a divided value bans the weights it was divided by, and one that cuts it into pieces asks for
-blocks: in both cases the walk starts again. Bans and blocks hold for all layers (see roles.py), so a few walks do.
-Weights that a plan has decided about are divided, or whole, from the start. An op that cannot take the parts of these
-works on values that are made whole for it.
+A linear layer whose input is replicated shards its output features (column parallel). The operators that follow work on
+shards as long as their rules allow. A linear layer whose input features are sharded shards its weight likewise and ends
+in an all-reduce (row parallel).
+
+An operator that cannot take a sharded value bans the sharding of the parameters that led to it; one that takes pieces
+of the sharded dimension asks for blocks. In both cases the walk starts again. Bans and blocks hold for all layers
+(roles.py), so that a few walks suffice.
+
+Parameters that a plan has decided about ("pins") are sharded, or replicated, from the start. An operator that cannot
+take shards of these gets all-gathered operands.
 """
 
 import operator
@@ -21,19 +25,28 @@ from ..capture.captured import Captured
 from ..ir.aliases import changing
 from ..ir.names import place
 from ..ir.nodes import op_name, values
-from .choices import Choices
-from .placement import Again, Cut, Decision, Layout, Split, Stuck, Unfit
+from .assumptions import Assumptions
+from .derived import chain_to_parameter, unread_functions
+from .placement import CannotShard, Decision, Layout, NodeLayout, PlanConflict, Restart, ShardSpec
 
-GATHER_SHARE = 4  # a divided value of at most 1/4 of what its weight makes is made whole rather than banning the weight
-VOCABULARY_ROWS = 64  # tables with fewer rows are not worth a sum over the ranks
+GATHER_SHARE = 4  # a value of at most 1/4 of its weight's output is all-gathered rather than banning the weight
+VOCABULARY_ROWS = 64  # tables with fewer rows are not worth an all-reduce
 
-ALIKE = "divided like the value that it is combined with"
+ALIKE = "sharded like the value that it is combined with"
 
 Rule = Callable[["Propagation", Node], Decision | None]
 
 
 class Propagation:
-    """One walk. ``layouts`` and ``decisions`` by node (no decision: as captured), ``why`` by parameter divided."""
+    """One walk over a captured graph. rules, starters: by operator, see rules.py.
+
+    layouts:            by node.
+    decisions:          by node; one without a decision is computed as captured, by every rank.
+    sharded_parameters: name -> layout.
+    reasons:            sharded parameter -> why it is sharded so.
+    common:             nodes that do not depend on a parameter.
+    refuse_costly:      whether rules refuse to shard the current node where that costs more than it saves.
+    """
 
     def __init__(
         self,
@@ -41,31 +54,32 @@ class Propagation:
         tp: int,
         rules: Mapping[str, Rule],
         starters: Mapping[str, Rule],
-        choices: Choices,
-        multiple: int = 1,
+        assumptions: Assumptions,
+        vocabulary_multiple: int = 1,
     ):
-        self.captured, self.tp, self.choices, self.multiple = captured, tp, choices, multiple
+        self.captured, self.tp, self.assumptions = captured, tp, assumptions
+        self.vocabulary_multiple = vocabulary_multiple
         self.rules, self.starters = rules, starters
-        self.layouts: dict[Node, Layout] = {}
+        self.layouts: dict[Node, NodeLayout] = {}
         self.decisions: dict[Node, Decision] = {}
-        self.params: dict[Node, str] = {}
-        self.held: dict[str, Split] = {
-            name: Split(cut.dim, cut.blocks, (name,), cut.padded) for name, cut in choices.pins.items() if cut
+        self.parameter_names: dict[Node, str] = {}
+        self.sharded_parameters: dict[str, Layout] = {
+            name: Layout(spec.dim, spec.blocks, (name,), spec.padded) for name, spec in assumptions.pins.items() if spec
         }
-        self.why: dict[str, str] = {}
-        self.extents: dict[str, int] = {}  # weight divided by its output features -> their number
-        self.sizes: dict[str, int] = {}  # and the size of what it makes
-        self.common: dict[Node, None] = {}  # values without a parameter behind them
-        self.gathered: dict[Node, None] = {}  # operands that the current node reads whole
-        self.demanded: dict[Node, None] = {}  # values that rules divided a parameter for
-        self.thrifty = True  # whether the current node refuses what costs more than it saves
+        self.reasons: dict[str, str] = {}
+        self.output_features: dict[str, int] = {}  # column-parallel weight -> number of its output features
+        self.output_sizes: dict[str, int] = {}  # column-parallel weight -> number of elements of its output
+        self.common: dict[Node, None] = {}
+        self.gathered: dict[Node, None] = {}  # operands that are all-gathered for the current node
+        self.sharded_on_demand: dict[Node, None] = {}  # values for which a rule sharded a parameter
+        self.refuse_costly = True
 
     def run(self) -> "Propagation":
         graph = self.captured.module.graph
-        self.tables = self._tables()
+        self.vocabularies = self._vocabularies()
         for node in graph.nodes:
             if node.op == "get_attr" and node.target in self.captured.shapes:
-                self.params[node] = str(node.target)
+                self.parameter_names[node] = str(node.target)
             elif all(x in self.common for x in node.all_input_nodes):
                 self.common[node] = None
             if node.op == "output":
@@ -73,213 +87,193 @@ class Propagation:
             elif node.op == "call_function":
                 self.visit(node)
             else:
-                self.layouts[node] = self.held.get(self.params[node]) if node in self.params else None
+                name = self.parameter_names.get(node)
+                self.layouts[node] = None if name is None else self.sharded_parameters.get(name)
         return self
 
-    def _tables(self) -> dict[int, None]:
-        """The extents that are vocabularies: rows of embedding tables."""
+    def _vocabularies(self) -> dict[int, None]:
+        """Return the extents that are vocabulary sizes: numbers of rows of embedding tables."""
         shapes = self.captured.shapes
-        found = [node.args[0] for node in self.captured.module.graph.nodes if op_name(node) == "embedding"]
-        rows = [shapes[x.target][0] for x in found if isinstance(x, Node) and x.target in shapes]
+        tables = [node.args[0] for node in self.captured.module.graph.nodes if op_name(node) == "embedding"]
+        rows = [shapes[x.target][0] for x in tables if isinstance(x, Node) and x.target in shapes]
         return dict.fromkeys(extent for extent in rows if extent >= VOCABULARY_ROWS)
 
-    # ---- what rules ask -------------------------------------------------------------------------------------------
+    # ---- for rules ------------------------------------------------------------------------------------------------
     def shape(self, node: Node) -> tuple[int, ...]:
-        """The full shape of a node's (first) tensor."""
+        """Return the full shape of a node's (first) tensor."""
         return tuple(values(node)[0].shape)
 
-    def layout(self, node: object) -> Split | None:
-        """How an operand is divided; None for one that is whole, or made whole for the node being visited."""
+    def layout(self, node: object) -> Layout | None:
+        """Return how an operand is sharded; None if it is replicated, or all-gathered for the current node."""
         if not isinstance(node, Node) or node in self.gathered:
             return None
         layout = self.layouts[node]
         if isinstance(layout, tuple):
-            raise Unfit(node, (node,), "hands on several divided values at once")
+            raise CannotShard(node, (node,), "returns several sharded values at once")
         return layout
 
-    def subject(self, node: Node) -> Split:
-        """How the first operand of a node is divided, which must be the divided one."""
-        split = self.layout(node.args[0])
-        if split is None:
-            raise self.unfit(node, "takes a divided operand besides its first")
-        return split
+    def input_layout(self, node: Node) -> Layout:
+        """Return how a node's first operand is sharded. Raises CannotShard if another operand is sharded instead."""
+        layout = self.layout(node.args[0])
+        if layout is None:
+            raise self.cannot_shard(node, "takes a sharded operand besides its first")
+        return layout
 
-    def divided(self, nodes: Sequence[Node]) -> list[Node]:
+    def sharded(self, nodes: Sequence[Node]) -> list[Node]:
         return [x for x in nodes if self.layout(x) is not None]
 
-    def unfit(self, node: Node, why: str, culprits: Sequence[Node] = ()) -> Unfit:
-        """The error to raise when a node cannot work on parts: those of ``culprits``, or of all its operands."""
+    def cannot_shard(self, node: Node, why: str, culprits: Sequence[Node] = ()) -> CannotShard:
+        """Return the error to raise if a node cannot work on shards of ``culprits``, by default of any operand."""
         operands = dict.fromkeys(x for x in culprits or node.all_input_nodes if x not in self.gathered)
-        return Unfit(node, tuple(x for x in operands if self.layouts[x] is not None), why)
+        return CannotShard(node, tuple(x for x in operands if self.layouts[x] is not None), why)
 
     def origins(self, nodes: Sequence[Node]) -> tuple[str, ...]:
-        """The weights that the operands were divided by, each once, in order."""
-        return tuple(dict.fromkeys(o for x in nodes if (s := self.layout(x)) for o in s.origins))
+        """Return the names of the parameters whose sharding led to that of the operands, each once, in order."""
+        return tuple(dict.fromkeys(o for x in nodes if (layout := self.layout(x)) for o in layout.origins))
 
-    def padding(self, extent: int) -> int | None:
-        """The extent to divide for a vocabulary of ``extent``: 0 without padding, None when it is no vocabulary and
-        does not divide."""
-        step = self.tp * (self.multiple if extent in self.tables else 1)
+    def padded_extent(self, extent: int) -> int | None:
+        """Return the extent to pad a dimension to: 0 if it needs no padding, None if it cannot be sharded, since only
+        vocabularies are padded."""
+        step = self.tp * (self.vocabulary_multiple if extent in self.vocabularies else 1)
         if extent % step == 0:
             return 0
         return -(-extent // step) * step if extent >= VOCABULARY_ROWS else None
 
-    def bring(self, cuts: dict[Node, Cut], node: Node, cut: Cut) -> None:
-        """A whole operand of which each rank needs its part: a parameter is divided itself, anything else is cut."""
-        self.bring_as(cuts, node, cut, ALIKE)
+    def shard_operand(self, to_shard: dict[Node, ShardSpec], node: Node, spec: ShardSpec, why: str = ALIKE) -> None:
+        """Shard a replicated operand: a parameter itself, with ``why`` as its reason, else by an entry in ``to_shard``.
 
-    def bring_as(self, cuts: dict[Node, Cut], node: Node, cut: Cut, why: str) -> None:
-        """``bring``, with the reason to give for a parameter."""
-        if not self.demand(node, cut, why):
-            cuts[node] = cut
-
-    def weight(self, node: Node) -> str | None:
-        """The parameter that a value is, or is computed from and nothing else."""
-        chain = self._chain(node)
-        return self.params[chain[-1]] if chain else None
-
-    def column(self, name: str, extent: int, node: Node) -> None:
-        """Remember that a node divides a weight by its ``extent`` output features."""
-        self.extents[name], self.sizes[name] = extent, prod(self.shape(node))
-
-    def explain(self, node: Node, why: str) -> None:
-        """How a plan divides the parameter that ``node`` is, or is computed from: its first use tells."""
-        name = self.weight(node)
-        if name in self.choices.pins:
-            self.why.setdefault(name, why)
-
-    def chosen_row(self, node: Node) -> bool:
-        """Whether the user asked to divide the input features of this weight."""
-        return bool(self.choices.row) and self.weight(node) in self.choices.row
-
-    def note(self, name: str, why: str) -> None:
-        """Remember why a weight was left whole."""
-        self.choices.whole.setdefault(name, why)
-
-    def demand(self, node: Node, cut: Cut, why: str) -> bool:
-        """Divide the parameter that ``node`` is, or is a view or function of, so that ``node`` is divided by ``cut``.
-
-        False, with nothing changed, when there is none, it is banned, or it is read whole elsewhere.
+        to_shard: that of the decision which the rule is making.
         """
-        chain = self._chain(node)
-        name = self.params.get(chain[-1]) if chain else None
-        if name is None or self.choices.ban(name) or name in self.held:
+        if not self.shard_parameter(node, spec, why):
+            to_shard[node] = spec
+
+    def parameter_of(self, node: Node) -> str | None:
+        """Return the name of the parameter that a value is, or is computed from and from nothing else."""
+        chain = chain_to_parameter(node, self.parameter_names, self.layouts)
+        return self.parameter_names[chain[-1]] if chain else None
+
+    def record_column(self, name: str, extent: int, node: Node) -> None:
+        """Record that ``node`` computes with a weight that is sharded by its ``extent`` output features."""
+        self.output_features[name], self.output_sizes[name] = extent, prod(self.shape(node))
+
+    def explain_pin(self, node: Node, why: str) -> None:
+        """Record how the pinned parameter that ``node`` is, or is computed from, is sharded; its first use counts."""
+        name = self.parameter_of(node)
+        if name in self.assumptions.pins:
+            self.reasons.setdefault(name, why)
+
+    def row_requested(self, node: Node) -> bool:
+        """Whether the user asked for this weight to be sharded by its input features."""
+        return bool(self.assumptions.row) and self.parameter_of(node) in self.assumptions.row
+
+    def note_replicated(self, name: str, why: str) -> None:
+        """Record why a weight stays replicated."""
+        self.assumptions.replicated.setdefault(name, why)
+
+    def shard_parameter(self, node: Node, spec: ShardSpec, why: str) -> bool:
+        """Shard the parameter that ``node`` is, or is a function of, such that ``node`` is sharded by ``spec``.
+
+        Returns False, with nothing changed, if there is no such parameter, it is banned, or it is read replicated
+        elsewhere.
+        """
+        chain = chain_to_parameter(node, self.parameter_names, self.layouts)
+        name = self.parameter_names.get(chain[-1]) if chain else None
+        if name is None or self.assumptions.ban_reason(name) or name in self.sharded_parameters:
             return False
-        pending = self._pending(chain[-1])
-        if pending is None or node is not chain[-1] and node not in pending:
+        functions = unread_functions(chain[-1], self.layouts)
+        if functions is None or node is not chain[-1] and node not in functions:
             return False
         shape = self.captured.shapes[name]
-        before = {x: (self.layouts[x], self.decisions.get(x)) for x in (chain[-1], *pending)}
-        whole = sum(cut.blocks)
-        for dim in [cut.dim] if node is chain[-1] else range(len(shape)):
-            if shape[dim] != whole:
+        before = {x: (self.layouts[x], self.decisions.get(x)) for x in (chain[-1], *functions)}
+        full = sum(spec.blocks)
+        for dim in [spec.dim] if node is chain[-1] else range(len(shape)):
+            if shape[dim] != full:
                 continue
-            self.held[name] = self.layouts[chain[-1]] = Split(dim, cut.blocks, (name,), cut.padded)
-            if self._follow(pending) and (got := self.layout(node)) and got.cut() == cut:
-                self.why[name] = why
-                self.demanded[node] = None
+            layout = Layout(dim, spec.blocks, (name,), spec.padded)
+            self.sharded_parameters[name] = self.layouts[chain[-1]] = layout
+            if self._revisit(functions) and (result := self.layout(node)) and result.spec() == spec:
+                self.reasons[name] = why
+                self.sharded_on_demand[node] = None
                 return True
-            del self.held[name]
-            for x, (layout, decision) in before.items():
-                self.layouts[x] = layout
+            del self.sharded_parameters[name]
+            for x, (layout_before, decision) in before.items():
+                self.layouts[x] = layout_before
                 self.decisions.pop(x, None)
                 if decision:
                     self.decisions[x] = decision
         return False
 
-    def _chain(self, node: Node) -> list[Node]:
-        """``node`` back to the parameter that it is computed from and nothing else; [] if there is none."""
-        chain = [node]
-        while chain[-1] not in self.params:
-            source = _source(chain[-1])
-            if source is None or isinstance(self.layouts[chain[-1]], tuple):
-                return []
-            chain.append(source)
-        return chain
-
-    def _pending(self, parameter: Node) -> list[Node] | None:
-        """The functions of a parameter alone that nothing has read yet, in graph order; None when something has read
-        the parameter or one of them whole."""
-        found: list[Node] = []
-        todo = [parameter]
-        while todo:
-            node = todo.pop()
-            for user in node.users:
-                if user not in self.layouts or user in found:
-                    continue
-                if _source(user) is not node:
-                    return None
-                found.append(user)
-                todo.append(user)
-        return sorted(found)
-
-    def _follow(self, pending: list[Node]) -> bool:
-        """Visit functions of a parameter again, now that it is divided."""
+    def _revisit(self, functions: list[Node]) -> bool:
+        """Decide again about functions of a parameter that is sharded now; False if one of them cannot shard."""
         try:
-            for node in pending:
+            for node in functions:
                 self.decisions.pop(node, None)
                 self._decide(node)
-        except (Unfit, Again):
+        except (CannotShard, Restart):
             return False
         return True
 
-    def reblock(self, node: Node, split: Split, edges: Sequence[int]) -> Exception:
-        """The error to raise when a node cuts the divided dimension at ``edges``: its weights get blocks that end there
-        too, unless they have them already or a rank's share would not be whole."""
+    def needs_blocks(self, node: Node, layout: Layout, edges: Sequence[int]) -> Exception:
+        """Return the error to raise if a node cuts the sharded dimension at ``edges``.
+
+        That is Restart, once the origins of ``layout`` have blocks that end there too. It is CannotShard if they had
+        these blocks already, or the ranks cannot share them evenly.
+        """
         wanted = {}
-        if any(origin in self.choices.pins for origin in split.origins):
-            return self.unfit(node, "takes other pieces of the divided dimension than its blocks")
-        for origin in split.origins:
-            extent = self.extents.get(origin, 0)
-            key = (self.choices.role(origin), extent)
-            known = self.choices.blocks.get(key, (extent,))
-            first, per = split.rows or (0, 0)
-            ends = sorted({sum(known[:k]) for k in range(len(known) + 1)} | {first + per * edge for edge in edges})
+        if any(origin in self.assumptions.pins for origin in layout.origins):
+            return self.cannot_shard(node, "takes other pieces of the sharded dimension than its blocks")
+        for origin in layout.origins:
+            extent = self.output_features.get(origin, 0)
+            key = (self.assumptions.role(origin), extent)
+            blocks = self.assumptions.blocks.get(key, (extent,))
+            first, per_entry = layout.features or (0, 0)
+            block_ends = {sum(blocks[:k]) for k in range(len(blocks) + 1)}
+            ends = sorted(block_ends | {first + per_entry * edge for edge in edges})
             new = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
-            if not extent or not split.rows or new == known or any(block % self.tp for block in new):
-                return self.unfit(node, "takes pieces of the divided dimension that the ranks do not share evenly")
+            if not extent or not layout.features or new == blocks or any(block % self.tp for block in new):
+                return self.cannot_shard(node, "takes pieces of the sharded dimension that ranks cannot share evenly")
             wanted[key] = new
         if not wanted:
-            return self.unfit(node, "takes pieces of the divided dimension")
-        self.choices.blocks.update(wanted)
-        return Again()
+            return self.cannot_shard(node, "takes pieces of the sharded dimension")
+        self.assumptions.blocks.update(wanted)
+        return Restart()
 
     # ---- the walk -------------------------------------------------------------------------------------------------
     def visit(self, node: Node) -> None:
-        """Decide about a node; ban the weights behind its operands if it cannot work on parts."""
+        """Decide about a node; ban the origins of its operands' layouts if it cannot work on shards."""
         try:
             self._decide(node)
-        except Unfit as error:
-            if self._gather(error):
+        except CannotShard as error:
+            if self._gather_small(error):
                 return
             if self._ban(error):
-                raise Again() from error
-            self._insist(node, error)
+                raise Restart() from error
+            self._follow_plan(node, error)
 
     def _decide(self, node: Node) -> None:
         inputs = node.all_input_nodes
-        if node.target is operator.getitem and isinstance(pieces := self.layouts[inputs[0]], tuple):
-            self.layouts[node] = pieces[node.args[1]]
+        if node.target is operator.getitem and isinstance(layouts := self.layouts[inputs[0]], tuple):
+            self.layouts[node] = layouts[node.args[1]]
             if self.layouts[node]:
                 self.decisions[node] = Decision(self.layouts[node])
             return
         name = op_name(node)
         starter = self.starters.get(name)
         before = [self.layouts[x] for x in inputs]
-        divided = any(self.layouts[x] is not None and x not in self.gathered for x in inputs)
+        sharded = any(self.layouts[x] is not None and x not in self.gathered for x in inputs)
         decision = None
         if starter is not None:
             decision = starter(self, node)
-        elif divided:
+        elif sharded:
             rule = self.rules.get(f"{name}.{getattr(node.target, '_overloadname', '')}") or self.rules.get(name)
             if rule is None:
-                raise self.unfit(node, "has no rule for a divided value")
+                raise self.cannot_shard(node, "has no rule for a sharded value")
             decision = rule(self, node)
         for x, layout in zip(inputs, before, strict=True):
-            if self.layouts[x] is not layout and (x not in self.demanded or _occurrences(node, x) > 1):
-                raise self.unfit(node, "reads one weight in two ways", (x,))
-        if decision is None and divided:
-            raise self.unfit(node, "needs whole values")
+            if self.layouts[x] is not layout and (x not in self.sharded_on_demand or _occurrences(node, x) > 1):
+                raise self.cannot_shard(node, "reads one weight in two ways", (x,))
+        if decision is None and sharded:
+            raise self.cannot_shard(node, "needs replicated operands")
         if decision is None and not self.gathered:
             self.layouts[node] = None
             return
@@ -289,30 +283,31 @@ class Propagation:
         self.layouts[node] = decision.layout
         self.decisions[node] = replace(decision, gathered=tuple(self.gathered)) if self.gathered else decision
 
-    def small(self, node: Node) -> bool:
-        """Whether a divided value is small beside what its weights make."""
-        split = self.layouts[node]
-        if isinstance(split, tuple) or split.padded or node in self.params or not values(node)[0].is_floating_point():
+    def is_small(self, node: Node) -> bool:
+        """Whether a sharded value is small compared with the outputs of its origins."""
+        layout = self.layouts[node]
+        if isinstance(layout, tuple) or layout.padded or node in self.parameter_names:
             return False
-        made = min((self.sizes.get(origin, 0) for origin in split.origins), default=0)
-        return prod(self.shape(node)) * GATHER_SHARE <= made
+        if not values(node)[0].is_floating_point():
+            return False
+        smallest = min((self.output_sizes.get(origin, 0) for origin in layout.origins), default=0)
+        return prod(self.shape(node)) * GATHER_SHARE <= smallest
 
-    def _gather(self, error: Unfit) -> bool:
-        """Try again with the operands made whole, where they, or what they are views of, are small beside what their
-        weights make."""
-        steps: list[tuple[Node, Node]] = []  # (a node to decide again, the operand that it reads whole)
+    def _gather_small(self, error: CannotShard) -> bool:
+        """Decide again with all-gathered operands, where these, or what they are views of, are small."""
+        steps: list[tuple[Node, Node]] = []  # (a node to decide about again, its operand that is all-gathered)
         for x in error.operands:
             chain = [error.node]
-            while not self.small(x):
-                divided = [y for y in x.all_input_nodes if self.layouts[y] is not None]
-                if len(divided) != 1 or len(x.users) != 1 or x.op != "call_function":
+            while not self.is_small(x):
+                sharded = [y for y in x.all_input_nodes if self.layouts[y] is not None]
+                if len(sharded) != 1 or len(x.users) != 1 or x.op != "call_function":
                     return False
                 chain.append(x)
-                x = divided[0]
+                x = sharded[0]
             steps += [(node, x) for node in reversed(chain)]
-        return bool(steps) and self._decide_again(error.node, steps)
+        return bool(steps) and self._decide_gathered(error.node, steps)
 
-    def _decide_again(self, last: Node, steps: list[tuple[Node, Node]]) -> bool:
+    def _decide_gathered(self, last: Node, steps: list[tuple[Node, Node]]) -> bool:
         try:
             for node, _ in (step for step in steps if step[0] is not last):
                 self.gathered = dict.fromkeys(x for other, x in steps if other is node and x in node.all_input_nodes)
@@ -320,80 +315,74 @@ class Propagation:
                 self._decide(node)
             self.gathered = dict.fromkeys(x for _, x in steps if x in last.all_input_nodes)
             self._decide(last)
-        except Unfit:
+        except CannotShard:
             return False
         finally:
             self.gathered = {}
         for x in dict.fromkeys(x for _, x in steps):
             for origin in self.layouts[x].origins:
-                self._remark(origin, f"a small piece of what it makes is made whole for {op_name(last)}")
+                self._append_reason(origin, f"a small piece of its output is all-gathered for {op_name(last)}")
         return True
 
-    def _remark(self, origin: str, text: str) -> None:
-        self.why[origin] = f"{self.why.get(origin, ALIKE)}; {text}"
+    def _append_reason(self, origin: str, text: str) -> None:
+        self.reasons[origin] = f"{self.reasons.get(origin, ALIKE)}; {text}"
 
-    def _insist(self, node: Node, error: Unfit) -> None:
-        """Decide about a node whose operands a plan has divided: it may cost more than it saves, or take operands that
-        are made whole for it. Raises Stuck."""
+    def _follow_plan(self, node: Node, error: CannotShard) -> None:
+        """Decide about a node whose operands are sharded by a plan, whatever that costs, with as few of them
+        all-gathered as it takes. Raises PlanConflict if it cannot be."""
         inputs = dict.fromkeys((*error.operands, *node.all_input_nodes))
-        found, behind = [x for x in inputs if self._gatherable(x)], self._behind(error)
-        for chosen in ((), *((x,) for x in found if len(found) > 1), tuple(found)):
-            self.gathered, self.thrifty = dict.fromkeys(chosen), False
+        gatherable, origins = [x for x in inputs if self._gatherable(x)], self._origins_of(error)
+        for chosen in ((), *((x,) for x in gatherable if len(gatherable) > 1), tuple(gatherable)):
+            self.gathered, self.refuse_costly = dict.fromkeys(chosen), False
             try:
                 self._decide(node)
-            except Unfit as again:
-                error, behind = again, self._behind(again) or behind
+            except CannotShard as next_error:
+                error, origins = next_error, self._origins_of(next_error) or origins
                 continue
             finally:
-                self.gathered, self.thrifty = {}, True
+                self.gathered, self.refuse_costly = {}, True
             for origin in dict.fromkeys(o for x in chosen for o in self.layouts[x].origins):
-                if ";" not in self.why.get(origin, ""):
-                    self._remark(origin, f"what it makes is made whole for {op_name(node)} in {place(node)}")
+                if ";" not in self.reasons.get(origin, ""):
+                    self._append_reason(origin, f"its output is all-gathered for {op_name(node)} in {place(node)}")
             return
-        raise Stuck(node, behind, error.why)
+        raise PlanConflict(node, origins, error.why)
 
     def _gatherable(self, node: Node) -> bool:
-        """Whether a value is divided and can be made whole: it is no weight, and nothing is written into it."""
-        known = isinstance(self.layouts[node], Split) and self.weight(node) is None
-        return known and values(node)[0].is_floating_point() and node not in self._written
+        """Whether a value is sharded and may be all-gathered: it is no weight, and nothing writes into it."""
+        activation = isinstance(self.layouts[node], Layout) and self.parameter_of(node) is None
+        return activation and values(node)[0].is_floating_point() and node not in self._written
 
     @cached_property
     def _written(self) -> set[Node]:
-        """The values whose storage is written in place, before or after."""
+        """The values whose storage something writes to in place."""
         return changing(self.captured.module.graph)
 
-    def _behind(self, error: Unfit) -> tuple[str, ...]:
-        """The weights that the operands which a node cannot take were divided by."""
+    def _origins_of(self, error: CannotShard) -> tuple[str, ...]:
+        """Return the origins of the layouts that a node cannot take."""
         layouts = [self.layouts[x] for x in error.operands]
-        splits = [s for x in layouts for s in (x if isinstance(x, tuple) else (x,)) if s]
-        return tuple(dict.fromkeys(origin for split in splits for origin in split.origins))
+        layouts = [layout for x in layouts for layout in (x if isinstance(x, tuple) else (x,)) if layout]
+        return tuple(dict.fromkeys(origin for layout in layouts for origin in layout.origins))
 
-    def _ban(self, error: Unfit) -> bool:
-        """False, with nothing changed, where a plan has decided about all weights that there are to ban."""
-        behind = self._behind(error)
-        new = [o for o in behind if o not in self.choices.pins and not self.choices.ban(o)]
-        pinned = any(origin in self.choices.pins for origin in behind)
+    def _ban(self, error: CannotShard) -> bool:
+        """Ban the origins of an error. Returns False, with nothing changed, if all are pinned or banned already."""
+        origins = self._origins_of(error)
+        new = [o for o in origins if o not in self.assumptions.pins and not self.assumptions.ban_reason(o)]
+        pinned = any(origin in self.assumptions.pins for origin in origins)
         assert new or pinned, f"{error.node} {error.node.target} has no way out: {error.why}"
         for name in new:
-            self.choices.banned[self.choices.role(name)] = f"{op_name(error.node)} in {place(error.node)} {error.why}"
+            role = self.assumptions.role(name)
+            self.assumptions.banned[role] = f"{op_name(error.node)} in {place(error.node)} {error.why}"
         return bool(new)
 
     def _output(self, node: Node) -> None:
-        """Outputs are whole: logits are made whole from the ranks' parts."""
+        """Outputs such as logits are all-gathered."""
         self.layouts[node] = None
-        divided = [x for x in node.all_input_nodes if self.layouts[x] is not None]
-        self.decisions[node] = Decision(None, gathered=tuple(divided))
+        sharded = [x for x in node.all_input_nodes if self.layouts[x] is not None]
+        self.decisions[node] = Decision(None, gathered=tuple(sharded))
 
 
 def _occurrences(node: Node, x: Node) -> int:
-    found: list[Node] = []
-    map_arg((node.args, node.kwargs), found.append)
-    return found.count(x)
-
-
-def _source(node: Node) -> Node | None:
-    """The one value that a node is computed from, but for whole numbers that pick entries of it."""
-    inputs = node.all_input_nodes
-    if node.op != "call_function" or not inputs or len(inputs) > 1 and op_name(node) not in ("index", "index_select"):
-        return None
-    return inputs[0]
+    """Return how often ``x`` is among the arguments of ``node``."""
+    arguments: list[Node] = []
+    map_arg((node.args, node.kwargs), arguments.append)
+    return arguments.count(x)

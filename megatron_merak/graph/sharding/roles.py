@@ -1,4 +1,4 @@
-"""Which weights play the same part: those of repeated layers. What propagation learns of one it assumes of all."""
+"""Which parameters play the same role in different layers. What propagation learns of one, it assumes of all."""
 
 import re
 from collections.abc import Iterator
@@ -10,24 +10,24 @@ from ..ir.nodes import op_name
 
 
 def family(name: str) -> str:
-    """The name with every number replaced by a wildcard: the same weight of every layer."""
+    """Return the name with every number replaced by ``*``: it is the same for every layer."""
     return re.sub(r"\d+", "*", name)
 
 
 def roles(captured: Captured) -> dict[str, str]:
-    """The role of every parameter that the graph reads: its family, its shape, the model's lines that read it, and the
-    operations that follow. ``l0.weight`` and ``l1.weight`` of one module have roles of their own."""
+    """Return the role of every parameter that the graph reads: its family and shape, the lines of the model's source
+    that read it, and the operators that follow. ``l0.weight`` and ``l1.weight`` of one module have different roles."""
     readers: dict[str, list[Node]] = {name: [] for name in captured.shapes}
     for node in captured.module.graph.find_nodes(op="get_attr"):
         if node.target in readers:
             readers[str(node.target)] += node.users
     return {
-        name: f"{family(name)} {tuple(captured.shapes[name])} {' '.join(dict.fromkeys(_part(nodes)))}"
+        name: f"{family(name)} {tuple(captured.shapes[name])} {' '.join(dict.fromkeys(_uses(nodes)))}"
         for name, nodes in readers.items()
     }
 
 
-def _part(readers: list[Node]) -> Iterator[str]:
+def _uses(readers: list[Node]) -> Iterator[str]:
     for node in readers:
         yield (node.meta.get("stack_trace") or "").strip()
         yield op_name(node)

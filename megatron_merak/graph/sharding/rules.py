@@ -1,5 +1,7 @@
-"""The table of sharding rules, by op: what a divided operand means for the result. An op without a row needs whole
-values."""
+"""The table of sharding rules, by operator: what a sharded operand means for the result.
+
+An operator without a rule needs replicated operands.
+"""
 
 from .propagate import Rule
 from .rules_across import amax, gather, index, logsumexp, maximum, nll_loss, softmax
@@ -12,10 +14,10 @@ from .rules_shape import (
     like,
     movedim,
     narrow,
+    other_dims,
     permute,
     repeat,
     repeat_interleave,
-    same,
     select,
     slice_,
     split,
@@ -27,14 +29,14 @@ from .rules_shape import (
 )
 from .rules_value import POINTWISE, along, norm, pointwise, reduction, selection
 from .rules_vocabulary import cross_entropy, embedding
-from .rules_write import batched, created, index_add, index_put, scatter_piece, unfold
+from .rules_write import batched, index_add, index_put, new_tensor, scatter_piece, unfold
 
 
 def _rows(names: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
-STARTERS: dict[str, Rule] = {  # these divide weights though their operands are whole
+STARTERS: dict[str, Rule] = {  # these shard weights although their operands are replicated
     "linear": linear,
     **_rows("addmm baddbmm", addmm),
     **_rows("mm bmm matmul", matmul),
@@ -45,7 +47,7 @@ STARTERS: dict[str, Rule] = {  # these divide weights though their operands are 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE, pointwise),
-    # positions
+    # views, permutations, pieces, joins, indexing
     **_rows("view reshape _unsafe_view flatten unflatten", view),
     **_rows("transpose transpose_ permute t numpy_T swapaxes swapdims mT mH adjoint", permute),
     **_rows("movedim moveaxis", movedim),
@@ -64,16 +66,16 @@ RULES: dict[str, Rule] = {
     "index.Tensor": index,
     "index_select": index_select,
     "gather": gather,
-    **_rows("roll flip tril triu pad constant_pad_nd", same),
+    **_rows("roll flip tril triu pad constant_pad_nd", other_dims),
     **_rows("view_as_complex view_as_real", view_as_complex),
-    # pieces written
-    **_rows("new_zeros new_ones new_full new_empty", created),
+    # values written piece by piece
+    **_rows("new_zeros new_ones new_full new_empty", new_tensor),
     **_rows("slice_scatter select_scatter", scatter_piece),
     "index_put": index_put,
     **_rows("index_add index_copy scatter scatter_add", index_add),
     "unfold": unfold,
     **_rows("linalg_solve_triangular linalg_inv triangular_solve", batched),
-    # values along dimensions
+    # reductions, scans and the like
     **_rows("mean sum prod var std amin linalg_vector_norm argmin any all count_nonzero", reduction),
     "min.dim": reduction,
     **_rows("max.dim argmax", maximum),

@@ -1,4 +1,4 @@
-"""Rules of functions along the divided dimension, for the losses that users write themselves over a vocabulary."""
+"""Rules of operators along a sharded vocabulary, for losses that users write themselves."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,128 +10,130 @@ from torch.fx import Node
 from ..ir.gradients import passes_gradient
 from ..ir.nodes import op_name, values
 from . import across, rules_shape
-from .placement import Decision, Filler, Split
+from .placement import Decision, Layout, PaddingValue
 from .propagate import VOCABULARY_ROWS, Propagation
 from .rules_value import along, argument, dims_of, reduction
 
 aten = torch.ops.aten
 
 
-def _far(p: Propagation, node: Node, dims: tuple[int, ...]) -> bool:
-    """Whether a node works along the divided dimension, and that is a vocabulary by its size."""
-    split = p.subject(node)
+def _along_vocabulary(p: Propagation, node: Node, dims: tuple[int, ...]) -> bool:
+    """Whether a node works along the sharded dimension, and that is large enough for a vocabulary."""
+    layout = p.input_layout(node)
     floating = values(node.args[0])[0].is_floating_point()
-    return split.dim in dims and sum(split.blocks) >= VOCABULARY_ROWS and floating
+    return layout.dim in dims and sum(layout.blocks) >= VOCABULARY_ROWS and floating
 
 
-def _lowest(node: Node, split: Split) -> dict[Node, Filler]:
-    """The fill that no maximum and no exponential sees."""
+def _fill_lowest(node: Node, layout: Layout) -> dict[Node, PaddingValue]:
+    """Return fills with the lowest number, which changes no maximum and no sum of exponentials."""
     x = node.args[0]
-    return {x: torch.finfo(values(x)[0].dtype).min} if split.padded else {}
+    return {x: torch.finfo(values(x)[0].dtype).min} if layout.padded else {}
 
 
 def logsumexp(p: Propagation, node: Node) -> Decision:
     dims = dims_of(p, node, "dim")
-    if not _far(p, node, dims):
+    if not _along_vocabulary(p, node, dims):
         return reduction(p, node)
     keepdim, dtype = bool(argument(node, "keepdim")), values(node)[0].dtype
 
     def write(writer: Any, node: Node) -> Node:
-        part = writer.call(across.log_total, (writer.operand(node.args[0]), dims, keepdim))
-        return writer.call(across.joined_log_total, (writer.stack(part), dtype), like=node, sharded=False)
+        own = writer.call(across.log_sum_exp, (writer.operand(node.args[0]), dims, keepdim))
+        return writer.call(across.combined_log_sum_exp, (writer.stack(own), dtype), like=node, sharded=False)
 
-    return Decision(None, fills=_lowest(node, p.subject(node)), write=write)
+    return Decision(None, fills=_fill_lowest(node, p.input_layout(node)), write=write)
 
 
 def softmax(p: Propagation, node: Node) -> Decision:
-    """softmax, log_softmax: the ranks exchange the logarithm of every row's sum."""
+    """softmax, log_softmax: the ranks exchange the log-sum-exp of every row."""
     dims = dims_of(p, node, "dim")
-    if not _far(p, node, dims):
+    if not _along_vocabulary(p, node, dims):
         return along(p, node)
     dtype = values(node)[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    function = across.log_shares if "log" in op_name(node) else across.shares
+    function = across.log_softmax_shard if "log" in op_name(node) else across.softmax_shard
 
     def write(writer: Any, node: Node) -> Node:
-        part = writer.operand(node.args[0])
-        if part.meta["val"].dtype.itemsize < dtype.itemsize:
-            part = writer.call(aten.to.dtype, (part, dtype))
-        total = writer.stack(writer.call(across.log_total, (part, dims, True)))
-        total = writer.call(across.joined_log_total, (total, wide), sharded=False)
-        return writer.call(function, (part, writer.enter(total), dtype))
+        shard = writer.operand(node.args[0])
+        if shard.meta["val"].dtype.itemsize < dtype.itemsize:
+            shard = writer.call(aten.to.dtype, (shard, dtype))
+        totals = writer.stack(writer.call(across.log_sum_exp, (shard, dims, True)))
+        total = writer.call(across.combined_log_sum_exp, (totals, wide), sharded=False)
+        return writer.call(function, (shard, writer.enter(total), dtype))
 
-    split = p.subject(node)
-    return Decision(replace(split, filler=None), fills=_lowest(node, split), write=write)
+    layout = p.input_layout(node)
+    return Decision(replace(layout, padding_value=None), fills=_fill_lowest(node, layout), write=write)
 
 
 def amax(p: Propagation, node: Node) -> Decision:
     dims = dims_of(p, node, "dim")
-    if not _far(p, node, dims):
+    if not _along_vocabulary(p, node, dims):
         return reduction(p, node)
 
     def write(writer: Any, node: Node) -> Node:
-        part = writer.operand(node.args[0])
-        fixed = writer.call(aten.detach.default, (part,))
-        tops = writer.stack(writer.call(aten.amax.default, (fixed, dims, True)))
-        top = writer.call(aten.amax.default, (tops, [0]), sharded=False)
-        if part.meta["grad"] and any(map(passes_gradient, node.users)):
-            count = writer.sum(writer.call(across.ties, (fixed, top, dims)))
-            slope = writer.sum(writer.call(across.slope_of_top, (part, top, count, dims)))
-            top = writer.call(aten.add.Tensor, (top, slope), sharded=False)
-        return writer.call(aten.reshape.default, (top, list(p.shape(node))), like=node, sharded=False)
+        shard = writer.operand(node.args[0])
+        detached = writer.call(aten.detach.default, (shard,))
+        maxima = writer.stack(writer.call(aten.amax.default, (detached, dims, True)))
+        largest = writer.call(aten.amax.default, (maxima, [0]), sharded=False)
+        if shard.meta["grad"] and any(map(passes_gradient, node.users)):
+            count = writer.sum(writer.call(across.count_of_max, (detached, largest, dims)))
+            gradient = writer.sum(writer.call(across.gradient_of_max, (shard, largest, count, dims)))
+            largest = writer.call(aten.add.Tensor, (largest, gradient), sharded=False)
+        return writer.call(aten.reshape.default, (largest, list(p.shape(node))), like=node, sharded=False)
 
-    return Decision(None, fills=_lowest(node, p.subject(node)), write=write)
+    return Decision(None, fills=_fill_lowest(node, p.input_layout(node)), write=write)
 
 
-def _summed(p: Propagation, split: Split, function: Callable, *args: Any) -> Callable[[Any, Node], Node]:
-    """Writes the sum over the ranks of what each picks from its part; ``args`` come before the part's start."""
+def _reduced(p: Propagation, layout: Layout, function: Callable, *args: Any) -> Callable[[Any, Node], Node]:
+    """Return a ``Decision.write`` for the all-reduce of function(shard of the first operand, *args, start of the
+    shard)."""
 
     def write(writer: Any, node: Node) -> Node:
-        given = [[writer.get(x) for x in a] if isinstance(a, list) else a for a in args]
-        given = [writer.get(a) if isinstance(a, Node) else a for a in given]
-        start = writer.rank * split.extent(p.tp)
-        return writer.sum(writer.call(function, (writer.operand(node.args[0]), *given, start)))
+        operands = [[writer.get(x) for x in a] if isinstance(a, list) else a for a in args]
+        operands = [writer.get(a) if isinstance(a, Node) else a for a in operands]
+        start = writer.rank * layout.extent(p.tp)
+        return writer.sum(writer.call(function, (writer.operand(node.args[0]), *operands, start)))
 
     return write
 
 
 def gather(p: Propagation, node: Node) -> Decision:
     x, dim, index = node.args[:3]
-    split = p.layout(x)
+    layout = p.layout(x)
     dim %= len(p.shape(x))
-    if split is None or p.layout(index) is not None or dim != split.dim or len(split.blocks) > 1:
+    if layout is None or p.layout(index) is not None or dim != layout.dim or len(layout.blocks) > 1:
         return rules_shape.gather(p, node)
-    return Decision(None, write=_summed(p, split, across.picked, dim, index))
+    return Decision(None, write=_reduced(p, layout, across.gather_own, dim, index))
 
 
 def index(p: Propagation, node: Node) -> Decision:
     """x[i, j, ...] with an index for every dimension: each rank has some of the entries."""
     x, indices = node.args[:2]
-    split = p.subject(node)
-    every = len(indices) == len(p.shape(x)) and all(isinstance(i, Node) and p.layout(i) is None for i in indices)
-    if not every or len(split.blocks) > 1 or any(values(i)[0].dtype in (torch.bool, torch.uint8) for i in indices):
+    layout = p.input_layout(node)
+    full = len(indices) == len(p.shape(x)) and all(isinstance(i, Node) and p.layout(i) is None for i in indices)
+    if not full or len(layout.blocks) > 1 or any(values(i)[0].dtype in (torch.bool, torch.uint8) for i in indices):
         return rules_shape.index(p, node)
 
     def write(writer: Any, node: Node) -> Node:
-        start, extent = writer.rank * split.extent(p.tp), sum(split.blocks)
-        given = (writer.operand(x), [writer.get(i) for i in indices], split.dim, start, extent)
-        return writer.sum(writer.call(across.picked_at, given))
+        start, extent = writer.rank * layout.extent(p.tp), sum(layout.blocks)
+        args = (writer.operand(x), [writer.get(i) for i in indices], layout.dim, start, extent)
+        return writer.sum(writer.call(across.index_own, args))
 
     return Decision(None, write=write)
 
 
 def nll_loss(p: Propagation, node: Node) -> Decision:
     x, target = node.args[:2]
-    split = p.subject(node)
-    if split.dim != min(len(p.shape(x)) - 1, 1) or len(split.blocks) > 1 or p.layout(target) is not None:
-        raise p.unfit(node, "takes classes in several pieces, or other dimensions in parts")
+    layout = p.input_layout(node)
+    if layout.dim != min(len(p.shape(x)) - 1, 1) or len(layout.blocks) > 1 or p.layout(target) is not None:
+        raise p.cannot_shard(node, "has classes in several blocks, or another dimension sharded")
     if argument(node, "weight") is not None:
-        raise p.unfit(node, "weights the classes")
-    pick = _summed(p, split, across.picked_classes, target)
+        raise p.cannot_shard(node, "weights the classes")
+    write_log_probs = _reduced(p, layout, across.gather_own_classes, target)
 
     def write(writer: Any, node: Node) -> Node:
-        args = (pick(writer, node), writer.get(target), argument(node, "reduction"), argument(node, "ignore_index"))
-        return writer.call(across.loss_of_picked, args, like=node, sharded=False)
+        log_probs = write_log_probs(writer, node)
+        args = (log_probs, writer.get(target), argument(node, "reduction"), argument(node, "ignore_index"))
+        return writer.call(across.nll_of_log_probs, args, like=node, sharded=False)
 
     return Decision(None, write=write)
 
@@ -139,23 +141,23 @@ def nll_loss(p: Propagation, node: Node) -> Decision:
 def maximum(p: Propagation, node: Node) -> Decision:
     """max(x, dim), argmax(x, dim): the first of several maxima counts."""
     x, dims = node.args[0], dims_of(p, node, "dim")
-    split = p.subject(node)
-    if not _far(p, node, dims) or len(dims) > 1 or len(split.blocks) > 1:
+    layout = p.input_layout(node)
+    if not _along_vocabulary(p, node, dims) or len(dims) > 1 or len(layout.blocks) > 1:
         return reduction(p, node)
-    shape, dim = list(p.shape(node)), split.dim
+    shape, dim = list(p.shape(node)), layout.dim
 
     def write(writer: Any, node: Node) -> Node:
-        part, start = writer.operand(x), writer.rank * split.extent(p.tp)
-        fixed = writer.call(aten.detach.default, (part,))
-        tops = writer.stack(writer.call(aten.amax.default, (fixed, [dim], True)))
-        places = writer.stack(writer.call(across.place_of_top, (fixed, dim, start)))
-        place = writer.call(across.joined_place, (tops, places), sharded=False)
-        only = {} if op_name(node) == "max" else {"like": node}
-        made = writer.call(aten.reshape.default, (place, shape), sharded=False, **only)
+        shard, start = writer.operand(x), writer.rank * layout.extent(p.tp)
+        detached = writer.call(aten.detach.default, (shard,))
+        maxima = writer.stack(writer.call(aten.amax.default, (detached, [dim], True)))
+        indices = writer.stack(writer.call(across.own_argmax, (detached, dim, start)))
+        index = writer.call(across.combined_argmax, (maxima, indices), sharded=False)
+        like = {} if op_name(node) == "max" else {"like": node}
+        reshaped = writer.call(aten.reshape.default, (index, shape), sharded=False, **like)
         if op_name(node) != "max":
-            return made
-        top = writer.sum(writer.call(across.picked, (part, dim, place, start)))
-        top = writer.call(aten.reshape.default, (top, shape), sharded=False)
-        return writer.call(across.both, (top, made), like=node, sharded=False)
+            return reshaped
+        largest = writer.sum(writer.call(across.gather_own, (shard, dim, index, start)))
+        largest = writer.call(aten.reshape.default, (largest, shape), sharded=False)
+        return writer.call(across.max_and_index, (largest, reshaped), like=node, sharded=False)
 
-    return Decision(None, fills=_lowest(node, split), write=write)
+    return Decision(None, fills=_fill_lowest(node, layout), write=write)

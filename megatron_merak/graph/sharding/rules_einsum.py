@@ -1,73 +1,76 @@
-"""The rule of einsum: what is divided is a letter."""
+"""The rule of einsum, where the sharded dimension is a letter."""
+
+from dataclasses import replace
 
 from torch.fx import Node
 
 from .padding import zeros
-from .placement import Cut, Decision, Split
+from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
 
-COLUMN = "column parallel: its output features are divided"
+COLUMN = "column parallel: its output features are sharded"
+ROW = "row parallel: its input features are sharded"
 
 
 def einsum(p: Propagation, node: Node) -> Decision | None:
-    """A letter of the result stays divided; one that is summed with a weight gives a partial sum."""
-    terms, result = _terms(p, node)
+    """A sharded letter stays sharded if the result has it; else the result is a partial sum."""
+    terms, output = _terms(p, node)
     operands = node.args[1]
-    divided = p.divided(operands)
-    if not divided:
-        return _column(p, node, terms, result)
-    if any(len(dict.fromkeys(term)) < len(term) for term in (*terms, result)):
-        raise p.unfit(node, "takes a diagonal")
-    first = p.layout(divided[0])
-    letter = terms[list(operands).index(divided[0])][first.dim]
-    p.explain(divided[0], COLUMN if letter in result else "row parallel: its input features are divided")
-    cuts: dict[Node, Cut] = {}
+    sharded = p.sharded(operands)
+    if not sharded:
+        return _column(p, node, terms, output)
+    if any(len(dict.fromkeys(term)) < len(term) for term in (*terms, output)):
+        raise p.cannot_shard(node, "takes a diagonal")
+    first = p.layout(sharded[0])
+    letter = terms[list(operands).index(sharded[0])][first.dim]
+    p.explain_pin(sharded[0], COLUMN if letter in output else ROW)
+    to_shard: dict[Node, ShardSpec] = {}
     for x, term in zip(operands, terms, strict=True):
-        split = p.layout(x)
-        if split and (term[split.dim] != letter or not split.same(Split(split.dim, first.blocks, (), first.padded))):
-            raise p.unfit(node, "multiplies values that are divided differently")
-        if split is None and letter in term and p.shape(x)[term.index(letter)] != 1:
-            why = "row parallel: its input is divided" if letter not in result else "divided like what it multiplies"
-            p.bring_as(cuts, x, Cut(term.index(letter), first.blocks, first.padded), why)
-    if letter in result:
-        made = Split(result.index(letter), first.blocks, p.origins(divided), first.padded)
-        return Decision(made, cuts, fills=zeros(p, node, cuts))
-    if not any(p.weight(x) and letter in term for x, term in zip(operands, terms, strict=True)):
-        raise p.unfit(node, "contracts the divided dimension")
-    fills = zeros(p, node, cuts)
-    holders = [x for x, term in zip(operands, terms, strict=True) if letter in term]
-    if first.padded and len(holders) == 1:  # a plain sum would give its padding a gradient
-        fills[holders[0]] = 0
-    return Decision(None, cuts, fills=fills, reduce=True)
+        layout = p.layout(x)
+        if layout and (term[layout.dim] != letter or not layout.same_shards(replace(first, dim=layout.dim))):
+            raise p.cannot_shard(node, "multiplies values that are sharded differently")
+        if layout is None and letter in term and p.shape(x)[term.index(letter)] != 1:
+            why = "sharded like what it multiplies" if letter in output else "row parallel: its input is sharded"
+            p.shard_operand(to_shard, x, ShardSpec(term.index(letter), first.blocks, first.padded), why)
+    if letter in output:
+        layout = Layout(output.index(letter), first.blocks, p.origins(sharded), first.padded)
+        return Decision(layout, to_shard, fills=zeros(p, node, to_shard))
+    if not any(p.parameter_of(x) and letter in term for x, term in zip(operands, terms, strict=True)):
+        raise p.cannot_shard(node, "contracts the sharded dimension")
+    fills = zeros(p, node, to_shard)
+    having_letter = [x for x, term in zip(operands, terms, strict=True) if letter in term]
+    if first.padded and len(having_letter) == 1:  # a plain sum would give its padding a gradient
+        fills[having_letter[0]] = 0
+    return Decision(None, to_shard, fills=fills, reduce=True)
 
 
-def _column(p: Propagation, node: Node, terms: list[str], result: str) -> Decision | None:
-    """Divide a weight along the first of its letters that only it brings into the result."""
+def _column(p: Propagation, node: Node, terms: list[str], output: str) -> Decision | None:
+    """Shard a weight along the first of its letters that the result has from it alone."""
     for x, term in zip(node.args[1], terms, strict=True):
-        name = p.weight(x)
+        name = p.parameter_of(x)
         others = "".join(other for y, other in zip(node.args[1], terms, strict=True) if y is not x)
         for dim, letter in enumerate(term if name else ""):
             extent = p.shape(x)[dim]
-            if letter not in result or letter in others or extent % p.tp:
+            if letter not in output or letter in others or extent % p.tp:
                 continue
-            blocks = p.choices.blocks.get((p.choices.role(name), extent), (extent,))
-            if p.demand(x, Cut(dim, blocks), COLUMN):
-                p.column(name, extent, node)
-                return Decision(Split(result.index(letter), blocks, (name,), rows=(0, 1)))
+            blocks = p.assumptions.blocks.get((p.assumptions.role(name), extent), (extent,))
+            if p.shard_parameter(x, ShardSpec(dim, blocks), COLUMN):
+                p.record_column(name, extent, node)
+                return Decision(Layout(output.index(letter), blocks, (name,), features=(0, 1)))
     return None
 
 
 def _terms(p: Propagation, node: Node) -> tuple[list[str], str]:
-    """The letters of each operand and of the result, an ellipsis written out in capitals."""
-    left, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
+    """Return the letters of each operand, and of the result, with an ellipsis written out in capitals."""
+    left, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
     terms = left.split(",")
     if not arrow:
-        once = "".join(terms)
-        result = "".join(sorted(letter for letter in dict.fromkeys(once) if once.count(letter) == 1))
-    wide = [len(p.shape(x)) - len(term) + 3 for x, term in zip(node.args[1], terms, strict=True) if "..." in term]
-    spare = [c for c in "ZYXWVUTSRQPONM" if c not in left][: max(wide, default=0)][::-1]
-    made = []
+        letters = "".join(terms)
+        output = "".join(sorted(letter for letter in dict.fromkeys(letters) if letters.count(letter) == 1))
+    widths = [len(p.shape(x)) - len(term) + 3 for x, term in zip(node.args[1], terms, strict=True) if "..." in term]
+    spare = [c for c in "ZYXWVUTSRQPONM" if c not in left][: max(widths, default=0)][::-1]
+    expanded = []
     for x, term in zip(node.args[1], terms, strict=True):
-        count = len(p.shape(x)) - len(term) + 3
-        made.append(term.replace("...", "".join(spare[len(spare) - count :])) if "..." in term else term)
-    return made, result.replace("...", "".join(spare))
+        width = len(p.shape(x)) - len(term) + 3
+        expanded.append(term.replace("...", "".join(spare[len(spare) - width :])) if "..." in term else term)
+    return expanded, output.replace("...", "".join(spare))

@@ -1,4 +1,4 @@
-"""Rules of ops that keep positions: elementwise ones, and those that reduce or scan along dimensions."""
+"""Rules of operators that keep positions: elementwise ones, and those that reduce or scan along dimensions."""
 
 from dataclasses import replace
 from math import prod
@@ -11,7 +11,7 @@ from torch.fx import Node
 from ..ir.aliases import aliased
 from ..ir.nodes import op_name, values
 from .padding import settle
-from .placement import Cut, Decision, Split
+from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
 
 POINTWISE = """
@@ -31,62 +31,63 @@ POINTWISE = """
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
-    """The value that a node gives to an argument of its operator, or the operator's own default."""
+    """Return the value of an argument of a node's operator, which may be the operator's default for it."""
     if name in node.kwargs:
         return node.kwargs[name]
     assert isinstance(node.target, OpOverload)
-    for place, known in enumerate(node.target._schema.arguments):
-        if known.name == name:
-            return node.args[place] if place < len(node.args) else known.default_value
+    for position, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name == name:
+            return node.args[position] if position < len(node.args) else parameter.default_value
     return default
 
 
 def pointwise(p: Propagation, node: Node) -> Decision:
-    """Operands must be divided alike; whole ones are cut where they are as long, and enter whole where they are 1."""
+    """Sharded operands must be sharded alike; replicated ones are sharded too, unless they broadcast along that
+    dimension."""
     rank = len(p.shape(node))
     inputs = node.all_input_nodes
-    divided = p.divided(inputs)
-    first = aligned(p, divided[0], rank)
-    if any(not first.same(aligned(p, x, rank)) for x in divided):
-        raise p.unfit(node, "combines values that are divided differently")
+    sharded = p.sharded(inputs)
+    first = aligned(p, sharded[0], rank)
+    if any(not first.same_shards(aligned(p, x, rank)) for x in sharded):
+        raise p.cannot_shard(node, "combines values that are sharded differently")
     if any(p.layout(x) is None for x in aliased(node)[1]):
-        raise p.unfit(node, "writes a divided value into a whole one")
-    cuts: dict[Node, Cut] = {}
-    summed = any(split.summed for x in divided if (split := p.layout(x)))
+        raise p.cannot_shard(node, "writes a sharded value into a replicated one")
+    to_shard: dict[Node, ShardSpec] = {}
+    renormalized = any(layout.renormalized for x in sharded if (layout := p.layout(x)))
     for x in inputs:
         if p.layout(x) is not None or not values(x):
             continue
         shape = p.shape(x)
         dim = first.dim - (rank - len(shape))
         if dim >= 0 and shape[dim] != 1:
-            p.bring(cuts, x, Cut(dim, first.blocks, first.padded))
+            p.shard_operand(to_shard, x, ShardSpec(dim, first.blocks, first.padded))
             if (
-                p.thrifty
-                and x in cuts
+                p.refuse_costly
+                and x in to_shard
                 and x not in p.common
                 and first.dim == rank - 1 > 0
                 and prod(shape) == prod(p.shape(node))
             ):
-                raise p.unfit(node, "combines the parts with a whole value of the same size")
-        elif not summed:
-            summed = _statistic(p, x)
-    rows = first.rows if all(p.layout(x).rows == first.rows for x in divided) else None
-    made = replace(first, origins=p.origins(divided), summed=summed, rows=rows)
+                raise p.cannot_shard(node, "combines shards with a replicated value of the same size")
+        elif not renormalized:
+            renormalized = _is_reduced_statistic(p, x)
+    features = first.features if all(p.layout(x).features == first.features for x in sharded) else None
+    result = replace(first, origins=p.origins(sharded), renormalized=renormalized, features=features)
     if not first.padded:
-        return Decision(made, cuts)
-    fills, (filler,) = settle(p, node, first, cuts, pointwise=True)
-    return Decision(replace(made, filler=filler), cuts, fills=fills)
+        return Decision(result, to_shard)
+    fills, (padding_value,) = settle(p, node, first, to_shard, pointwise=True)
+    return Decision(replace(result, padding_value=padding_value), to_shard, fills=fills)
 
 
-def aligned(p: Propagation, node: Node, rank: int) -> Split:
-    """How an operand is divided, its dimension counted in a result of ``rank`` dimensions (they align at the end)."""
-    split = p.layout(node)
-    assert split is not None
-    return replace(split, dim=split.dim + rank - len(p.shape(node)))
+def aligned(p: Propagation, node: Node, rank: int) -> Layout:
+    """Return an operand's layout with its dimension counted in a result of ``rank`` dimensions, as in broadcasting."""
+    layout = p.layout(node)
+    assert layout is not None
+    return replace(layout, dim=layout.dim + rank - len(p.shape(node)))
 
 
-def _statistic(p: Propagation, node: Node, depth: int = 8) -> bool:
-    """Whether a whole value is a statistic (a mean square, say) that was summed over the ranks."""
+def _is_reduced_statistic(p: Propagation, node: Node, depth: int = 8) -> bool:
+    """Whether a replicated value is a statistic (a mean square, say) that was all-reduced."""
     for _ in range(depth):
         decision = p.decisions.get(node)
         if decision is not None:
@@ -99,58 +100,59 @@ def _statistic(p: Propagation, node: Node, depth: int = 8) -> bool:
 
 
 def dims_of(p: Propagation, node: Node, name: str) -> tuple[int, ...]:
-    """The dimensions an op works along, from 0; all when it names none."""
+    """Return the dimensions an operator works along, as indices >= 0; all if it names none."""
     rank = len(p.shape(node.args[0]))
-    given = argument(node, name)
-    dims = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    value = argument(node, name)
+    dims = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return tuple(dim % rank for dim in dims) or tuple(range(rank))
 
 
 def reduction(p: Propagation, node: Node) -> Decision:
-    """Reducing other dimensions keeps the parts; a sum or mean along the divided one is a partial sum."""
+    """Reducing other dimensions keeps the shards; a sum or mean along the sharded one is a partial sum."""
     x = node.args[0]
-    split = p.subject(node)
+    layout = p.input_layout(node)
     dims = dims_of(p, node, "dim")
-    if split.dim not in dims:
-        kept = argument(node, "keepdim") or 0
-        dim = split.dim if kept else split.dim - sum(other < split.dim for other in dims)
-        return _kept(p, node, split, replace(split, dim=dim))
+    if layout.dim not in dims:
+        keepdim = argument(node, "keepdim") or 0
+        dim = layout.dim if keepdim else layout.dim - sum(other < layout.dim for other in dims)
+        return _decision(p, node, layout, replace(layout, dim=dim))
     name = op_name(node)
     if name not in ("sum", "mean") or not values(x)[0].is_floating_point():
-        raise p.unfit(node, "reduces the divided dimension")
-    # Of padding the gradient has to be stopped too, so that it is replaced even if it is zero.
-    scale = split.extent(p.tp) / sum(split.blocks) if name == "mean" else 1.0
-    return Decision(None, reduce=True, scale=scale, fills={x: 0} if split.padded else {})
+        raise p.cannot_shard(node, "reduces the sharded dimension")
+    # A fill also stops the gradient of the padding, so that it is needed even if the padding is zero.
+    scale = layout.extent(p.tp) / sum(layout.blocks) if name == "mean" else 1.0
+    return Decision(None, reduce=True, scale=scale, fills={x: 0} if layout.padded else {})
 
 
-def _kept(p: Propagation, node: Node, split: Split, made: Split) -> Decision:
-    """The result, or every one of several, is ``made``; its operands are divided by ``split``."""
-    fills, held = settle(p, node, split, {}, pointwise=False) if split.padded else ({}, (0,) * len(values(node)))
+def _decision(p: Propagation, node: Node, layout: Layout, result: Layout) -> Decision:
+    """Return the decision for a node whose operand has ``layout`` and of which every result has the layout ``result``,
+    apart from the value of its padding."""
+    fills, padding = settle(p, node, layout, {}, pointwise=False) if layout.padded else ({}, (0,) * len(values(node)))
     several = not isinstance(node.meta["val"], Tensor)
-    results = tuple(replace(made, filler=filler) for filler in held)
+    results = tuple(replace(result, padding_value=padding_value) for padding_value in padding)
     return Decision(results if several else results[0], fills=fills)
 
 
 def along(p: Propagation, node: Node) -> Decision:
-    """Ops along one dimension that keep the shape (softmax, cumsum): it must not be the divided one."""
-    split = p.subject(node)
-    if split.dim in dims_of(p, node, "dim"):
-        raise p.unfit(node, "works along the divided dimension")
-    return _kept(p, node, split, split)
+    """Operators along one dimension that keep the shape (softmax, cumsum): it must not be the sharded one."""
+    layout = p.input_layout(node)
+    if layout.dim in dims_of(p, node, "dim"):
+        raise p.cannot_shard(node, "works along the sharded dimension")
+    return _decision(p, node, layout, layout)
 
 
 def norm(p: Propagation, node: Node) -> Decision:
-    """layer_norm, rms_norm: the normalised dimensions, the last ones, must be whole."""
-    split = p.subject(node)
+    """layer_norm, rms_norm: the normalised dimensions, which are the last ones, must not be sharded."""
+    layout = p.input_layout(node)
     count = len(argument(node, "normalized_shape"))
-    if split.dim >= len(p.shape(node.args[0])) - count or len(p.divided(node.all_input_nodes)) > 1:
-        raise p.unfit(node, "normalises over the divided dimension")
-    return _kept(p, node, split, split)
+    if layout.dim >= len(p.shape(node.args[0])) - count or len(p.sharded(node.all_input_nodes)) > 1:
+        raise p.cannot_shard(node, "normalises over the sharded dimension")
+    return _decision(p, node, layout, layout)
 
 
 def selection(p: Propagation, node: Node) -> Decision:
-    """topk, sort: several results along a dimension that is not the divided one."""
-    split = p.subject(node)
-    if split.dim == argument(node, "dim") % len(p.shape(node.args[0])):
-        raise p.unfit(node, "selects along the divided dimension")
-    return _kept(p, node, split, split)
+    """topk, sort: several results along a dimension that must not be the sharded one."""
+    layout = p.input_layout(node)
+    if layout.dim == argument(node, "dim") % len(p.shape(node.args[0])):
+        raise p.cannot_shard(node, "selects along the sharded dimension")
+    return _decision(p, node, layout, layout)

@@ -1,4 +1,4 @@
-"""Rules of values that are made empty or constant and written piece by piece, and of solvers over batches."""
+"""Rules of tensors that are created and then written piece by piece, and of solvers over batches."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,16 +8,16 @@ from torch.fx import Node
 
 from ..ir.aliases import aliased
 from ..ir.nodes import op_name, values
-from .padding import alike, zeros
-from .placement import Cut, Decision, Split
+from .padding import equal_padding, zeros
+from .placement import Decision, ShardSpec
 from .propagate import Propagation
 from .rules_value import argument
 
 aten = torch.ops.aten
 
 
-def created(p: Propagation, node: Node) -> Decision:
-    """new_zeros and the like: only the type of the divided value matters, so that the new one is whole."""
+def new_tensor(p: Propagation, node: Node) -> Decision:
+    """new_zeros and the like: the result is replicated, as only the dtype of the sharded operand matters."""
     fill = {"new_ones": 1, "new_full": argument(node, "fill_value")}.get(op_name(node), 0)
 
     def write(writer: Any, node: Node) -> Node:
@@ -25,114 +25,114 @@ def created(p: Propagation, node: Node) -> Decision:
         kwargs = {"dtype": value.dtype, "device": value.device}
         return writer.call(aten.full.default, (list(value.shape), fill), like=node, sharded=False, kwargs=kwargs)
 
-    return Decision(None, write=write, common=not _written(node))
+    return Decision(None, write=write, common=not _is_written(node))
 
 
-def _written(node: Node) -> bool:
+def _is_written(node: Node) -> bool:
     """Whether a value, or a view of it, is written in place."""
     for user in node.users:
         shared, written = aliased(user)
-        if node in written or node in shared and _written(user):
+        if node in written or node in shared and _is_written(user):
             return True
     return False
 
 
 def scatter_piece(p: Propagation, node: Node) -> Decision:
-    """slice_scatter, select_scatter: a piece along ``dim`` is replaced; what is divided is another dimension."""
+    """slice_scatter, select_scatter: a piece along ``dim`` is replaced; another dimension is sharded."""
     x, piece = node.args[:2]
     rank = len(p.shape(x))
     dim = argument(node, "dim") % rank
-    gone = len(p.shape(piece)) < rank
+    selected = len(p.shape(piece)) < rank  # select_scatter: the piece lacks ``dim``
     first = p.layout(x)
     if first is None:
         inner = p.layout(piece)
-        first = replace(inner, dim=inner.dim + (gone and inner.dim >= dim))
+        first = replace(inner, dim=inner.dim + (selected and inner.dim >= dim))
     if first.dim == dim:
-        raise p.unfit(node, "replaces a piece of the divided dimension")
-    place = first.dim - (gone and first.dim > dim)
-    cuts: dict[Node, Cut] = {}
-    for operand, at in ((x, first.dim), (piece, place)):
-        split = p.layout(operand)
-        if split is None:
-            p.bring(cuts, operand, Cut(at, first.blocks, first.padded))
-        elif not split.same(replace(first, dim=at)):
-            raise p.unfit(node, "combines values that are divided differently")
-    fills, filler = alike(p, node, cuts)
-    made = replace(first, origins=p.origins(p.divided([x, piece])), rows=None, filler=filler)
-    return Decision(made, cuts, fills=fills)
+        raise p.cannot_shard(node, "replaces a piece of the sharded dimension")
+    piece_dim = first.dim - (selected and first.dim > dim)
+    to_shard: dict[Node, ShardSpec] = {}
+    for operand, operand_dim in ((x, first.dim), (piece, piece_dim)):
+        layout = p.layout(operand)
+        if layout is None:
+            p.shard_operand(to_shard, operand, ShardSpec(operand_dim, first.blocks, first.padded))
+        elif not layout.same_shards(replace(first, dim=operand_dim)):
+            raise p.cannot_shard(node, "combines values that are sharded differently")
+    fills, padding_value = equal_padding(p, node, to_shard)
+    result = replace(first, origins=p.origins(p.sharded([x, piece])), features=None, padding_value=padding_value)
+    return Decision(result, to_shard, fills=fills)
 
 
 def batched(p: Propagation, node: Node) -> Decision:
-    """Solvers and decompositions of the last two dimensions: the divided one is a batch dimension of all operands."""
+    """Solvers and decompositions of the last two dimensions: the sharded one is a batch dimension of all operands."""
     operands = node.all_input_nodes
-    divided = p.divided(operands)
-    rank = len(p.shape(divided[0]))
-    first = p.layout(divided[0])
+    sharded = p.sharded(operands)
+    rank = len(p.shape(sharded[0]))
+    first = p.layout(sharded[0])
     if first.dim >= rank - 2 or first.padded or any(len(p.shape(x)) != rank for x in operands):
-        raise p.unfit(node, "needs whole matrices")
-    if any(not first.same(p.layout(x)) for x in divided):
-        raise p.unfit(node, "combines values that are divided differently")
-    cuts: dict[Node, Cut] = {}
+        raise p.cannot_shard(node, "needs unsharded matrices")
+    if any(not first.same_shards(p.layout(x)) for x in sharded):
+        raise p.cannot_shard(node, "combines values that are sharded differently")
+    to_shard: dict[Node, ShardSpec] = {}
     for x in operands:
         if p.layout(x) is None and p.shape(x)[first.dim] != 1:
-            p.bring(cuts, x, first.cut())
-    made = replace(first, origins=p.origins(divided))
-    return Decision(made if len(values(node)) == 1 else (made,) * len(values(node)), cuts)
+            p.shard_operand(to_shard, x, first.spec())
+    result = replace(first, origins=p.origins(sharded))
+    return Decision(result if len(values(node)) == 1 else (result,) * len(values(node)), to_shard)
 
 
 def unfold(p: Propagation, node: Node) -> Decision:
     """Windows along another dimension; their entries become the last one."""
-    layout: Split = p.subject(node)
+    layout = p.input_layout(node)
     if argument(node, "dimension") % len(p.shape(node.args[0])) == layout.dim:
-        raise p.unfit(node, "takes windows of the divided dimension")
+        raise p.cannot_shard(node, "takes windows of the sharded dimension")
     return Decision(layout)
 
 
 def index_put(p: Propagation, node: Node) -> Decision:
-    """x[indices] = value, the divided dimension being behind the indexed ones, which lead."""
+    """x[indices] = value, where the indexed dimensions are the first ones, and the sharded one comes after them."""
     x, indices, value = node.args[:3]
     layout = p.layout(x)
     used = [dim for dim, i in enumerate(indices) if i is not None]
-    whole = all(p.layout(i) is None for i in indices if i is not None)
+    replicated = all(p.layout(i) is None for i in indices if i is not None)
     if layout is None:
         inner = p.layout(value)
-        behind = 0 if inner is None else len(p.shape(value)) - inner.dim
-        layout = inner and replace(inner, dim=len(p.shape(x)) - behind)
-    if layout is None or not whole or used != list(range(len(used))) or layout.dim < len(used):
-        raise p.unfit(node, "writes along the divided dimension")
-    behind = len(p.shape(x)) - layout.dim
-    cuts: dict[Node, Cut] = {}
+        from_end = 0 if inner is None else len(p.shape(value)) - inner.dim
+        layout = inner and replace(inner, dim=len(p.shape(x)) - from_end)
+    if layout is None or not replicated or used != list(range(len(used))) or layout.dim < len(used):
+        raise p.cannot_shard(node, "writes along the sharded dimension")
+    from_end = len(p.shape(x)) - layout.dim
+    to_shard: dict[Node, ShardSpec] = {}
     for operand in (x, value):
         shape = p.shape(operand)
-        at = len(shape) - behind
-        split = p.layout(operand)
-        if split and not split.same(replace(layout, dim=at)):
-            raise p.unfit(node, "combines values that are divided differently")
-        if split is None and at >= 0 and shape[at] != 1:
-            p.bring(cuts, operand, Cut(at, layout.blocks, layout.padded))
-    made = replace(layout, origins=p.origins(p.divided([x, value])), rows=None, filler=0)
-    whole = value not in cuts and p.layout(value) is None  # one value for all entries, padding too
-    fills = zeros(p, node, cuts)
-    return Decision(replace(made, filler=None) if whole else made, cuts, fills=fills)
+        dim = len(shape) - from_end
+        own = p.layout(operand)
+        if own and not own.same_shards(replace(layout, dim=dim)):
+            raise p.cannot_shard(node, "combines values that are sharded differently")
+        if own is None and dim >= 0 and shape[dim] != 1:
+            p.shard_operand(to_shard, operand, ShardSpec(dim, layout.blocks, layout.padded))
+    result = replace(layout, origins=p.origins(p.sharded([x, value])), features=None, padding_value=0)
+    broadcast = value not in to_shard and p.layout(value) is None  # it is written into the padding, too
+    fills = zeros(p, node, to_shard)
+    return Decision(replace(result, padding_value=None) if broadcast else result, to_shard, fills=fills)
 
 
 def index_add(p: Propagation, node: Node) -> Decision:
-    """index_add, index_copy, scatter along another dimension than the divided one, which all operands but a flat index
-    share."""
+    """index_add, index_copy, scatter along another dimension than the sharded one, which all operands but a 1-D index
+    have."""
     x, dim, index, source = node.args[:4]
     operands = [x, source] if len(p.shape(index)) == 1 and "index" in op_name(node) else [x, source, index]
     operands = [operand for operand in operands if isinstance(operand, Node)]
-    divided = p.divided(operands)
-    first = p.layout(divided[0]) if divided else None
+    sharded = p.sharded(operands)
+    first = p.layout(sharded[0]) if sharded else None
     if first is None or first.dim == dim % len(p.shape(x)):
-        raise p.unfit(node, "writes along the divided dimension")
-    cuts: dict[Node, Cut] = {}
+        raise p.cannot_shard(node, "writes along the sharded dimension")
+    to_shard: dict[Node, ShardSpec] = {}
     for operand in operands:
-        split = p.layout(operand)
-        if p.shape(operand)[first.dim] != p.shape(x)[first.dim] or split and not split.same(first):
-            raise p.unfit(node, "combines values that are divided differently")
-        if split is None:
-            p.bring(cuts, operand, first.cut())
-    filler = 0 if isinstance(source, Node) else None
-    made = replace(first, origins=p.origins(divided), rows=None, filler=filler)
-    return Decision(made, cuts, fills=zeros(p, node, cuts))
+        layout = p.layout(operand)
+        if p.shape(operand)[first.dim] != p.shape(x)[first.dim] or layout and not layout.same_shards(first):
+            raise p.cannot_shard(node, "combines values that are sharded differently")
+        if layout is None:
+            p.shard_operand(to_shard, operand, first.spec())
+    padding_value = 0 if isinstance(source, Node) else None
+    result = replace(first, origins=p.origins(sharded), features=None, padding_value=padding_value)
+    return Decision(result, to_shard, fills=zeros(p, node, to_shard))

@@ -1,8 +1,9 @@
-"""Which weights of a captured model are divided over the tensor-parallel ranks, how, and why."""
+"""Which parameters of a captured model are sharded over the tensor-parallel ranks, how, and why."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from math import prod
 
 from torch.fx import Node
 
@@ -12,30 +13,30 @@ from megatron_merak.plan import TensorSharding
 from ..capture.captured import Captured
 from ..ir.names import place
 from ..ir.nodes import op_name
-from .choices import AS_PLANNED, Choices
-from .pins import Pins, check_pins, cut_of, refusal
-from .placement import Again, Decision, Layout, Split, Stuck
+from .assumptions import AS_PLANNED, Assumptions
+from .pins import Pins, check_pins, conflict_error, spec_of
+from .placement import Decision, Layout, NodeLayout, PlanConflict, Restart
 from .propagate import ALIKE, Propagation
 from .roles import roles
 from .rules import RULES, STARTERS
 
 CHOICES = ("column", "row", "replicate", "vocabulary")
-RESTARTS_PER_WEIGHT = 4  # every walk but the last bans a weight, or finds another block of one
+RESTARTS_PER_WEIGHT = 4  # every walk but the last bans a weight, or finds that one needs another block
 
 
 @dataclass(frozen=True)
 class TensorRules:
-    """What a user demands of weights: (glob pattern of names, choice) pairs, the first that matches counting.
+    """How the user wants parameters to be sharded: (glob pattern of names, choice) pairs; the first match counts.
 
-    ``column`` divides the output features (a table's rows count as such), ``row`` the input features, ``vocabulary``
-    the rows of an embedding or output layer, ``replicate`` nothing.
+    ``column`` shards the output features (a table's rows count as such), ``row`` the input features, ``vocabulary`` the
+    rows of an embedding or output layer, ``replicate`` nothing.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "TensorRules":
-        """From "PATTERN=CHOICE; PATTERN=CHOICE"; raises PlanError for anything else."""
+        """Return the rules of "PATTERN=CHOICE; PATTERN=CHOICE". Raises PlanError for anything else."""
         rules = []
         for part in filter(None, (part.strip() for part in text.replace("\n", ";").split(";"))):
             pattern, sign, choice = (piece.strip() for piece in part.partition("="))
@@ -45,9 +46,14 @@ class TensorRules:
             rules.append((pattern, choice))
         return cls(tuple(rules))
 
-    def of(self, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-        """name -> (choice, pattern), ``names`` mapping every known name to its canonical one. Raises PlanError."""
-        found: dict[str, tuple[str, str]] = {}
+    def match(self, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """Return (choice, pattern) by canonical name of a parameter.
+
+        names: every known name of a parameter -> its canonical name.
+
+        Raises PlanError for a pattern that matches nothing.
+        """
+        matches: dict[str, tuple[str, str]] = {}
         for pattern, choice in self.rules:
             matched = [names[name] for name in names if fnmatchcase(name, pattern)]
             if not matched:
@@ -55,32 +61,30 @@ class TensorRules:
                 reason = f"it matches none of the model's parameters, such as {example}"
                 raise PlanError("tensor-parallel rule", pattern, reason, "Correct the pattern, or leave it out")
             for name in matched:
-                found.setdefault(name, (choice, pattern))
-        return found
+                matches.setdefault(name, (choice, pattern))
+        return matches
 
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """Decisions for ``tp`` ranks. ``tensors`` and ``reasons`` by parameter; ``decisions`` and ``layouts`` by node of
-    the captured graph, for ``rewrite`` (a node without a decision is computed as captured, by every rank)."""
+    """How a captured model is sharded over ``tp`` ranks.
+
+    tensors:   by parameter, how it is sharded.
+    reasons:   by parameter, why it is sharded so, or replicated.
+    decisions: by node, what a rank does for it; a node without one is computed as captured, by every rank.
+    layouts:   by node, how its value is sharded.
+    """
 
     tp: int
     tensors: Mapping[str, TensorSharding]
     reasons: Mapping[str, str]
     decisions: Mapping[Node, Decision] = field(default_factory=dict, repr=False)
-    layouts: Mapping[Node, Layout] = field(default_factory=dict, repr=False)
+    layouts: Mapping[Node, NodeLayout] = field(default_factory=dict, repr=False)
 
     def share(self) -> float:
-        """The part of all parameters that one rank holds."""
-        held = sum(_values(t.local_shape(0, self.tp)) for t in self.tensors.values())
-        return held / sum(_values(t.shape) for t in self.tensors.values())
-
-
-def _values(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
+        """Return the fraction of all parameters that one rank stores."""
+        stored = sum(prod(t.local_shape(0, self.tp)) for t in self.tensors.values())
+        return stored / sum(prod(t.shape) for t in self.tensors.values())
 
 
 def shard(
@@ -91,99 +95,110 @@ def shard(
     vocabulary_multiple: int = 1,
     complete: bool = False,
 ) -> Sharding:
-    """Decide for every parameter of a capture.
+    """Decide how every parameter and value of a capture is sharded.
 
-    ``pins``: what a plan, or another capture of the same model, says of parameters, by name; those come out so.
-    ``complete``: pins are a plan's, which says of every parameter of the capture, and of no other.
-    ``vocabulary_multiple``: a vocabulary is padded to a multiple of this x tp where pins do not say otherwise.
-    Raises PlanError when a rule or pin cannot be met, or when not one weight can be divided.
+    pins:                how a plan, or another capture of the same model, shards parameters, by name; these are sharded
+                         just so.
+    vocabulary_multiple: a vocabulary is padded to a multiple of this x tp, unless pins say otherwise.
+    complete:            pins are those of a plan and must name every parameter of the capture, and no other.
+
+    Raises PlanError if a rule or pin cannot be met, or no weight can be sharded.
     """
     pins = pins or {}
     check_pins(captured, tp, pins, complete)
     names = {name: name for name in captured.shapes} | dict(captured.aliases)
-    asked = (rules or TensorRules()).of({name: real for name, real in names.items() if real in captured.shapes})
-    whole = {name: TensorSharding(name, tuple(shape)) for name, shape in captured.shapes.items()}
+    names = {name: canonical for name, canonical in names.items() if canonical in captured.shapes}
+    requested = (rules or TensorRules()).match(names)
+    replicated = {name: TensorSharding(name, tuple(shape)) for name, shape in captured.shapes.items()}
     if tp == 1:
-        return Sharding(1, whole, dict.fromkeys(whole, "whole: one tensor-parallel rank"))
-    pins = {name: pin for name, pin in pins.items() if name in whole}
-    free = p = _propagate(captured, tp, _choices(captured, asked), vocabulary_multiple)
-    found = {name: _tensor(t, p.held.get(name)) for name, t in whole.items()}
-    edited = [name for name, pin in pins.items() if cut_of(pin) != cut_of(found[name])]
+        return Sharding(1, replicated, dict.fromkeys(replicated, "replicated: one tensor-parallel rank"))
+    pins = {name: pin for name, pin in pins.items() if name in replicated}
+    free = p = _propagate(captured, tp, _assumptions(captured, requested), vocabulary_multiple)
+    unpinned = {name: _tensor(t, p.sharded_parameters.get(name)) for name, t in replicated.items()}
+    edited = [name for name, pin in pins.items() if spec_of(pin) != spec_of(unpinned[name])]
     if edited:
-        choices = _choices(captured, asked)
-        choices.pins = {name: cut_of(pin) for name, pin in pins.items()}
+        assumptions = _assumptions(captured, requested)
+        assumptions.pins = {name: spec_of(pin) for name, pin in pins.items()}
         try:
-            p = _propagate(captured, tp, choices, vocabulary_multiple)
-        except Stuck as stuck:
-            raise refusal(stuck, pins, found, edited) from stuck
-    tensors = {name: pins.get(name) or _tensor(t, p.held.get(name)) for name, t in whole.items()}
+            p = _propagate(captured, tp, assumptions, vocabulary_multiple)
+        except PlanConflict as conflict:
+            raise conflict_error(conflict, pins, unpinned, edited) from conflict
+    tensors = {name: pins.get(name) or _tensor(t, p.sharded_parameters.get(name)) for name, t in replicated.items()}
     reasons = {name: _reason(p, free, name, name in edited) for name in tensors}
-    _check(reasons, asked, pins)
-    if not p.held and not pins:
+    _check_requests(reasons, requested, pins)
+    if not p.sharded_parameters and not pins:
         why = next((f"{name} is {text}" for name, text in reasons.items()), "the graph reads no parameter")
-        reason = f"not one weight can be divided over {tp} ranks: {why}"
+        reason = f"no weight can be sharded over {tp} ranks: {why}"
         raise PlanError("tensor parallel size", tp, reason, "Use 1, or a size that divides heads and features")
     return Sharding(tp, tensors, reasons, p.decisions, p.layouts)
 
 
-def _choices(captured: Captured, asked: Mapping[str, tuple[str, str]]) -> Choices:
-    choices = Choices(roles(captured))
-    for name, (choice, pattern) in asked.items():
+def _assumptions(captured: Captured, requested: Mapping[str, tuple[str, str]]) -> Assumptions:
+    assumptions = Assumptions(roles(captured))
+    for name, (choice, pattern) in requested.items():
         if choice == "replicate":
-            choices.banned[name] = f"the rule {pattern}=replicate asks for it"
-    choices.row = tuple(name for name, (choice, _) in asked.items() if choice == "row")
-    return choices
+            assumptions.banned[name] = f"the rule {pattern}=replicate asks for it"
+    assumptions.row = tuple(name for name, (choice, _) in requested.items() if choice == "row")
+    return assumptions
 
 
-def _propagate(captured: Captured, tp: int, choices: Choices, multiple: int) -> Propagation:
+def _propagate(captured: Captured, tp: int, assumptions: Assumptions, multiple: int) -> Propagation:
     most = RESTARTS_PER_WEIGHT * len(captured.shapes) + 1
     for _ in range(most):
         try:
-            return Propagation(captured, tp, RULES, STARTERS, choices, multiple).run()
-        except Again:
+            return Propagation(captured, tp, RULES, STARTERS, assumptions, multiple).run()
+        except Restart:
             continue
     raise AssertionError(f"propagation did not settle in {most} walks")
 
 
-def _tensor(whole: TensorSharding, split: Split | None) -> TensorSharding:
-    if split is None:
-        return whole
-    even = len(dict.fromkeys(split.blocks)) == 1
-    blocks = len(split.blocks) if even else split.blocks
-    return TensorSharding(whole.name, whole.shape, split.dim, blocks, split.padded or None)
+def _tensor(replicated: TensorSharding, layout: Layout | None) -> TensorSharding:
+    if layout is None:
+        return replicated
+    even = len(dict.fromkeys(layout.blocks)) == 1
+    blocks = len(layout.blocks) if even else layout.blocks
+    return TensorSharding(replicated.name, replicated.shape, layout.dim, blocks, layout.padded or None)
 
 
 def _reason(p: Propagation, free: Propagation, name: str, edited: bool) -> str:
-    """Why a parameter is divided, or whole. ``free``: the walk that knows of no plan."""
-    if name not in p.held:
-        return f"whole: {AS_PLANNED}" if edited else _whole_because(free if name in p.choices.pins else p, name)
-    why = p.why.get(name) or free.why.get(name, ALIKE)
+    """Return why a parameter is sharded as it is, or replicated.
+
+    free:   the propagation without a plan.
+    edited: whether the plan shards this parameter otherwise.
+    """
+    if name not in p.sharded_parameters:
+        if edited:
+            return f"replicated: {AS_PLANNED}"
+        return _why_replicated(free if name in p.assumptions.pins else p, name)
+    why = p.reasons.get(name) or free.reasons.get(name, ALIKE)
     if not edited:
         return why
     how, _, remark = why.partition("; ")
-    kind = how.partition(":")[0] if ":" in how else "divided"
+    kind = how.partition(":")[0] if ":" in how else "sharded"
     return f"{kind}: {AS_PLANNED}" + (f"; {remark}" if remark else "")
 
 
-def _whole_because(p: Propagation, name: str) -> str:
-    """Why every rank holds all of a parameter."""
-    banned = p.choices.ban(name)
+def _why_replicated(p: Propagation, name: str) -> str:
+    banned = p.assumptions.ban_reason(name)
     if banned:
-        return f"whole: {banned}"
-    if name in p.choices.whole:
-        return f"whole: {p.choices.whole[name]}"
-    node = next((node for node, known in p.params.items() if known == name), None)
+        return f"replicated: {banned}"
+    if name in p.assumptions.replicated:
+        return f"replicated: {p.assumptions.replicated[name]}"
+    node = next((node for node, parameter in p.parameter_names.items() if parameter == name), None)
     users = [user for user in node.users if user.op == "call_function"] if node else []
     if not users:
-        return "whole: nothing computes with it"
-    return f"whole: {op_name(users[0])} in {place(users[0])} works on whole values"
+        return "replicated: nothing computes with it"
+    return f"replicated: {op_name(users[0])} in {place(users[0])} works on replicated values"
 
 
-def _check(reasons: Mapping[str, str], asked: Mapping[str, tuple[str, str]], pins: Pins) -> None:
-    met = {"column": ("column", "vocabulary"), "row": ("row",), "vocabulary": ("vocabulary", "column")}
-    for name, (choice, pattern) in asked.items():
+def _check_requests(
+    reasons: Mapping[str, str], requested: Mapping[str, tuple[str, str]], pins: Mapping[str, TensorSharding]
+) -> None:
+    """Raise PlanError if a parameter is not sharded as the user's rules want it."""
+    acceptable = {"column": ("column", "vocabulary"), "row": ("row",), "vocabulary": ("vocabulary", "column")}
+    for name, (choice, pattern) in requested.items():
         kind = reasons[name].partition(" ")[0].rstrip(":")
-        if kind not in met.get(choice, ("whole",)):
-            cannot = f"the plan says otherwise: {name}" if name in pins else f"{name} cannot be divided so: it"
+        if kind not in acceptable.get(choice, ("replicated",)):
+            cannot = f"the plan says otherwise: {name}" if name in pins else f"{name} cannot be sharded so: it"
             reason = f"{cannot} is {reasons[name]}"
             raise PlanError("tensor-parallel rule", f"{pattern}={choice}", reason, "Leave the rule out, or change it")
