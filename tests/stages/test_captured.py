@@ -10,7 +10,7 @@ from megatron_merak.config import OptimizerConfig, ParallelConfig
 from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.stages.blueprint import draw
+from megatron_merak.stages.blueprint import make_blueprint
 from megatron_merak.stages.traced import Traced
 from tests.engines import engine_of
 from tests.graph.tiny import gradients, randomise, tiny
@@ -33,7 +33,9 @@ def trainer_of(model, batch, grid, rank, micro_batches, ways=None, seed=1234):
 
 def parts_of(trainer, flat=None):
     shards = (
-        [*trainer.holdings.others(), *trainer.shards(trainer.buffer.data)] if flat is None else trainer.shards(flat)
+        [*trainer.parameter_shards.others(), *trainer.shards(trainer.buffer.data)]
+        if flat is None
+        else trainer.shards(flat)
     )
     return [replace(shard, tensor=shard.tensor.detach().clone()) for shard in shards]
 
@@ -248,8 +250,8 @@ def test_initial_weights_do_not_depend_on_the_layout():
 def test_a_weight_that_does_not_divide_is_told():
     _, empty, batch = tiny("llama")
     traced = Traced(empty(), batch)
-    assert draw(traced, Grid()).whole_weights() == ()
-    told = draw(traced, Grid(tp=3)).whole_weights()
+    assert make_blueprint(traced, Grid()).replicated_weights() == ()
+    told = make_blueprint(traced, Grid(tp=3)).replicated_weights()
     assert told[0] == "model.layers.*.self_attn.q_proj.weight is whole: its 32 output features do not divide by 3."
     assert len(told) == 4  # q, k, v, o: the feed-forward width is padded
 
