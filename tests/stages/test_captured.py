@@ -190,7 +190,7 @@ def _halves(rank, world_size, name, grid, ways):
         return sum(losses).item(), {key: sum(found[key] for found in every) for key in every[0]}
     trainer = trainer_of(model, batches[0], grid, rank, len(batches), ways)
     loss = trainer.gradients(batches)
-    made = [len(programs._made) for programs in trainer.programs.values()]
+    made = [len(programs._programs) for programs in trainer.programs.values()]
     return loss, parts_of(trainer, trainer.buffer.main_grad), made
 
 
