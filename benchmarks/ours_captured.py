@@ -14,7 +14,7 @@ from megatron_merak.parallel.memory import keep_freed_memory
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.precision import choose_fp32_matmul
 from megatron_merak.plan import Grid
-from megatron_merak.stages.blueprint import draw
+from megatron_merak.stages.blueprint import make_blueprint
 from megatron_merak.stages.captured import CapturedTrainer
 from megatron_merak.stages.traced import Traced
 
@@ -48,7 +48,7 @@ def step_runner(shape: ModelShape, tp: int, pp: int, dp: int, bf16: bool, seed: 
     optimizer = OptimizerConfig(
         clip_grad=RECIPE.clip, adam_beta1=RECIPE.beta1, adam_beta2=RECIPE.beta2, adam_eps=RECIPE.epsilon
     )
-    blueprint = draw(traced, mesh.grid, microbatches=shape.micro_batches // dp)
+    blueprint = make_blueprint(traced, mesh.grid, microbatches=shape.micro_batches // dp)
     trainer = CapturedTrainer(blueprint, mesh, optimizer=optimizer, seed=seed)
     fill(trainer, seed)
 

@@ -98,7 +98,7 @@ def run(rank: int, world_size: int, bandwidth: float, scale: int = SCALE) -> dic
         for mode in MODES:
             made = config(mode, recompute, scale)
             model = build_model(made, replace(make_plan(made, world_size), overlap=mode), mesh)
-            model.held.start_step()
+            model.parameters.start_step()
             with clock.kernels():
                 accounts = _phases(model.stages[0], data, clock, recompute, mode == "pair")
             found[mode, recompute] = Phases(accounts, model.buffer.main_grad[::97].tolist())

@@ -88,18 +88,18 @@ def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: di
             views[name] = flat[at : at + math.prod(shape)].view(shape)
             at += math.prod(shape)
         shards = [Shard(names[name], tuple(view.shape), None, (), view) for name, view in views.items()]
-        turns.append(Turn(shards, bring=_reader(source, views)))
+        turns.append(Turn(shards, fetch=_reader(source, views)))
     path = store.save(root, 0, {"model": Kind(turns)}, meta, None, "cpu")
     source.close()
     return path
 
 
 def _reader(source: Source, views: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-    def bring() -> None:
+    def fetch() -> None:
         for name, view in views.items():
             view.copy_(source.read(name))
 
-    return bring
+    return fetch
 
 
 def _groups(source: Source, names: Sequence[str]) -> Iterator[list[str]]:

@@ -47,7 +47,7 @@ class Gather:
         self._rank = 0 if group is None else dist.get_rank(group)
         self.first = self._rank == 0
         self._mine = {shard.name: shard for shard in shards if shard.owner}
-        self._bring = {shard.name: shard.bring for shard in shards if shard.bring is not None}
+        self._fetch = {shard.name: shard.fetch for shard in shards if shard.fetch is not None}
         described = [
             (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), s.dim, s.intervals)
             for s in self._mine.values()
@@ -72,8 +72,8 @@ class Gather:
         made = torch.empty(shape, dtype=dtype, device="cpu" if self.first else "meta")
         if name in self._whole:
             return made.copy_(self._whole[name].detach()[tuple(slice(*bounds) for bounds in take)])
-        if name in self._bring:
-            self._bring[name]()
+        if name in self._fetch:
+            self._fetch[name]()
         for rank, dim, intervals in self._parts[name]:
             for held, wanted in _shared(take, dim, intervals):
                 if rank == self._rank:

@@ -19,7 +19,7 @@ class Shard:
     ``shape`` is the full shape, without padding. ``dim`` is the divided dimension, None for a tensor that this rank
     holds whole. ``intervals`` are the index ranges [start, stop) along ``dim``, in the order in which ``tensor`` stores
     them. ``tensor`` has ``shape`` but for ``dim``, which is as long as the intervals together; it may be a view with
-    any strides, and loading copies into it. ``owner`` False: another rank writes this part. ``bring``, where
+    any strides, and loading copies into it. ``owner`` False: another rank writes this part. ``fetch``, where
     ``tensor`` does not always have its values, lets it have them: collective over the ranks that hold the same part.
     """
 
@@ -29,7 +29,7 @@ class Shard:
     intervals: Intervals
     tensor: torch.Tensor
     owner: bool = True
-    bring: Callable[[], object] | None = None
+    fetch: Callable[[], object] | None = None
 
     def __post_init__(self):
         if self.dim is not None:
@@ -43,12 +43,12 @@ class Shard:
 class Turn:
     """Parts whose tensors are there at the same time.
 
-    bring: called before the tensors of ``shards`` are read or overwritten, and may be collective; those of other turns
+    fetch: called before the tensors of ``shards`` are read or overwritten, and may be collective; those of other turns
     are gone then. keep: called after they were overwritten.
     """
 
     shards: Sequence[Shard] = ()
-    bring: Callable[[], object] = lambda: None
+    fetch: Callable[[], object] = lambda: None
     keep: Callable[[], object] = lambda: None
 
 
@@ -78,7 +78,7 @@ def in_turns(
     for (name, kind), most in zip(kinds.items(), map(max, zip(*counts, strict=True)), strict=True):
         for number in range(most):
             turn = kind.turns[number] if number < len(kind.turns) else Turn()
-            turn.bring()
+            turn.fetch()
             yield name, number, turn
 
 

@@ -249,7 +249,7 @@ class Engine:
 
     def _checked(self, batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
         held = self._captured.user_model
-        if held is not None and held.shared and held.touched():
+        if held is not None and held.shared and held.weights_changed():
             held.adopt()  # weights that were written since
         with together(self.mesh.control, "cpu"):
             if isinstance(batches, Mapping):
@@ -260,7 +260,7 @@ class Engine:
         """Capture what is new, so that what fails does so on all ranks."""
         with together(self.mesh.control, "cpu"):
             for programs in self._captured.programs.values():
-                programs.wanted = tuple(outputs) or programs.wanted
+                programs.outputs = tuple(outputs) or programs.outputs
                 for batch in batches:
                     programs(self._captured.blueprint.traced.prepared(batch), training)
 

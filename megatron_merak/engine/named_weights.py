@@ -91,8 +91,8 @@ class NamedWeights:
             message, views = _laid_out(sent, device)
             for (whole, _), view in zip(sent, views, strict=True) if rank == self.mesh.rank else ():
                 shard = self._mine[whole.name]
-                if shard.bring is not None:
-                    shard.bring()
+                if shard.fetch is not None:
+                    shard.fetch()
                 view.copy_(shard.tensor.detach())
             if self.mesh.model is not None:
                 dist.broadcast(message, rank, group=self.mesh.model)

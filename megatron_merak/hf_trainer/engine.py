@@ -12,7 +12,7 @@ from ..parallel.agree import together
 from ..parallel.mesh import Mesh
 from ..parallel.nodes import Nodes, located
 from ..pipeline_parallel.search.progress import SEARCHING, Progress
-from ..stages.blueprint import draw, follow
+from ..stages.blueprint import blueprint_from_plan, make_blueprint
 from ..stages.captured import CapturedTrainer
 from ..stages.devices import cluster_of
 from ..stages.optimizer_state import adamw_of, torch_optimizer_of
@@ -27,7 +27,7 @@ from .arguments.plan_arguments import plan_of_arguments
 
 
 def wishes(args: MerakArguments) -> dict[str, Any]:
-    """What arguments ask of an engine: for its plan, as ``draw`` takes it, for its optimizer, and the rest."""
+    """What arguments ask of an engine: for its plan, as ``make_blueprint`` takes it, its optimizer, and the rest."""
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -80,9 +80,9 @@ def build_engine(
         state_of = recipe.state_of if adam is None else None
         if stored is None:
             with Progress(SEARCHING, shown=mesh.rank == 0) as told:
-                blueprint = draw(traced, mesh.grid, **asked["plan"], state_of=state_of, told=told)
+                blueprint = make_blueprint(traced, mesh.grid, **asked["plan"], state_of=state_of, progress=told)
         else:
-            blueprint = follow(traced, stored, state_of)
+            blueprint = blueprint_from_plan(traced, stored, state_of)
     return CapturedTrainer(
         blueprint,
         mesh,

@@ -1,6 +1,6 @@
-"""Models with adapters (peft): what is trained is saved as peft saves it, and the base is read from where it is.
+"""Models with adapters (peft): adapters are saved in peft's format; the base model is read from its directory.
 
-peft is never imported here: a model that has adapters has imported it.
+peft is never imported here: if a model has adapters, peft is in ``sys.modules``.
 """
 
 import os
@@ -29,13 +29,13 @@ _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a ``PeftModel``."""
+    """Whether the model is a ``PeftModel``."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def name_before(name: str) -> str:
-    """The name that a parameter of a ``PeftModel`` had before peft wrapped the module that holds it."""
+    """The name that a parameter of a ``PeftModel`` had before peft wrapped its module."""
     return _WRAPPED.sub("", name)
 
 
@@ -47,16 +47,18 @@ def save_adapters(
     group: dist.ProcessGroup | None,
     processing_class: Any = None,
 ) -> None:
-    """Write what ``model.save_pretrained`` of peft writes: its trained weights and their config, and no base.
+    """Write what peft's ``model.save_pretrained`` writes: the trained weights and their config, without the base model.
 
-    model: a ``PeftModel``; the first rank's gets its parameters ``trained``, and those that peft saves with them
-    and that are withheld, from ``shards``, of all its parameters; both are empty where it has them already. Collective
-    over ``group``. Raises CheckpointError on every rank when the files cannot be written.
+    model:   a ``PeftModel``. The first rank's is given the values that it lacks and that peft saves.
+    shards:  of all its parameters, on every rank; empty if the model has its values.
+    trained: the names of the trained parameters; empty if the model has its values.
+
+    Collective over ``group``. Raises CheckpointError on every rank if the files cannot be written.
     """
     gather = Gather(shards, {}, group, "cpu")
     with together(group, "cpu"):
-        wanted = [*dict.fromkeys([*trained, *_withheld(model, gather.shapes)])] if gather.first else []
-    for name in broadcast_json(wanted, group, "cpu"):
+        missing = [*dict.fromkeys([*trained, *_withheld(model, gather.shapes)])] if gather.first else []
+    for name in broadcast_json(missing, group, "cpu"):
         values = gather(name, tuple((0, extent) for extent in gather.shapes[name]))
         if gather.first:
             take(model, {name: values})
@@ -74,7 +76,7 @@ def save_adapters(
 
 
 def _publish(directory: Path, fresh: Path) -> None:
-    """Let the files of ``fresh`` take their names, weights last."""
+    """Move the files of ``fresh`` to ``directory``, weights last."""
     files = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
     for path in files:
         with open(path, "rb") as file:
@@ -87,11 +89,13 @@ def _publish(directory: Path, fresh: Path) -> None:
 
 
 def _withheld(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The parameters without values that peft would write, such as a base's embeddings of a larger vocabulary; all
-    ``names`` where it computes with some."""
+    """The withheld parameters that peft would write, such as the base model's embeddings of a larger vocabulary.
+
+    names: returned where peft computes with withheld values.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):
-            told = [sys.modules["peft"].get_peft_model_state_dict(model, adapter_name=k) for k in model.peft_config]
+            states = [sys.modules["peft"].get_peft_model_state_dict(model, adapter_name=k) for k in model.peft_config]
     except ConfigError:
         return list(names)
-    return [name_of(value) for state in told for value in state.values() if is_withheld(value)]
+    return [name_of(value) for state in states for value in state.values() if is_withheld(value)]

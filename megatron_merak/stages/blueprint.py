@@ -1,4 +1,4 @@
-"""How a captured model is cut, divided and planned, and the programs that one rank runs of it."""
+"""How a captured model is cut into units, sharded and planned, and the programs that one rank runs of it."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -39,10 +39,10 @@ from .precision import HALVES
 from .traced import Batch, OwnLoss, Traced, shapes_of
 from .unused import Unused
 
-MOST_CASES = 16  # programs for batches of one shape
+MOST_CASES = 16  # programs for batches of one shape that branch differently on their values
 
 
-def draw(
+def make_blueprint(
     traced: Traced,
     grid: Grid,
     *,
@@ -56,15 +56,23 @@ def draw(
     sequence_length: int | None = None,
     state_bytes: float = 8.0,
     state_of: StateOf | None = None,
-    told: Told = lambda share: None,
+    progress: Told = lambda share: None,
 ) -> "Blueprint":
-    """Plan a model as the arguments ask for.
+    """Plan a captured model.
 
-    microbatches: per step and replica. cluster: what it is planned for. parallel: schedule, recomputation, overlap; its
-    degrees are not read. graph_sharding: how the chain is cut. rules: see ``TensorRules.parse``. vocabulary_multiple: a
-    vocabulary is padded to a multiple of this x tp. loss_chunk: rows whose logits exist at a time, 0 for all.
-    sequence_length: tokens of a sample; None: as many as the first micro-batch has in a row. state_bytes: see ``Plan``;
-    state_of: as that, of each parameter. told: see ``plan_chain``. Raises PlanError.
+    microbatches:        per step and replica.
+    cluster:             what it is planned for.
+    parallel:            schedule, recomputation, overlap; its degrees are not read, but those of ``grid``.
+    graph_sharding:      how the graph is cut into units.
+    rules:               see ``TensorRules.parse``.
+    vocabulary_multiple: a vocabulary is padded to a multiple of this x tp.
+    loss_chunk:          rows whose logits are in memory at a time, 0 for all.
+    sequence_length:     tokens of a sample; None: as many as a row of the first micro-batch has.
+    state_bytes:         see ``Plan``.
+    state_of:            the same, of each parameter.
+    progress:            see ``told`` of ``plan_chain``.
+
+    Raises PlanError.
     """
     parallel = parallel or ParallelConfig()
     check_recompute(parallel)
@@ -74,18 +82,9 @@ def draw(
     chain = cut(captured, graph_sharding)
     sharding = shard(captured, grid.tp, TensorRules.parse(rules), vocabulary_multiple=vocabulary_multiple)
     samples, length = traced.size
+    recompute, attention = parallel.recomputes_activations, cluster.device.fused_attention
     plan = plan_chain(
-        measure(
-            captured,
-            chain,
-            sharding,
-            grid.tp,
-            cluster.device.fused_attention,
-            loss_chunk,
-            parallel.recomputes_activations,
-            traced.positions,
-            state_of,
-        ),
+        measure(captured, chain, sharding, grid.tp, attention, loss_chunk, recompute, traced.positions, state_of),
         grid,
         microbatches=microbatches,
         micro_batch_size=samples,
@@ -98,15 +97,17 @@ def draw(
         graph_sharding=graph_sharding,
         state_bytes=state_bytes,
         frozen_bytes=frozen_bytes(traced),
-        told=told,
+        told=progress,
         **choices(parallel, microbatches),
     )
     return Blueprint(traced, chain, sharding, plan)
 
 
 def frozen_bytes(traced: Traced) -> float:
-    """What a rank keeps of a weight that is not trained, on average: the one that it computes with, and the model's own
-    where that is rounded; 0 where all are trained."""
+    """Bytes per element of the frozen weights, on average; 0 where there are none.
+
+    A weight that is rounded for computing is in memory twice: rounded, and in the dtype of the user's model.
+    """
     captured = traced.captured
     sizes: dict[str, tuple[int, int]] = {}
     for name in captured.shapes.keys() - captured.trainable:
@@ -114,12 +115,16 @@ def frozen_bytes(traced: Traced) -> float:
         rounds = own == torch.float32 and computed in HALVES
         sizes[name] = computed.itemsize + (own.itemsize if rounds else 0), prod(captured.shapes[name])
     count = sum(values for _, values in sizes.values())
-    return sum(each * values for each, values in sizes.values()) / count if count else 0.0
+    return sum(itemsize * values for itemsize, values in sizes.values()) / count if count else 0.0
 
 
-def follow(traced: Traced, plan: Plan, state_of: StateOf | None = None) -> "Blueprint":
-    """The model as a stored or edited plan says; what it predicts is computed anew. state_of: see ``draw``. Raises
-    PlanError, naming the first difference, when the plan is one of another model or cannot be met."""
+def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = None) -> "Blueprint":
+    """Apply a stored or edited plan to a captured model. The plan's predictions are computed anew.
+
+    state_of: see ``make_blueprint``.
+
+    Raises PlanError, naming the first difference, if the plan is one of another model or cannot be followed.
+    """
     captured, tp = traced.captured, plan.grid.tp
     if plan.sequence_parallel:
         raise PlanError("plan: sequence_parallel", True, "only the native model supports it", "Set it to false")
@@ -147,10 +152,11 @@ def follow(traced: Traced, plan: Plan, state_of: StateOf | None = None) -> "Blue
 
 @dataclass(frozen=True)
 class Role:
-    """What a program of a stage is for.
+    """What a program of a stage computes.
 
-    outputs: what it hands out, by name. drops: it drops values at random, if the model does. compute: computes the
-    outputs in place of the model and its loss, None where those do.
+    outputs: the names of what it returns.
+    drops:   whether dropout is applied, if the model has any.
+    compute: computes the outputs; None: the model and its loss do.
     """
 
     training: bool
@@ -160,11 +166,11 @@ class Role:
 
 
 class Blueprint:
-    """A plan, and the parts of the captured model that it speaks of; the same on every rank.
+    """A plan with the captured model that it is for, its cut into units and its sharding; the same on every rank.
 
-    chain, sharding: of the first capture; those of other shapes, and of evaluation, follow them. fused: of each fused
-    operation, the most in one program. partial: parameters that every rank holds and whose gradient is summed over the
-    ranks.
+    chain, sharding: of the first capture; captures of other shapes, and for evaluation, are cut and sharded alike.
+    fused:           per fused operation, the largest number of them in one program.
+    partial:         replicated parameters of whose gradient each tensor-parallel rank computes a partial sum.
     """
 
     def __init__(self, traced: Traced, chain: Chain, sharding: Sharding, plan: Plan):
@@ -173,11 +179,11 @@ class Blueprint:
         self.partial: tuple[str, ...] = ()
         self.unused = Unused()
         self.lengths = KnownLengths()
-        if traced.captured.guards and plan.grid.tp > 1:  # other cases may use weights otherwise, and all must agree
+        if traced.captured.guards and plan.grid.tp > 1:  # all programs must agree, whatever they branch to
             self.partial = tuple(name for name, tensor in sharding.tensors.items() if tensor.dim is None)
 
-    def whole_weights(self) -> tuple[str, ...]:
-        """A sentence per family of matrices that every tensor-parallel rank holds whole."""
+    def replicated_weights(self) -> tuple[str, ...]:
+        """A sentence per family of matrices that are replicated over the tensor-parallel ranks."""
         if self.plan.grid.tp == 1:
             return ()
         tensors, reasons = self.sharding.tensors, self.sharding.reasons
@@ -186,43 +192,43 @@ class Blueprint:
 
     def stages_of(self) -> dict[str, tuple[int, ...]]:
         """The stages whose units use each parameter, ascending."""
-        held: dict[str, list[int]] = {}
+        stages_of: dict[str, list[int]] = {}
         for stage, part in enumerate(self.plan.stages):
             for unit in part.units:
                 for name in self.chain.parameters[unit]:
-                    stages = held.setdefault(name, [])
+                    stages = stages_of.setdefault(name, [])
                     if stage not in stages:
                         stages.append(stage)
-        return {name: tuple(stages) for name, stages in held.items()}
+        return {name: tuple(stages) for name, stages in stages_of.items()}
 
     def parts(self, batch: Batch, role: Role, stage: int, mesh: Mesh) -> tuple[Parts, Guards | None]:
-        """The work of ``stage`` on batches of this shape, and what else must hold of them."""
+        """The part of the graph that ``stage`` runs for batches of this shape, and guards that they must meet, too."""
         shapes, traced = shapes_of(batch), self.traced
         explore = partial(traced.lengths, batch, role.training, role.outputs, role.compute)
         with gc_paused():
-            found = self.lengths.parts((role, stage), shapes, explore)
-            if found is not None:
-                return found, None
-            captured, found = self._captured(batch, role, stage, mesh)
-        self.lengths.add((role, stage), shapes, captured, found)
-        return found, captured.guards
+            parts = self.lengths.parts((role, stage), shapes, explore)
+            if parts is not None:
+                return parts, None
+            captured, parts = self._captured(batch, role, stage, mesh)
+        self.lengths.add((role, stage), shapes, captured, parts)
+        return parts, captured.guards
 
     def _captured(self, batch: Batch, role: Role, stage: int, mesh: Mesh) -> tuple[Captured, Parts]:
-        traced, how = self.traced, (role, stage, mesh)
+        traced, arguments = self.traced, (role, stage, mesh)
         first = traced.captured
         as_first = role.training and role.compute is None and shapes_of(batch) == traced.example
         if as_first and not (first.guards and first.guards.broken(batch)):
-            return first, self._parts(first, self.chain, self.sharding, *how)
+            return first, self._parts(first, self.chain, self.sharding, *arguments)
         captured = traced.capture(batch, role.training, role.outputs, role.compute)
         unknown = [name for name in captured.trainable if name not in first.shapes]
         if unknown:
             reason = "this batch uses it, but the first batch, which determined its placement, did not"
             raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
         if role.training:
-            self.unused.tell(first.trainable, captured.trainable, mesh)
+            self.unused.warn(first.trainable, captured.trainable, mesh)
         chain = align(cut(captured, self.plan.graph_sharding), self.chain)
         sharding = shard(captured, self.plan.grid.tp, pins=self.sharding.tensors)
-        return captured, self._parts(captured, chain, sharding, *how)
+        return captured, self._parts(captured, chain, sharding, *arguments)
 
     def _parts(self, captured: Captured, chain: Chain, sharding: Sharding, role: Role, stage: int, mesh: Mesh) -> Parts:
         rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.plan.grid.tp, self.partial)
@@ -242,46 +248,52 @@ class Blueprint:
 
 
 class Programs:
-    """The programs of one stage, captured when a batch comes that has a new shape or breaks the guards of all others.
+    """The programs of one stage. Called with a batch, returns its program.
 
-    wanted: the outputs that evaluation hands out. drops: whether training drops values at random. loss: computes both
-    losses and outputs in place of the model and the loss it was traced with; None: those do. Raises TraceError where a
-    model decides by values that are other ones in every batch.
+    A batch is captured if it has a new shape, or breaks the guards of all programs for its shape.
+
+    outputs: the names of the outputs of evaluation.
+    drops:   whether training applies dropout.
+    loss:    computes losses and outputs; None: the model does, with the loss that it was traced with.
+
+    Raises TraceError where a model branches on values that differ in every batch.
     """
 
     def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, parameters: Mapping[str, nn.Parameter], sink):
         self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
-        self.wanted: tuple[str, ...] = ("loss",)
+        self.outputs: tuple[str, ...] = ("loss",)
         self.drops = True
         self.loss: OwnLoss | None = None
         self._random = any(map(is_random, blueprint.traced.captured.module.graph.nodes))
-        self._made: dict[tuple, list[tuple[Guards | None, Program]]] = {}
+        self._programs: dict[tuple, list[tuple[Guards | None, Program]]] = {}
 
-    def __call__(self, batch: Batch, training: bool) -> Program:
+    def __call__(self, batch: Batch, training: bool, outputs: tuple[str, ...] | None = None) -> Program:
+        """The program for batches like this one. outputs: of an evaluation; None: ``self.outputs``."""
+        evaluated = self.outputs if outputs is None else outputs
         role = Role(
             training,
-            (self.loss or self.blueprint.traced).trained if training else self.wanted,
+            (self.loss or self.blueprint.traced).trained if training else evaluated,
             self.drops or not (training and self._random),
             None if self.loss is None else self.loss.compute,
         )
-        made = self._made.setdefault((role, shapes_of(batch)), [])
+        cases = self._programs.setdefault((role, shapes_of(batch)), [])
         line = ""
-        for guards, program in made:
+        for guards, program in cases:
             line = guards.broken(batch) if guards else ""
             if not line:
                 return program
-        if len(made) == MOST_CASES:
-            reason = f"it branches on values of the batch, and {len(made)} batches of one shape all differed"
+        if len(cases) == MOST_CASES:
+            reason = f"it branches on values of the batch, and {len(cases)} batches of one shape all differed"
             remedy = (
                 "Collate batches so that this value is the same for most, or rewrite that line with tensor operations"
             )
             raise TraceError("line", line, reason, remedy)
-        made.append(self._make(batch, role))
-        return made[-1][1]
+        cases.append(self._make(batch, role))
+        return cases[-1][1]
 
-    def made(self) -> list[Program]:
+    def all(self) -> list[Program]:
         """Every program so far."""
-        return [program for cases in self._made.values() for _, program in cases]
+        return [program for cases in self._programs.values() for _, program in cases]
 
     def _make(self, batch: Batch, role: Role) -> tuple[Guards | None, Program]:
         parts, guards = self.blueprint.parts(batch, role, self.stage, self.mesh)

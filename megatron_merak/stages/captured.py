@@ -1,4 +1,4 @@
-"""Training any captured model on this rank: its shards, its programs, its optimizer."""
+"""Train any captured model on this rank: its parameter shards, its programs, its optimizer."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,18 +25,16 @@ from ..parallel.mesh import Mesh
 from ..runtime.executor import Executor
 from ..runtime.executors import Executors
 from ..runtime.halves import halve
-from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
 from .blueprint import Blueprint, Programs
 from .documents import without
 from .guard import unguarded
-from .holdings import Holdings
 from .kernels import check_kernels
 from .named_outputs import named_outputs
-from .native import shared_here, tie_groups
 from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kind
 from .parameter_groups import GroupOf, matrices_and_others
+from .parameter_shards import ParameterShards
 from .proofs import difference
 from .replicas import Replicas
 from .running import RunningStatistics
@@ -48,14 +46,17 @@ from .user_model import UserModel, left_out
 
 
 class CapturedTrainer:
-    """A model of any kind, its optimizer and the executors of its plan.
+    """A captured model, its optimizer and the executors of its plan. Building one is collective over all ranks.
 
-    blueprint: the model as it was traced, and its plan, which decides everything but what follows. optimizer: betas,
-    epsilon and clipping; rates come with each step. seed: of initial weights and dropout. group_of: the group of each
-    parameter, of which each step says learning rate and weight decay. replica_check_interval: optimizer steps between
-    two comparisons of the replicas' weights, 0 for none. scaler: of the loss, in fp16. optimizer_of: who keeps the
-    optimizer's state.
-    ``iteration``: optimizer steps done. Building is collective over all ranks.
+    blueprint:              the traced model and its plan.
+    optimizer:              betas, epsilon and clipping; learning rate and weight decay come with each step.
+    seed:                   of initial weights and dropout.
+    group_of:               the parameter group of each parameter; each step gives the rates of all groups.
+    replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
+    scaler:                 of the loss, in fp16.
+    optimizer_of:           makes the optimizer.
+
+    ``iteration``: optimizer steps done.
     """
 
     def __init__(
@@ -78,17 +79,17 @@ class CapturedTrainer:
         self.plan = blueprint.plan
         check_same_plan(self.plan, mesh.control)
         self._check_halves()
-        # Whether micro-batches run in halves; None: a step will find out.
-        one = len(blueprint.traced.trained) == 1  # halves would hand out halves
-        asked = one and self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
-        self.halves: bool | None = None if asked and len(halve(example)) > 1 else False
+        # Whether micro-batches run in halves; None: the first step tries it.
+        loss_only = len(blueprint.traced.trained) == 1  # other outputs would come in halves, too
+        requested = loss_only and self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
+        self.halves: bool | None = None if requested and len(halve(example)) > 1 else False
         self.running = RunningStatistics(self.blueprint, mesh)
-        self.holdings = Holdings(self.blueprint, mesh, group_of)
-        self.holdings.fill(seed)
-        self.buffer, self.shards = self.holdings.buffer, self.holdings.shards
-        self.parameters = self._rank_parameters()
-        bound = (mesh, self.holdings.parameters, self.parameters.weights)
-        self.programs = {stage: Programs(self.blueprint, stage, *bound) for stage in self.holdings.stages}
+        self.parameter_shards = ParameterShards(self.blueprint, mesh, group_of)
+        self.parameter_shards.fill(seed)
+        self.buffer, self.shards = self.parameter_shards.buffer, self.parameter_shards.shards
+        self.parameters = self.parameter_shards.rank_parameters()
+        arguments = (mesh, self.parameter_shards.parameters, self.parameters.weights)
+        self.programs = {stage: Programs(self.blueprint, stage, *arguments) for stage in self.parameter_shards.stages}
         self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
         self.optimizer = optimizer_of(self.parameters, optimizer or OptimizerConfig(), scaler)
         self.replicas = Replicas(mesh, self.optimizer, self.parameters.gatherer, replica_check_interval)
@@ -100,91 +101,72 @@ class CapturedTrainer:
         self.user_model: UserModel | None = None
 
     def share_weights(self) -> UserModel:
-        """From now on the model that was given has the trained weights, or says that it does not."""
-        follow, shares = self.holdings.follow_edits, self.holdings.shares_weights
-        self.user_model = UserModel(self.model, self.exported, self.mesh, follow, shares)
+        """Give the user's model the trained weights where this rank has all of them; else make reading one raise."""
+        shards = self.parameter_shards
+        self.user_model = UserModel(self.model, self.exported, self.mesh, shards.follow_edits, shards.shares_weights)
         return self.user_model
 
     def _check_halves(self) -> None:
-        """Losses of halves add up where they are shares of the step's, or PlanError."""
+        """Raise PlanError for sub-pipeline where the losses of two halves of a micro-batch cannot add up."""
         if self.plan.overlap == "sub-pipeline" and not self.accepts_num_items:
             reason = "the losses of two halves do not add up: the model's forward takes no num_items_in_batch"
             raise PlanError("--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the capture brought to light, in sentences."""
+        """What the user should know of the capture, in sentences."""
         captured, fused = self.blueprint.traced.captured, self.blueprint.fused
-        found = ", ".join(f"{count} {name}" for name, count in sorted(fused.items()))
-        told = (f"Captured {captured.how}.", *captured.notes, f"Fused: {found or 'nothing'}.")
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(fused.items()))
+        notes = (f"Captured {captured.how}.", *captured.notes, f"Fused: {counts or 'nothing'}.")
         if self.plan.overlap == "sub-pipeline" and self.halves is False:
-            told += ("Micro-batches run whole: halves need two samples, and losses that are shares of the step's.",)
-        return told + self.blueprint.whole_weights()
-
-    def _rank_parameters(self) -> RankParameters:
-        """Collective: it makes groups for the parameters that several ranks of the pipeline hold."""
-        holdings, names, plan, mesh = self.holdings, self.holdings.names, self.plan, self.mesh
-        stages_of = {(name,): stages for name, stages in holdings.stages_of.items()}
-        groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
-        trained = sorted(names.values())  # every rank's order
-        return RankParameters(
-            self.buffer,
-            names,
-            mesh,
-            holdings.replicated,
-            tuple((name, groups[name,]) for name in trained if (name,) in groups),
-            plan.overlap_grad_reduce,
-            plan.overlap_param_gather,
-            self.blueprint.partial,
-            {name: shared[name,] for name in trained if (name,) in shared},
-            {unit: [name for name in holdings.reads(unit) if name in self.buffer.slots] for unit in holdings.units},
-            plan.grad_reduce_in_bf16,
-            self.blueprint.sharding.tensors,
-        )
+            notes += ("Micro-batches run whole: halves need two samples, and losses that are shares of the step's.",)
+        return notes + self.blueprint.replicated_weights()
 
     def _stage(self, index: int, programs: Programs) -> Stage:
-        runs, behind = self.plan.stages[index].runs, self.plan.overlap != "none"
-        given = (index, programs, self.parameters, runs, self.mesh, self.seed)
-        return Stage(*given, split=self._parts, overlap=behind, units=self.plan.stages[index].units)
+        recompute, overlap = self.plan.stages[index].runs, self.plan.overlap != "none"
+        arguments = (index, programs, self.parameters, recompute, self.mesh, self.seed)
+        return Stage(*arguments, split=self._split, overlap=overlap, units=self.plan.stages[index].units)
 
-    def _parts(self, batch: Batch) -> list[Batch]:
-        """A prepared micro-batch as it runs: in halves where the plan says so and their losses add up."""
+    def _split(self, batch: Batch) -> list[Batch]:
+        """The parts in which a prepared micro-batch runs: its halves if the plan says so and their losses add up."""
         return halve(batch) if self.halves and "num_items_in_batch" in batch else [batch]
 
     def _try_halves(self, batches: Sequence[Batch]) -> None:
-        """Let micro-batches run in halves if the loss and the gradient of one of these are the sums of its halves'."""
+        """Decide whether micro-batches run in halves: if the loss and gradient of one are the sums of its halves'."""
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         batch = max(prepared, key=lambda batch: len(halve(batch)))
         if 1 in gather_json(len(halve(batch)), self.mesh.control, "cpu"):
             return
         self.halves = False
-        found = difference(self, batch, halve(batch))
-        self.halves = None if found is None else not found
-        if found and self.mesh.rank == 0:
+        mismatch = difference(self, batch, halve(batch))
+        self.halves = None if mismatch is None else not mismatch
+        if mismatch and self.mesh.rank == 0:
             what = "micro-batches run whole, although sub-pipeline splits them in halves"
-            warnings.warn(f"{what}: their losses do not add up ({found}).", stacklevel=2)
+            warnings.warn(f"{what}: their losses do not add up ({mismatch}).", stacklevel=2)
 
     def read(self, batch: Batch) -> Batch:
-        """A batch without entries that the model was shown not to read."""
+        """The batch without the entries that the model does not read."""
         return without(batch, self.blueprint.traced.unread)
 
     def executor(self, micro_batches: int, training: bool = True) -> Executor:
-        """What runs steps of so many micro-batches."""
+        """The executor of steps of this many micro-batches."""
         return self.executors.of(micro_batches, training)
 
     def gradients(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> float:
-        """One step's loss, known to every rank, and, in ``buffer.main_grad``, its gradient."""
-        told = self.backward(batches, weights)
+        """Return the loss of one step on every rank, and leave its gradient in ``buffer.main_grad``."""
+        reduced = self.backward(batches, weights)
         self.optimizer.unscale()
-        return self.replicas.loss(told.tolist())
+        return self.replicas.loss(reduced.tolist())
 
     def backward(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> Tensor:
-        """The loss of ``gradients`` where the host need not wait for it: what ``update`` reads beside the norm. In fp16
-        the gradient keeps its loss scale.
+        """Compute one step's gradient, and return its loss without waiting for the device.
 
-        With ``num_items_in_batch`` in the batches (and a model that takes it, or by what a loss of its own says) losses
-        of micro-batches are shares of the step's loss and add up; else that is their mean. With ``weights``, it is
-        their weighted sum.
+        batches: this replica's micro-batches.
+        weights: factors of their losses.
+
+        Returns what `Replicas.reduce` does, for ``update`` to read beside the gradient norm. The loss of the step is
+        the weighted sum of those of its micro-batches if ``weights`` are given; their sum if they are shares of it (see
+        `Traced.adds_up`); else their mean. In fp16 the gradient stays multiplied by the loss scale.
         """
         if self.halves is None:
             self._try_halves(batches)
@@ -198,44 +180,49 @@ class CapturedTrainer:
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if loss is not None:
             value += loss.total if executor.per_token else loss.mean / (len(batches) * self.mesh.summed)
-        told = self.replicas.reduce(value)
+        reduced = self.replicas.reduce(value)
         if self.mesh.pp is None:
-            return told
-        value = told[:1].clone()
+            return reduced
+        value = reduced[:1].clone()
         dist.all_reduce(value, group=self.mesh.pp)
-        return torch.cat((value, told[1:]))
+        return torch.cat((value, reduced[1:]))
 
     def step(self, batches: Sequence[Batch], rate: float, decay: float) -> StepReport:
         """Train on this replica's micro-batches, of any shapes; every rank of the replica passes the same ones."""
         result = self.update([(rate, decay), (rate, 0.0)], self.backward(batches))
         return StepReport(result.loss, result.grad_norm, rate, result.skipped)
 
-    def update(self, rates: Rates, told: Tensor | None = None, zeros: Tensor | None = None) -> StepResult:
-        """The second half of a step: change the parameters by the gradient.
+    def update(self, rates: Rates, reduced: Tensor | None = None, zeros: Tensor | None = None) -> StepResult:
+        """Update the parameters by the gradient: the second half of a step.
 
-        told: what ``backward`` returned, and zeros, 0-d: read with the norm, in the step's only host sync.
+        rates:   per parameter group, learning rate and weight decay.
+        reduced: what ``backward`` returned.
+        zeros:   0-d, the number of zeros in the gradient.
+
+        ``reduced`` and ``zeros`` are read together with the gradient norm, in the step's only host synchronisation.
         """
         if self.user_model is not None:
-            self.user_model.stale()
+            self.user_model.mark_stale()
         self.parameters.gatherer.restore_gradient()
-        losses, counts, result = self.optimizer.reduce_and_step(told, zeros, rates)
+        losses, counts, result = self.optimizer.reduce_and_step(reduced, zeros, rates)
         loss = self.replicas.loss(losses) if losses else None
         self.parameters.gatherer.launch()
         if self.user_model is not None and self.user_model.shared:
-            self.parameters.gatherer.finish()  # whoever holds the model may read it
+            self.parameters.gatherer.finish()  # the user may read the model
         self.iteration += 1
-        self.replicas.note(result.grad_norm, self.iteration)
+        self.replicas.record_norm(result.grad_norm, self.iteration)
         return replace(result, loss=loss, zeros=int(counts[0]) if counts else None)
 
     def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
-        """Forward without dropout: per micro-batch the outputs, by their names, on ranks of the last stage, else None.
+        """Run forward without dropout; return the outputs by name per micro-batch, None but on ranks of the last stage.
 
-        outputs: names, and "*" for all but the loss and those that "!name" names; tensors of a tuple or dictionary are
-        called after their place, such as "hidden_states.0". Replicas that share parameters call it together, some of
-        them maybe with fewer batches or none.
+        outputs: names. "*" means all but the loss, "!name" excludes one. A tensor inside a tuple or dictionary has its
+                 index or key appended: "hidden_states.0".
+
+        Collective over data-parallel ranks that shard parameters; these may have fewer batches than others, or none.
         """
         for programs in self.programs.values():
-            programs.wanted = tuple(outputs)
+            programs.outputs = tuple(outputs)
         count = self._most(len(batches))
         if not count:
             return None
@@ -245,13 +232,15 @@ class CapturedTrainer:
         return named_outputs(executor, self.programs, prepared, False)
 
     def reported(self, batches: Sequence[Batch]) -> list[dict[str, Tensor]] | None:
-        """What the `backward` before computed: per micro-batch its loss, times its weight, and what an ``OwnLoss``
-        reports, as of `evaluate`."""
+        """Return what the last `backward` computed, in the form of `evaluate`.
+
+        Per micro-batch its loss times its weight, and the outputs that an ``OwnLoss`` reports.
+        """
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         return named_outputs(self.executor(len(batches)), self.programs, prepared, True)
 
     def _most(self, batches: int) -> int:
-        """How many batches the replica with most of them has, where replicas need each other's parameters."""
+        """The largest number of batches of any replica where replicas shard parameters, else this one's."""
         if self.buffer.sharding < Sharding.PARAMETERS:
             return batches
         most = torch.tensor(batches, device=self.mesh.device)
@@ -260,7 +249,7 @@ class CapturedTrainer:
 
     @contextmanager
     def computing(self, loss: OwnLoss | None) -> Iterator[None]:
-        """Inside, steps and evaluations compute what this says; None: the loss that the model was traced with."""
+        """Let steps and evaluations inside compute ``loss``; None: the loss that the model was traced with."""
         for programs in self.programs.values():
             programs.loss = loss
         try:
@@ -270,20 +259,19 @@ class CapturedTrainer:
                 programs.loss = None
 
     def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:
-        """Capture what an evaluation of ``batches`` needs, where it is new. Raises TraceError."""
+        """Capture the programs that an evaluation of ``batches`` needs and that do not exist yet. Raises TraceError."""
         for programs in self.programs.values():
-            programs.wanted = tuple(outputs)
             for batch in batches:
-                programs(self.blueprint.traced.prepared(batch), False)
+                programs(self.blueprint.traced.prepared(batch), False, tuple(outputs))
 
     def difference(self, one: Batch, others: Sequence[Batch]) -> str | None:
-        """What of loss and gradients a batch does not have in common with others added up; see ``proofs``."""
+        """How loss and gradients of batch ``one`` differ from the sums of those of ``others``; see ``proofs``."""
         return difference(self, one, others)
 
     @property
     def captures(self) -> tuple[int, int]:
-        """How many programs of this rank's stages were captured, and how many were made from those of other lengths."""
-        return self.blueprint.lengths.captured, self.blueprint.lengths.made
+        """How many programs of this rank were captured, and how many were derived from those of other lengths."""
+        return self.blueprint.lengths.captured, self.blueprint.lengths.derived
 
     @property
     def scaler(self) -> LossScaler:
@@ -298,53 +286,60 @@ class CapturedTrainer:
         return self.blueprint.traced.is_causal
 
     def output_rank(self, replica: int) -> int:
-        """The global rank whose evaluation outputs of a replica count: the first one that runs its last stage."""
+        """The global rank from which a replica's evaluation outputs are taken: the first that runs its last stage."""
         schedule, grid = self.plan.schedule, self.mesh.grid
         return grid.rank(dp=replica, pp=schedule.rank_of(schedule.stages - 1))
 
     def share_statistics(self) -> None:
-        """Before an evaluation: all replicas take the running statistics of the first. Collective over all ranks."""
+        """Copy the first replica's running statistics to all, for an evaluation. Collective over all ranks."""
         self.running.share()
 
     def exported(self) -> list[store.Shard]:
-        """All that is trained, in the dtypes of the model that was given; of sharded fp32 weights a copy in the
-        gradient's memory. Where a rank has memory for one unit's at a time, a shard brings its own. Collective."""
-        buffer, gatherer, found = self.buffer, self.parameters.gatherer, [*self.others()]
-        there: list[Sequence[Bucket]] = []
+        """Return the shards of weights and running statistics, in the dtypes of the user's model. Collective.
 
-        def bring(buckets: Sequence[Bucket]) -> None:
-            if there != [buckets]:
+        fp32 weights that replicas shard are all-gathered into the gradient's memory. Where that has room for one unit
+        only, the ``fetch`` of a shard all-gathers its unit.
+        """
+        buffer, gatherer, exported = self.buffer, self.parameters.gatherer, [*self.others()]
+        gathered: list[Sequence[Bucket]] = []
+
+        def fetch(buckets: Sequence[Bucket]) -> None:
+            if gathered != [buckets]:
                 gatherer.bring(buckets)
-                if self.holdings.shares_exact:
+                if self.parameter_shards.shares_exact:
                     gatherer.full(buffer.master, buckets)
-                there[:] = [buckets]
+                gathered[:] = [buckets]
 
         turns = buffer.turns(buffer.main_grad)
         for buckets in turns:
             for flat in (buffer.data, buffer.main_grad):
                 buffer.allocate(flat, buckets)
-            shards = self.holdings.exported([name for bucket in buckets for name in bucket.names])
-            found += [replace(shard, bring=partial(bring, buckets)) for shard in shards]
-        bring(turns[0] if turns else ())
-        return found
+            shards = self.parameter_shards.exported([name for bucket in buckets for name in bucket.names])
+            exported += [replace(shard, fetch=partial(fetch, buckets)) for shard in shards]
+        fetch(turns[0] if turns else ())
+        return exported
 
     def _state(self) -> dict[str, store.Kind]:
         gatherer = self.parameters.gatherer
-        others = () if has_adapters(self.model) else self.others()  # a base is not trained, and whoever resumes has it
+        others = () if has_adapters(self.model) else self.others()  # the base model is not saved: it is not trained
         kinds = {"model": weights_kind(gatherer, self.shards, others)}
         return kinds | optimizer_kinds(self.optimizer, gatherer, self.shards)
 
     def others(self) -> list[store.Shard]:
-        """What a training state has beside the parameters that are trained."""
-        return [*self.holdings.others(), *self.running.shards()]
+        """Shards of what checkpoints have beside the trained parameters: frozen weights, running statistics."""
+        return [*self.parameter_shards.others(), *self.running.shards()]
 
     def check_finite(self) -> None:
-        """Raise NumericsError on every rank when a trained weight or its optimizer state is not finite."""
+        """Raise NumericsError on every rank if a trained weight or its optimizer state is not finite."""
         check_finite(self._state(), self.mesh.control, "cpu")
 
     def save(self, root: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write the training state under ``root``; ``extra`` is JSON. Collective; raises CheckpointError, and PlanError
-        when replicas have different weights, everywhere."""
+        """Write a checkpoint under ``root`` and return its directory. Collective.
+
+        extra: anything that JSON can represent; `load` returns it.
+
+        Raises on every rank CheckpointError, and PlanError if replicas have different weights.
+        """
         self.replicas.check()
         meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
         meta |= {"loss_scale": self.optimizer.scaler.state(), "optimizer": self.optimizer.name}
@@ -357,9 +352,13 @@ class CapturedTrainer:
         verify: bool = True,
         check: Callable[[dict[str, Any]], object] = lambda extra: None,
     ) -> dict[str, Any]:
-        """Resume from ``root``, written under any layout. Returns ``extra``. Collective; raises CheckpointError.
+        """Load a checkpoint, written under any parallel layout, from ``root``; return its ``extra``. Collective.
 
-        check: is given ``extra`` on every rank, and may raise, before a weight is changed.
+        iteration: None: the last one.
+        verify:    whether to compare the files with their checksums.
+        check:     is called with ``extra`` on every rank before a weight is changed, and may raise.
+
+        Raises CheckpointError.
         """
 
         def checked(meta: dict[str, Any]) -> None:
@@ -374,24 +373,26 @@ class CapturedTrainer:
             check(meta["extra"])
 
         meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify, check=checked)
-        self.holdings.settle()
+        self.parameter_shards.round_frozen()
         if self.user_model is not None:
-            self.user_model.stale()
+            self.user_model.mark_stale()
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
         self.optimizer.scaler.load(meta.get("loss_scale"))
         return meta["extra"]
 
     def save_hf(self, directory: str | Path, processing_class=None, omitted: str = "") -> None:
-        """Write a directory that ``from_pretrained`` of plain transformers, or of peft, opens, weights in the dtypes
-        of the model that was given. omitted: a submodule that is left out, "" for none. Collective."""
+        """Write a directory that ``from_pretrained`` of transformers, or of peft, loads. Collective.
+
+        Weights have the dtypes of the user's model. omitted: the name of a submodule to leave out, "" for none.
+        """
         self.replicas.check()
         weights = self.exported()
-        control, held = self.mesh.control, self.user_model
+        control, user_model = self.mesh.control, self.user_model
         if not has_adapters(self.model):
             with unguarded(self.model), left_out(self.model, omitted):
                 save_hf(directory, self.model, weights, control, "cpu", processing_class=processing_class)
-        elif held is not None and held.shared:
+        elif user_model is not None and user_model.shared:
             save_adapters(Path(directory), self.model, (), (), control, processing_class)
         else:
-            with nullcontext() if held is None else held.lent(), unguarded(self.model):
+            with nullcontext() if user_model is None else user_model.lend(), unguarded(self.model):
                 save_adapters(Path(directory), self.model, weights, self.buffer.slots, control, processing_class)

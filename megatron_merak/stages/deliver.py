@@ -1,7 +1,7 @@
-"""The first rank's weights brought to the ranks that hold parts of them, in messages of bounded size.
+"""Send the first rank's weights to the ranks that have shards of them, in messages of bounded size.
 
-The first rank sends every rank of its replica what that rank holds. From there each part goes to the same place of the
-other replicas, along a tree. No rank needs more memory than its own parts and one message.
+The first rank sends every rank of the first replica its shards. Each of these ranks sends them on to the ranks with the
+same coordinates in other replicas, along a binary tree. No rank needs more memory than its own shards and one message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _ALIGNMENT = 16  # bytes; every piece of a message starts at a multiple
 
 @dataclass(frozen=True)
 class _Part:
-    """A shard without its tensor: what another rank holds."""
+    """The description of a shard, which other ranks get."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,18 +34,18 @@ class _Part:
     def of(cls, shard: Shard) -> "_Part":
         return cls(shard.name, tuple(shard.shape), shard.tensor.dtype, shard.dim, shard.intervals)
 
-    def told(self) -> list:
+    def to_json(self) -> list:
         return [self.name, self.shape, str(self.dtype).removeprefix("torch."), self.dim, self.intervals]
 
     @classmethod
-    def heard(cls, told: list) -> "_Part":
-        name, shape, dtype, dim, intervals = told
+    def from_json(cls, fields: list) -> "_Part":
+        name, shape, dtype, dim, intervals = fields
         return cls(name, tuple(shape), getattr(torch, dtype), dim, tuple(map(tuple, intervals)))
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Indices [start, stop) of a tensor along ``dim``, None for all of it; in the part they begin at ``offset``."""
+    """Indices [start, stop) of a tensor along ``dim`` (None: all of it), which begin at ``offset`` in the shard."""
 
     part: _Part
     dim: int | None
@@ -67,37 +67,39 @@ class _Piece:
 def deliver(shards: Sequence[Shard], source: Source | None, mesh: Mesh) -> None:
     """Fill the shards of every rank from the first rank's ``source``, cast to their dtypes.
 
-    shards: of this rank; ranks at the same place of different replicas pass shards of the same description. source:
-    read on the first rank only. Collective over all ranks, by ``mesh.control``.
+    shards: of this rank; ranks that differ only in their replica pass shards with the same description.
+    source: read on the first rank only.
+
+    Collective over all ranks, by ``mesh.control``.
     """
     parts = [_Part.of(shard) for shard in shards]
-    wanted = gather_json([part.told() for part in parts] if mesh.dp_rank == 0 else None, mesh.control, "cpu")
-    held = {shard.name: shard.tensor.detach() for shard in shards}
+    descriptions = gather_json([part.to_json() for part in parts] if mesh.dp_rank == 0 else None, mesh.control, "cpu")
+    tensors = {shard.name: shard.tensor.detach() for shard in shards}
     if mesh.rank == 0:
         fill(shards, source)
-        for rank, described in enumerate(wanted):
+        for rank, described in enumerate(descriptions):
             if rank != 0 and described is not None:
-                for message in _messages([_Part.heard(told) for told in described]):
+                for message in _messages([_Part.from_json(fields) for fields in described]):
                     _send(message, lambda piece: _read(source, piece), rank, mesh)
     elif mesh.dp_rank == 0:
         for message in _messages(parts):
-            _receive(message, held, 0, mesh)
-    to_replicas(shards, mesh)
+            _receive(message, tensors, 0, mesh)
+    broadcast_to_replicas(shards, mesh)
 
 
-def to_replicas(shards: Sequence[Shard], mesh: Mesh) -> None:
-    """Give the shards of every replica the values of the first one's. Collective over all ranks."""
+def broadcast_to_replicas(shards: Sequence[Shard], mesh: Mesh) -> None:
+    """Copy the values of the first replica's shards to those of all others. Collective over all ranks."""
     parts = [_Part.of(shard) for shard in shards]
-    held = {shard.name: shard.tensor.detach() for shard in shards}
-    tp, cp, place, pp = mesh.grid.coordinates(mesh.rank)
+    tensors = {shard.name: shard.tensor.detach() for shard in shards}
+    tp, cp, dp, pp = mesh.grid.coordinates(mesh.rank)
     span = 1
     while span < mesh.grid.dp:
-        if place < span and place + span < mesh.grid.dp:
+        if dp < span and dp + span < mesh.grid.dp:
             for message in _messages(parts):
-                _send(message, lambda piece: _view(held, piece), mesh.grid.rank(tp, cp, place + span, pp), mesh)
-        elif span <= place < 2 * span:
+                _send(message, lambda piece: _view(tensors, piece), mesh.grid.rank(tp, cp, dp + span, pp), mesh)
+        elif span <= dp < 2 * span:
             for message in _messages(parts):
-                _receive(message, held, mesh.grid.rank(tp, cp, place - span, pp), mesh)
+                _receive(message, tensors, mesh.grid.rank(tp, cp, dp - span, pp), mesh)
         span *= 2
 
 
@@ -130,8 +132,8 @@ def _pieces(part: _Part) -> Iterator[_Piece]:
             offset += last - first
 
 
-def _laid_out(message: list[_Piece]) -> tuple[Tensor, list[Tensor]]:
-    """Memory for a message, and its view of every piece."""
+def _allocate(message: list[_Piece]) -> tuple[Tensor, list[Tensor]]:
+    """Memory for a message, and a view of it for every piece."""
     starts, end = [], 0
     for piece in message:
         starts.append(end)
@@ -145,21 +147,21 @@ def _laid_out(message: list[_Piece]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _send(message: list[_Piece], values, rank: int, mesh: Mesh) -> None:
-    data, views = _laid_out(message)
+    data, views = _allocate(message)
     for piece, view in zip(message, views, strict=True):
         view.copy_(values(piece))
     dist.send(data, group=mesh.control, group_dst=rank)
 
 
-def _receive(message: list[_Piece], held: dict[str, Tensor], rank: int, mesh: Mesh) -> None:
-    data, views = _laid_out(message)
+def _receive(message: list[_Piece], tensors: dict[str, Tensor], rank: int, mesh: Mesh) -> None:
+    data, views = _allocate(message)
     dist.recv(data, group=mesh.control, group_src=rank)
     for piece, view in zip(message, views, strict=True):
-        _view(held, piece).copy_(view)
+        _view(tensors, piece).copy_(view)
 
 
-def _view(held: dict[str, Tensor], piece: _Piece) -> Tensor:
-    tensor = held[piece.part.name]
+def _view(tensors: dict[str, Tensor], piece: _Piece) -> Tensor:
+    tensor = tensors[piece.part.name]
     return tensor if piece.dim is None else tensor.narrow(piece.dim, piece.offset, piece.stop - piece.start)
 
 

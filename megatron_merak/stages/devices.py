@@ -1,4 +1,4 @@
-"""What a rank computes with: the cluster that a run is planned for."""
+"""The cluster that a run is planned for, and the device that utilisation is measured against."""
 
 import torch
 
@@ -10,9 +10,11 @@ _UNKNOWN = "H100"  # what a GPU that is not in the table is planned as: the rati
 
 
 def cluster_of(world: World, profile: str | None = None) -> Cluster:
-    """The cluster that is emulated, or the usual one around this rank's GPU or CPU, with the rates of ``profile``.
+    """The emulated cluster, or the default one for this rank's GPU or CPU, with the rates of ``profile``.
 
-    Raises ConfigError as ``cluster.profiled`` does, and for a profile beside an emulated cluster.
+    profile: a device profile, see ``cluster.profiled``.
+
+    Raises ConfigError as ``cluster.profiled`` does, and for a profile together with an emulated cluster.
     """
     if world.cluster is not None:
         if profile is not None:
@@ -25,14 +27,14 @@ def cluster_of(world: World, profile: str | None = None) -> Cluster:
 
 
 def peak_device(world: World) -> Device | None:
-    """What utilisation is measured against: the emulated device, or this rank's GPU where its rates are known."""
+    """The device whose peak rates utilisation is relative to: the emulated one, or this rank's GPU if it is known."""
     if world.cluster is not None:
         return world.cluster.device
     return _row(world) if world.device.type == "cuda" else None
 
 
 def stand_in(world: World) -> str:
-    """A sentence on a GPU that is planned as another, since its rates are unknown; empty where there is none."""
+    """A note that this rank's GPU is planned as another since its rates are unknown; "" if they are known."""
     if world.cluster is not None or world.device.type != "cuda" or _row(world) is not None:
         return ""
     return f"{_name(world)} is not in the table of devices: planned as {_UNKNOWN}"

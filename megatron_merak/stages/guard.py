@@ -1,4 +1,4 @@
-"""Methods of a model whose trained weights are elsewhere: each says so when it is called."""
+"""Methods that raise when they are called, for models whose trained weights are sharded over ranks."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -12,7 +12,13 @@ GUARDED = ("forward", "generate", "save_pretrained", "state_dict", "load_state_d
 
 
 class Guard:
-    """In the place of a method of a model whose weights are elsewhere: raises ConfigError. Copied with the model."""
+    """Replaces a method of a model whose weights are sharded over ranks: raises ConfigError. Copied with the model.
+
+    kind:  the class of the model.
+    name:  of the method.
+    ranks: over how many the weights are sharded.
+    own:   the function that the user had set in place of the method, if any.
+    """
 
     def __init__(self, kind: type[nn.Module], name: str, ranks: int, own: Callable | None):
         self.kind, self.name, self.ranks, self.own = kind, name, ranks, own
@@ -34,7 +40,7 @@ class Guard:
 
 @contextmanager
 def unguarded(model: nn.Module) -> Iterator[None]:
-    """Without guards inside: for what needs a model's structure, not its weights."""
+    """Remove the guards inside, for code that needs the structure of a model, not its weights."""
     guards = unguard(model)
     try:
         yield
@@ -43,32 +49,32 @@ def unguarded(model: nn.Module) -> Iterator[None]:
 
 
 def guard(model: nn.Module, ranks: int) -> None:
-    """Let the methods ``GUARDED`` raise ConfigError. ranks: over how many the trained weights are divided."""
+    """Make the methods ``GUARDED`` raise ConfigError. ranks: over how many the trained weights are sharded."""
     for name in GUARDED:
         if hasattr(model, name) and not isinstance(vars(model).get(name), Guard):
-            own = vars(model).get(name)  # what the user put in the method's place
+            own = vars(model).get(name)  # set by the user in place of the method
             vars(model)[name] = Guard(type(model), name, ranks, own)
 
 
 def guard_of(model: nn.Module) -> Guard | None:
-    """What stands in the place of a model's forward; another one each time that it is guarded."""
-    held = vars(model).get("forward")
-    return held if isinstance(held, Guard) else None
+    """The guard of a model's forward, if any; a new object each time that `guard` is called."""
+    forward = vars(model).get("forward")
+    return forward if isinstance(forward, Guard) else None
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raises ConfigError where a model's trained weights, or those of a part of it, are elsewhere."""
-    if (held := guard_of(model)) is not None:
-        held()
+    """Raise ConfigError if this rank's model lacks its trained weights, or some of them."""
+    if (forward := guard_of(model)) is not None:
+        forward()
     check_values(model)
 
 
 def unguard(model: nn.Module) -> dict[str, Guard]:
-    """Take the guards away; returns them."""
+    """Remove the guards of a model, and return them by method name."""
     guards = {name: value for name, value in vars(model).items() if isinstance(value, Guard)}
-    for name, each in guards.items():
-        if each.own is None:
+    for name, method in guards.items():
+        if method.own is None:
             del vars(model)[name]
         else:
-            vars(model)[name] = each.own
+            vars(model)[name] = method.own
     return guards

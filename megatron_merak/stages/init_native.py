@@ -1,4 +1,4 @@
-"""Initial weights: every tensor is a function of (seed, name), whatever the layout."""
+"""Initial weights of the native model: each tensor is a function of (seed, name), for any parallel layout."""
 
 import os
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import torch
 from ..tensor_parallel import derive_seed
 from ..tensor_parallel.layout import Piece
 
-_MEMORY = 8 << 30  # bytes
+_MEMORY = 8 << 30  # bytes of full tensors at a time
 
 
 def draw(piece: Piece, seed: int) -> torch.Tensor:
-    """The full tensor of ``piece``, fp32 on CPU, in HuggingFace orientation and without padding."""
+    """Return the full tensor of ``piece``: fp32, on the CPU, in HuggingFace orientation, without padding."""
     shape, init = piece.sharding.shape, piece.init
     if init.kind == "normal":
         generator = torch.Generator().manual_seed(derive_seed(seed, piece.sharding.name))
@@ -23,7 +23,7 @@ def draw(piece: Piece, seed: int) -> torch.Tensor:
 
 
 def take(full: torch.Tensor, piece: Piece, tp_rank: int, tp: int) -> torch.Tensor:
-    """The part of a full tensor that one tensor-parallel rank holds."""
+    """Return one tensor-parallel rank's shard of a full tensor."""
     dim = piece.sharding.dim
     if dim is None:
         return full
@@ -31,16 +31,18 @@ def take(full: torch.Tensor, piece: Piece, tp_rank: int, tp: int) -> torch.Tenso
 
 
 def initialise(view: torch.Tensor, piece: Piece, seed: int, tp_rank: int, tp: int) -> None:
-    """Fill this rank's ``view`` of ``piece``, rounded to its type before it travels. One full tensor is alive."""
+    """Fill this rank's ``view`` of ``piece``; rounds before copying to the device. One full tensor is in memory."""
     view.copy_(take(draw(piece, seed), piece, tp_rank, tp).to(view.dtype))
 
 
 def initialise_all(
     parts: Sequence[tuple[Piece, torch.Tensor]], seed: int, tp_rank: int, tp: int, workers: int = 1
 ) -> None:
-    """Fill the views of all pieces. workers: threads that draw tensors side by side, which changes no number.
+    """Fill the views of all pieces.
 
-    The full tensors that are alive at a time take up to ``_MEMORY`` bytes, or one tensor's.
+    workers: threads that draw tensors concurrently; the values do not depend on it.
+
+    The full tensors in memory at a time take up to ``_MEMORY`` bytes, or one tensor's if that is more.
     """
     largest = max((4 * prod(piece.sharding.shape) for piece, _ in parts), default=1)
     workers = max(1, min(workers, _MEMORY // largest))
@@ -58,7 +60,7 @@ def initialise_all(
 
 
 def workers_for(device: torch.device) -> int:
-    """The cores of this host that a rank on ``device`` has to itself: on a CPU its one, beside GPUs an equal share."""
+    """The number of CPU cores for a rank on ``device``: one on a CPU, an equal share of the host's on a GPU."""
     if device.type != "cuda":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

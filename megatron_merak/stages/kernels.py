@@ -1,4 +1,4 @@
-"""Whether a rank has the compiled kernels that its device needs."""
+"""Check that a rank has the compiled kernels that its device needs."""
 
 import torch
 
@@ -9,7 +9,7 @@ from ..errors import LaunchError
 def check_kernels(device: torch.device) -> None:
     """Raise LaunchError for a GPU without the compiled CUDA kernels, unless MERAK_EXT=0 asks to run without them.
 
-    PyTorch operations would serve in their place, several times slower and with fp32 temporaries of whole activations.
+    PyTorch operations would replace them: several times slower, with fp32 copies of full activations.
     """
     problem = ops.PROBLEMS["_ops_cuda"]
     if device.type == "cuda" and problem and _native.wanted():

@@ -1,7 +1,8 @@
-"""Parts of batches of further lengths, made from those of two that were captured instead of another capture.
+"""Derive the graph parts of batches of a new length from those of two captured lengths, without another capture.
 
-The third length of otherwise equal batches is traced with the length as a symbol (``graph.capture.lengths``). Where
-that trace is the captured one, each later length that meets its conditions costs no trace. Any other is captured.
+When a third length of otherwise equal batches comes, the model is traced with a symbolic length
+(``graph.capture.lengths``). If that trace equals the captured one, every later length that meets the conditions of the
+trace needs no capture. All others are captured.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,11 +16,11 @@ from ..graph.lowering.split import Parts
 
 Shapes = tuple[tuple[str, tuple[int, ...], object], ...]  # of ``traced.shapes_of``
 Explore = Callable[[Axes, Origin, int], Lengths | None]
-KEPT = 8  # captures of a kind, the last ones, that another length is compared with
+KEPT = 8  # the last captures of a kind: a new length is derived from two of these
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _Capture:
     shapes: Shapes
     origin: Origin
     parts: Parts
@@ -27,31 +28,37 @@ class _Known:
 
 @dataclass(eq=False)
 class _Kind:
-    """Batches that differ in shapes only, in one role. families: those that differ in one length -> how these are made,
-    None where they are not."""
+    """The captures of one role.
 
-    known: list[_Known] = field(default_factory=list)
+    families: batches that differ in one length only -> how their parts are derived; None where they cannot be.
+    """
+
+    captures: list[_Capture] = field(default_factory=list)
     families: dict[Hashable, tuple[AnyLength, Lengths] | None] = field(default_factory=dict)
 
 
 class KnownLengths:
-    """What was captured of a model, by role: training or evaluation, its outputs, the stage."""
+    """The captures of a model by role: training or evaluation, outputs, stage.
+
+    captured, derived: how many programs were.
+    """
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
-        self.captured = self.made = 0
+        self.captured = self.derived = 0
 
     def add(self, role: Hashable, shapes: Shapes, captured: Captured, parts: Parts) -> None:
+        """Record a capture."""
         self.captured += 1
         if captured.guards is None and captured.origin is not None:
-            known = self._kinds.setdefault(role, _Kind()).known
-            known.append(_Known(shapes, captured.origin, parts))
-            del known[:-KEPT]
+            captures = self._kinds.setdefault(role, _Kind()).captures
+            captures.append(_Capture(shapes, captured.origin, parts))
+            del captures[:-KEPT]
 
     def parts(self, role: Hashable, shapes: Shapes, explore: Explore) -> Parts | None:
-        """The parts of batches with ``shapes``, where those of two other lengths tell them."""
+        """The parts of batches with ``shapes``, derived from those of two other lengths; None where they cannot be."""
         kind = self._kinds.get(role, _Kind())
-        for one, two in combinations(kind.known, 2):
+        for one, two in combinations(kind.captures, 2):
             axes = _axes(one.shapes, two.shapes)
             if not axes or axes != _axes(one.shapes, shapes) or axes != _axes(two.shapes, shapes):
                 continue
@@ -59,33 +66,34 @@ class KnownLengths:
             lengths = [_extent(each, axes) for each in (one.shapes, two.shapes, shapes)]
             if family not in kind.families:
                 kind.families[family] = _family(one, two, lengths, axes, explore)
-            if (found := kind.families[family]) and found[1].hold(lengths[2]):
-                self.made += 1
-                return found[0](lengths[2])
+            match = kind.families[family]
+            if match and match[1].hold(lengths[2]):
+                self.derived += 1
+                return match[0](lengths[2])
         return None
 
 
-def _family(one: _Known, two: _Known, lengths: list[int], axes: Axes, explore: Explore):
+def _family(one: _Capture, two: _Capture, lengths: list[int], axes: Axes, explore: Explore):
     if one.origin.attempt != two.origin.attempt:
         return None
-    made = any_length(one.parts, lengths[0], two.parts, lengths[1])
-    holds = explore(axes, two.origin, lengths[1]) if made else None
-    if made is None or holds is None or not all(map(holds.hold, lengths[:2])):
+    derive = any_length(one.parts, lengths[0], two.parts, lengths[1])
+    conditions = explore(axes, two.origin, lengths[1]) if derive else None
+    if derive is None or conditions is None or not all(map(conditions.hold, lengths[:2])):
         return None
-    return made, holds
+    return derive, conditions
 
 
 def _axes(one: Shapes, other: Shapes) -> tuple[tuple[str, int], ...]:
-    """Where two batches differ, if that is one length in all places; () else."""
+    """The (entry, dimension) pairs in which two batches differ, if all are the same two lengths; else ()."""
     if [(name, len(shape), kind) for name, shape, kind in one] != [(n, len(s), k) for n, s, k in other]:
         return ()
-    found, pairs = [], {}
+    axes, pairs = [], {}
     for (name, shape, _), (_, changed, _) in zip(one, other, strict=True):
         for dim, pair in enumerate(zip(shape, changed, strict=True)):
             if pair[0] != pair[1]:
-                found.append((name, dim))
+                axes.append((name, dim))
                 pairs[pair] = None
-    return tuple(found) if len(pairs) == 1 else ()
+    return tuple(axes) if len(pairs) == 1 else ()
 
 
 def _extent(shapes: Shapes, axes: Axes) -> int:

@@ -1,4 +1,4 @@
-"""What the last stage of a run hands out, by the names of the model's outputs."""
+"""The outputs of the last stage, by the names of the model's outputs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,17 +13,21 @@ from .traced import Batch
 def named_outputs(
     executor: Executor, programs: Mapping[int, Programs], batches: Sequence[Batch], training: bool
 ) -> list[dict[str, Tensor]] | None:
-    """Per micro-batch of the executor's last run its loss and outputs, on ranks of the last stage, else None.
+    """Return loss and outputs of each micro-batch of the executor's last run, None except on ranks of the last stage.
 
-    programs: of this rank's stages. batches: as they ran. The executor forgets the outputs.
+    programs: of this rank's stages.
+    batches:  the prepared micro-batches of that run.
+    training: whether it was a training step.
+
+    Removes the outputs from the executor.
     """
     if not executor.losses:
         return None
     results, executor.results = executor.results, []  # logits may be the largest tensors of all
-    last, found = programs[executor.schedule.stages - 1], []
+    last, outputs = programs[executor.schedule.stages - 1], []
     for batch, loss, result in zip(batches, executor.losses, results, strict=True):
         program = last(batch, training)
         named = zip(program.results, program.named, strict=True)
-        called = {each: result[value] for value, names in named if value in result for each in names.split(SAME)}
-        found.append({"loss": loss[0]} | called)
-    return found
+        by_name = {each: result[value] for value, names in named if value in result for each in names.split(SAME)}
+        outputs.append({"loss": loss[0]} | by_name)
+    return outputs

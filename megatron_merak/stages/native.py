@@ -1,4 +1,4 @@
-"""From a configuration and a plan to this rank's stages: parameters in flat storage, filled, bound to its units."""
+"""Build this rank's stages of the native model: its parameters in flat storage, initialised, and bound to its units."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,27 +40,33 @@ _SHARDINGS = {
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's part of the model: its stages, its parameters, and how their storage reads as HuggingFace tensors."""
+    """This rank's part of the native model.
+
+    stages:     by global index.
+    parameters: all of this rank's stages.
+    layouts:    per parameter, which HuggingFace tensors its storage consists of.
+    """
 
     stages: dict[int, Stage]
-    held: RankParameters
+    parameters: RankParameters
     layouts: dict[str, ParameterLayout]
     mesh: Mesh
 
     @property
     def buffer(self) -> ParameterBuffer:
-        return self.held.buffer
+        return self.parameters.buffer
 
     @property
     def gatherer(self) -> ShardGatherer:
-        return self.held.gatherer
+        return self.parameters.gatherer
 
     def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
-        """``flat`` (values, gradients or optimizer state, [buffer.size]) as shards of HuggingFace tensors, of some
-        parameters or all.
+        """``flat`` ([buffer.size]: weights, gradients or optimizer state) as shards of HuggingFace tensors.
 
-        Of all ranks exactly one owns each part: the first replica, the first stage that holds it, tensor rank 0 if
-        replicated.
+        names: of parameters; None: all.
+
+        Exactly one rank owns each shard: in the first replica, on the first stage that has it, and on tensor-parallel
+        rank 0 if it is replicated.
         """
         mesh, tp = self.mesh, self.mesh.grid.tp
         for name, layout in self.layouts.items():
@@ -73,49 +79,51 @@ class Model:
 
 
 def tensors(config: Config) -> tuple[TensorSharding, ...]:
-    """The plan's table of tensors: how tensor parallelism divides each one of the model."""
+    """How tensor parallelism shards each tensor of the model, as plans list it."""
     return tensor_table(config.model, config.parallel.tensor_model_parallel_size)
 
 
 def check_native_shardings(plan: Sequence[TensorSharding], table: Sequence[TensorSharding]) -> None:
-    """Whether a plan divides every tensor as the native model does, which computes with ``table`` (see ``tensors``) and
-    nothing else. Raises PlanError, naming the first tensor that differs."""
-    said, known = {tensor.name: tensor for tensor in plan}, {tensor.name: tensor for tensor in table}
-    for name, tensor in known.items():
-        if name not in said:
-            reason = f"the plan does not say how it is divided; the native model has it {tensor.told()}"
+    """Raise PlanError, naming the first difference, unless a plan shards all tensors as the native model does.
+
+    table: how the native model shards them (see ``tensors``); it can compute with no other sharding.
+    """
+    planned, native = {tensor.name: tensor for tensor in plan}, {tensor.name: tensor for tensor in table}
+    for name, tensor in native.items():
+        if name not in planned:
+            reason = f"the plan does not say how it is sharded; the native model has it {tensor.told()}"
             raise PlanError("sharding of", name, reason, "Restore its row in the plan")
-        if said[name].shape != tensor.shape:
-            reason = f"its shape is {said[name].shape} in the plan, and {tensor.shape} in the model"
+        if planned[name].shape != tensor.shape:
+            reason = f"its shape is {planned[name].shape} in the plan, and {tensor.shape} in the model"
             raise PlanError("sharding of", name, reason, "Train the model that the plan was made for")
-        if said[name].told() != tensor.told():
-            reason = f"the plan has it {said[name].told()}, and the native model {tensor.told()}, never otherwise"
+        if planned[name].told() != tensor.told():
+            reason = f"the plan has it {planned[name].told()}, and the native model {tensor.told()}, never otherwise"
             raise PlanError("sharding of", name, reason, "Restore it, or train the model by pretrain_hf.py")
-    unknown = next((name for name in said if name not in known), None)
+    unknown = next((name for name in planned if name not in native), None)
     if unknown is not None:
-        reason = "the plan says how it is divided, and the native model has no such tensor"
+        reason = "the plan says how it is sharded, and the native model has no such tensor"
         raise PlanError("sharding of", unknown, reason, "Train the model that the plan was made for")
 
 
 def key_of(layout: ParameterLayout) -> Key:
-    """What identifies a parameter across units and stages: equal keys are one tied parameter."""
+    """The key of a parameter across units and stages: tied parameters have equal keys."""
     return tuple(piece.sharding.name for piece in layout.pieces)
 
 
 def find_ties(units: list[Unit], plan: Plan) -> dict[Key, tuple[int, ...]]:
-    """The stages that hold each parameter, in order."""
+    """The stages that use each parameter, in order."""
     stage_of = {unit: stage for stage, part in enumerate(plan.stages) for unit in part.units}
-    held: dict[Key, dict[int, None]] = {}
+    stages_of: dict[Key, dict[int, None]] = {}
     for unit in units:
         for layout in unit.layouts.values():
-            held.setdefault(key_of(layout), {})[stage_of[unit.index]] = None
-    return {key: tuple(stages) for key, stages in held.items()}
+            stages_of.setdefault(key_of(layout), {})[stage_of[unit.index]] = None
+    return {key: tuple(stages) for key, stages in stages_of.items()}
 
 
 def tie_groups(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, dist.ProcessGroup]:
-    """Of each parameter that stages on several ranks hold, the group of those ranks that this one is in.
+    """For each parameter that stages on several pipeline ranks use, this rank's process group of those ranks.
 
-    Every rank makes all groups in the same order.
+    Collective over all ranks: each makes all groups in the same order.
     """
     grid = mesh.grid
     ranks_of = {key: tuple(sorted({*map(plan.schedule.rank_of, stages)})) for key, stages in stages_of.items()}
@@ -127,15 +135,17 @@ def tie_groups(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh)
 
 
 def shared_here(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, int]:
-    """How many stages of this rank use a parameter, where that is more than one."""
+    """The parameters that several stages of this rank use, and how many stages."""
     mine = plan.stages_of(mesh.pp_rank)
     counts = {key: sum(stage in mine for stage in stages) for key, stages in stages_of.items()}
     return {key: count for key, count in counts.items() if count > 1}
 
 
 def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, Sharding]:
-    """Over how many data-parallel ranks a stage is sharded, which of them this one is, and what of it is. Raises
-    PlanError for a mesh of another number of instances."""
+    """Over how many data-parallel ranks a stage is sharded, which of them this rank is, and what is sharded.
+
+    Raises PlanError if the mesh was built for another number of instances.
+    """
     if plan.sharding_instances != mesh.instances:
         reason = f"the groups of ranks were made for {mesh.instances}"
         raise PlanError("sharding_instances", plan.sharding_instances, reason, "Build the mesh with the plan's number")
@@ -149,7 +159,7 @@ def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
 
 
 def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
-    """Build, initialise and bind this rank's stages. Collective over all ranks: it makes groups for tied parameters."""
+    """Build, initialise and bind this rank's stages. Collective over all ranks: makes groups for tied parameters."""
     dtype, model = DTYPES[plan.dtype], dataclasses.replace(config.model, cross_entropy_chunk_size=plan.loss_chunk)
     place = Placement(
         mesh.tp,
@@ -181,7 +191,7 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
         for local in unit.layouts:
             bind(unit, local, parameters[names[unit.index, local]])
     keys = {name: key_of(layout) for name, layout in layouts.items()}
-    held = RankParameters(
+    rank_parameters = RankParameters(
         buffer,
         {parameter: name for name, parameter in parameters.items()},
         mesh,
@@ -200,30 +210,32 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
         modules = nn.ModuleList(part)
         for module in modules.modules():
             if hasattr(module, "sink"):
-                module.sink = held.weights
+                module.sink = rank_parameters.weights
         programs = _Programs(part, len(chain), prelude, mesh, plan, place.stream)
-        again, behind = plan.stages[index].runs, plan.overlap != "none"
-        given = (index, programs, held, again, mesh, config.train.seed, modules.train, split, behind)
-        stages[index] = Stage(*given, units=plan.stages[index].units)
-    return Model(stages, held, layouts, mesh)
+        recompute, overlap = plan.stages[index].runs, plan.overlap != "none"
+        arguments = (index, programs, rank_parameters, recompute, mesh, config.train.seed)
+        stages[index] = Stage(*arguments, modules.train, split, overlap, units=plan.stages[index].units)
+    return Model(stages, rank_parameters, layouts, mesh)
 
 
 class _Programs:
-    """The programs of one stage, by the number of samples. A hidden state of ``dtype`` crosses each border; the loss is
-    a sum over tokens."""
+    """The programs of one stage, by the number of samples.
+
+    dtype: of the hidden states that stages send to each other. The loss is a sum over tokens.
+    """
 
     def __init__(self, units: list[Unit], chain: int, prelude: Prelude, mesh: Mesh, plan: Plan, dtype: torch.dtype):
         self.units, self.prelude, self.plan, self.dtype = units, prelude, plan, dtype
         self.first, self.last = units[0].index == 0, units[-1].index == chain - 1
-        whole = mesh.tp is None
-        self.segments = tuple(s for u in units for s in ([fuse(u.segments())] if whole else u.segments()))
-        self.made: dict[int, Program] = {}
+        one = mesh.tp is None  # nothing is communicated inside a unit
+        self.segments = tuple(s for u in units for s in ([fuse(u.segments())] if one else u.segments()))
+        self._programs: dict[int, Program] = {}
 
     def __call__(self, batch: Mapping[str, torch.Tensor], training: bool) -> Program:
         samples = len(batch["tokens"])
-        if samples not in self.made:
-            self.made[samples] = self._make(samples)
-        return self.made[samples]
+        if samples not in self._programs:
+            self._programs[samples] = self._make(samples)
+        return self._programs[samples]
 
     def _make(self, samples: int) -> Program:
         hidden = (self.units[0].border_shape(samples, self.plan.sequence_length), self.dtype)
@@ -249,7 +261,7 @@ def _entries(
     mesh: Mesh,
     group_of: GroupOf,
 ):
-    """Storage entries per unit, name -> layout, and (unit, local name) -> name; tied parameters share one name."""
+    """Buffer entries per unit, name -> layout, and (unit, local name) -> name; tied parameters share one name."""
     entries, layouts, names, seen = [], {}, {}, {}
     for unit in units:
         group = []

@@ -1,6 +1,6 @@
-"""What a rank trains as shards of HuggingFace tensors, to be saved and loaded.
+"""The weights and the optimizer state of a rank as shards of HuggingFace tensors, for checkpoints.
 
-A checkpoint does not show whether data-parallel ranks share state, or what they share of it.
+Checkpoints are the same whether or not data-parallel ranks shard this state.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -22,51 +22,54 @@ from ..parallel.scattered import Scattered
 from ..runtime.parameters import RankParameters
 from ..runtime.shards import ShardGatherer
 
-# The shards that a flat tensor [buffer.size] holds of the parameters of these names.
+# (flat tensor [buffer.size], parameter names) -> the shards of these parameters in it.
 Parts = Callable[[Flat, Collection[str]], Iterable[Shard]]
 Step = Callable[[Sequence[Bucket]], object]
-_GROUPS = 4  # of a run, at most, see `groups_of_run`
+_GROUPS = 4  # parameter groups that a run has at most, see `groups_of_run`
 # Makes the optimizer of a rank's parameters.
 OptimizerOf = Callable[[RankParameters, OptimizerConfig, LossScaler | None], Optimizer]
 
 
-def adamw_of(held: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> AdamW:
-    """The optimizer whose state ranks keep themselves."""
-    return AdamW(held.buffer, config, held.mesh.model, held.mesh.sharing, scaler)
+def adamw_of(parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> AdamW:
+    """Return this package's AdamW of the parameters."""
+    return AdamW(parameters.buffer, config, parameters.mesh.model, parameters.mesh.sharing, scaler)
 
 
 def torch_optimizer_of(recipe: Recipe) -> OptimizerOf:
-    """That whose steps are those of ``recipe``."""
+    """Return what makes an optimizer that steps as the torch optimizer of ``recipe`` does."""
 
-    def make(held: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> TorchOptimizer:
-        return TorchOptimizer(held.buffer, config, recipe, held.mesh, held.tensors, scaler)
+    def make(parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> TorchOptimizer:
+        return TorchOptimizer(parameters.buffer, config, recipe, parameters.mesh, parameters.tensors, scaler)
 
     return make
 
 
 def optimizer_of_run(config: OptimizerConfig) -> OptimizerOf:
-    """That of --optimizer, for the groups of parameters that each step has rates of."""
+    """Return what makes the optimizer of --optimizer, with the parameter groups of `groups_of_run`."""
     if config.optimizer == "adam":
         return adamw_of
     groups = [{"params": [nn.Parameter(torch.empty((1,) * dims)) for dims in range(1, 6)]} for _ in range(_GROUPS)]
     if config.optimizer == "sgd":
-        made: torch.optim.Optimizer = torch.optim.SGD(groups, lr=config.lr or 0.0, momentum=config.sgd_momentum)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=config.lr or 0.0, momentum=config.sgd_momentum)
     else:
-        made = Lion(groups, lr=config.lr or 0.0, betas=(config.lion_beta1, config.lion_beta2))
+        optimizer = Lion(groups, lr=config.lr or 0.0, betas=(config.lion_beta1, config.lion_beta2))
     named = [(f"{number} {p.dim()}", p) for number, group in enumerate(groups) for p in group["params"]]
-    return torch_optimizer_of(Recipe(made, named, "cpu"))
+    return torch_optimizer_of(Recipe(optimizer, named, "cpu"))
 
 
 def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> Kind:
-    """The parameters that are trained, and others, which are always there."""
+    """The trained parameters, and the shards ``others``, whose tensors are always in memory."""
     buffer = gatherer.buffer
     turns = _turns(gatherer, buffer.data, parts, gatherer.bring, buffer.seal)
     return Kind([Turn(others), *turns] if others else turns)
 
 
 def optimizer_kinds(optimizer: KeptOptimizer, gatherer: ShardGatherer, parts: Parts) -> dict[str, Kind]:
-    """What is saved of ``optimizer`` beside the weights, by kind. What does not lie in one flat tensor, or is shared by
-    data-parallel ranks, is gathered into the gradient's memory, one kind, or one unit of a kind, at a time."""
+    """The state of ``optimizer`` that is saved beside the weights, by kind.
+
+    State that is not in one flat tensor, or is sharded over data-parallel ranks, is all-gathered into the gradient's
+    memory, one kind, or one unit of a kind, at a time.
+    """
     buffer, kinds = optimizer.buffer, {}
     for name, state in optimizer.state().items():
         if isinstance(state, Scattered):
@@ -76,12 +79,12 @@ def optimizer_kinds(optimizer: KeptOptimizer, gatherer: ShardGatherer, parts: Pa
             keep = partial(buffer.take, state, flat)
         kinds[name] = Kind(_turns(gatherer, flat, _only(parts, names), partial(gatherer.full, state), keep))
     for name, tensors in optimizer.others().items():
-        kinds[name] = Kind.of([whole(each, tensor, optimizer.writes(each)) for each, tensor in tensors.items()])
+        kinds[name] = Kind.of([replicated(each, tensor, optimizer.writes(each)) for each, tensor in tensors.items()])
     return kinds
 
 
-def whole(name: str, tensor: Tensor, owner: bool) -> Shard:
-    """Of state that has not the shape of its parameter, which every rank that needs it has all of."""
+def replicated(name: str, tensor: Tensor, owner: bool) -> Shard:
+    """Return the shard of a tensor that every rank that needs it has in full."""
     return Shard(name, tuple(tensor.shape), None, (), tensor, owner)
 
 
@@ -89,11 +92,11 @@ def _only(parts: Parts, chosen: Collection[str]) -> Parts:
     return lambda flat, names: parts(flat, dict.fromkeys(name for name in names if name in chosen))
 
 
-def _turns(gatherer: ShardGatherer, flat: Flat, parts: Parts, bring: Step, keep: Step) -> list[Turn]:
-    buffer, found = gatherer.buffer, []
+def _turns(gatherer: ShardGatherer, flat: Flat, parts: Parts, fetch: Step, keep: Step) -> list[Turn]:
+    buffer, turns = gatherer.buffer, []
     for buckets in buffer.turns(flat):
-        buffer.allocate(flat, buckets)  # views can be made of what has memory
+        buffer.allocate(flat, buckets)  # views need memory
         names = dict.fromkeys(name for bucket in buckets for name in bucket.names)
-        found.append(Turn(list(parts(flat, names)), partial(bring, buckets=buckets), partial(keep, buckets=buckets)))
+        turns.append(Turn(list(parts(flat, names)), partial(fetch, buckets=buckets), partial(keep, buckets=buckets)))
     buffer.allocate(flat, ())
-    return found
+    return turns

@@ -1,4 +1,4 @@
-"""Which parameters share a learning rate and a weight decay, and what these are in a pretraining job."""
+"""Parameter groups: which parameters share learning rate and weight decay, and what these are in pretraining."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -7,25 +7,30 @@ from ..config import OptimizerConfig
 from ..optimizer.base import Rates
 from ..optimizer.schedules import learning_rate, weight_decay
 
-# The group of a parameter, from its name and its shape before it is divided.
+# (name, full shape) of a parameter -> its group.
 GroupOf = Callable[[str, tuple[int, ...]], int]
 
 
 def matrices_and_others(name: str, shape: tuple[int, ...]) -> int:
-    """Megatron-LM's rule: vectors (norms, biases), in group 1, have no weight decay."""
+    """Megatron-LM's rule: vectors (norms, biases) are in group 1, which has no weight decay; matrices in group 0."""
     return 0 if len(shape) > 1 else 1
 
 
 def groups_of_run(config: OptimizerConfig, outer: Collection[str]) -> GroupOf:
-    """The same, and two groups more with --decoupled-lr: of ``outer``, the embedding's and the output layer's
-    weights."""
+    """Return the groups of a pretraining run: those of `matrices_and_others`, and two more with --decoupled-lr.
+
+    outer: the names of the weights of embedding and output layer, which --decoupled-lr applies to.
+    """
     if config.decoupled_lr is None:
         return matrices_and_others
     return lambda name, shape: matrices_and_others(name, shape) + 2 * (name in outer)
 
 
 def rates_of_run(config: OptimizerConfig, done: int, total: int) -> Rates:
-    """What each of ``groups_of_run`` has in the step that follows ``done``; see ``learning_rate``."""
+    """Return learning rate and weight decay of each group of ``groups_of_run`` in the step after ``done`` steps.
+
+    done, total: see ``learning_rate``.
+    """
     decay = weight_decay(config, done, total)
     rate = learning_rate(config, done, total)
     outer = rate if config.decoupled_lr is None else learning_rate(_decoupled(config), done, total)

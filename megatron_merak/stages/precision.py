@@ -1,4 +1,4 @@
-"""The dtypes of a model's weights: which of them can be trained, and in which dtype a captured model computes."""
+"""The dtypes of a model's weights: which can be trained, and in which dtype a captured model computes."""
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +9,13 @@ from ..graph.capture.captured import Captured
 from ..graph.capture.unlift import source_line
 from ..graph.ir.nodes import op_name
 
-DTYPES = {  # in which models train, by the names of plans
+DTYPES = {  # by their names in plans
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
 HALVES = (torch.bfloat16, torch.float16)
-_ALIKE = frozenset(  # operations that no operand is promoted for
+_ALIKE = frozenset(  # operations that do not promote operands: all must have one dtype
     """linear matmul mm bmm mv dot addmm addmv baddbmm addbmm bilinear einsum tensordot inner outer chain_matmul
     conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d
     scaled_dot_product_attention index_add scatter scatter_add masked_scatter index_put prelu lerp""".split()
@@ -24,22 +24,22 @@ _NORMS = frozenset(("layer_norm", "native_layer_norm", "group_norm", "native_gro
 
 
 def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
-    """ "float32", "bfloat16" or "float16": the dtype in which most of the model computes.
+    """Return "float32", "bfloat16" or "float16": the dtype in which most of the model computes.
 
-    model: its floating parameters say it, unless ``bf16`` or ``fp16``. Raises ConfigError, naming a parameter, for a
-    model of fp16 or fp64, and with ``fp16`` for one of which a part is bf16; then frozen parameters may be fp16.
+    It is that of the model's floating parameters unless ``bf16`` or ``fp16`` is set. Raises ConfigError, naming a
+    parameter, for one in fp16 or fp64, and with ``fp16`` for one in bf16; with ``fp16`` frozen ones may be fp16.
     """
-    known = (torch.float32,) if fp16 else (torch.float32, torch.bfloat16)
+    allowed = (torch.float32,) if fp16 else (torch.float32, torch.bfloat16)
     for name, parameter in model.named_parameters():
         frozen = fp16 and not parameter.requires_grad and parameter.dtype == torch.float16
-        if parameter.is_floating_point() and parameter.dtype not in known and not frozen:
+        if parameter.is_floating_point() and parameter.dtype not in allowed and not frozen:
             reason, remedy = _refusal(parameter.dtype, fp16)
             raise ConfigError("parameter", name, reason, remedy)
     return "float16" if fp16 else "bfloat16" if bf16 or torch.bfloat16 in floating_dtypes(model) else "float32"
 
 
 def _refusal(dtype: torch.dtype, fp16: bool) -> tuple[str, str]:
-    """Why a model with a weight of ``dtype`` does not train, and what to do."""
+    """The reason why a weight of ``dtype`` cannot be trained, and the remedy."""
     reason, remedy = f"its dtype is {str(dtype).removeprefix('torch.')}", "Call model.float() before"
     if fp16 and dtype == torch.bfloat16:
         return f"{reason}, and fp16=True is for models in float32", f"{remedy}, or set bf16=True instead"
@@ -50,33 +50,35 @@ def _refusal(dtype: torch.dtype, fp16: bool) -> tuple[str, str]:
 
 
 def floating_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
-    """Those of a model's parameters, in order of appearance."""
+    """The floating dtypes of a model's parameters, in order of appearance."""
     return tuple(dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point()))
 
 
 def cast_of(model: nn.Module, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype that a capture casts floating parameters to; None where they keep their own.
+    """Return the dtype that a capture casts floating parameters to, None if they keep their own.
 
-    They do in a bf16 or fp16 model of which a part is fp32. dtype: what the model computes in.
+    dtype: what the model computes in.
+
+    Parameters keep their dtypes in a bf16 or fp16 model of which a part is fp32.
     """
     own = floating_dtypes(model)
     return None if dtype in HALVES and {*own} == {dtype, torch.float32} else dtype
 
 
 def check_operands(captured: Captured) -> None:
-    """Raises TraceError where an operation would meet operands of different dtypes that it does not promote.
+    """Raise TraceError if operands of an operation have different dtypes and it does not promote them.
 
-    A capture does not see it: without values such an operation runs.
+    A capture does not raise for them: such an operation runs on fake tensors.
     """
     for node in captured.module.graph.nodes:
         name = op_name(node)
         if name not in _ALIKE and name not in _NORMS:
             continue
-        given = node.args[:3] if name == "scaled_dot_product_attention" else node.all_input_nodes
-        values = [x.meta["val"] for x in given if isinstance(x, Node) and isinstance(x.meta.get("val"), Tensor)]
+        operands = node.args[:3] if name == "scaled_dot_product_attention" else node.all_input_nodes
+        values = [x.meta["val"] for x in operands if isinstance(x, Node) and isinstance(x.meta.get("val"), Tensor)]
         dtypes = list(dict.fromkeys(value.dtype for value in values if value.is_floating_point()))
         if len(dtypes) > 1 and (name in _ALIKE or dtypes[0] == torch.float32):
-            told = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            reason = f"its operands are {told}, and {name} takes one dtype"
+            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            reason = f"its operands are {names}, and {name} takes one dtype"
             remedy = "Cast there in the model's code, or convert the model to one dtype: model.float() or model.to(...)"
             raise TraceError("line", source_line(node), reason, remedy)

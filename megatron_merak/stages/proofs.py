@@ -1,10 +1,10 @@
-"""Two ways to run the same samples: whether a step computes the same by either, shown before training relies on it.
+"""Check that two ways of running the same samples compute the same loss and gradient, before training relies on it.
 
-The loss and the gradient of one way less those of the other are computed by the engine in a single step, in place of
-the gradient, and compared with the loss and the gradient themselves:
+A first step computes the loss and gradient of one way; a second one, with weights +1 and -1, the difference of the two
+ways, which must be rounding:
 
-    step 1   + whole                                   main_grad: the gradient
-    step 2   + whole  - first half  - second half      main_grad: what is left of it, rounding if the ways agree
+    step 1   + whole batch                                   main_grad: the gradient
+    step 2   + whole batch  - first half  - second half      main_grad: the difference
 """
 
 import math
@@ -22,8 +22,12 @@ from ..parallel.agree import gather_json, together
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What counts as rounding. loss, output: as a share of the value. gradient: of each parameter's, as a share of its
-    own norm, beyond ``noise`` of the norm of all."""
+    """The largest differences that count as rounding.
+
+    loss, output: relative to the value.
+    gradient:     of each parameter, relative to its norm, in addition to ``noise``.
+    noise:        relative to the norm of the whole gradient.
+    """
 
     loss: float
     output: float
@@ -40,10 +44,11 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 
 def difference(engine, one: Mapping, others: Sequence[Mapping]) -> str | None:
-    """What the step of batch ``one`` and the steps of ``others`` added up do not have in common: "" for nothing, None
-    where all gradients are zero and tell nothing. Collective over all ranks, which get the same answer.
+    """How loss and gradient of batch ``one`` differ from the sums of those of ``others``: "" if only by rounding.
 
-    engine: a CapturedTrainer. The gradients of its step are lost; weights and running statistics stay.
+    engine: a CapturedTrainer. Its gradient is overwritten; weights and running statistics stay.
+
+    None if all gradients are zero, which proves nothing. Collective over all ranks, which get the same answer.
     """
     mesh, buffer = engine.mesh, engine.buffer
     with _undisturbed(engine):
@@ -57,15 +62,15 @@ def difference(engine, one: Mapping, others: Sequence[Mapping]) -> str | None:
         loss = _finite_gradients(engine, one)
         sizes = _norms(buffer)
         gap = engine.gradients([one, *others], [1.0, *[-1.0] * len(others)])
-        found = _told(loss, gap, sizes, _norms(buffer), TOLERANCES[engine.dtype])
-    told = gather_json([found, sum(sizes.values())], mesh.control, "cpu")
-    if not any(size for _, size in told):
+        mismatch = _mismatch(loss, gap, sizes, _norms(buffer), TOLERANCES[engine.dtype])
+    reports = gather_json([mismatch, sum(sizes.values())], mesh.control, "cpu")
+    if not any(size for _, size in reports):
         return None
-    return next((text for text, _ in told if text), "")
+    return next((text for text, _ in reports if text), "")
 
 
 def _finite_gradients(engine, batch: Mapping) -> float:
-    """The loss of a batch and, in ``main_grad``, its gradient: in fp16 of a loss scale at which that is finite."""
+    """The loss of a batch and, in ``main_grad``, its gradient; lowers the fp16 loss scale until that is finite."""
     optimizer = engine.optimizer
     loss = engine.gradients([batch], [1.0])
     while optimizer.scaler.scale > 1 and not math.isfinite(optimizer.grad_norm()):
@@ -75,7 +80,7 @@ def _finite_gradients(engine, batch: Mapping) -> float:
 
 
 def _norms(buffer) -> dict[str, float]:
-    """The norm of what this rank owns of each parameter's gradient."""
+    """The norm of this rank's own shard of each parameter's gradient."""
     owned = [(name, own) for name in buffer.slots for own in buffer.own_grad(name)]
     norms = torch.stack(torch._foreach_norm([own for _, own in owned])).tolist() if owned else []
     squares = dict.fromkeys(buffer.slots, 0.0)
@@ -84,7 +89,12 @@ def _norms(buffer) -> dict[str, float]:
     return {name: square**0.5 for name, square in squares.items()}
 
 
-def _told(loss: float, gap: float, sizes: dict[str, float], gaps: dict[str, float], tolerance: Tolerance) -> str:
+def _mismatch(loss: float, gap: float, sizes: dict[str, float], gaps: dict[str, float], tolerance: Tolerance) -> str:
+    """What differs by more than rounding: "" for nothing.
+
+    gap, gaps:   differences of the loss, and of each parameter's gradient, by norm.
+    loss, sizes: what these are relative to.
+    """
     if not abs(gap) <= tolerance.loss * abs(loss) + 1e-6:
         return f"the loss changes by {_share(gap, loss)}"
     noise = tolerance.noise * sum(size**2 for size in sizes.values()) ** 0.5
@@ -94,13 +104,13 @@ def _told(loss: float, gap: float, sizes: dict[str, float], gaps: dict[str, floa
     return ""
 
 
-def _share(gap: float, whole: float) -> str:
-    return f"{abs(gap / whole):.2%}" if whole else f"{abs(gap):.3g}"
+def _share(gap: float, size: float) -> str:
+    return f"{abs(gap / size):.2%}" if size else f"{abs(gap):.3g}"
 
 
 @contextmanager
 def _undisturbed(engine) -> Iterator[None]:
-    """Without dropout inside, and with the running statistics and the loss scale of before afterwards."""
+    """Disable dropout inside; restore running statistics, loss scale and preludes afterwards."""
     scaler = engine.optimizer.scaler
     scale = scaler.scale
     statistics = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers() if not is_fake(buffer)]
@@ -122,7 +132,7 @@ def _undisturbed(engine) -> Iterator[None]:
 
 
 def _preludes(engine) -> list:
-    return [program.prelude for programs in engine.programs.values() for program in programs.made()]
+    return [program.prelude for programs in engine.programs.values() for program in programs.all()]
 
 
 def outputs_differ(plain: Tensor, padded: Tensor, dtype: str) -> bool:

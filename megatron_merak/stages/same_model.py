@@ -1,4 +1,4 @@
-"""Whether every rank was given the same model: names, shapes, config and code compared with those of the first rank."""
+"""Check that every rank was given the same model: names, shapes, config and code are compared with the first rank's."""
 
 import hashlib
 import inspect
@@ -18,15 +18,17 @@ from ..graph.capture.empty import is_fake
 from ..parallel.agree import broadcast_json, gather_json, raise_together, together
 from ..parallel.mesh import Mesh
 
-_ASIDE = ("_name_or_path", "transformers_version", "architectures", "dtype")  # of a config: notes of where it has been
-_SAMPLED = 8  # stored tensors of which a row is compared
+# Fields of a config that may differ: they say where it comes from.
+_IGNORED = ("_name_or_path", "transformers_version", "architectures", "dtype")
+_SAMPLED = 8  # tensors of a checkpoint of which one row is compared
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def check_same_model(model: nn.Module, mesh: Mesh) -> None:
-    """Give every rank the first one's buffers, once the ranks agree on what the model is.
+    """Check that the ranks have the same model, and copy the first rank's buffers to all.
 
-    model: as the user built it on this rank; where a buffer's values differ from the first rank's it is overwritten.
+    model: as the user built it on this rank; buffers whose values differ from the first rank's are overwritten.
+
     Collective over all ranks. Raises ConfigError on every rank, naming the first difference: class, config, code of a
     forward, or the shape, dtype or ``requires_grad`` of a tensor.
     """
@@ -42,17 +44,19 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
 
 
 def check_same_graph(captured: Captured, example: object, mesh: Mesh) -> None:
-    """Raises ConfigError on every rank unless ranks whose example has the same shapes captured the same graph.
+    """Raise ConfigError on every rank unless ranks whose first batch has the same shapes captured the same graph.
 
-    example: what of the first batch a capture depends on. Attributes that no config tells of are constants of the
-    graph. Collective over all ranks.
+    example: what a capture depends on in the first batch, see ``shapes_of``.
+
+    This detects attributes that differ and are not in the config: they are constants of the graph. Collective over all
+    ranks.
     """
     if mesh.control is None:
         return
-    found = gather_json([_digest(repr(example).encode()), _graph_digest(captured.module)], mesh.control, "cpu")
+    digests = gather_json([_digest(repr(example).encode()), _graph_digest(captured.module)], mesh.control, "cpu")
     first: dict[str, tuple[int, str]] = {}
     error = None
-    for rank, (shapes, graph) in enumerate(found):
+    for rank, (shapes, graph) in enumerate(digests):
         other, expected = first.setdefault(shapes, (rank, graph))
         if graph != expected:
             reason = f"its forward computes something else on rank {rank} than on rank {other}, from batches of the "
@@ -63,40 +67,40 @@ def check_same_graph(captured: Captured, example: object, mesh: Mesh) -> None:
 
 
 def _facts(model: nn.Module) -> dict[str, str]:
-    """What must be the same on every rank: a name of each fact -> its value."""
+    """What must be the same on every rank, as name -> value."""
     facts = {"class": f"{type(model).__module__}.{type(model).__qualname__}"}
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        facts |= {f"config.{k}": _told(v) for k, v in sorted(config.to_dict().items()) if k not in _ASIDE}
+        facts |= {f"config.{k}": _stable_repr(v) for k, v in sorted(config.to_dict().items()) if k not in _IGNORED}
     source = source_of(model)
     facts["where the weights come from"] = "the model" if source is None else "a directory that every rank reads"
     for name in () if source is None else source.names():
         facts[f"stored tensor {name}"] = f"{source.shape(name)}, {source.dtype(name)}"
     if source is not None:
         facts |= _stored_samples(source)
-    for name, held in model.named_parameters():
-        facts[f"parameter {name}"] = f"{tuple(held.shape)}, {held.dtype}, requires_grad={held.requires_grad}"
+    for name, p in model.named_parameters():
+        facts[f"parameter {name}"] = f"{tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
     facts |= {f"tied parameter {name}": f"tied to {canonical}" for name, canonical in aliases(model).items()}
-    for name, held in model.named_buffers():
-        facts[f"buffer {name}"] = f"{tuple(held.shape)}, {held.dtype}"
+    for name, buffer in model.named_buffers():
+        facts[f"buffer {name}"] = f"{tuple(buffer.shape)}, {buffer.dtype}"
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         facts[f"forward of {kind.__module__}.{kind.__qualname__}"] = _code(kind)
     return facts
 
 
-def _told(value: object) -> str:
-    """What is the same in every process that holds the same value."""
+def _stable_repr(value: object) -> str:
+    """A ``repr`` that is the same in every process: sets are sorted, and addresses left out."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_told(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_stable_repr(each)}" for key, each in value.items()) + "}"
     if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(map(_told, value))) + "}"
+        return "{" + ", ".join(sorted(map(_stable_repr, value))) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_told, value)) + "]"
+        return "[" + ", ".join(map(_stable_repr, value)) + "]"
     return _ADDRESS.sub("", repr(value))
 
 
 def _stored_samples(source: Source) -> dict[str, str]:
-    """Digests of the first row of some tensors: other weights of one architecture differ in all of them."""
+    """Digests of the first row of some tensors: these differ between models with other weights."""
     names = sorted(name for name in source.names() if source.shape(name))
     chosen = names[:: max(1, len(names) // _SAMPLED)][:_SAMPLED]
     rows = {name: source.read(name, 0, ((0, min(1, source.shape(name)[0])),)) for name in chosen}
@@ -113,10 +117,12 @@ def _code(kind: type) -> str:
 
 def _difference(mine: dict[str, str], first: dict[str, str]) -> ConfigError | None:
     for name in (*first, *mine):
-        here, there = mine.get(name), first.get(name)
-        if here != there:
-            reason = "the first rank's model does not have it" if there is None else f"it is {there} on the first rank"
-            value = "(absent)" if here is None else here
+        own, expected = mine.get(name), first.get(name)
+        if own != expected:
+            reason = f"it is {expected} on the first rank"
+            if expected is None:
+                reason = "the first rank's model does not have it"
+            value = "(absent)" if own is None else own
             return ConfigError(f"model, {name}", value, reason, "Build the same model on every rank")
     return None
 
@@ -132,17 +138,17 @@ def _graph_digest(module: GraphModule) -> str:
 
 @torch.no_grad()
 def _take_buffers(model: nn.Module, mesh: Mesh) -> None:
-    buffers = {name: held for name, held in model.named_buffers() if not is_fake(held)}
-    found = gather_json([_digest(_bytes(held)) for held in buffers.values()], mesh.control, "cpu")
-    for held, *digests in zip(buffers.values(), *found, strict=True):
+    buffers = [buffer for _, buffer in model.named_buffers() if not is_fake(buffer)]
+    every = gather_json([_digest(_bytes(buffer)) for buffer in buffers], mesh.control, "cpu")
+    for buffer, *digests in zip(buffers, *every, strict=True):
         if len(dict.fromkeys(digests)) == 1:
             continue
-        values = held.detach().cpu().contiguous().clone()
+        values = buffer.detach().cpu().contiguous().clone()
         dist.broadcast(values.reshape(-1).view(torch.uint8), group=mesh.control, group_src=0)
-        if torch._debug_has_internal_overlap(held) == 1:  # an expanded one
-            held.data = values.to(held.device)
+        if torch._debug_has_internal_overlap(buffer) == 1:  # an expanded tensor
+            buffer.data = values.to(buffer.device)
         else:
-            held.copy_(values)
+            buffer.copy_(values)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

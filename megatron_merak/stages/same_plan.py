@@ -1,4 +1,4 @@
-"""Whether every rank runs the same plan."""
+"""Check that every rank runs the same plan."""
 
 import torch.distributed as dist
 
@@ -9,17 +9,17 @@ from ..planner.tables import difference
 
 
 def check_same_plan(plan: Plan, control: dist.ProcessGroup | None) -> None:
-    """Raises PlanError, naming the first difference, on every rank unless all have the same plan.
+    """Raise PlanError, naming the first difference, on every rank unless all have the same plan.
 
-    control: all ranks; collective over them.
+    control: the group of all ranks; collective over it.
     """
     if control is None:
         return
     first = Plan.from_dict(broadcast_json(plan.to_dict(), control, "cpu"))
-    found = "" if plan == first else difference(first, plan) or "it differs"
-    for rank, told in enumerate(gather_json(found, control, "cpu")):
-        if told:
-            reason = f"rank {rank} has a different one than rank 0: {told.splitlines()[0]}"
+    mismatch = "" if plan == first else difference(first, plan) or "it differs"
+    for rank, report in enumerate(gather_json(mismatch, control, "cpu")):
+        if report:
+            reason = f"rank {rank} has a different one than rank 0: {report.splitlines()[0]}"
             raise PlanError(
                 "plan", f"(of {plan.grid.size} ranks)", reason, "Use the same model and settings on all ranks"
             )

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that wrote it, read with care: its meta may have been written by anything."""
+"""The metadata of a checkpoint about the run that wrote it, validated: any program may have written it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,12 +14,19 @@ _MOST = 2**62
 
 @dataclass(frozen=True)
 class SavedRun:
-    """``iteration``, ``consumed_samples`` and what of them was skipped: as in RunState. ``optimizer_steps``: of Adam's
-    bias correction.
+    """The run that wrote a checkpoint.
 
-    ``config``: the settings by section. ``data``: see ``data.identity``; ``model``: see ``RunState.described``;
-    ``global_batch_size``: samples per step; ``loss_scale``: see ``LossScaler.state``. These four are None, and nothing
-    was skipped, in checkpoints of earlier versions.
+    iteration, consumed_samples:         see ``RunState``.
+    optimizer_steps:                     of Adam's bias correction.
+    config:                              the settings by section.
+    data:                                see ``data.identity``.
+    model:                               see ``RunState.described``.
+    global_batch_size:                   samples per step.
+    loss_scale:                          see ``LossScaler.state``.
+    skipped_iterations, skipped_samples: see ``RunState``.
+
+    In checkpoints of earlier versions ``data``, ``model``, ``global_batch_size`` and ``loss_scale`` are None, and the
+    skipped ones are 0.
     """
 
     iteration: int
@@ -35,13 +42,13 @@ class SavedRun:
 
     @classmethod
     def read(cls, meta: Mapping[str, Any], where: Path | str) -> "SavedRun":
-        """``where``: the directory, for errors. Raises CheckpointError."""
+        """Validate ``meta``. where: the directory, for error messages. Raises CheckpointError."""
 
         def get(name: str, sound: Callable[[Any], bool], what: str, default: Any = ...) -> Any:
             value = meta.get(name, default)
             if value is ... or not (sound(value) or value is default):
-                told = "is missing from" if value is ... else f"is {value!r:.60} in"
-                reason = f"{name}, {what}, {told} what it says of its run"
+                problem = "is missing from" if value is ... else f"is {value!r:.60} in"
+                reason = f"{name}, {what}, {problem} what it says of its run"
                 raise CheckpointError("checkpoint", where, reason, "Load another iteration with --ckpt-step")
             return value
 
@@ -60,15 +67,15 @@ class SavedRun:
 
 
 def check_same_optimizer(meta: Mapping[str, Any], optimizer: Optimizer, otherwise: str = "") -> None:
-    """Raises CheckpointError where what a checkpoint has is the state of another one. otherwise: what else helps."""
-    theirs = meta.get("optimizer", "AdamW")  # the only one of earlier versions
-    if theirs != optimizer.name:
+    """Raise CheckpointError if a checkpoint has the state of another optimizer. otherwise: a further remedy."""
+    saved = meta.get("optimizer", "AdamW")  # the only one of earlier versions
+    if saved != optimizer.name:
         remedy = f"Use that one{otherwise}, or start a new run from the checkpoint's weights"
-        raise CheckpointError("optimizer", optimizer.name, f"the checkpoint's run had {theirs}", remedy)
+        raise CheckpointError("optimizer", optimizer.name, f"the checkpoint's run had {saved}", remedy)
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value from JSON can be a number of things."""
+    """Whether a value from JSON is a valid count."""
     return type(value) is int and 0 <= value < _MOST
 
 

@@ -1,14 +1,16 @@
-"""What a training step tells whoever runs it."""
+"""The result of a training step."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """loss: mean token loss of the global batch, on ranks of the last stage, else None. The rest is known to all.
+    """What a training step reports; the same on all ranks but ``loss``.
 
-    loss_scale: of the step that comes, None where there is none. zeros: elements of the model's gradient that are
-    exactly zero, where --log-num-zeros-in-grad asks for them. staleness, late: see ``StepResult``.
+    loss:            mean token loss of the global batch on ranks of the last stage, else None.
+    zeros:           with --log-num-zeros-in-grad, the number of elements of the gradient that are exactly zero.
+    loss_scale:      of the next step; None where none is used.
+    staleness, late: see ``StepResult``.
     """
 
     loss: float | None

@@ -1,4 +1,4 @@
-"""A model as its batches show it: the capture of the first one, and those of other shapes and cases that follow it."""
+"""A traced model: the capture of its first batch, and captures of batches with other shapes or branches."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from ..graph.ir.nodes import attends_causally, is_op
 from ..graph.lowering.documents import POSITIONS
 from ..parallel.agree import broadcast_json, gather_json, together
 from ..parallel.mesh import Mesh
-from .documents import documents_of, same_work, without
+from .documents import documents_of, same_graph, without
 from .guard import check_weights, unguard, unguarded
 from .precision import DTYPES, cast_of, check_operands
 from .same_model import check_same_graph, check_same_model
@@ -27,14 +27,14 @@ MASK = "attention_mask"
 
 
 def batch_size(batch: Batch) -> tuple[int, int]:
-    """Samples of a batch, and the length of its longest sequence of tokens (0 where there is none)."""
+    """The number of samples of a batch, and the length of its longest sequence of tokens (0 if it has none)."""
     tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0]
     length = max((value.shape[1] for value in tensors if value.dim() > 1 and not value.is_floating_point()), default=0)
     return tensors[0].shape[0], length
 
 
 def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], object], ...]:
-    """What of a batch a capture depends on: shapes and dtypes of its tensors, and values that are no tensors."""
+    """What a capture depends on in a batch: shapes and dtypes of tensors, and values that are not tensors."""
     entries = [(name, value) for name, value in sorted(batch.items()) if value is not None]
     return tuple(
         (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, (), repr(value))
@@ -47,27 +47,32 @@ def without_mask(batch: Batch) -> dict[str, Any]:
 
 
 def without_full_mask(batch: Batch) -> Batch:
-    """The batch without an attention mask that masks nothing: collators add one, and attention is faster without."""
+    """The batch without an attention mask of ones, which collators add and which makes attention slower."""
     mask = batch.get(MASK)
     full = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all())
     return without_mask(batch) if full else batch
 
 
 def _masks_nothing(captured: Captured) -> bool:
-    """Whether a capture without an attention mask is that of one that masks nothing, too: the model may make a mask of
-    its own from the token ids then, or decide by values."""
+    """Whether a capture without an attention mask computes the same as one with a mask of ones.
+
+    It may not if, without a mask, the model makes its own from the token ids, or branches on values.
+    """
     tokens = [n for n in captured.module.graph.find_nodes(op="placeholder") if n.target == "input_ids"]
-    looked_up = all(is_op(user, "embedding") for node in tokens for user in node.users)
-    return looked_up and not captured.guards
+    only_embedded = all(is_op(user, "embedding") for node in tokens for user in node.users)
+    return only_embedded and not captured.guards
 
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A loss that is captured with the model, in place of that of its forward.
+    """A loss that is captured with the model and replaces the loss of the model's forward.
 
-    compute: computes it, as of ``capture``. counts: it takes ``num_items_in_batch``, as an entry of the batch. adds_up:
-    losses of micro-batches are shares of the step's and add up; None: those that count its items do. sees_batch: it may
-    read any entry, so that none is left out. reports: what else training hands out of what it computes, by name.
+    compute:    computes it; see ``capture``.
+    counts:     whether it takes ``num_items_in_batch``, as an entry of the batch.
+    adds_up:    whether the losses of micro-batches are shares of the step's loss, and add up to it; None: if the batch
+                has ``num_items_in_batch``.
+    sees_batch: whether it may read any entry of the batch, so that none is left out.
+    reports:    names of what it computes besides the loss and training returns.
     """
 
     compute: LossFunction
@@ -89,16 +94,23 @@ def _without_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[None, Any]:
 class Traced:
     """A model, captured with its first batch.
 
-    model: any module, with weights or without; it is not changed. example: the first micro-batch. dtype: of parameters
-    and activations, but for the fp32 part of a bf16 or fp16 model. autocast: a model that does not run with parts of
-    different dtypes computes in ``dtype`` alone. mesh: the job's ranks, which must have been given the same model and
-    captured the same; None: nothing is compared. loss: in place of the model's own. Collective over these ranks. Raises
-    TraceError, ConfigError, PlanError.
+    model:    any module, with or without memory for its weights; it is not changed.
+    example:  the first micro-batch.
+    dtype:    of parameters and activations, except for the fp32 part of a bf16 or fp16 model.
+    autocast: whether a model that fails to run with parts of different dtypes may compute in ``dtype`` alone.
+    mesh:     the ranks of the job. Raises unless all have the same model and capture. None: nothing is compared.
+    loss:     replaces the model's own.
 
-    ``captured``: of the example. ``batch``: that as it runs. ``example``: its shapes. ``size``: its samples and its
-    length in tokens. ``is_causal``: without an attention mask no token looks at later ones. ``unread``: entries that
-    are left out, since the model does not read them. ``positions``: int64 [b, s] of the example's tokens, the same on
-    all ranks, where they run on CPUs, which attend to the documents of packed rows one by one.
+    ``captured``:  the capture of ``example``.
+    ``batch``:     ``example`` as it runs, see ``prepared``.
+    ``example``:   its shapes, see ``shapes_of``.
+    ``size``:      its number of samples, and its length in tokens.
+    ``is_causal``: whether no token attends to later ones when there is no attention mask.
+    ``unread``:    entries that are left out since the model does not read them.
+    ``positions``: int64 [b, s], of the tokens of the first rank's example, on all ranks. Only on CPUs, which attend to
+                   the documents of packed rows one by one; else None.
+
+    Collective over the ranks of ``mesh``. Raises TraceError, ConfigError, PlanError.
     """
 
     def __init__(
@@ -118,7 +130,7 @@ class Traced:
             with together(mesh.control, "cpu"):
                 if mesh.rank == 0:
                     check_weights(model)
-            unguard(model)  # the first rank's weights are everybody's
+            unguard(model)  # on every rank: the first rank's weights are used
             check_same_model(model, mesh)
         try:
             self.captured = self._first(example)
@@ -137,30 +149,30 @@ class Traced:
         self.positions = None if mesh is None or mesh.device.type != "cpu" else self._positions(mesh)
 
     def _positions(self, mesh: Mesh) -> Tensor | None:
-        """Those of the first rank's example; all ranks plan by them."""
-        found = self.batch.get(POSITIONS)
-        told = found.tolist() if isinstance(found, Tensor) and found.dim() == 2 else None
-        values = broadcast_json(told, mesh.control, "cpu")
+        """The positions of the first rank's example: all ranks plan with the same."""
+        own = self.batch.get(POSITIONS)
+        own_values = own.tolist() if isinstance(own, Tensor) and own.dim() == 2 else None
+        values = broadcast_json(own_values, mesh.control, "cpu")
         return None if values is None else torch.tensor(values)
 
     def _first(self, example: Batch) -> Captured:
-        """The capture of the first batch; decides which entries are left out."""
+        """Capture the first batch, and decide which entries are left out of all batches."""
         self.unread: tuple[str, ...] = ()
-        named = documents_of(example)
-        if not named:
+        boundaries = documents_of(example)
+        if not boundaries:
             return self._with_or_without_mask(example)
         captured = self._with_or_without_mask(example)
         try:
-            bare = self.capture(without(self.prepared(example), named), training=True, outputs=self.trained)
+            bare = self.capture(without(self.prepared(example), boundaries), training=True, outputs=self.trained)
         except TraceError:
             return captured
-        if not same_work(captured, bare):
+        if not same_graph(captured, bare):
             return captured
-        self.unread = named
+        self.unread = boundaries
         return replace(bare, notes=captured.notes)
 
     def _with_or_without_mask(self, example: Batch) -> Captured:
-        """The capture of the first batch; decides whether a mask that masks nothing is left out."""
+        """Capture the first batch, and decide whether attention masks of ones are left out of all batches."""
         self.drops_full_mask = self.is_causal = False
         if self._loss is not None and self._loss.sees_batch:
             return self.capture(example, training=True, outputs=self.trained)
@@ -183,9 +195,9 @@ class Traced:
         return without_full_mask(batch) if self.drops_full_mask else batch
 
     def adds_up(self, batch: Batch) -> bool:
-        """Whether losses of batches like this one are shares of their step's loss, which else is their mean."""
-        told = None if self._loss is None else self._loss.adds_up
-        return "num_items_in_batch" in batch if told is None else told
+        """Whether the loss of a step is the sum of the losses of batches like this one; else it is their mean."""
+        adds_up = None if self._loss is None else self._loss.adds_up
+        return "num_items_in_batch" in batch if adds_up is None else adds_up
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -195,16 +207,20 @@ class Traced:
     def capture(
         self, batch: Batch, training: bool, outputs: Sequence[str], compute: LossFunction | None = None
     ) -> Captured:
-        """The graph of a prepared batch. outputs: as of ``CapturedTrainer.evaluate``. compute: computes them, in place
-        of the model and its loss. Raises TraceError."""
-        how = self._how(training, outputs, compute)
+        """Capture a prepared batch.
+
+        outputs: see ``CapturedTrainer.evaluate``.
+        compute: computes the outputs; None: the model and its loss do.
+
+        Raises TraceError.
+        """
         with unguarded(self.model):
-            captured = capture(self.model, batch, **how)
+            captured = capture(self.model, batch, **self._options(training, outputs, compute))
         check_operands(captured)
         self._share(captured)
         return captured
 
-    def _how(self, training: bool, outputs: Sequence[str], compute: LossFunction | None) -> dict[str, Any]:
+    def _options(self, training: bool, outputs: Sequence[str], compute: LossFunction | None) -> dict[str, Any]:
         if compute is None and self._loss is not None:
             compute = self._loss.compute if "loss" in outputs else _without_loss
         return {"training": training, "dtype": self._cast, "outputs": outputs, "compute": compute}
@@ -219,12 +235,12 @@ class Traced:
         like: Origin,
         length: int,
     ) -> Lengths | None:
-        """For which lengths a capture does the same; see ``lengths_of``."""
+        """The lengths for which a capture computes the same; see ``lengths_of``."""
         with unguarded(self.model):
-            return lengths_of(self.model, batch, axes, like, length, **self._how(training, outputs, compute))
+            return lengths_of(self.model, batch, axes, like, length, **self._options(training, outputs, compute))
 
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Let every capture, those made already included, read and change these tensors, by the buffers' names."""
+        """Let all captures, past and future, read and update these tensors instead of the buffers of these names."""
         self._shared = dict(buffers)
         self._share(self.captured)
 
@@ -241,7 +257,7 @@ class Traced:
                 raise TraceError("parameter", name, reason, "Cast the model, or freeze it")
 
     def _check_case(self, mesh: Mesh) -> None:
-        """A model that decides by values of its batch was captured for the same case on every rank, or PlanError."""
+        """Raise PlanError if ranks have captured different branches, ConfigError if they have different graphs."""
         guards, graph = self.captured.guards, self.captured.module.graph
         case = hashlib.sha256(f"{graph}{guards.module.graph}".encode()).hexdigest() if guards else ""
         cases = gather_json(case, mesh.control, "cpu")

@@ -1,4 +1,4 @@
-"""The model that the user holds: it has the trained weights where a rank holds all of them, else says who does."""
+"""The user's model: it shares the trained weights if they are not sharded; else it raises when they are read."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,18 +15,22 @@ from ..graph.capture.empty import is_fake
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
 from .guard import Guard, guard, guard_of, unguard
-from .model_picture import Change, Picture
+from .model_fingerprint import Change, Fingerprint
 from .withheld import is_withheld, restore, withhold
 
 
 class UserModel:
-    """``model`` as given to a trainer, seen from this rank. ``exported``: this rank's parts of what is trained.
+    """The model that was given to a trainer, on this rank.
 
-    Without tensor and pipeline parallelism its parameters become views of the trained ones, and use no memory of their
-    own, unless these are divided over the replicas (``divided``). Else they have none, on any rank: what reads or
-    writes a weight, and the methods that need all of them (its forward, ``generate``, ``save_pretrained``,
-    ``state_dict``), raise ConfigError until `gather` brings the trained ones to the first rank, and again when training
-    changes them. ``settle``: makes what computes follow the exported tensors after they were written.
+    exported: returns this rank's shards of the trained weights and buffers.
+    settle:   updates all copies of the weights after the exported tensors were written.
+    sharded:  whether data-parallel ranks shard the weights.
+
+    If there is no tensor or pipeline parallelism, and replicas do not shard the weights, the model is ``shared``: its
+    parameters become views of the trained ones and need no memory of their own. Else they have no values on any rank:
+    reading or writing one raises ConfigError, and so do the methods that need all (forward, ``generate``,
+    ``save_pretrained``, ``state_dict``), until `gather` copies the trained weights to the first rank; and again once
+    training has changed them.
     """
 
     def __init__(
@@ -35,12 +39,12 @@ class UserModel:
         exported: Callable[[], list[Shard]],
         mesh: Mesh,
         settle: Callable[[], None] = lambda: None,
-        divided: bool = False,
+        sharded: bool = False,
     ):
         self.model, self.exported, self.mesh, self._settle = model, exported, mesh, settle
-        self.shared = mesh.grid.tp * mesh.grid.pp == 1 and not divided
+        self.shared = mesh.grid.tp * mesh.grid.pp == 1 and not sharded
         self._guard: Guard | None = None
-        self._away = False  # whether the model is without its weights on this rank
+        self._emptied = False  # whether the model lacks its weights on this rank
         self._withheld: dict[str, nn.Parameter] = {}
         if self.shared:
             take(model, {shard.name: shard.tensor for shard in exported()})
@@ -48,62 +52,63 @@ class UserModel:
                 if not is_fake(buffer):
                     buffer.data = buffer.data.to(mesh.device)
         else:
-            self.stale()
-        self.picture = Picture.of(model)
-        self.note()
+            self.mark_stale()
+        self.fingerprint = Fingerprint.of(model)
+        self.record_weights()
 
-    def note(self) -> None:
-        """The weights that the model has now are those that it shall have."""
+    def record_weights(self) -> None:
+        """Record the current weights of the model, so that later changes are detected."""
         self._parameters = [p for p in self.model.parameters() if not (is_fake(p) or is_withheld(p))]
         self._writes = self._count()
         self._address = self._parameters[0].data_ptr() if self._parameters else 0
-        self._held = {name: _written(p) for name, p in self.model.named_parameters()}
+        self._versions = {name: _version(p) for name, p in self.model.named_parameters()}
         self._guard = guard_of(self.model)
 
-    def stale(self) -> None:
-        """The trained weights change: a model that does not share them has none any more."""
-        if not self.shared and not self._away:
+    def mark_stale(self) -> None:
+        """Note that the trained weights change: remove the values of a model that does not share them."""
+        if not self.shared and not self._emptied:
             guard(self.model, self.mesh.grid.size)
             self._withheld = withhold(self.model, self.mesh.grid.size)
-            self._guard, self._away = guard_of(self.model), True
+            self._guard, self._emptied = guard_of(self.model), True
 
     def gather(self) -> None:
-        """Give the first rank's model the trained weights, in memory of its own. Collective over all ranks."""
+        """Copy the trained weights to the first rank's model. Collective over all ranks."""
         if self.shared:
             return
-        self.stale()  # what it has is of before
+        self.mark_stale()  # its values may be of an earlier step
         gather = Gather(self.exported(), {}, self.mesh.control, "cpu")
-        found = {name: gather(name, tuple((0, extent) for extent in shape)) for name, shape in gather.shapes.items()}
+        weights = {name: gather(name, tuple((0, extent) for extent in shape)) for name, shape in gather.shapes.items()}
         if gather.first:
-            take(self.model, {name: self._placed(name, values) for name, values in found.items()})
+            take(self.model, {name: self._placed(name, values) for name, values in weights.items()})
             unguard(self.model)
-            self._away = False
-        self.note()
+            self._emptied = False
+        self.record_weights()
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Inside, the first rank's model may `take` weights; behind it, it has them only if it had them before."""
-        away = self._away
+    def lend(self) -> Iterator[None]:
+        """Let the first rank's model `take` weights inside; afterwards it has them only if it had them before."""
+        emptied = self._emptied
         try:
             yield
         finally:
-            if away and not self.shared:
+            if emptied and not self.shared:
                 self._withheld = withhold(self.model, self.mesh.grid.size)
-            self.note()
+            self.record_weights()
 
     @torch.no_grad()
     def release(self, everywhere: bool) -> None:
-        """Let the model be one that no trainer has taken, as long as its weights were not trained.
+        """Undo the withholding, for a trainer that has not trained the model.
 
-        The first rank's has its weights again, or every rank's if ``everywhere``. Those that never had memory are as
-        they were. Collective over all ranks.
+        everywhere: whether every rank's model gets its weights back, or the first one's only.
+
+        Parameters that never had memory are as before. Collective over all ranks.
         """
         control = self.mesh.control
         mine = {name: p for name, p in self._withheld.items() if is_withheld(p)}
-        wanting = gather_json([name for name, p in mine.items() if not is_fake(p)], control, "cpu")
-        wanted = dict.fromkeys(chain(*wanting) if everywhere else wanting[0])
-        gather = Gather(self.exported() if wanted else (), {}, control, "cpu")
-        for name in wanted:
+        missing = gather_json([name for name, p in mine.items() if not is_fake(p)], control, "cpu")
+        names = dict.fromkeys(chain(*missing) if everywhere else missing[0])
+        gather = Gather(self.exported() if names else (), {}, control, "cpu")
+        for name in names:
             values = gather(name, tuple((0, extent) for extent in gather.shapes[name]))
             if everywhere and control is not None:
                 values = values if gather.first else torch.empty(values.shape, dtype=values.dtype)
@@ -119,28 +124,28 @@ class UserModel:
         path, _, key = name.rpartition(".")
         return values.to(getattr(self.model.get_submodule(path), key).device)
 
-    # What the user changed
+    # Detecting what the user changed
 
     def change(self, only_weights: bool = False) -> Change | None:
-        """What was changed of the model that a capture depends on: the first place. only_weights: of its parameters."""
-        now = Picture.of(self.model)
-        return self.picture.weights_change(now) if only_weights else self.picture.change(now)
+        """The first change of the model that a capture depends on. only_weights: only changes of parameters."""
+        now = Fingerprint.of(self.model)
+        return self.fingerprint.first_weight_change(now) if only_weights else self.fingerprint.first_change(now)
 
-    def taken(self) -> bool:
-        """Whether another trainer divides this model now."""
+    def is_taken(self) -> bool:
+        """Whether another trainer has withheld the weights of this model."""
         if self.shared:
             return any(map(is_withheld, self._parameters))
         return guard_of(self.model) is not self._guard
 
-    def edited(self) -> str | None:
-        """The first parameter that was written, where the model does not share memory with the trained ones."""
+    def written_parameter(self) -> str | None:
+        """The first parameter that was written since `record_weights`, if the model does not share the trained ones."""
         if self.shared:
             return None
-        held = self._held
-        return next((name for name, p in self.model.named_parameters() if _written(p) != held.get(name)), None)
+        versions = self._versions
+        return next((name for name, p in self.model.named_parameters() if _version(p) != versions.get(name)), None)
 
-    def touched(self) -> bool:
-        """Whether weights were written, or moved where they are shared; for every step, since it is quick."""
+    def weights_changed(self) -> bool:
+        """Whether weights were written since `record_weights`, or shared ones moved. Quick enough for every step."""
         moved = self.shared and self._parameters and self._parameters[0].data_ptr() != self._address
         return bool(moved) or self._count() != self._writes
 
@@ -149,8 +154,10 @@ class UserModel:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Train on with the weights that the model has, where it shares them: written in place, set to other memory,
-        or taken by another trainer."""
+        """If the model shares the trained weights, continue training with the values that it has now.
+
+        The user may have written them in place or set ``data``, or another trainer may have taken the model.
+        """
         if not self.shared:
             return
         shards = self.exported()
@@ -161,11 +168,11 @@ class UserModel:
                 shard.tensor.copy_(own)
         take(self.model, {shard.name: shard.tensor for shard in shards})
         self._settle()
-        self.note()
+        self.record_weights()
 
 
 def take(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Let parameters and buffers of ``model`` be ``values``, by name, also where they are withheld."""
+    """Set parameters, withheld or not, and buffers of ``model`` to ``values``, by name, without copying."""
     others = {}
     for name, value in values.items():
         path, _, key = name.rpartition(".")
@@ -177,14 +184,14 @@ def take(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     give(model, others)
 
 
-def _written(parameter: nn.Parameter) -> tuple[int, int]:
-    """What changes when its values do, wherever it is moved."""
+def _version(parameter: nn.Parameter) -> tuple[int, int]:
+    """A key that changes when the values of the parameter are written, but not when it is moved."""
     return (0, 0) if is_fake(parameter) else (id(parameter), parameter._version)
 
 
 @contextmanager
 def left_out(model: nn.Module, name: str) -> Iterator[None]:
-    """Let ``model`` be without its submodule ``name``, "" for none, for what goes by its names."""
+    """Remove the submodule ``name``, "" for none, from ``model`` inside."""
     part = model._modules.pop(name) if name else None
     try:
         yield

@@ -1,9 +1,9 @@
-"""Parameters whose trained values are on other ranks: they have no memory, tell what they are, and raise for a value.
+"""Withheld parameters: their trained values are sharded over ranks; they have metadata but no memory.
 
-A parameter that is withheld stays the object that it was, in the model and wherever else it is held, with its name,
-shape, strides, dtype, device and ``requires_grad``. It is of another class, whose ``__torch_function__`` lets pass what
-asks for these. Anything else (arithmetic, ``tolist``, a write, pickling) raises ConfigError. ``data`` and ``detach``
-give tensors that are withheld like it. Parameters that never had memory (``init_empty_weights``) are withheld, too.
+A withheld parameter stays the same object, in the model and wherever else it is referenced, with its name, shape,
+strides, dtype, device and ``requires_grad``. The ``__torch_function__`` of its new class allows only functions that
+need no more than these. Anything else (arithmetic, ``tolist``, a write, pickling) raises ConfigError. ``data`` and
+``detach`` return withheld tensors. Parameters that never had memory (``init_empty_weights``) are withheld, too.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ _REMEDY_OF_WRITES = (
 )
 _MADE_OF_VALUES = frozenset("T H mT mH real imag".split())  # properties
 _SETTABLE = frozenset("requires_grad grad _grad".split())
-_METADATA = frozenset(  # functions that ask for no value
+_METADATA = frozenset(  # functions that read no value
     """size dim ndimension numel nelement element_size stride storage_offset is_contiguous dim_order is_floating_point
     is_complex is_signed is_conj is_neg is_inference is_same_size get_device result_type requires_grad_ retain_grad
     register_hook register_post_accumulate_grad_hook _has_compatible_shallow_copy_type has_names __len__
     __dir__""".split()
 )
 _MOVES = frozenset("to cpu cuda xpu type float double half bfloat16".split())
-_LIKE_ANOTHER = frozenset("to type_as view_as reshape_as expand_as".split())  # of whose argument no value is needed
+_LIKE_ANOTHER = frozenset("to type_as view_as reshape_as expand_as".split())  # need no value of their second argument
 _MADE_ALIKE = frozenset(
     """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
     new_tensor new_empty_strided""".split()
@@ -43,7 +43,12 @@ _MADE_ALIKE = frozenset(
 
 @dataclass(frozen=True)
 class _Note:
-    """name: of the parameter. ranks: over how many its values are sharded. kind: the class that it had."""
+    """What a withheld tensor remembers.
+
+    name:  of the parameter.
+    ranks: over how many its values are sharded.
+    kind:  the class that it had.
+    """
 
     name: str
     ranks: int
@@ -51,13 +56,13 @@ class _Note:
 
 
 def elsewhere(what: str, value: object, ranks: int, remedy: str = _REMEDY) -> ConfigError:
-    """The error for a use of a model whose trained weights are divided over ``ranks`` ranks."""
+    """The error for using a model whose trained weights are sharded over ``ranks`` ranks."""
     reason = f"the trained weights are sharded over {ranks} ranks, and this model does not have them"
     return ConfigError(what, value, reason, remedy)
 
 
 class Withheld:
-    """Mixed into the class of a tensor that is withheld."""
+    """The mixin of all classes of withheld tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -71,21 +76,21 @@ class Withheld:
             if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
                 return func(*args, **kwargs)
             if name == "detach":
-                return _alike(args[0], func(*args))
+                return _withheld_like(args[0], func(*args))
             if name in _MOVES and own:
                 return _moved(func, *args, **kwargs)
             if name in _LIKE_ANOTHER and not own:
                 return func(*args, **kwargs)
             if name in _MADE_ALIKE:
                 kwargs.setdefault("device", _withheld_of((args, kwargs)).device)
-                args, kwargs = tree_map_only(Withheld, _described, (args, kwargs))
+                args, kwargs = tree_map_only(Withheld, _meta, (args, kwargs))
                 return func(*args, **kwargs)
         raise _refusal(name, (args, kwargs), own and _writes(name))
 
     def __repr__(self) -> str:
         note: _Note = vars(self)[_NOTE]
-        told = f"{tuple(self.shape)}, {self.dtype}, device={str(self.device)!r}"  # type: ignore[attr-defined]
-        return f"{note.name}: {told}, its values sharded over {note.ranks} ranks"
+        metadata = f"{tuple(self.shape)}, {self.dtype}, device={str(self.device)!r}"  # type: ignore[attr-defined]
+        return f"{note.name}: {metadata}, its values sharded over {note.ranks} ranks"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -97,10 +102,10 @@ class Withheld:
         trained: bool = self.requires_grad  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             bare = Tensor.detach(self)  # type: ignore[arg-type]
-            made = bare if isinstance(bare, FakeTensor) else _hollow(bare, bare.dtype, bare.device)
-            made = nn.Parameter(made, trained) if isinstance(self, nn.Parameter) else made
-        memo[id(self)] = made
-        return _alike(self, made)  # type: ignore[return-value, arg-type]
+            copied = bare if isinstance(bare, FakeTensor) else _empty(bare, bare.dtype, bare.device)
+            copied = nn.Parameter(copied, trained) if isinstance(self, nn.Parameter) else copied
+        memo[id(self)] = copied
+        return _withheld_like(self, copied)  # type: ignore[return-value, arg-type]
 
 
 class _Parameter(Withheld, nn.Parameter):
@@ -108,7 +113,7 @@ class _Parameter(Withheld, nn.Parameter):
 
 
 class _Tensor(Withheld, Tensor):
-    """What ``data`` and ``detach`` of it give."""
+    """What ``data`` and ``detach`` of a withheld parameter return."""
 
 
 class _Fake(Withheld, FakeTensor):
@@ -119,29 +124,31 @@ _KINDS = MappingProxyType({nn.Parameter: _Parameter, Tensor: _Tensor, FakeTensor
 
 
 def withhold(model: nn.Module, ranks: int) -> dict[str, nn.Parameter]:
-    """Withhold the parameters of ``model``, and free their memory; those of another class than torch's keep theirs.
+    """Withhold the parameters of ``model``, and free their memory; return them by name.
 
-    ranks: over how many the trained values are divided. Returns the parameters by name.
+    ranks: over how many the trained values are sharded.
+
+    Parameters of subclasses of ``nn.Parameter`` keep their memory.
     """
-    found = dict(model.named_parameters())
-    for name, parameter in found.items():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         if is_withheld(parameter):
             continue
         if type(parameter) is nn.Parameter:
-            described, device = _described(parameter), parameter.device
-            parameter.data = parameter.data.new_empty(0)  # first, so that a device need not have room for both
-            parameter.data = _hollow(described, described.dtype, device)
+            meta, device = _meta(parameter), parameter.device
+            parameter.data = parameter.data.new_empty(0)  # frees its memory before more is allocated
+            parameter.data = _empty(meta, meta.dtype, device)
         _hide(parameter, _Note(name, ranks, type(parameter)))
-    return found
+    return parameters
 
 
 def is_withheld(tensor: object) -> bool:
-    """Whether to read a value of it raises ConfigError."""
+    """Whether reading a value of ``tensor`` raises ConfigError."""
     return isinstance(tensor, Withheld)
 
 
 def restore(parameter: nn.Parameter, values: Tensor | None) -> None:
-    """Let a parameter, withheld or not, have ``values``, and be of its own class. None: it never had memory."""
+    """Give a parameter, withheld or not, ``values``, and its own class. values: None if it never had memory."""
     with torch._C.DisableTorchFunctionSubclass():
         if values is not None:
             parameter.data = values
@@ -150,28 +157,28 @@ def restore(parameter: nn.Parameter, values: Tensor | None) -> None:
 
 
 def name_of(tensor: Tensor) -> str:
-    """Of the parameter that a withheld tensor is, or was made of."""
+    """The name of the parameter that a withheld tensor is, or was made from."""
     return vars(tensor)[_NOTE].name
 
 
 def check_values(model: nn.Module) -> None:
-    """Raises ConfigError where a parameter of ``model`` is withheld."""
+    """Raise ConfigError if a parameter of ``model`` is withheld."""
     for parameter in model.parameters():
         if is_withheld(parameter):
             raise _refusal("read", parameter)
 
 
-def _withheld_of(given: Any) -> Tensor:
-    return next(filter(is_withheld, tree_leaves(given)))
+def _withheld_of(arguments: Any) -> Tensor:
+    return next(filter(is_withheld, tree_leaves(arguments)))
 
 
-def _refusal(use: str, given: Any, writes: bool = False) -> ConfigError:
-    note: _Note = vars(_withheld_of(given))[_NOTE]
+def _refusal(use: str, arguments: Any, writes: bool = False) -> ConfigError:
+    note: _Note = vars(_withheld_of(arguments))[_NOTE]
     return elsewhere(f"model.{note.name}", f"({use})", note.ranks, _REMEDY_OF_WRITES if writes else _REMEDY)
 
 
 def _writes(name: str) -> bool:
-    """Whether a function of that name changes its first argument."""
+    """Whether a function of that name writes to its first argument."""
     if name.startswith("__"):
         return name.startswith(("__i", "__setitem__")) and name not in ("__int__", "__index__", "__invert__")
     return name.endswith("_")
@@ -182,8 +189,8 @@ def _get(func: Callable, tensor: Tensor, attribute: str) -> Any:
         error = _refusal(attribute, tensor)
         raise AbsentError(error.what, error.value, error.reason, error.remedy)
     with torch._C.DisableTorchFunctionSubclass():
-        found = func(tensor)
-        return _alike(tensor, found) if attribute == "data" else found
+        value = func(tensor)
+        return _withheld_like(tensor, value) if attribute == "data" else value
 
 
 def _set(func: Callable, tensor: Tensor, value: Any, attribute: str) -> None:
@@ -194,9 +201,9 @@ def _set(func: Callable, tensor: Tensor, value: Any, attribute: str) -> None:
         func(tensor, value)
 
 
-def _alike(tensor: Tensor, made: Tensor) -> Tensor:
-    """``made``, which has no memory of its own, withheld like ``tensor``."""
-    return _hide(made, replace(vars(tensor)[_NOTE], kind=type(made)))
+def _withheld_like(tensor: Tensor, result: Tensor) -> Tensor:
+    """Withhold ``result``, which has no memory of its own, like ``tensor``."""
+    return _hide(result, replace(vars(tensor)[_NOTE], kind=type(result)))
 
 
 def _hide(tensor: Tensor, note: _Note) -> Tensor:
@@ -206,38 +213,38 @@ def _hide(tensor: Tensor, note: _Note) -> Tensor:
     return tensor
 
 
-def _hollow(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of that shape and those strides, of no memory, which only this file may touch."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=device)
-    made.untyped_storage().resize_(0)
-    return made
+def _empty(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor with the shape and strides of ``like`` whose memory is freed: it must not be read."""
+    result = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=device)
+    result.untyped_storage().resize_(0)
+    return result
 
 
-def _described(tensor: Tensor) -> Tensor:
+def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _moved(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What ``to`` and its like make of a withheld tensor: of another dtype or device, and withheld."""
+    """The result of ``to``, ``cuda``, ``half`` and so on: a withheld tensor of another dtype or device."""
     if isinstance(tensor, FakeTensor):
-        made = func(tensor, *args, **kwargs)
-        return tensor if made is tensor else _alike(tensor, made)
+        fake = func(tensor, *args, **kwargs)
+        return tensor if fake is tensor else _withheld_like(tensor, fake)
     kwargs.pop("memory_format", None)
-    one = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-    made = func(one, *args, **kwargs)
-    return tensor if made is one else _alike(tensor, _hollow(tensor, made.dtype, made.device))
+    scalar = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    moved = func(scalar, *args, **kwargs)
+    return tensor if moved is scalar else _withheld_like(tensor, _empty(tensor, moved.dtype, moved.device))
 
 
 def _sent(tensor: Tensor) -> tuple[Callable, tuple]:
-    """A worker process of a DataLoader gets a collator's model as it is here; files are another matter."""
+    """Let withheld tensors be sent to worker processes of a DataLoader, with a collator's model; not to files."""
     note: _Note = vars(tensor)[_NOTE]
     with torch._C.DisableTorchFunctionSubclass():
-        return _received, (note, _described(tensor), tensor.device, tensor.requires_grad)
+        return _received, (note, _meta(tensor), tensor.device, tensor.requires_grad)
 
 
-def _received(note: _Note, described: Tensor, device: torch.device, trained: bool) -> Tensor:
-    made = _hollow(described, described.dtype, device)
-    return _hide(nn.Parameter(made, trained) if note.kind is nn.Parameter else made, note)
+def _received(note: _Note, meta: Tensor, device: torch.device, trained: bool) -> Tensor:
+    tensor = _empty(meta, meta.dtype, device)
+    return _hide(nn.Parameter(tensor, trained) if note.kind is nn.Parameter else tensor, note)
 
 
 ForkingPickler.register(_Parameter, _sent)

@@ -17,7 +17,7 @@ from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
 from ..parallel.mesh import Mesh
 from ..planner.make import Told, grid_of
-from ..stages.blueprint import Blueprint, draw, follow
+from ..stages.blueprint import Blueprint, blueprint_from_plan, make_blueprint
 from ..stages.traced import Batch, Traced
 from .hf_batches import TokenBatches
 from .plan_file import plan_of
@@ -99,8 +99,8 @@ def blueprint_of(
     """
     stored = plan_of(config, world_size, cluster)
     if stored is not None:
-        return follow(traced, stored)
-    return draw(
+        return blueprint_from_plan(traced, stored)
+    return make_blueprint(
         traced,
         grid_of(config, world_size),
         microbatches=config.num_microbatches(world_size),
@@ -111,7 +111,7 @@ def blueprint_of(
         vocabulary_multiple=config.model.make_vocab_size_divisible_by,
         loss_chunk=config.model.cross_entropy_chunk_size,
         sequence_length=config.model.seq_length,  # without the token more that some models get
-        told=told,
+        progress=told,
     )
 
 

@@ -194,7 +194,7 @@ class TokenTrainer(RunState):
 
     def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> int:
         loaded = super().load(root, iteration, say)
-        self.captured.holdings.settle()
+        self.captured.parameter_shards.round_frozen()
         self.captured.iteration = self.iteration
         return loaded
 

@@ -37,7 +37,7 @@ class Trainer(RunState):
         self.executors = Executors(stages, plan.schedule, mesh, per_token)
         self.buffer, self.gatherer = self.model.buffer, self.model.gatherer
         scaler = scaler_of_run(config.train)
-        self.optimizer = optimizer_of(self.model.held, config.optimizer, scaler)
+        self.optimizer = optimizer_of(self.model.parameters, config.optimizer, scaler)
         interval = config.train.check_weight_hash_across_dp_replicas_interval
         self.replicas = Replicas(mesh, self.optimizer, self.gatherer, interval)
 
@@ -53,11 +53,11 @@ class Trainer(RunState):
     def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
         """``gradients`` without waiting for the device: what the loss is made of, for `step` to read. In fp16 the
         gradient keeps its loss scale."""
-        held = self.model.held
-        held.start_step()
+        parameters = self.model.parameters
+        parameters.start_step()
         scale = self.optimizer.begin()
         loss = self.executor(len(batches)).run(batches, self.iteration, loss_scale=scale)
-        held.finish_step()
+        parameters.finish_step()
         if self.config.train.calculate_per_token_loss:
             tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
             tokens = tokens.to(self.mesh.device, non_blocking=True)
@@ -73,7 +73,7 @@ class Trainer(RunState):
         loss = self._mean(losses, len(batches) * self.mesh.summed) if losses else None
         self.gatherer.launch()
         self.count(batches, result.skipped)
-        self.replicas.note(result.grad_norm, self.iteration)
+        self.replicas.record_norm(result.grad_norm, self.iteration)
         return self.report(loss, rates, result, *zeros)
 
     def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:

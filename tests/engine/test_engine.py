@@ -138,9 +138,9 @@ def test_lambdas_of_one_line_are_one_function(engine):
     known = None
     for _ in range(20):
         engine.forward_backward([batch_of(1)], lambda outputs, batch: outputs.logits.float().square().mean())
-        known = known or len(engine.captured.programs[0].made())
+        known = known or len(engine.captured.programs[0].all())
     engine.zero_grad()
-    assert len(engine.captured.programs[0].made()) == known
+    assert len(engine.captured.programs[0].all()) == known
 
 
 def test_sixteen_bits_give_losses_fp32(tmp_path):

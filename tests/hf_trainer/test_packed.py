@@ -115,7 +115,7 @@ def see(kind, arguments, directory, model, collator, **changes):
         return found | {"weights": copy.deepcopy(trainer.model.state_dict())}
     trainer.gather_model()
     here = trainer.is_world_process_zero()
-    captures = next(iter(trainer.engine.programs.values())).made()
+    captures = next(iter(trainer.engine.programs.values())).all()
     return found | {"weights": trainer.model.state_dict() if here else None, "captures": len(captures)}
 
 

@@ -162,7 +162,7 @@ def test_padding_that_a_model_notices_is_left_out(tmp_path, name):
     assert ("training batches are not padded" in "".join(said)) != neutral
     for mine, other in zip(trainer.model.buffers(), theirs.model.buffers(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
-    shapes = [shapes for role, shapes in trainer.engine.programs[0]._made if role.training]
+    shapes = [shapes for role, shapes in trainer.engine.programs[0]._programs if role.training]
     lengths = {shape[1] for shapes in shapes for entry, shape, _ in shapes if entry == "input_ids"}
     assert lengths & {8, 12} and lengths - {8, 12}
 
@@ -197,7 +197,7 @@ def test_masks_of_padding_go_where_they_change_nothing(tmp_path, monkeypatch, na
     changes = {"max_steps": 3, "ragged": True}
     trainer, theirs, _ = as_in_transformers(str(tmp_path), make, collator, **changes)
     assert bool(trainer.feed.masks.refused) == (name == "a loss that counts padding")
-    made = trainer.engine.programs[0]._made
+    made = trainer.engine.programs[0]._programs
     ran = [{entry for entry, *_ in shapes} for role, shapes in made if role.training]
     assert any("attention_mask" not in entries for entries in ran) == (goes or "loss" in name)  # or was tried
     asked = theirs.evaluate()["eval_loss"]

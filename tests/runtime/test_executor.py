@@ -64,9 +64,9 @@ class Rank:
 
     def step(self, number=3):
         """Loss and every gradient that this rank holds, by HuggingFace name and place."""
-        self.model.held.start_step()
+        self.model.parameters.start_step()
         loss = self.executor.run(self.batches, number)
-        self.model.held.finish_step()
+        self.model.parameters.finish_step()
         assert all(stage.parts == {} for stage in self.model.stages.values())
         shards = self.model.shards(self.model.buffer.main_grad)
         return loss, {(shard.name, shard.intervals): shard.tensor.clone() for shard in shards}

@@ -68,9 +68,9 @@ def native(case: Case, rank: int, world_size: int) -> tuple[int, int]:
     mesh = build_mesh(made.grid, rank, torch.device("cpu"))
     built = build_model(config, made, mesh)
     executor = MeasuredExecutor(built.stages, add_communication(made.schedule), mesh)
-    built.held.start_step()
+    built.parameters.start_step()
     executor.run([batch(seed=seed) for seed in range(MICROBATCHES)], 1)
-    built.held.finish_step()
+    built.parameters.finish_step()
     return executor.peak, predicted(made, mesh.pp_rank)
 
 

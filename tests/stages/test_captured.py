@@ -10,7 +10,7 @@ from megatron_merak.config import OptimizerConfig, ParallelConfig
 from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.stages.blueprint import draw
+from megatron_merak.stages.blueprint import make_blueprint
 from megatron_merak.stages.traced import Traced
 from tests.engines import engine_of
 from tests.graph.tiny import gradients, randomise, tiny
@@ -33,7 +33,9 @@ def trainer_of(model, batch, grid, rank, micro_batches, ways=None, seed=1234):
 
 def parts_of(trainer, flat=None):
     shards = (
-        [*trainer.holdings.others(), *trainer.shards(trainer.buffer.data)] if flat is None else trainer.shards(flat)
+        [*trainer.parameter_shards.others(), *trainer.shards(trainer.buffer.data)]
+        if flat is None
+        else trainer.shards(flat)
     )
     return [replace(shard, tensor=shard.tensor.detach().clone()) for shard in shards]
 
@@ -188,7 +190,7 @@ def _halves(rank, world_size, name, grid, ways):
         return sum(losses).item(), {key: sum(found[key] for found in every) for key in every[0]}
     trainer = trainer_of(model, batches[0], grid, rank, len(batches), ways)
     loss = trainer.gradients(batches)
-    made = [len(programs._made) for programs in trainer.programs.values()]
+    made = [len(programs._programs) for programs in trainer.programs.values()]
     return loss, parts_of(trainer, trainer.buffer.main_grad), made
 
 
@@ -248,10 +250,9 @@ def test_initial_weights_do_not_depend_on_the_layout():
 def test_a_weight_that_does_not_divide_is_told():
     _, empty, batch = tiny("llama")
     traced = Traced(empty(), batch)
-    assert draw(traced, Grid()).whole_weights() == ()
-    told = draw(traced, Grid(tp=3)).whole_weights()
-    reason = "its 32 output features are not divisible by 3"
-    assert told[0] == f"model.layers.*.self_attn.q_proj.weight is replicated: {reason}."
+    assert make_blueprint(traced, Grid()).replicated_weights() == ()
+    told = make_blueprint(traced, Grid(tp=3)).replicated_weights()
+    assert told[0] == "model.layers.*.self_attn.q_proj.weight is replicated: its 32 output features are not divisible by 3."
     assert len(told) == 4  # q, k, v, o: the feed-forward width is padded
 
 

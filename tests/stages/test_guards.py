@@ -25,7 +25,7 @@ def _train(rank, world_size, name, grid):
     model, batches = cases(name)
     trainer = trainer_of(model, batches[0], grid, rank, len(batches))
     loss = trainer.gradients([*map(copied, batches)])
-    made = [len(cases) for programs in trainer.programs.values() for cases in programs._made.values()]
+    made = [len(cases) for programs in trainer.programs.values() for cases in programs._programs.values()]
     grads = parts_of(trainer, trainer.buffer.main_grad)
     evaluated = trainer.evaluate([*map(copied, batches[:2])])
     return loss, grads, made, [found["loss"].item() for found in evaluated or ()]

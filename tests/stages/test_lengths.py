@@ -72,8 +72,8 @@ def engines(rank, world, name, lengths, options, wishes):
     quick, fresh = (built(name, batches[0], mesh, fresh, **dict(wishes)) for fresh in (False, True))
     for each in batches:
         same(step(quick, each, each), step(fresh, each, each))
-    assert fresh.blueprint.lengths.made == 0
-    return quick.blueprint.lengths.made
+    assert fresh.blueprint.lengths.derived == 0
+    return quick.blueprint.lengths.derived
 
 
 def of_one(name, lengths, **options):
@@ -114,7 +114,7 @@ def test_rows_are_a_length_too():
     quick, fresh = (built("llama", batch(16), mesh, fresh) for fresh in (False, True))
     for rows in (2, 5, 3, 1, 7):
         same(step(quick, batch(16, rows=rows)), step(fresh, batch(16, rows=rows)))
-    assert quick.blueprint.lengths.made == 4  # not of one row, which broadcasts
+    assert quick.blueprint.lengths.derived == 4  # not of one row, which broadcasts
 
 
 @pytest.mark.slow

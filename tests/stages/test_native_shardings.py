@@ -43,7 +43,7 @@ def test_the_first_tensor_that_differs_is_named(name, change, words):
 
 
 def test_it_says_of_every_tensor_and_of_no_other():
-    with pytest.raises(PlanError, match=f"sharding of {NORM}: the plan does not say how it is divided"):
+    with pytest.raises(PlanError, match=f"sharding of {NORM}: the plan does not say how it is sharded"):
         check_native_shardings([tensor for tensor in table() if tensor.name != NORM], table())
     with pytest.raises(PlanError, match="sharding of extra: .* the native model has no such tensor"):
         check_native_shardings([*table(), TensorSharding("extra", (2,))], table())

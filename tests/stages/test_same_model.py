@@ -60,7 +60,7 @@ def build_everywhere(rank, world_size):
     models = (Scaled(rank), empty if rank else first, Scaled(rank))
     for grid, model in zip(GRIDS, models, strict=True):
         trainer = trainer_of(model, batch, grid, rank, grid.dp)
-        for shard in (*trainer.holdings.others(), *trainer.shards(trainer.buffer.data)):
+        for shard in (*trainer.parameter_shards.others(), *trainer.shards(trainer.buffer.data)):
             assert torch.equal(shard.tensor, part(first.get_parameter(shard.name), shard)), (grid, shard.name)
         for (name, buffer), mine in zip(first.named_buffers(), model.buffers(), strict=True):
             assert torch.equal(buffer, mine), name

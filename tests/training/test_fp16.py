@@ -20,16 +20,16 @@ from tests.ranks import run_ranks
 
 def _overflows_once(trainer, rank):
     """Let one element of a gradient of ``rank`` overflow in the next step, before replicas add theirs up."""
-    held, finish = trainer.model.held, trainer.model.held.finish_step
+    parameters, finish = trainer.model.parameters, trainer.model.parameters.finish_step
 
     def finish_step():
-        held.finish_step = finish
+        parameters.finish_step = finish
         if trainer.mesh.rank == rank:
             name = next(reversed(trainer.buffer.slots))
             trainer.buffer.grad(name).view(-1)[0] = torch.inf
         finish()
 
-    held.finish_step = finish_step
+    parameters.finish_step = finish_step
 
 
 def _one_overflow(rank, world_size, case):

@@ -15,7 +15,7 @@ from megatron_merak.hf_trainer.arguments import plan_arguments
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan
-from megatron_merak.stages.blueprint import draw, follow
+from megatron_merak.stages.blueprint import blueprint_from_plan, make_blueprint
 from megatron_merak.stages.traced import Traced
 from megatron_merak.training import plan_file
 from megatron_merak.training.plan_file import decided, plan_of, stored
@@ -255,7 +255,7 @@ def test_arguments_that_contradict_a_plan_are_named(tmp_path, changes, told):
 
     traced = Traced(*llama_traced())
     path = tmp_path / "plan.json"
-    path.write_text(draw(traced, Grid(), microbatches=4).plan.to_json())
+    path.write_text(make_blueprint(traced, Grid(), microbatches=4).plan.to_json())
     with pytest.raises(MerakError, match=told):
         MerakArguments(str(tmp_path), **{"plan": str(path), "use_cpu": True, "report_to": "none"} | changes)
 
@@ -270,22 +270,22 @@ def test_an_untouched_plan_is_followed_to_the_last_number():
         real, _, batch = tiny(name)
         traced = Traced(real(), batch)
         for grid in (Grid(), Grid(tp=2, pp=2)):
-            made = draw(traced, grid, microbatches=4).plan
+            made = make_blueprint(traced, grid, microbatches=4).plan
             again = Plan.from_json(made.to_json())
             assert again == made
-            assert replace(follow(traced, again).plan, reasons=made.reasons) == made
+            assert replace(blueprint_from_plan(traced, again).plan, reasons=made.reasons) == made
 
 
 def _refused(plan, told):
     with pytest.raises(PlanError, match=told):
-        follow(Traced(*llama_traced()), plan)
+        blueprint_from_plan(Traced(*llama_traced()), plan)
 
 
 def test_a_plan_that_does_not_fit_the_model_is_told_apart_by_its_first_difference():
     traced = Traced(*llama_traced())
-    made = draw(traced, Grid(tp=2, pp=2), microbatches=4).plan
+    made = make_blueprint(traced, Grid(tp=2, pp=2), microbatches=4).plan
     real, _, batch = tiny("gpt2")
-    _refused(draw(Traced(real(), batch), Grid(tp=2, pp=2), microbatches=4).plan, "unit 0 .*the model's is")
+    _refused(make_blueprint(Traced(real(), batch), Grid(tp=2, pp=2), microbatches=4).plan, "unit 0 .*the model's is")
     units = (*made.units[:-1], replace(made.units[-1], name="head"))
     _refused(replace(made, units=units), r"unit \d+ head: the model's is ")
     with pytest.raises(PlanError, match="stages .*must cover the"):

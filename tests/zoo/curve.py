@@ -12,7 +12,7 @@ from megatron_merak.graph.capture.captured import Captured
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages import traced as traces
-from megatron_merak.stages.blueprint import draw
+from megatron_merak.stages.blueprint import make_blueprint
 from megatron_merak.stages.captured import CapturedTrainer
 from megatron_merak.stages.precision import DTYPES
 
@@ -65,7 +65,7 @@ def check_curve(specimen: Specimen, subject: Subject) -> Cell:
 
     promoted = mock.patch.dict(DTYPES, {"float32": dtype})
     with promoted, mock.patch.object(traces, "capture", known):
-        blueprint = draw(traces.Traced(model, subject.batch), GRID, microbatches=MICRO_BATCHES)
+        blueprint = make_blueprint(traces.Traced(model, subject.batch), GRID, microbatches=MICRO_BATCHES)
 
     def train(rank: int, world_size: int) -> list[float]:
         mesh = build_mesh(GRID, rank, torch.device("cpu"))

@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...parallel.agree import gather_json, together
 from ...parallel.scattered import Scattered
 from ...stages.captured import CapturedTrainer
-from ...stages.model_picture import Change
+from ...stages.model_fingerprint import Change
 
 _ANEW = "Make the change before the trainer is first used, or make a new MerakTrainer with the changed model"
 _DIVIDED = (
@@ -99,7 +99,7 @@ def check_step(trainer: Any) -> None:
     """Before a step: what a callback wrote into weights that the model shares is trained on."""
     check_loss(trainer)
     user_model = getattr(trainer.engine, "user_model", None)
-    if user_model is not None and user_model.shared and user_model.touched():
+    if user_model is not None and user_model.shared and user_model.weights_changed():
         user_model.adopt()
 
 
@@ -112,10 +112,10 @@ def check_loss(trainer: Any) -> None:
 def lost_writes(trainer: Any) -> ConfigError | None:
     """What a callback wrote into a model that does not have the trained weights."""
     held = getattr(trainer._engine, "user_model", None)
-    if held is None or held.shared or not held.touched():
+    if held is None or held.shared or not held.weights_changed():
         return None
     reason = "a callback wrote it, and the trained weights are sharded over ranks"
-    return ConfigError(f"model.{held.edited()}", "(written)", reason, "Leave the weights to the optimizer")
+    return ConfigError(f"model.{held.written_parameter()}", "(written)", reason, "Leave the weights to the optimizer")
 
 
 def _change(trainer: Any, engine: CapturedTrainer, saves: bool) -> Change | None:
@@ -123,11 +123,11 @@ def _change(trainer: Any, engine: CapturedTrainer, saves: bool) -> Change | None
     assert held is not None
     if engine.model is not trainer.model:
         return Change("trainer.model", type(engine.model).__name__, f"another {type(trainer.model).__name__}")
-    if held.taken():
+    if held.is_taken():
         reason = "another trainer has sharded this model since, and this trainer has earlier weights"
         raise ConfigError("model", type(engine.model).__name__, reason, "Use one trainer, or give each its own model")
     change = held.change(only_weights=saves)
-    if change is None and (name := held.edited()) is not None:
+    if change is None and (name := held.written_parameter()) is not None:
         change = Change(f"model.{name}", "(its values)", "(written since)")
     return change
 
@@ -142,7 +142,7 @@ def _refuse(trainer: Any, engine: CapturedTrainer, change: Change) -> None:
     if not held.shared and engine.iteration:
         reason = f"it was {_short(change.was)} when the model was captured, and the trained weights are sharded"
         raise ConfigError(change.what, now, f"{reason} over {engine.mesh.grid.size} ranks", _DIVIDED)
-    edited = held.edited()
+    edited = held.written_parameter()
     if edited is not None and source_of(trainer.model) is not None:
         reason = "it was written after the trainer read its weights from the model's directory"
         raise ConfigError(f"model.{edited}", now, reason, _ANEW)

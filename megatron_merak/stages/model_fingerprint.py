@@ -1,4 +1,4 @@
-"""What a captured graph depends on of the user's model besides its weights, so that a later change is noticed."""
+"""A fingerprint of all that a captured graph depends on in a model but weight values, to detect later changes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ..graph.capture.empty import is_fake
 from ..graph.capture.python_state import snapshot_modules
 from .guard import GUARDED, Guard
 
-# Attributes that change nothing of a forward, or that a trainer sets itself.
+# Attributes that a forward does not depend on, or that a trainer sets itself.
 _FREE = frozenset(
     """generation_config merak_source warnings_issued gradient_checkpointing _gradient_checkpointing_func name_or_path
     model_tags training""".split()
@@ -21,14 +21,18 @@ _FREE_IN_CONFIG = frozenset(
     """use_cache id2label label2id architectures _name_or_path name_or_path transformers_version
     _output_attentions""".split()
 )
-_SMALL = 1 << 16  # elements of a buffer that is compared by value; larger ones by their writes
+_SMALL = 1 << 16  # elements of a buffer that is compared by value; larger ones by address and version
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
 class Change:
-    """what: the place that changed. was, now: how it is told."""
+    """A difference between two fingerprints.
+
+    what:     the name of the parameter, buffer, module or attribute that differs.
+    was, now: its value, or a description of it.
+    """
 
     what: str
     was: Any
@@ -36,9 +40,12 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """weights: per parameter its shape, dtype and the name it is tied to. rest: per place what is there: classes of
-    modules, ``requires_grad``, hooks, Python attributes. buffers: per name a copy, or what tells a write of it.
+class Fingerprint:
+    """The state of a model at one time, for comparison with a later one.
+
+    weights: per parameter, its shape, dtype and the name that it is tied to.
+    rest:    by name: classes of modules, ``requires_grad``, hooks, Python attributes.
+    buffers: per buffer, a copy if it is small, else its address and version.
     """
 
     weights: Mapping[str, Any]
@@ -46,7 +53,7 @@ class Picture:
     buffers: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Picture":
+    def of(cls, model: nn.Module) -> "Fingerprint":
         first: dict[int, str] = {}
         weights: dict[str, Any] = {}
         rest: dict[str, Any] = {}
@@ -58,20 +65,20 @@ class Picture:
             hooks = tuple(id(hook) for kind in _HOOKS for hook in vars(module)[kind].values())
             rest[f"{name} hooks"] = hooks
             rest[f"{name}.forward"] = _method(vars(module).get("forward"))
-        for (name, key), told in snapshot_modules(model):
+        for (name, key), value in snapshot_modules(model):
             if key not in _FREE and key not in GUARDED:
-                rest[f"{name}.{key}".strip(".")] = _of_config(told) if key == "config" else told
+                rest[f"{name}.{key}".strip(".")] = _of_config(value) if key == "config" else value
         return cls(weights, rest, dict(_buffers(model)))
 
-    def weights_change(self, now: "Picture") -> Change | None:
-        """The first parameter that is there no more, is new, or has another shape or dtype."""
+    def first_weight_change(self, now: "Fingerprint") -> Change | None:
+        """The first parameter that was removed or added, or has another shape, dtype or tie."""
         return _first(self.weights, now.weights)
 
-    def change(self, now: "Picture") -> Change | None:
-        """The first difference of all."""
-        found = _first(self.weights, now.weights) or _first(self.rest, now.rest)
-        if found is not None:
-            return found
+    def first_change(self, now: "Fingerprint") -> Change | None:
+        """The first difference of all kinds."""
+        change = _first(self.weights, now.weights) or _first(self.rest, now.rest)
+        if change is not None:
+            return change
         for name in [*self.buffers, *now.buffers]:
             one, other = self.buffers.get(name), now.buffers.get(name)
             if type(one) is not type(other) or not _same(one, other):
@@ -81,34 +88,37 @@ class Picture:
 
 def _first(before: Mapping[str, Any], now: Mapping[str, Any]) -> Change | None:
     for name in dict.fromkeys([*before, *now]):
-        was, told = before.get(name, _ABSENT), now.get(name, _ABSENT)
-        if was != told:
-            return _inside(name, was, told)
+        old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
+        if old != new:
+            return _inside(name, old, new)
     return None
 
 
 def _inside(name: str, was: Any, now: Any) -> Change:
-    """The field of a config that differs, where ``name`` is one."""
+    """The change of ``name``, or of its first field that differs if it is a config."""
     if isinstance(was, dict) and isinstance(now, dict):
         return _first({f"{name}.{k}": v for k, v in was.items()}, {f"{name}.{k}": v for k, v in now.items()})  # type: ignore[return-value]
     return Change(name, was, now)
 
 
-def _of_config(told: Any) -> Any:
-    """A config as a dictionary, without what is of no consequence."""
-    if not isinstance(told, tuple):
-        return told
-    return {key: value for key, value in told[-1] if key not in _FREE_IN_CONFIG}
+def _of_config(description: Any) -> Any:
+    """The fields of a config that a forward may depend on.
+
+    description: of a config by ``tell_modules``, or any other value, which is returned as it is.
+    """
+    if not isinstance(description, tuple):
+        return description
+    return {key: value for key, value in description[-1] if key not in _FREE_IN_CONFIG}
 
 
-def _method(held: Any) -> Any:
-    """What stands in the place of a module's forward, guards aside."""
-    own = held.own if isinstance(held, Guard) else held
+def _method(forward: Any) -> Any:
+    """The id of the function that the user has set as a module's forward, None if there is none."""
+    own = forward.own if isinstance(forward, Guard) else forward
     return None if own is None else id(own)
 
 
 def _buffers(model: nn.Module) -> Any:
-    """Without running statistics, which training changes and which it reads where they are."""
+    """Name and fingerprint of each buffer, without running statistics, which training itself updates."""
     for path, module in model.named_modules():
         if isinstance(module, _NormBase):
             continue

@@ -1,0 +1,275 @@
+"""One rank's shards of a captured model's parameters: those that its pipeline stages use, with initial values."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.hf import ModuleSource, Source, fill, source_of
+from ..checkpoint.store import Shard
+from ..parallel.agree import broadcast_json, gather_json, together
+from ..parallel.buffers import BufferEntry, Flat, ParameterBuffer, Sharding
+from ..parallel.mesh import Mesh
+from ..plan import TensorSharding
+from ..runtime.parameters import RankParameters
+from .adapters import has_adapters, name_before
+from .blueprint import Blueprint
+from .deliver import deliver
+from .init_captured import Initialiser
+from .native import shard_of, shared_here, tie_groups
+from .parameter_groups import GroupOf
+from .precision import DTYPES, HALVES
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """This rank's shard of one parameter, padding included.
+
+    sharding: how tensor parallelism shards it.
+    storage:  the tensor that the model computes with.
+    counted:  whether this rank, of those of a replica that have the same values, counts and writes them.
+    exact:    its values in the dtype of the user's model: fp32 where it computes in 16 bits, else ``storage`` itself.
+              Where replicas shard the fp32 values, a view of the gradient's memory, into which they are all-gathered.
+    """
+
+    sharding: TensorSharding
+    storage: Tensor
+    counted: bool
+    exact: Tensor
+
+    def shard(self, mesh: Mesh, storage: Tensor) -> Shard:
+        """``storage``, of the shape of ``self.storage``, as a shard of a HuggingFace tensor, without padding."""
+        tensor, tp = self.sharding, mesh.grid.tp
+        shape = tensor.local_shape(mesh.tp_rank, tp)
+        view = storage if tensor.dim is None else storage.narrow(tensor.dim, 0, shape[tensor.dim])
+        owner = self.counted and mesh.dp_rank == 0
+        return Shard(tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), view, owner)
+
+
+def stored_shape(tensor: TensorSharding, tp: int) -> tuple[int, ...]:
+    """The shape of a rank's shard, padding included."""
+    if tensor.dim is None:
+        return tensor.shape
+    extent = tensor.shape[tensor.dim] if tensor.padded is None else tensor.padded
+    return tensor.shape[: tensor.dim] + (extent // tp,) + tensor.shape[tensor.dim + 1 :]
+
+
+class ParameterShards:
+    """The parameter shards of one rank, of all its stages: trainable ones are views of ``buffer``, frozen ones are not.
+
+    The first stage keeps the parameters that the loss does not use, so that checkpoints are complete.
+
+    stored:     per parameter name, this rank's shard.
+    parameters: per parameter name, what segments read.
+    stages_of:  per parameter name of the whole model, the stages that use it.
+    units:      the units of this rank's stages, in order.
+    """
+
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, group_of: GroupOf):
+        self.blueprint, self.mesh, self.captured = blueprint, mesh, blueprint.traced.captured
+        self.model = blueprint.traced.model
+        self.stages = blueprint.plan.stages_of(mesh.pp_rank)
+        self.stages_of = blueprint.stages_of()
+        self.units = [unit for stage in self.stages for unit in blueprint.plan.stages[stage].units]
+        used = [self.reads(unit) for unit in self.units]
+        owner = {name: min(k for k, names in enumerate(used) if name in names) for names in used for name in names}
+        self.buffer = self._make_buffer([[n for n in names if owner[n] == k] for k, names in enumerate(used)], group_of)
+        self.stored = {name: self._store(name) for name in owner}
+        trainable = self.captured.trainable
+        self.parameters = {
+            name: nn.Parameter(stored.storage, name in trainable) for name, stored in self.stored.items()
+        }
+        if 0 in self.stages:
+            self.stored |= {name: self._store_unused(name, parameter) for name, parameter in self._unused()}
+
+    def reads(self, unit: int) -> Collection[str]:
+        """The parameters that a unit uses."""
+        return self.blueprint.chain.parameters[unit]
+
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """The names of the trainable parameters."""
+        return {parameter: name for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the weights that are exported are sharded over the data-parallel ranks."""
+        return self.shares_exact or self.buffer.sharding >= Sharding.PARAMETERS
+
+    @property
+    def shares_exact(self) -> bool:
+        """Whether weights that are rounded for computing have fp32 values that data-parallel ranks shard."""
+        return self.buffer.sharded and any(
+            stored.exact is not stored.storage and name in self.buffer.slots for name, stored in self.stored.items()
+        )
+
+    @property
+    def replicated(self) -> frozenset[str]:
+        """The parameters that are replicated over the tensor-parallel ranks."""
+        return frozenset(name for name in self.parameters if self.stored[name].sharding.dim is None)
+
+    def rank_parameters(self) -> RankParameters:
+        """The trainable parameters, as stages and the optimizer use them.
+
+        Collective over all ranks: makes process groups for the parameters that several pipeline ranks have.
+        """
+        names, plan, mesh = self.names, self.blueprint.plan, self.mesh
+        stages_of = {(name,): stages for name, stages in self.stages_of.items()}
+        groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
+        trained = sorted(names.values())  # the same order on every rank
+        return RankParameters(
+            self.buffer,
+            names,
+            mesh,
+            self.replicated,
+            tuple((name, groups[name,]) for name in trained if (name,) in groups),
+            plan.overlap_grad_reduce,
+            plan.overlap_param_gather,
+            self.blueprint.partial,
+            {name: shared[name,] for name in trained if (name,) in shared},
+            {unit: [name for name in self.reads(unit) if name in self.buffer.slots] for unit in self.units},
+            plan.grad_reduce_in_bf16,
+            self.blueprint.sharding.tensors,
+        )
+
+    def _make_buffer(self, units: list[list[str]], group_of: GroupOf) -> ParameterBuffer:
+        blueprint, tp = self.blueprint, self.mesh.grid.tp
+        tensors, captured = blueprint.sharding.tensors, self.captured
+
+        def entry(name: str) -> BufferEntry:
+            tensor = tensors[name]
+            group, fp32 = group_of(name, tensor.shape), captured.dtypes[name] == torch.float32
+            ranks = {*map(blueprint.plan.schedule.rank_of, self.stages_of[name])}
+            return BufferEntry(name, stored_shape(tensor, tp), group, self._counted(name), fp32, len(ranks) > 1)
+
+        entries = [[entry(name) for name in names if name in captured.trainable] for names in units]
+        kinds = {captured.dtypes[name] for name in captured.trainable}
+        dtype = kinds.pop() if len(kinds) == 1 else DTYPES[blueprint.plan.dtype]
+        plan, mesh = blueprint.plan, self.mesh
+        return ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
+
+    def _counted(self, name: str) -> bool:
+        """Whether this rank, of those of a replica that have the same values, counts and writes them."""
+        replicated = self.blueprint.sharding.tensors[name].dim is None
+        return self.stages_of[name][0] in self.stages and (not replicated or self.mesh.tp_rank == 0)
+
+    def _store(self, name: str) -> StoredParameter:
+        captured, tensor = self.captured, self.blueprint.sharding.tensors[name]
+        own = self.model.get_parameter(name).dtype
+        rounds = own == torch.float32 and captured.dtypes[name] in HALVES
+        if name in captured.trainable:
+            storage = exact = self.buffer.parameter(name)
+            if rounds:
+                buffer = self.buffer
+                exact = buffer.view(buffer.main_grad if buffer.sharded else buffer.master, name)
+        else:
+            shape = stored_shape(tensor, self.mesh.grid.tp)
+            storage = exact = torch.zeros(shape, dtype=captured.dtypes[name], device=self.mesh.device)
+            if rounds:
+                exact = torch.zeros_like(storage, dtype=own)
+        return StoredParameter(tensor, storage, self._counted(name), exact)
+
+    def _unused(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.model.named_parameters():
+            if name not in self.stages_of and name not in self.captured.aliases:
+                yield name, parameter
+
+    def _store_unused(self, name: str, parameter: nn.Parameter) -> StoredParameter:
+        storage = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.mesh.device)
+        return StoredParameter(TensorSharding(name, tuple(parameter.shape)), storage, self.mesh.tp_rank == 0, storage)
+
+    def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
+        """``flat`` ([buffer.size]: weights, gradients or optimizer state) as shards of HuggingFace tensors.
+
+        names: of parameters; None: all trainable ones.
+
+        For weights these are the tensors that the model computes with.
+        """
+        for name in self.buffer.slots if names is None else names:
+            stored = self.stored[name]
+            yield stored.shard(self.mesh, stored.storage if flat is self.buffer.data else self.buffer.view(flat, name))
+
+    def others(self) -> Iterator[Shard]:
+        """Shards of the frozen weights."""
+        for name, stored in self.stored.items():
+            if name not in self.buffer.slots:
+                yield stored.shard(self.mesh, stored.exact)
+
+    def exported(self, names: Collection[str]) -> Iterator[Shard]:
+        """Shards of weights in the dtypes of the user's model."""
+        for name in names:
+            yield self.stored[name].shard(self.mesh, self.stored[name].exact)
+
+    @torch.no_grad()
+    def round_frozen(self) -> None:
+        """Round frozen weights, from their values in the dtype of the user's model, to the dtype that computes."""
+        for name, stored in self.stored.items():
+            if name not in self.buffer.slots and stored.exact is not stored.storage:
+                stored.storage.copy_(stored.exact)
+
+    @torch.no_grad()
+    def follow_edits(self) -> None:
+        """Update all copies of a weight from the exported one, after the user has written to it."""
+        for name, stored in self.stored.items():
+            if stored.exact is not stored.storage and name in self.buffer.slots:
+                stored.storage.copy_(stored.exact)
+        self.round_frozen()
+        self.buffer.follow_edits()
+
+    def _names_in(self, directory: Source) -> dict[str, str]:
+        """The parameters that ``directory`` has, and their names there."""
+        available, adapted = {*directory.names()}, has_adapters(self.model)
+        names = {name: name_before(name) if adapted else name for name in self.stored}
+        return {name: original for name, original in names.items() if original in available}
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        """Give every parameter its initial value, and ``buffer`` its fp32 masters.
+
+        Values come from the directory that the model was loaded from; else from the first rank's model in memory; else
+        from the model's own random initialisation, by ``seed``.
+
+        Collective over all ranks: a MerakError on one rank is raised on every rank.
+        """
+        buffer, turns = self.buffer, self.buffer.filling()
+        fill_shards = self._filler(seed)
+        fill_shards([*self.others()])
+        self.round_frozen()
+        masters = buffer.main_grad if buffer.sharded else buffer.master
+        for _ in range(max(gather_json(len(buffer.turns(buffer.main_grad)), self.mesh.control, "cpu"))):
+            buckets = next(turns, ())
+            names = [name for bucket in buckets for name in bucket.names]
+            fill_shards([*self.exported(names)])
+            for name in names:
+                stored = self.stored[name]
+                if stored.exact is stored.storage:
+                    buffer.view(masters, name).copy_(stored.storage)
+                else:
+                    stored.storage.copy_(stored.exact)
+            if buffer.sharded and buffer.rounds:
+                buffer.take(buffer.master, masters, buckets)
+        next(turns, None)  # so that the last buckets are kept
+
+    def _filler(self, seed: int) -> Callable[[Sequence[Shard]], None]:
+        """A function that fills shards; collective over all ranks."""
+        model, control, directory = self.model, self.mesh.control, source_of(self.model)
+        names = {} if directory is None else self._names_in(directory)
+        in_memory = {*broadcast_json(ModuleSource(model).names(), control, "cpu")} - names.keys()
+        initialiser: list[Initialiser] = []
+
+        def fill_shards(shards: Sequence[Shard]) -> None:
+            deliver([shard for shard in shards if shard.name in in_memory], ModuleSource(model), self.mesh)
+            with together(control, "cpu"):
+                if directory is not None:
+                    on_disk = [shard for shard in shards if shard.name in names]
+                    fill([replace(shard, name=names[shard.name]) for shard in on_disk], directory)
+                for shard in shards:
+                    if shard.name not in in_memory and shard.name not in names:
+                        initialiser[:] = initialiser or [Initialiser(model)]
+                        full = initialiser[0].draw(shard.name, seed)
+                        if shard.dim is not None:
+                            full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
+                        shard.tensor.copy_(full)
+
+        return fill_shards
