@@ -255,7 +255,7 @@ class CapturedTrainer:
         if self.buffer.sharding < Sharding.PARAMETERS:
             return batches
         most = torch.tensor(batches, device=self.mesh.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.sharing)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.shard_group)
         return int(most)
 
     @contextmanager
@@ -314,7 +314,7 @@ class CapturedTrainer:
 
         def bring(buckets: Sequence[Bucket]) -> None:
             if there != [buckets]:
-                gatherer.bring(buckets)
+                gatherer.gather(buckets)
                 if self.holdings.shares_exact:
                     gatherer.full(buffer.master, buckets)
                 there[:] = [buckets]

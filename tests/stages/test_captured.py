@@ -69,7 +69,7 @@ def _train(rank, world_size, name, grid, ways, options):
     gatherer = trainer.parameters.gatherer
     grads = parts_of(trainer, gatherer.full(trainer.buffer.own_gradient()))
     curve = [trainer.step(mine, RATE, DECAY).loss for _ in range(STEPS)]
-    gatherer.bring()
+    gatherer.gather()
     return loss, grads, curve, parts_of(trainer)
 
 
