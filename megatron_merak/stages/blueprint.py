@@ -29,7 +29,7 @@ from ..graph.sharding.shard import Sharding, TensorRules, shard
 from ..parallel.mesh import Mesh
 from ..plan import Grid, Plan
 from ..plan.fit import check_chain
-from ..planner.make import Told, choices, plan_chain
+from ..planner.make import ProgressCallback, choices, plan_chain
 from ..planner.predict import priced
 from ..planner.tables import by_family
 from ..runtime.program import Program
@@ -56,7 +56,7 @@ def draw(
     sequence_length: int | None = None,
     state_bytes: float = 8.0,
     state_of: StateOf | None = None,
-    told: Told = lambda share: None,
+    told: ProgressCallback = lambda share: None,
 ) -> "Blueprint":
     """Plan a model as the arguments ask for.
 
@@ -64,7 +64,7 @@ def draw(
     degrees are not read. graph_sharding: how the chain is cut. rules: see ``TensorRules.parse``. vocabulary_multiple: a
     vocabulary is padded to a multiple of this x tp. loss_chunk: rows whose logits exist at a time, 0 for all.
     sequence_length: tokens of a sample; None: as many as the first micro-batch has in a row. state_bytes: see ``Plan``;
-    state_of: as that, of each parameter. told: see ``plan_chain``. Raises PlanError.
+    state_of: as that, of each parameter. told: called with the finished share of the planning. Raises PlanError.
     """
     parallel = parallel or ParallelConfig()
     check_recompute(parallel)
@@ -98,7 +98,7 @@ def draw(
         graph_sharding=graph_sharding,
         state_bytes=state_bytes,
         frozen_bytes=frozen_bytes(traced),
-        told=told,
+        report_progress=told,
         **choices(parallel, microbatches),
     )
     return Blueprint(traced, chain, sharding, plan)
