@@ -150,15 +150,12 @@ def plan_chain(
 ) -> Plan:
     """Return the plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
 
-    microbatches:  per step and replica.
-    schedule:      a name, "auto" for the fastest by the model, or compute ops, which are run unchanged.
-    chunks, group: see ``build_schedule``.
-    overlap:       of tensor-parallel collectives; "auto" for the fastest by the model.
-    bucket_size:   None is the default.
-    memory_gb:     memory of a rank in GiB. None: that of the device, exceeded only if no cut fits.
-    reasons:       (tensor, why it is sharded as it is).
-    The others, with ``others``, are fields of ``Plan``; ``report_progress`` is called with the finished share, 0 to 1.
-
+    microbatches: per step and replica.
+    schedule:     a name, "auto" for the fastest by the model, or compute ops, which are run unchanged.
+    overlap:      of tensor-parallel collectives; "auto" for the fastest by the model.
+    memory_gb:    memory of a rank in GiB. None: that of the device, exceeded only if no cut fits.
+    reasons:      (tensor, why it is sharded as it is).
+    For ``chunks`` and ``group`` see ``build_schedule``; other arguments, with ``others``, are fields of ``Plan``.
     Raises PlanError for contradictory arguments and if no cut fits, ScheduleError as ``build_schedule`` does.
     """
     check_instances(sharding_instances, grid.dp, sharding)
