@@ -36,7 +36,7 @@ def plan(
     """Return the plan of a native model with the degrees and schedule of ``config``, cut into stages by cost.
 
     cluster:         where it runs, see ``cluster.find_cluster``.
-    report_progress: see ``plan_chain``.
+    report_progress: called with the finished share of a search, 0 to 1.
 
     Raises ConfigError for degrees and sizes that do not fit ``world_size``, PlanError for more stages than units or too
     little memory, ScheduleError for a schedule that is not defined for these numbers of ranks and micro-batches.
