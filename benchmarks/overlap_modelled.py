@@ -124,14 +124,14 @@ def _phases(
     execute(stage.forward(0))
     over(0)
     if recompute and not paired:
-        execute(stage.again(0))
+        execute(stage.recomputation(0))
         over()
     scale = 1 / stage.count(0).clamp(min=1)
     beside = []
     if paired:
         stage.begin(1, data[1], 0, True)
         beside = stage.forward(1)
-    execute([*beside, *stage.backward(0, scale, hold=False, last=True)])
+    execute([*beside, *stage.backward(0, scale, defer=False, last=True)])
     over(*([1] if paired else []))
     stage.end(0)
     spans = [after - before for before, after in pairwise(marks)]

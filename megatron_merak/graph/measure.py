@@ -235,7 +235,7 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
     weight gradient goes to a sink."""
     sizes: dict[object, int] = {}  # by storage or node, so that what several layers need counts once
     for node in nodes:
-        match = sinking(flow, node)
+        match = call_with_sink(flow, node)
         if match is None:
             continue
         function, operands, options = match
@@ -269,7 +269,7 @@ def _saved_by_earlier_unit(nodes: Sequence[Node], flow: Flow, source: Node) -> b
     unit = flow.unit[nodes[0]]
     earlier = [user for user in source.users if flow.unit.get(user, unit) < unit]
     earlier += [user for copy in earlier if copy.target is copy_in for user in copy.users]
-    return any(sinking(flow, user) is not None for user in earlier)
+    return any(call_with_sink(flow, user) is not None for user in earlier)
 
 
 def _same_gradient(node: Node) -> Node:

@@ -5,17 +5,16 @@ import torch.distributed as dist
 
 from megatron_merak import ops
 from megatron_merak.config import OptimizerConfig
-from megatron_merak.optimizer.base import KeptOptimizer, Rates
+from megatron_merak.optimizer.base import LocalOptimizer, Rates
 from megatron_merak.optimizer.loss_scale import LossScaler
 from megatron_merak.parallel.buffers import ParameterBuffer
 
 
-class AdamW(KeptOptimizer):
-    """Decoupled weight decay (https://arxiv.org/abs/1711.05101): one pass clips, updates and rounds into `buffer.data`.
+class AdamW(LocalOptimizer):
+    """Adam with decoupled weight decay (https://arxiv.org/abs/1711.05101).
 
-    A parameter's update does not depend, to the bit, on where in the buffer it lies or on what lies beside it.
-
-    For the arguments see `Optimizer`. `main_grad` stays as it is.
+    A single pass clips, updates and rounds into `buffer.data`. A parameter's update is bitwise independent of its
+    position in the buffer and of its neighbours. `main_grad` is not modified. For the arguments see `Optimizer`.
     """
 
     name = "AdamW"
@@ -25,16 +24,16 @@ class AdamW(KeptOptimizer):
         buffer: ParameterBuffer,
         config: OptimizerConfig,
         group: dist.ProcessGroup | None = None,
-        shared: dist.ProcessGroup | None = None,
+        shard_group: dist.ProcessGroup | None = None,
         scaler: LossScaler | None = None,
     ):
-        super().__init__(buffer, config, group, shared, scaler)
+        super().__init__(buffer, config, group, shard_group, scaler)
         self.exp_avg = torch.zeros(buffer.owned_size, device=buffer.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self._ranges = _owned_ranges(buffer)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The live fp32 tensors [buffer.owned_size] to save, and to load into."""
+        """Return the live fp32 tensors [buffer.owned_size], to save or to load into."""
         state = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return state | {"master": self.master} if self.buffer.rounds else state
 
@@ -59,12 +58,12 @@ class AdamW(KeptOptimizer):
 
 
 def _owned_ranges(buffer: ParameterBuffer) -> tuple[tuple[slice, torch.Tensor, torch.Tensor, int], ...]:
-    """(place in the rank's own state, gradient, values, group) of what this rank updates, cut where groups do."""
-    found = []
+    """Return (slice of the rank's own state, gradient, values, group) of what this rank updates, split by group."""
+    ranges = []
     for (start, stop, offset), grad, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
         for low, high, group in buffer.ranges:
             first, last = max(start, low), min(stop, high)
             if first < last:
-                here, own = slice(first - start, last - start), slice(offset + first - start, offset + last - start)
-                found.append((own, grad[here], data[here], group))
-    return tuple(found)
+                local, own = slice(first - start, last - start), slice(offset + first - start, offset + last - start)
+                ranges.append((own, grad[local], data[local], group))
+    return tuple(ranges)

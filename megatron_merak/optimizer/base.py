@@ -1,4 +1,4 @@
-"""What every optimizer does with a gradient before it is applied: its scale, its norm, its clipping."""
+"""The base classes of optimizers: unscaling, global norm and clipping of the gradient before the update."""
 
 import math
 from collections.abc import Sequence
@@ -14,17 +14,20 @@ from megatron_merak.parallel.buffers import ParameterBuffer
 from megatron_merak.parallel.host_read import read
 from megatron_merak.parallel.scattered import Scattered
 
-Rates = Sequence[tuple[float, float]]  # learning rate and weight decay of each group of parameters
+Rates = Sequence[tuple[float, float]]  # (learning rate, weight decay) of each parameter group
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """grad_norm: of the whole model, before clipping. skipped: it was not finite, so no rank changed anything.
+    """The result of an optimizer step.
 
-    loss_scale: of the step that comes, None where there is none. loss: of the step, and zeros: of this rank's part of
-    the gradient, where the caller had them read with the norm. staleness: how many updates by other workers lie
-    between the weights of this gradient and the update, and late: it was too old to be applied; see
-    --ps-max-staleness.
+    grad_norm:  of the whole model, before clipping.
+    skipped:    whether the norm was not finite, so that no rank changed its parameters.
+    loss:       of the step, if it was read together with the norm.
+    zeros:      number of zeros in this rank's part of the gradient, if it was read together with the norm.
+    loss_scale: of the next step; None without loss scaling.
+    staleness:  number of updates by other workers since the weights that the gradient was computed with.
+    late:       whether the gradient was too stale to be applied, see --ps-max-staleness.
     """
 
     grad_norm: float
@@ -37,19 +40,20 @@ class StepResult:
 
 
 class Optimizer:
-    """What becomes of a gradient, whoever keeps the state: its scale, its norm, and one interface to apply it.
+    """The interface of all optimizers, with the scale and the norm of the gradient; state is left to subclasses.
 
-    buffer: holds initial parameters already.
-    config: adam_beta1, adam_beta2, adam_eps and clip_grad (0: no clipping) are read.
-    group: the ranks that hold one replica of the model (tensor x pipeline), whose gradients make the global norm.
-        None or one rank: this rank holds all of it.
-    shared: where the buffer is sharded, the data-parallel ranks that share its update; each one updates what it owns,
-        and `buffer.data` is to be gathered after that.
-    scaler: of the loss; every step tells it whether gradients overflowed.
+    buffer:      must already have the initial parameters.
+    config:      adam_beta1, adam_beta2, adam_eps and clip_grad (0: no clipping) are read.
+    group:       the ranks of one replica of the model (tensor x pipeline), over which the global norm is taken. None or
+                 one rank: this rank has the full model.
+    shard_group: where the buffer is sharded, the data-parallel ranks that it is sharded over. Each one updates what it
+                 owns; `buffer.data` must be all-gathered afterwards.
+    scaler:      of the loss; every step reports to it whether gradients overflowed.
 
-    name: of the arithmetic; checkpoints of one name fit together.
-    scaled: the factor of what `main_grad` holds, beside the gradient; whoever fills it says so, see `begin`.
-    steps: steps done, skipped ones excluded, the t of Adam's bias correction. Set it when a checkpoint is loaded.
+    Attributes:
+    name:   of the update rule; checkpoints are compatible between optimizers of the same name.
+    scaled: the factor by which `main_grad` exceeds the gradient, set by `begin`.
+    steps:  number of steps without skipped ones, the t of Adam's bias correction. Set it after loading a checkpoint.
     """
 
     name: str
@@ -59,13 +63,13 @@ class Optimizer:
         buffer: ParameterBuffer,
         config: OptimizerConfig,
         group: dist.ProcessGroup | None = None,
-        shared: dist.ProcessGroup | None = None,
+        shard_group: dist.ProcessGroup | None = None,
         scaler: LossScaler | None = None,
     ):
         self.buffer = buffer
         self.config = config
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self.shared = shared if buffer.sharded else None
+        self.shard_group = shard_group if buffer.sharded else None
         self.steps = 0
         self.scaler = scaler or LossScaler()
         self.scaled = 1.0
@@ -75,32 +79,34 @@ class Optimizer:
     def reduce_and_step(
         self, sums: torch.Tensor | None, zeros: torch.Tensor | None, rates: Rates
     ) -> tuple[list[float], list[float], StepResult]:
-        """Make the gradient in `main_grad` that of all replicas, as far as their reduction has not, and apply it.
+        """Finish the reduction of `main_grad` over replicas, if it is not finished, and apply the gradient.
 
-        sums, zeros: what else the host shall read in the step's one sync, the first of it a sum over replicas.
-        Returns their values, [] for None, and what became of the step. Collective over all ranks.
+        Return the values of ``sums`` and ``zeros`` on the host, [] for None, and the result. Collective over all ranks.
+
+        sums:  tensor to read in the step's only host sync; summed over replicas.
+        zeros: another tensor to read then.
         """
         raise NotImplementedError
 
     def refresh_master(self) -> None:
-        """Take the parameters as they are in the buffer: after they were loaded without a master copy."""
+        """Copy the parameters of the buffer to the master copy, after they were loaded without one."""
         raise NotImplementedError
 
     def begin(self) -> float:
-        """A backward fills `main_grad`: the factor that it gives to the gradient."""
+        """Begin a backward that fills `main_grad`. Return the loss scale that it must use."""
         self.scaled = self.scaler.scale
         return self.scaled
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """Let what this rank owns of `main_grad` be the gradient itself, for whoever reads it before a step."""
+        """Divide what this rank owns of `main_grad` by the loss scale, so that it can be read before a step."""
         if self.scaled != 1.0:
             for gradient in self.buffer.own_grads:
                 gradient.mul_(1.0 / self.scaled)
             self.scaled = 1.0
 
     def _clipped(self, square: float) -> tuple[float, float | None]:
-        """The gradient's norm, and the factor that `main_grad` has in the update; None where it is not finite."""
+        """Return the gradient's norm, and the factor of `main_grad` in the update; None where it is not finite."""
         norm = math.sqrt(square) / self.scaled
         if not math.isfinite(square):
             return norm, None
@@ -109,34 +115,33 @@ class Optimizer:
         return norm, (coefficient if clips else 1.0) / self.scaled
 
     def _result(self, norm: float, skipped: bool) -> StepResult:
-        """Of a step that is done, of which the scaler is told."""
+        """Report a step to the scaler and return its result."""
         self.scaler.update(skipped)
         return StepResult(norm, skipped, loss_scale=self.scaler.scale if self.scaler.scales else None)
 
     def grad_norm(self) -> float:
-        """The 2-norm of the model's gradient, each parameter counted by one rank. Collective over `group`."""
+        """Return the 2-norm of the model's gradient, each parameter counted by one rank. Collective over `group`."""
         return math.sqrt(self.square_norm().item()) / self.scaled
 
     @torch.no_grad()
     def square_norm(self) -> torch.Tensor:
-        """The square of the norm of what `main_grad` holds, 0-d fp64 on the buffer's device: the host does not wait for
-        it. Collective."""
+        """Return the squared norm of `main_grad`, 0-d fp64 on the buffer's device, without a host sync. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.buffer.device)
         for gradient in self._counted:
             total += ops.sum_of_squares(gradient)
         for gradient in self._copies if self.scaler.scales else ():
-            total += 0.0 * ops.sum_of_squares(gradient)  # nan if only this rank's overflowed
-        for group in (self.shared, self.group):
+            total += 0.0 * ops.sum_of_squares(gradient)  # NaN if only this rank's copy overflowed
+        for group in (self.shard_group, self.group):
             if group is not None:
                 dist.all_reduce(total, group=group)
         return total
 
 
-class KeptOptimizer(Optimizer):
-    """One whose state its ranks keep themselves, with an fp32 master copy of 16-bit parameters.
+class LocalOptimizer(Optimizer):
+    """An optimizer whose state is on the ranks themselves, with an fp32 master copy of 16-bit parameters.
 
-    For the arguments see `Optimizer`. `buffer.master` is updated; where that is not `buffer.data`, every step rounds it
-    into it.
+    A step updates `buffer.master` and, where `buffer.data` is another tensor, rounds into that. For the arguments see
+    `Optimizer`.
     """
 
     def __init__(
@@ -144,22 +149,25 @@ class KeptOptimizer(Optimizer):
         buffer: ParameterBuffer,
         config: OptimizerConfig,
         group: dist.ProcessGroup | None = None,
-        shared: dist.ProcessGroup | None = None,
+        shard_group: dist.ProcessGroup | None = None,
         scaler: LossScaler | None = None,
     ):
-        super().__init__(buffer, config, group, shared, scaler)
+        super().__init__(buffer, config, group, shard_group, scaler)
         self.master = buffer.master
 
     def state(self) -> dict[str, torch.Tensor | Scattered]:
-        """What is saved, and loaded into, of parameters: fp32, of their shape. Flat tensors are [buffer.owned_size]."""
+        """Return the fp32 state in the shape of parameters, to save or to load into. Flat: [buffer.owned_size]."""
         raise NotImplementedError
 
-    def others(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What else is saved, and loaded into: by kind, then by parameter. Every kind is there on every rank."""
+    def other_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the state in other shapes, to save or to load into: by kind, then by parameter.
+
+        All ranks have the same kinds.
+        """
         return {}
 
     def writes(self, name: str) -> bool:
-        """Whether of all ranks this one saves what `others` has of a parameter."""
+        """Whether this rank is the one that saves the `other_state` of a parameter."""
         raise NotImplementedError
 
     def refresh_master(self) -> None:
@@ -168,9 +176,9 @@ class KeptOptimizer(Optimizer):
     def reduce_and_step(
         self, sums: torch.Tensor | None, zeros: torch.Tensor | None, rates: Rates
     ) -> tuple[list[float], list[float], StepResult]:
-        """What this rank owns of `main_grad` must be summed over the data-parallel ranks already, bucket by bucket."""
-        told, counts, (square,) = read(sums, zeros, self.square_norm())
-        return told, counts, self.apply(square, rates)
+        """As in `Optimizer`; what this rank owns of `main_grad` must already be reduced over data-parallel ranks."""
+        values, counts, (square,) = read(sums, zeros, self.square_norm())
+        return values, counts, self.apply(square, rates)
 
     @torch.no_grad()
     def step(self, rates: Rates) -> StepResult:
@@ -182,38 +190,38 @@ class KeptOptimizer(Optimizer):
 
     @torch.no_grad()
     def apply(self, square: float, rates: Rates) -> StepResult:
-        """`step` of a gradient of which the host knows `square_norm`. No sync."""
+        """As `step`, given the value of `square_norm` on the host. No host sync."""
         norm, factor = self._clipped(square)
         if factor is not None:
             self._update(rates, factor)
         return self._result(norm, factor is None)
 
     def _update(self, rates: Rates, scale: float) -> None:
-        """Apply ``scale`` times what `main_grad` holds."""
+        """Update the parameters with ``scale`` times `main_grad`."""
         raise NotImplementedError
 
 
 def _parts(buffer: ParameterBuffer, counted: bool) -> tuple[torch.Tensor, ...]:
-    """The parts of the gradient that this rank counts in the norm, or leaves to others, padding between two parameters
-    included.
+    """Return the parts of the gradient that this rank counts in the norm, or (``counted`` false) the others.
 
-    Of what data-parallel ranks own together, such as a bucket that is not sharded, the first one counts all.
+    They include padding between two parameters. What several data-parallel ranks own, such as a bucket that is not
+    sharded, is counted by the first one.
     """
     spans: list[list[int]] = []
-    adjoins = False
+    adjacent = False
     for slot in buffer.slots.values():
         chosen = slot.counted == counted
-        if chosen and adjoins:
+        if chosen and adjacent:
             spans[-1][1] = slot.stop
         elif chosen:
             spans.append([slot.start, slot.stop])
-        adjoins = chosen
-    alone = buffer.sharded and buffer.shard > 0
-    others = {(bucket.start, bucket.stop) for bucket in buffer.buckets if alone and not bucket.sharded}
-    found = []
+        adjacent = chosen
+    skips = buffer.sharded and buffer.shard > 0
+    skipped = {(bucket.start, bucket.stop) for bucket in buffer.buckets if skips and not bucket.sharded}
+    parts = []
     for low, high in spans:
         for (start, stop, _), grad in zip(buffer.owned, buffer.own_grads, strict=True):
             first, last = max(start, low), min(stop, high)
-            if first < last and (start, stop) not in others:
-                found.append(grad[first - start : last - start])
-    return tuple(found)
+            if first < last and (start, stop) not in skipped:
+                parts.append(grad[first - start : last - start])
+    return tuple(parts)

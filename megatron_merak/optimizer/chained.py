@@ -1,4 +1,4 @@
-"""Several optimizers that share the parameters of a model among them, as one."""
+"""Several optimizers, each with a part of a model's parameters, combined into one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,19 +7,19 @@ import torch
 
 
 class Chained(torch.optim.Optimizer):
-    """``Chained([torch.optim.Muon(matrices), torch.optim.AdamW(others)])``: its groups are theirs, in that order.
+    """``Chained([torch.optim.Muon(matrices), torch.optim.AdamW(others)])``, with the parameter groups of both.
 
-    It steps by itself, too, so that any training loop of torch can have it.
+    It can also be used on its own in any PyTorch training loop.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         self.optimizers = list(optimizers)
         groups = [group for each in self.optimizers for group in each.param_groups]
         super().__init__([dict(group) for group in groups], {})
-        self.param_groups = groups  # the very same, so that a schedule of one is seen by the other
+        self.param_groups = groups  # the same objects, so that a learning-rate schedule reaches the optimizers
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each. ``closure`` runs once, before them."""
+        """Step each optimizer. ``closure`` runs once, before them."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for each in self.optimizers:

@@ -1,4 +1,4 @@
-"""Lion, which torch does not have."""
+"""The Lion optimizer, which PyTorch does not provide."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,8 +7,9 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum, with decoupled weight decay (https://arxiv.org/abs/2302.06675, algorithm 2);
-    the arithmetic of the 32-bit Lion of bitsandbytes, in fp32 on any device.
+    """Lion (https://arxiv.org/abs/2302.06675, algorithm 2), computed as the 32-bit Lion of bitsandbytes on any device.
+
+    An update is the sign of an interpolated momentum, with decoupled weight decay.
 
     betas: of the interpolation whose sign is the update, and of the momentum.
     """

@@ -1,10 +1,10 @@
-"""The loss scale of fp16: what gradients are multiplied by while they are computed, so that small ones are not lost.
+"""The loss scale of fp16: the factor of gradients in the backward, which keeps small ones from underflowing.
 
-A dynamic scale moves by powers of two. A step whose gradient overflowed is skipped and halves it, or uses up one of
-`hysteresis`; `window` steps without one double it:
+A dynamic scale changes by factors of two. A step whose gradient overflows is skipped; it halves the scale, or uses up
+one of `hysteresis`. `window` steps without overflow double the scale:
 
     scale    8 8 8 4 4 4 4 8 8      hysteresis 2, window 4
-    overflow   x x                  the first is forgiven; once it is, every one counts until the scale has grown
+    overflow   x x                  the first is tolerated; from then on each halves the scale, until it grows again
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,14 @@ _LEAST, _LARGEST = 2.0**-126, 2.0**127  # the normal powers of two of fp32
 
 
 class LossScaler:
-    """The scale of the next step, alike on every rank: `update` is told what all of them know.
+    """The scale of the next step, equal on every rank, because `update` gets the same argument on all of them.
 
-    initial: the first scale. minimum: it is lowered no further. window: steps without overflow before it grows; None:
-    it never moves. hysteresis: overflows before it is lowered. floor: at a scale of this or less the scale is not to
-    blame for an overflow (None: ``minimum``). setting: what the user calls the lowest scale, to be told to lower it.
+    initial:    the first scale.
+    minimum:    of the scale.
+    window:     steps without overflow before the scale grows; None: the scale is constant.
+    hysteresis: number of overflows before the scale is lowered.
+    floor:      an overflow at this scale or less is not attributed to the scale; None: ``minimum``.
+    setting:    name of the setting of the lowest scale, for error messages.
     """
 
     def __init__(
@@ -44,11 +47,11 @@ class LossScaler:
 
     @property
     def scales(self) -> bool:
-        """Whether there is a loss scale at all."""
+        """Whether losses are scaled at all."""
         return self.dynamic or self.scale != 1.0
 
     def update(self, overflowed: bool) -> None:
-        """A step is done, or skipped because its gradient was not finite. `to_blame`: a lower scale may help then."""
+        """Report a step, skipped if it overflowed. Sets `to_blame`: whether a lower scale may avoid the overflow."""
         self.to_blame = overflowed and self.dynamic and self.scale > self.floor
         if not self.dynamic:
             return
@@ -64,19 +67,19 @@ class LossScaler:
             self.scale = self.scale if self.scale * _FACTOR > _LARGEST else self.scale * _FACTOR
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps, as JSON; None of a scale that never moves."""
+        """Return the state for a checkpoint, as JSON; None for a constant scale."""
         return {"scale": self.scale, "grown": self.grown, "forgiven": self.forgiven} if self.dynamic else None
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a `state`, or from the start where the saved run had none; see `is_state`."""
+        """Continue from a `state`, or from the initial scale where the saved run had none; see `is_state`."""
         if self.dynamic:
-            found = state or {"scale": self.initial, "grown": 0, "forgiven": 0}
-            self.scale = max(float(found["scale"]), self.minimum)
-            self.grown, self.forgiven = found["grown"], found["forgiven"]
+            saved = state or {"scale": self.initial, "grown": 0, "forgiven": 0}
+            self.scale = max(float(saved["scale"]), self.minimum)
+            self.grown, self.forgiven = saved["grown"], saved["forgiven"]
 
 
 def is_state(value: Any) -> bool:
-    """Whether a value from JSON can be the `state` of a scale."""
+    """Whether a value from JSON is a valid `state` of a scaler."""
     if not isinstance(value, dict) or type(value.get("scale")) not in (int, float):
         return False
     counts = (value.get("grown"), value.get("forgiven"))
@@ -84,7 +87,7 @@ def is_state(value: Any) -> bool:
 
 
 def scaler_of_run(train: TrainConfig) -> LossScaler:
-    """By Megatron-LM's flags and rules."""
+    """Return the scaler given by Megatron-LM's flags and rules."""
     if not train.fp16:
         return LossScaler()
     if train.loss_scale:
@@ -99,5 +102,5 @@ def scaler_of_run(train: TrainConfig) -> LossScaler:
 
 
 def scaler_of_torch() -> LossScaler:
-    """By the rules and defaults of torch.amp.GradScaler, which transformers.Trainer uses; there is no lowest scale."""
+    """Return a scaler with the rules and defaults of torch.amp.GradScaler, which transformers.Trainer uses."""
     return LossScaler(65536.0, _LEAST, 2000, 1, floor=1.0)

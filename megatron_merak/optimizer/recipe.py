@@ -1,4 +1,4 @@
-"""Which optimizer of torch steps which parameter, whatever shards of it a rank has."""
+"""Maps each parameter to the PyTorch optimizer and the hyperparameters that step it or its shards."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,13 @@ from .probe import Entry, Traits, options_of, probe, remake
 
 @dataclass(frozen=True)
 class Group:
-    """One of ``param_groups``: ``options`` are its hyperparameters, ``traits`` what its class is like with them, and
-    ``shapes`` those of its parameters that are trained."""
+    """One of ``param_groups``.
+
+    prototype: the optimizer that it belongs to.
+    options:   its hyperparameters.
+    traits:    of the optimizer's class with these hyperparameters.
+    shapes:    of its trained parameters.
+    """
 
     prototype: torch.optim.Optimizer
     options: Mapping[str, Any]
@@ -24,18 +29,24 @@ class Group:
     shapes: Sequence[torch.Size]
 
     def entries(self, dims: int) -> Mapping[str, Entry]:
-        """The state of a parameter of so many dimensions."""
+        """Return the state entries of a parameter with ``dims`` dimensions."""
         return self.traits.state[max(dims, 1)]
 
 
 class Recipe:
-    """optimizer: made over the parameters of a model, as a user would, and not used: others like it step shards.
+    """Describes a user's optimizer, and makes optimizers like it for shards of the parameters.
 
-    named: the model's parameters, under all of their names; those that the optimizer does not have are not trained.
-    device: where ranks train. Raises ConfigError for an optimizer that cannot step shards of parameters.
+    optimizer: created by a user over a model's parameters; it never steps itself.
+    named:     the model's parameters, under all of their names; those that the optimizer does not have are frozen.
+    device:    where ranks train.
 
-    name: of its classes. groups: of its parameters, in order. alike, others: the entries of its state that have the
-    shape of their parameter, and those that have not.
+    Attributes:
+    name:         of the optimizer's classes.
+    groups:       of its parameters, in order.
+    param_shaped: keys of the state entries that have the shape of their parameter.
+    other_shaped: keys of the other state entries.
+
+    Raises ConfigError for an optimizer that cannot step shards of parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]], device: Any):
@@ -50,10 +61,10 @@ class Recipe:
         for prototype in self.prototypes:
             for group in prototype.param_groups:
                 self._add(prototype, group, names)
-            _forget(prototype)
+            _clear_state(prototype)
         entries = [each for group in self.groups for state in group.traits.state.values() for each in state.items()]
-        self.alike = list(dict.fromkeys(key for key, entry in entries if entry.alike))
-        self.others = list(dict.fromkeys(key for key, entry in entries if not entry.alike))
+        self.param_shaped = list(dict.fromkeys(key for key, entry in entries if entry.param_shaped))
+        self.other_shaped = list(dict.fromkeys(key for key, entry in entries if not entry.param_shaped))
 
     def _add(self, prototype: torch.optim.Optimizer, group: Mapping[str, Any], names: Mapping[int, list[str]]) -> None:
         kind, options = type(prototype).__name__, options_of(group)
@@ -65,24 +76,25 @@ class Recipe:
             reason = f"a parameter of shape {tuple(unknown.shape)} in its groups is none of the model's"
             raise ConfigError("optimizer", kind, reason, "Make it of model.parameters()")
         shapes = [p.shape for p in group["params"] if p.requires_grad]
-        device = self._device if options.get("capturable") else torch.device("cpu")  # capturable steps refuse the CPU
+        # Capturable optimizers do not run on the CPU.
+        device = self._device if options.get("capturable") else torch.device("cpu")
         traits = probe(prototype, options, map(len, shapes), device)
         self._group |= {name: len(self.groups) for p in group["params"] for name in names[id(p)]}
         self.groups.append(Group(prototype, options, traits, shapes))
 
     def group_of(self, name: str, shape: tuple[int, ...] = ()) -> int:
-        """The number of a parameter's group; behind the last one for those that are not trained."""
+        """Return the index of a parameter's group; len(self.groups) for frozen parameters."""
         return self._group.get(name, len(self.groups))
 
     @property
     def state_bytes(self) -> float:
-        """What is kept of an element of a parameter on average, beside its value."""
+        """The average bytes of state per element of a parameter."""
         shapes = [(shape, group.entries(len(shape))) for group in self.groups for shape in group.shapes]
         kept = sum(entry.nbytes(shape) for shape, entries in shapes for entry in entries.values())
         return kept / max(sum(shape.numel() for shape, _ in shapes), 1)
 
     def state_of(self, name: str, shape: tuple[int, ...]) -> float:
-        """As ``state_bytes``, of one parameter."""
+        """Return the bytes of state per element of one parameter."""
         number = self.group_of(name)
         if number == len(self.groups):
             return 0.0
@@ -90,13 +102,13 @@ class Recipe:
         return sum(entry.nbytes(torch.Size(shape)) for entry in entries.values()) / max(prod(shape), 1)
 
     def make(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-        """An optimizer of ``parameters``, by the number of their groups, which have one prototype."""
+        """Return an optimizer of ``parameters``, by the indices of their groups, which have the same prototype."""
         groups = [{**self.groups[number].options, "params": [*own]} for number, own in parameters.items()]
         return remake(self.groups[next(iter(parameters))].prototype, groups)
 
 
-def _forget(prototype: torch.optim.Optimizer) -> None:
-    """Free the state that some classes make when they are made. Raises ConfigError for an optimizer in use."""
+def _clear_state(prototype: torch.optim.Optimizer) -> None:
+    """Free the state that some classes create in __init__. Raises ConfigError for an optimizer that has stepped."""
     steps = [state["step"] for state in prototype.state.values() if "step" in state]
     fresh = steps and all(isinstance(step, torch.Tensor) and (step.is_meta or step == 0) for step in steps)
     if prototype.state and not fresh:

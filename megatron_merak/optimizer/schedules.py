@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the optimizer steps or samples done, by Megatron-LM's formulas.
+"""Learning rate and weight decay as functions of completed optimizer steps or samples, by Megatron-LM's formulas.
 
 lr  |      ______                  warm-up, then a style: constant, linear, cosine, inverse-square-root or WSD
     |     /      \\___              (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)
@@ -12,7 +12,7 @@ from math import cos, pi, sqrt
 
 from megatron_merak.config import OptimizerConfig
 
-# x in [0, 1] is the part of the decay that is over; the value goes from 1 to 0.
+# x in [0, 1] is the completed fraction of the decay; the value decreases from 1 to 0.
 DECAY_SHAPES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (cos(pi * x) + 1.0),
@@ -22,10 +22,10 @@ DECAY_SHAPES: Mapping[str, Callable[[float], float]] = {
 
 
 def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
-    """The learning rate of the step that follows ``done`` of ``total`` optimizer steps; the first has done 0.
+    """Return the learning rate of the step after ``done`` of ``total`` optimizer steps; 0 for the first step.
 
-    Both count samples in a run of --train-samples, as all lengths in ``config`` then do; `lr_warmup_fraction` is a
-    fraction of the decay.
+    With --train-samples both count samples, as do all lengths in ``config``. `lr_warmup_fraction` is a fraction of the
+    decay.
     """
     peak, floor = config.lr, config.final_lr
     decay = total if config.decay is None else config.decay
@@ -45,7 +45,7 @@ def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
 
 
 def warmup_length(config: OptimizerConfig, decay: int) -> float:
-    """Length of the warm-up, in the unit of ``decay``; not rounded when it is given as a fraction."""
+    """Return the length of the warm-up, in the unit of ``decay``; not rounded if it is configured as a fraction."""
     return config.warmup if config.lr_warmup_fraction is None else config.lr_warmup_fraction * decay
 
 
@@ -56,7 +56,7 @@ def _stable_then_decay(config: OptimizerConfig, done: int, decay: int) -> float:
 
 
 def weight_decay(config: OptimizerConfig, done: int, total: int) -> float:
-    """The weight decay of the step that follows ``done``: from start to end over ``total`` steps, or samples."""
+    """Return the weight decay of the step after ``done`` of ``total`` steps, or samples."""
     if config.weight_decay_incr_style == "constant":
         return config.weight_decay
     start, end = config.start_weight_decay, config.end_weight_decay

@@ -1,4 +1,4 @@
-"""Optimizers of torch at work on what a rank owns of parameters."""
+"""Steps what a rank owns of parameters with PyTorch optimizers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,50 +9,61 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .base import Rates
+from .full_parameter import FullParameter
 from .probe import Entry
 from .recipe import Recipe
-from .whole import Whole
 
 
 @dataclass(eq=False)
 class Share:
-    """What a rank owns of parameter ``name``: flat views of its gradient and of its fp32 values, maybe empty.
+    """What a rank owns of one parameter.
 
-    group: its number in the recipe. whole: how to get all of it. kept, others: its state where no optimizer of torch
-    holds it, by key: flat, like the values, and as it is stored.
+    name:        of the parameter.
+    group:       index of its group in the recipe.
+    full:        gathers the full parameter.
+    grad:        flat view of the owned gradient, may be empty.
+    values:      flat view of the owned fp32 values, may be empty.
+    entries:     of its state, by key.
+    flat_state:  state in the shape of the parameter, flat like ``values``, by key; unless an optimizer has it.
+    other_state: other state as it is saved, by key; unless an optimizer has it.
     """
 
     name: str
     group: int
-    whole: Whole
+    full: FullParameter
     grad: Tensor
     values: Tensor
     entries: dict[str, Entry]
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    others: dict[str, Tensor] = field(default_factory=dict)
+    flat_state: dict[str, Tensor] = field(default_factory=dict)
+    other_state: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def alike(self) -> list[str]:
-        return [key for key, entry in self.entries.items() if entry.alike]
+    def param_shaped(self) -> list[str]:
+        """Keys of the state in the shape of the parameter."""
+        return [key for key, entry in self.entries.items() if entry.param_shaped]
 
     def state(self, key: str) -> Tensor:
-        """One entry, to be saved or to be loaded into."""
-        if self.entries[key].alike:
-            return self.kept.setdefault(key, torch.zeros_like(self.values))
-        zeros = self.entries[key].zeros(self.whole.shape, self.values.device)
-        return self.others.setdefault(key, zeros)
+        """Return one entry, to save or to load into."""
+        if self.entries[key].param_shaped:
+            return self.flat_state.setdefault(key, torch.zeros_like(self.values))
+        zeros = self.entries[key].zeros(self.full.shape, self.values.device)
+        return self.other_state.setdefault(key, zeros)
 
     def current(self, keys: Sequence[str] | None = None) -> list[Tensor]:
-        """The values, and the entries like them, by ``keys`` or by all: flat views of what this rank owns."""
-        return [self.values, *(self.state(key) for key in (self.alike if keys is None else keys))]
+        """Return flat views of the owned values and of state in their shape, of ``keys`` or all."""
+        return [self.values, *(self.state(key) for key in (self.param_shaped if keys is None else keys))]
 
     def live(self) -> dict:
-        """The entries that are not like the values, as an optimizer of torch has them."""
-        return {key: entry.live(self.others[key]) for key, entry in self.entries.items() if key in self.others}
+        """Return the other entries in the form in which a PyTorch optimizer has them."""
+        state = self.other_state
+        return {key: entry.live(state[key]) for key, entry in self.entries.items() if key in state}
 
 
 class Stepper:
-    """What steps some shares. ``started``: their state is what they keep, and not that of a first step."""
+    """Steps some shares.
+
+    started: whether the shares have state to continue from; otherwise the next step is the first one.
+    """
 
     def __init__(self, recipe: Recipe, shares: Sequence[Share], started: bool):
         self.recipe, self.shares, self.started = recipe, shares, started
@@ -62,159 +73,164 @@ class Stepper:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Let the shares keep all of the state."""
+        """Copy all state to the shares."""
         raise NotImplementedError
 
-    def _step(self, made: torch.optim.Optimizer, numbers: Sequence[int], rates: Rates) -> None:
-        for group, number in zip(made.param_groups, numbers, strict=True):
+    def _step(self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], rates: Rates) -> None:
+        for group, number in zip(optimizer.param_groups, numbers, strict=True):
             group["lr"], decay = rates[number]
             if "weight_decay" in group:
                 group["weight_decay"] = decay
-        made.step()
+        optimizer.step()
 
 
 class InPlace(Stepper):
-    """Steps what is there: whole parameters, or shards where a class works element by element."""
+    """Steps what this rank owns, without communication: full parameters, or shards if the class is elementwise."""
 
     def __init__(self, recipe: Recipe, shares: Sequence[Share], started: bool):
         super().__init__(recipe, shares, started)
         members: dict[int, list[nn.Parameter]] = {}
         self._parameters = []
         for share in shares:
-            shape = share.whole.stored if share.values.numel() == share.whole.stored.numel() else share.values.shape
+            stored = share.full.stored
+            shape = stored if share.values.numel() == stored.numel() else share.values.shape
             parameter = nn.Parameter(share.values.data.view(shape))
             parameter.grad = share.grad.data.view(shape)
             members.setdefault(share.group, []).append(parameter)
             self._parameters.append(parameter)
-        self._numbers, self._made = [*members], recipe.make(members)
+        self._numbers, self._optimizer = [*members], recipe.make(members)
         for share, parameter in zip(shares, self._parameters, strict=True) if started else ():
-            kept = {key: share.state(key).view(parameter.shape) for key in share.alike}
-            self._made.state[parameter] = kept | share.live()
+            state = {key: share.state(key).view(parameter.shape) for key in share.param_shaped}
+            self._optimizer.state[parameter] = state | share.live()
 
     def step(self, rates: Rates) -> None:
         for share in self.shares:
-            share.kept.clear()  # views of what a class may replace
-        self._step(self._made, self._numbers, rates)
+            share.flat_state.clear()  # views of tensors that the optimizer may replace
+        self._step(self._optimizer, self._numbers, rates)
 
     def sync(self) -> None:
         for share, parameter in zip(self.shares, self._parameters, strict=True):
-            for key, value in self._made.state[parameter].items():
+            for key, value in self._optimizer.state[parameter].items():
                 entry = share.entries.get(key)
-                if entry is not None and entry.alike:
-                    share.kept[key] = value.view(-1)
+                if entry is not None and entry.param_shaped:
+                    share.flat_state[key] = value.view(-1)
                 elif entry is not None:
-                    share.others[key] = entry.stored(value)
+                    share.other_state[key] = entry.stored(value)
 
 
-class _One:
-    """An optimizer of torch for one parameter, whose values and state come for a step and go after it."""
+class _SingleParameter:
+    """A PyTorch optimizer of one full parameter, whose values and state it has only during a step."""
 
     def __init__(self, recipe: Recipe, share: Share, step: Callable[[torch.optim.Optimizer, Rates], None]):
         self._recipe, self._share, self._step = recipe, share, step
-        self.made: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self.parameter: nn.Parameter | None = None
 
     def update(self, grad: Tensor, values: Tensor, state: dict[str, Tensor], rates: Rates) -> list[Tensor]:
-        """Return the new values, and the state that is like them by the keys of ``alike``; all have the full shape."""
+        """Return the new values, then the state of the keys `Share.param_shaped`, all in the full shape."""
         share = self._share
-        if self.made is None or self.parameter is None:
+        if self.optimizer is None or self.parameter is None:
             self.parameter = nn.Parameter(values)
-            self.made = self._recipe.make({share.group: [self.parameter]})
-            if state or share.others:
-                self.made.state[self.parameter] = share.live()
-        parameter, live = self.parameter, self.made.state[self.parameter]
+            self.optimizer = self._recipe.make({share.group: [self.parameter]})
+            if state or share.other_state:
+                self.optimizer.state[self.parameter] = share.live()
+        parameter, live = self.parameter, self.optimizer.state[self.parameter]
         parameter.data, parameter.grad = values, grad
         live.update(state)
-        self._step(self.made, rates)
-        found = [parameter.data, *(live.pop(key) for key in share.alike)]
+        self._step(self.optimizer, rates)
+        results = [parameter.data, *(live.pop(key) for key in share.param_shaped)]
         parameter.grad, parameter.data = None, values.new_empty(0)
-        return found
+        return results
 
 
 class Gathered(Stepper):
-    """Steps a parameter that ranks have parts of: gradient, values and state are gathered, every rank computes all of
-    the update, and keeps its part. Needs memory for that parameter, (2 + the entries of its state) x 4 bytes each."""
+    """Steps one sharded parameter: every rank gathers gradient, values and state, and computes the full update.
+
+    Each rank keeps its shard of the result. Needs memory for the full parameter, (2 + number of state entries) x 4
+    bytes per element.
+    """
 
     def __init__(self, recipe: Recipe, share: Share, started: bool):
         super().__init__(recipe, [share], started)
         self._share = share
-        self._one = _One(recipe, share, lambda made, rates: self._step(made, [share.group], rates))
+        self._single = _SingleParameter(recipe, share, lambda each, rates: self._step(each, [share.group], rates))
 
     def step(self, rates: Rates) -> None:
         share = self._share
-        keys = share.alike if self.started else []
-        parts = (share.grad, share.values, *(share.state(key) for key in keys))
-        grad, values, *state = share.whole.gather(parts)
+        keys = share.param_shaped if self.started else []
+        shards = (share.grad, share.values, *(share.state(key) for key in keys))
+        grad, values, *state = share.full.gather(shards)
         self.started = True
         if share.values.numel():  # else this rank only helps to gather
-            found = self._one.update(grad, values, dict(zip(keys, state, strict=True)), rates)
-            for new, part in zip(found, share.current(), strict=True):
-                share.whole.own(new, part)
+            results = self._single.update(grad, values, dict(zip(keys, state, strict=True)), rates)
+            for new, part in zip(results, share.current(), strict=True):
+                share.full.extract(new, part)
 
     def sync(self) -> None:
-        if self._one.made is not None:
-            for key, value in self._one.made.state[self._one.parameter].items():
+        if self._single.optimizer is not None:
+            for key, value in self._single.optimizer.state[self._single.parameter].items():
                 if key in self._share.entries:
-                    self._share.others[key] = self._share.entries[key].stored(value)
+                    self._share.other_state[key] = self._share.entries[key].stored(value)
 
 
 class Owned(Stepper):
-    """Steps several parameters that the same ranks have parts of, each on one of these ranks: it gets gradient, values
-    and state of its parameter, computes the update, and gives the parts back. At most one parameter per rank.
+    """Steps several parameters that are sharded over the same ranks, each on another one of these ranks, its owner.
 
-    For classes whose state is all like the parameters. Needs memory for one parameter, as `Gathered` does.
+    The owner receives gradient, values and state, computes the full update, and sends the shards back. There is at most
+    one parameter per rank. All state must have the shape of the parameters. Needs memory for one full parameter, as
+    `Gathered` does.
     """
 
     def __init__(self, recipe: Recipe, shares: Sequence[Share], started: bool):
         super().__init__(recipe, shares, started)
-        self._group = shares[0].whole.group
+        self._group = shares[0].full.group
         rank = dist.get_rank(self._group)
-        self._mine = shares[rank] if rank < len(shares) else None
-        if self._mine is not None:
-            number = self._mine.group
-            self._one = _One(recipe, self._mine, lambda made, rates: self._step(made, [number], rates))
+        self._own = shares[rank] if rank < len(shares) else None
+        if self._own is not None:
+            number = self._own.group
+            self._single = _SingleParameter(recipe, self._own, lambda each, rates: self._step(each, [number], rates))
 
     def step(self, rates: Rates) -> None:
-        keys = {share: share.alike if self.started else [] for share in self.shares}
-        sent = [share.whole.sent([share.grad, *share.current(keys[share])]) for share in self.shares]
-        pieces = self._exchange(sent, {share: 2 + len(keys[share]) for share in self.shares}, to_owners=True)
-        back: list[Tensor] = []
-        if self._mine is not None:
-            grad, values, *state = self._mine.whole.put_together(pieces)
-            found = self._one.update(grad, values, dict(zip(keys[self._mine], state, strict=True)), rates)
-            back = self._mine.whole.taken_apart(torch.stack(found))
+        keys = {share: share.param_shaped if self.started else [] for share in self.shares}
+        outgoing = [share.full.outgoing([share.grad, *share.current(keys[share])]) for share in self.shares]
+        pieces = self._exchange(outgoing, {share: 2 + len(keys[share]) for share in self.shares}, to_owners=True)
+        results: list[Tensor] = []
+        if self._own is not None:
+            grad, values, *state = self._own.full.assemble(pieces)
+            updated = self._single.update(grad, values, dict(zip(keys[self._own], state, strict=True)), rates)
+            results = self._own.full.split(torch.stack(updated))
         self.started = True
-        pieces = self._exchange(back, {share: 1 + len(share.alike) for share in self.shares}, to_owners=False)
+        pieces = self._exchange(results, {share: 1 + len(share.param_shaped) for share in self.shares}, to_owners=False)
         for share, piece in zip(self.shares, pieces, strict=False):
-            share.whole.take(piece, share.current())
+            share.full.store(piece, share.current())
 
-    def _exchange(self, sent: Sequence[Tensor], counts: Mapping[Share, int], to_owners: bool) -> list[Tensor]:
-        """Give each rank its piece, flat; return those that this rank gets. counts: tensors of each parameter."""
+    def _exchange(self, pieces: Sequence[Tensor], counts: Mapping[Share, int], to_owners: bool) -> list[Tensor]:
+        """Send each rank its flat piece; return the received ones. counts: number of tensors of each parameter."""
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        own = [share.whole.lengths(counts[share])[rank] for share in self.shares]
-        own += [0] * (ranks - len(own))
-        mine = [0] * ranks if self._mine is None else self._mine.whole.lengths(counts[self._mine])
-        given, taken = (own, mine) if to_owners else (mine, own)
-        flat = [piece.flatten() for piece in sent] or [self.shares[0].values.new_empty(0)]
-        out = flat[0].new_empty(sum(taken))
-        dist.all_to_all_single(out, torch.cat(flat), taken, given, group=self._group)
-        return list(out.split(taken))
+        of_shards = [share.full.lengths(counts[share])[rank] for share in self.shares]
+        of_shards += [0] * (ranks - len(of_shards))
+        of_own = [0] * ranks if self._own is None else self._own.full.lengths(counts[self._own])
+        sent, received = (of_shards, of_own) if to_owners else (of_own, of_shards)
+        flat = [piece.flatten() for piece in pieces] or [self.shares[0].values.new_empty(0)]
+        out = flat[0].new_empty(sum(received))
+        dist.all_to_all_single(out, torch.cat(flat), received, sent, group=self._group)
+        return list(out.split(received))
 
     def sync(self) -> None:
-        """Nothing is kept but what the shares have."""
+        """Do nothing: the shares already have all state."""
 
 
 def owned_batches(shares: Sequence[Share]) -> list[list[Share]]:
-    """Shares whose updates owners can compute, in batches of at most one per rank of their group, the largest together.
+    """Return batches for `Owned`, of at most one share per rank of their group, with the largest ones together.
 
-    The same on all ranks of a group: first those that data-parallel ranks share, then the others.
+    The result is the same on all ranks of a group: first shares that are sharded over data-parallel ranks, then others.
     """
     batches = []
-    for shared in (True, False):
-        chosen = [share for share in shares if (share.whole.sharing is not None) == shared]
+    for data_parallel in (True, False):
+        chosen = [share for share in shares if (share.full.shard_group is not None) == data_parallel]
         by_group: dict[dist.ProcessGroup | None, list[Share]] = {}
-        for share in sorted(chosen, key=lambda share: (-math.prod(share.whole.shape), share.name)):
-            by_group.setdefault(share.whole.group, []).append(share)
+        for share in sorted(chosen, key=lambda share: (-math.prod(share.full.shape), share.name)):
+            by_group.setdefault(share.full.group, []).append(share)
         for group, members in by_group.items():
             ranks = dist.get_world_size(group)
             batches += [members[at : at + ranks] for at in range(0, len(members), ranks)]

@@ -1,7 +1,7 @@
-"""Any optimizer of torch on the shards that a rank owns, with the arithmetic of that optimizer in one process.
+"""Runs any PyTorch optimizer on the shards that a rank owns, with the results of that optimizer in one process.
 
-A class that works element by element steps views of the flat fp32 values, whatever part of a parameter they are. Any
-other class steps whole parameters; those of which ranks have parts are gathered one by one.
+An elementwise optimizer steps views of the flat fp32 values, whatever part of a parameter they are. Any other one steps
+full parameters; sharded ones are gathered one by one.
 """
 
 import re
@@ -15,18 +15,22 @@ from ..parallel.buffers import ParameterBuffer, Slot
 from ..parallel.mesh import Mesh
 from ..parallel.scattered import Scattered, own_span
 from ..plan import TensorSharding
-from .base import KeptOptimizer, Rates
+from .base import LocalOptimizer, Rates
+from .full_parameter import FullParameter
 from .loss_scale import LossScaler
 from .recipe import Recipe
 from .steppers import Gathered, InPlace, Owned, Share, Stepper, owned_batches
-from .whole import Whole
 
 
-class TorchOptimizer(KeptOptimizer):
-    """recipe: what steps the parameters of ``buffer``. mesh: this rank's. tensors: how tensor parallelism divides them;
-    what is not in it, it does not divide. config, scaler: see `Optimizer`; of ``config``, clip_grad alone counts.
+class TorchOptimizer(LocalOptimizer):
+    """A user's PyTorch optimizer over the parameters of ``buffer``.
 
     A step leaves the clipped gradient in what this rank owns of `main_grad`.
+
+    config, scaler: see `Optimizer`; only clip_grad of ``config`` is used.
+    recipe:         the optimizer of each parameter.
+    mesh:           of this rank.
+    tensors:        how tensor parallelism shards parameters; those not in it are not sharded.
     """
 
     def __init__(
@@ -38,23 +42,23 @@ class TorchOptimizer(KeptOptimizer):
         tensors: Mapping[str, TensorSharding],
         scaler: LossScaler | None = None,
     ):
-        super().__init__(buffer, config, mesh.model, mesh.sharing, scaler)
+        super().__init__(buffer, config, mesh.model, mesh.shard_group, scaler)
         self.recipe, self.mesh, self.name = recipe, mesh, recipe.name
         trained = {name: slot for name, slot in buffer.slots.items() if slot.group < len(recipe.groups)}
         self._shares = {name: self._share(name, slot, tensors.get(name)) for name, slot in trained.items()}
-        self._kinds = {_kind_of(key): key for key in (*recipe.alike, *recipe.others)}
+        self._kinds = {_kind_of(key): key for key in (*recipe.param_shaped, *recipe.other_shaped)}
 
     def _share(self, name: str, slot: Slot, tensor: TensorSharding | None) -> Share:
         buffer, mesh = self.buffer, self.mesh
-        whole = Whole(buffer, name, tensor or TensorSharding(name, slot.shape), mesh.tp, mesh.sharing)
+        full = FullParameter(buffer, name, tensor or TensorSharding(name, slot.shape), mesh.tp, mesh.shard_group)
         first, last = own_span(buffer, name)
         grad = values = self.master[:0]
         for (start, stop, offset), own, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
             if start <= first < last <= stop:
-                here, place = slice(first - start, last - start), slice(offset + first - start, offset + last - start)
-                grad, values = own[here], self.master[place] if buffer.rounds else data[here]
+                local, flat = slice(first - start, last - start), slice(offset + first - start, offset + last - start)
+                grad, values = own[local], self.master[flat] if buffer.rounds else data[local]
         entries = self.recipe.groups[slot.group].entries(len(slot.shape))
-        return Share(name, slot.group, whole, grad, values, dict(entries))
+        return Share(name, slot.group, full, grad, values, dict(entries))
 
     @property
     def steps(self) -> int:
@@ -62,7 +66,7 @@ class TorchOptimizer(KeptOptimizer):
 
     @steps.setter
     def steps(self, value: int) -> None:
-        """State was loaded, or there is none yet."""
+        """Set the number of steps, of the state that was loaded, or 0 without state."""
         self._steps = value
         self._steppers: list[Stepper] | None = None
 
@@ -72,7 +76,7 @@ class TorchOptimizer(KeptOptimizer):
                 gradient.mul_(scale)
             self.scaled = 1.0
         if self._steppers is None:
-            self._steppers = self._make(self._steps > 0)
+            self._steppers = self._new_steppers(self._steps > 0)
         self._steps += 1
         for stepper in self._steppers:
             stepper.step(rates)
@@ -80,18 +84,18 @@ class TorchOptimizer(KeptOptimizer):
         for (start, stop, offset), data in owned:
             data.copy_(self.master[offset : offset + stop - start])
 
-    def _make(self, started: bool) -> list[Stepper]:
-        """Those that gather come last, in an order that all ranks have."""
+    def _new_steppers(self, started: bool) -> list[Stepper]:
+        """Return the steppers; those that communicate come last, in the same order on all ranks."""
         in_place: dict[int, list[Share]] = {}
         gathered: list[Stepper] = []
         owned: list[Share] = []
         for share in self._shares.values():
             group = self.recipe.groups[share.group]
-            if share.whole.divided and not group.traits.elementwise:
-                if share.whole.group is not None and len(share.alike) == len(share.entries):
-                    owned += [share] if share.whole.here else []
+            if share.full.sharded and not group.traits.elementwise:
+                if share.full.group is not None and len(share.param_shaped) == len(share.entries):
+                    owned += [share] if share.full.participates else []
                 else:
-                    gathered += [Gathered(self.recipe, share, started)] if share.whole.here else []
+                    gathered += [Gathered(self.recipe, share, started)] if share.full.participates else []
             elif share.values.numel():
                 in_place.setdefault(id(group.prototype), []).append(share)
         steppers: list[Stepper] = [InPlace(self.recipe, shares, started) for shares in in_place.values()]
@@ -104,49 +108,49 @@ class TorchOptimizer(KeptOptimizer):
 
     def state(self) -> dict[str, torch.Tensor | Scattered]:
         self._sync()
-        found: dict[str, torch.Tensor | Scattered] = {"master": self.master} if self.buffer.rounds else {}
+        state: dict[str, torch.Tensor | Scattered] = {"master": self.master} if self.buffer.rounds else {}
         for kind, key in self._kinds.items():
-            names = {name: share for name, share in self._shares.items() if _is_alike(share, key)}
-            if key in self.recipe.alike:
+            names = {name: share for name, share in self._shares.items() if _is_param_shaped(share, key)}
+            if key in self.recipe.param_shaped:
                 parts = {name: share.state(key) for name, share in names.items() if share.values.numel()}
-                found[kind] = Scattered(self.buffer, names, parts)
-        return found
+                state[kind] = Scattered(self.buffer, names, parts)
+        return state
 
-    def others(self) -> dict[str, dict[str, torch.Tensor]]:
+    def other_state(self) -> dict[str, dict[str, torch.Tensor]]:
         self._sync()
         return {
             kind: {
                 name: share.state(key)
                 for name, share in self._shares.items()
-                if share.values.numel() and key in share.entries and not share.entries[key].alike
+                if share.values.numel() and key in share.entries and not share.entries[key].param_shaped
             }
             for kind, key in self._kinds.items()
-            if key in self.recipe.others
+            if key in self.recipe.other_shaped
         }
 
     def writes(self, name: str) -> bool:
-        """Whether of all ranks this one saves what `others` has of a parameter."""
         mesh = self.mesh
-        return self.buffer.slots[name].counted and mesh.tp_rank == 0 and mesh.dp_rank == self._shares[name].whole.owner
+        return self.buffer.slots[name].counted and mesh.tp_rank == 0 and mesh.dp_rank == self._shares[name].full.owner
 
 
 def check_layout(recipe: Recipe, model_ranks: int, shards: bool) -> None:
-    """Raises ConfigError where a rank would have to know parameters of others for a step.
+    """Raise ConfigError where a step would need parameters that are on other ranks.
 
-    model_ranks: tensor x pipeline ranks. shards: data-parallel ranks share the state.
+    model_ranks: number of tensor x pipeline ranks.
+    shards:      whether the state is sharded over data-parallel ranks.
     """
-    coupled = next((group for group in recipe.groups if not group.traits.alone), None)
+    coupled = next((group for group in recipe.groups if not group.traits.independent), None)
     if coupled is not None and (model_ranks > 1 or shards):
         reason = "its update of a parameter depends on the others, which other ranks have"
         remedy = "Train with plain data parallelism, or take an optimizer that steps each parameter by itself"
         raise ConfigError("optimizer", type(coupled.prototype).__name__, reason, remedy)
 
 
-def _is_alike(share: Share, key: str) -> bool:
-    return key in share.entries and share.entries[key].alike
+def _is_param_shaped(share: Share, key: str) -> bool:
+    return key in share.entries and share.entries[key].param_shaped
 
 
 def _kind_of(key: str) -> str:
-    """What the state of an optimizer is called in a checkpoint, whose files are named after it."""
+    """Return the name of an optimizer's state in a checkpoint, which is part of file names."""
     name = re.sub(r"[^a-z0-9_]", "_", key.lower())
     return name if name[:1].isalpha() and name not in ("model", "master") else f"state_{name}"

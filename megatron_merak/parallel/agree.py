@@ -1,7 +1,7 @@
-"""Agreement between ranks: JSON carried by tensors, and failures that every rank raises together. No pickle.
+"""Agreement between ranks: JSON sent in tensors, without pickle, and errors that every rank raises.
 
-Every function is collective: all ranks of ``group`` call it, in the same order. ``group`` None means that this process
-is alone, and nothing is sent. ``device`` is the device whose tensors the group's backend moves ("cpu" for gloo).
+Every function is collective: all ranks of ``group`` call it, in the same order. With ``group`` None this process is
+alone and nothing is sent. ``device`` is the device of the tensors that the group's backend sends ("cpu" for gloo).
 """
 
 import json
@@ -19,7 +19,7 @@ _RANKS_NAMED = 8
 def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.device | str) -> list:
     """Return the values of all ranks, in rank order, on every rank.
 
-    ``value`` is anything that JSON can say; a tuple arrives as a list and an integer key as text, on the sender too.
+    ``value`` is anything that JSON can represent; a tuple becomes a list, an integer key a string, on the sender too.
     """
     text = json.dumps(value).encode()
     if group is None:
@@ -57,8 +57,8 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None, dev
     """Return when no rank has an error; otherwise raise on every rank, naming the ranks that failed.
 
     All ranks raise the error of the lowest failing rank: its type, ``what``, ``value`` and ``remedy`` unchanged, its
-    ``reason`` led by the rank (global number). An exception that is no ``MerakError`` becomes one. Where the failure
-    happened, the original exception is the ``__cause__``. A process that is alone raises its error as it is.
+    ``reason`` prefixed with the global rank. Other exceptions become a ``MerakError``. Where the
+    failure occurred, the original exception is the ``__cause__``. Without a group the error is raised unchanged.
     """
     if group is None:
         if error is not None:
@@ -73,7 +73,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None, dev
 
 @contextmanager
 def together(group: dist.ProcessGroup | None, device: torch.device | str) -> Iterator[None]:
-    """Run a body that may fail on some ranks only, and `raise_together` at its end. The body holds no collective."""
+    """Run a body without collectives, which may fail on some ranks only, and `raise_together` at its end."""
     error = None
     try:
         yield
@@ -107,9 +107,9 @@ def _report(error: Exception) -> dict:
 
 def _merge(failed: list[tuple[int, dict]]) -> MerakError:
     report = failed[0][1]
-    alike = [rank for rank, other in failed if other == report]
+    same = [rank for rank, other in failed if other == report]
     others = [(rank, other) for rank, other in failed if other != report]
-    reason = f"on {_name_ranks(alike)}, {report['reason']}"
+    reason = f"on {_name_ranks(same)}, {report['reason']}"
     for rank, other in others[:_RANKS_NAMED]:
         reason += f"; on rank {rank}, {other['what']} {other['value']}: {other['reason']}"
     if len(others) > _RANKS_NAMED:

@@ -1,4 +1,4 @@
-"""Calls that every rank must make: a rank that waits in one says so, and another call at the same place is an error."""
+"""Checks calls that every rank must make: reports a rank that waits for others, and raises if ranks' calls differ."""
 
 import sys
 import threading
@@ -14,8 +14,11 @@ PATIENCE = 30.0  # seconds
 def attend(call: str, group: dist.ProcessGroup | None, patience: float = PATIENCE) -> None:
     """Wait until every rank of ``group`` makes the same call.
 
-    call: its name, for messages. group: all ranks; None for a process alone. patience: seconds after which a rank that
-    waits says for what, on stderr. Collective. Raises ConfigError on every rank when ranks make different calls.
+    Collective. Raises ConfigError on every rank when ranks make different calls.
+
+    call:     its name, for messages.
+    group:    all ranks; None for a single process.
+    patience: seconds after which a waiting rank reports on stderr what it waits for.
     """
     if group is None:
         return
@@ -28,8 +31,8 @@ def attend(call: str, group: dist.ProcessGroup | None, patience: float = PATIENC
         calls = gather_json(call, group, "cpu")
     finally:
         timer.cancel()
-    for other, theirs in enumerate(calls):
-        if theirs != calls[0]:
+    for other, other_call in enumerate(calls):
+        if other_call != calls[0]:
             reason = f"rank 0 is in {calls[0]}, and both need all ranks"
             remedy = "Call it on every rank: not behind is_world_process_zero(), local_rank or a rank's own condition"
-            raise ConfigError(f"rank {other}", theirs, reason, remedy)
+            raise ConfigError(f"rank {other}", other_call, reason, remedy)

@@ -1,21 +1,20 @@
 """The parameters of one rank as two flat tensors: values in the model's dtype, gradients in fp32, at the same offsets.
 
-Layout of three units, in forward order, `d` parameters of one group (with weight decay, say) and `n` of another, `.`
-padding:
+Three units in forward order, parameters `d` of one group (say, with weight decay), `n` of another, padding `.`:
 
     | d d . d . n . n n . | d . d d . n . | d d . n n . |
       unit 0                unit 1          unit 2
                           <- bucket 1    <- bucket 0       (filled from the end: backward finishes the last unit first)
 
-Where data-parallel ranks share the optimizer's work (ZeRO stage 1), every bucket is cut into equal shards, one for each
-of them. What only the optimizer reads then exists for a rank's own shards alone, one behind the other:
+Where the optimizer is sharded over data-parallel ranks (ZeRO stage 1), every bucket is split into equal shards, one per
+rank. A rank then has optimizer state only for its own shards, concatenated:
 
     main_grad, data   | bucket 1: shard 0 | shard 1 | bucket 0: shard 0 | shard 1 |
     state of rank 1                       | bucket 1          | bucket 0          |
 
-Where they share gradients too (stage 2), or gradients and values (stage 3), a bucket is a unit. `main_grad`, or it and
-`data`, are `Pieces`, one for each bucket, with memory while the unit is at work; what a rank keeps of them is laid out
-as its state.
+Where gradients (stage 2), or gradients and values (stage 3), are sharded too, each unit is a bucket. `main_grad`, in
+stage 3 also `data`, are `Pieces`, one per bucket, with memory only while the unit runs. A rank's own shards of them are
+laid out like its optimizer state.
 """
 
 import math
@@ -33,7 +32,7 @@ ALIGNMENT = 64  # elements: 256 bytes in fp32, 128 in bf16, so that every view s
 
 
 class Sharding(IntEnum):
-    """What data-parallel ranks have shards of; each value includes those before it."""
+    """What is sharded over data-parallel ranks; each value includes those before it."""
 
     NOTHING = 0
     OPTIMIZER = 1
@@ -46,12 +45,12 @@ Flat = torch.Tensor | Pieces
 
 @dataclass(frozen=True)
 class BufferEntry:
-    """One parameter that a buffer shall hold.
+    """One parameter to put into a buffer.
 
-    group: parameters of one group have the same learning rate and weight decay.
-    counted: this rank counts its gradient in the global norm; False where another rank holds the same parameter.
-    fp32: it is used in fp32, whatever the dtype of the buffer.
-    tied: ranks of other stages hold it as well, so that its shards must be cut in the same way in all their buffers.
+    group:   parameters of the same group have the same learning rate and weight decay.
+    counted: whether this rank counts its gradient in the global norm; False where another rank counts its copy.
+    fp32:    whether it is used in fp32 whatever the dtype of the buffer.
+    tied:    whether ranks of other stages have it as well, so that its shards must be the same in all their buffers.
     """
 
     name: str
@@ -64,7 +63,7 @@ class BufferEntry:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lies: elements [start, stop) of the flat tensors, padding excluded."""
+    """The position of a parameter: elements [start, stop) of the flat tensors, without padding."""
 
     start: int
     stop: int
@@ -76,9 +75,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of `main_grad`, padding included, which hold exactly the parameters `names`.
+    """Elements [start, stop) of `main_grad`, with padding, which contain exactly the parameters `names`.
 
-    sharded: every data-parallel rank owns an equal shard of it; else each of them owns, and updates, all of it.
+    sharded: whether every data-parallel rank owns an equal shard; otherwise each one owns, and updates, all of it.
     """
 
     start: int
@@ -88,7 +87,7 @@ class Bucket:
 
 
 class Owned(NamedTuple):
-    """Elements [start, stop) of the flat tensors whose optimizer state starts at `offset` of this rank's."""
+    """Elements [start, stop) of the flat tensors that this rank owns; `offset` of their optimizer state."""
 
     start: int
     stop: int
@@ -96,7 +95,7 @@ class Owned(NamedTuple):
 
 
 class GroupRange(NamedTuple):
-    """Elements [start, stop), padding included, of one group of parameters."""
+    """Elements [start, stop), with padding, of one group of parameters."""
 
     start: int
     stop: int
@@ -106,22 +105,23 @@ class GroupRange(NamedTuple):
 class ParameterBuffer:
     """Flat storage for all parameters of one rank.
 
-    entries: unit by unit in forward order. Inside a unit the entries of the first group come first.
-    dtype: of `data`; `main_grad` is always fp32.
-    bucket_elements: a bucket closes once it holds this many elements; no parameter is split. None: one bucket.
-    sharding: of what data-parallel ranks have shards. shards, shard: how many ranks, and which of them this one is.
+    entries:         parameters of each unit, in forward order. Inside a unit they are sorted by group.
+    dtype:           of `data`; `main_grad` is always fp32.
+    bucket_elements: a bucket is closed once it has this many elements; no parameter is split. None: one bucket.
+    shards, shard:   number of data-parallel ranks to shard over, and the index of this one.
+    sharding:        what is sharded over them.
 
-    data        [size] dtype     zeros until they are filled through `parameter(name)`; see `filling`
-    master      [owned_size]     fp32, what the optimizer updates and rounds into `own_data`: the same memory where
-                                 that is fp32, else a copy, taken when it is first asked for
-    main_grad   [size] fp32      the sum of this step's gradients; between steps, where `spread` puts state
+    data        [size] dtype     zeros until they are written through `parameter(name)`; see `filling`
+    master      [owned_size]     fp32 values that the optimizer updates and rounds into `own_data`: the same memory
+                                 where that is fp32, otherwise a copy, made at first access
+    main_grad   [size] fp32      the sum of this step's gradients; between steps, the target of `spread`
     rounds                       whether `master` is a copy
     slots       parameter name -> Slot, in order of offset
-    buckets     contiguous, disjoint, they cover everything; buckets[0] holds the last parameters
-    ranges      contiguous, disjoint, they cover everything, in order of offset; neighbours differ in `group`
+    buckets     contiguous, disjoint and complete; buckets[0] has the last parameters
+    ranges      contiguous, disjoint and complete, in order of offset; neighbours differ in `group`
     owned       what this rank updates, in order of offset; everything unless `sharded`
-    own_grads   of each of `owned`, the gradient [stop - start]: views of `main_grad`, unless that is in pieces
-    own_data    of each of `owned`, the values: views of `data`, unless that is in pieces
+    own_grads   the gradient [stop - start] of each of `owned`: views of `main_grad`, unless that is `Pieces`
+    own_data    the values of each of `owned`: views of `data`, unless that is `Pieces`
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ParameterBuffer:
         shards, shard = (shards, shard) if sharding else (1, 0)
         self.sharding, self.shard = sharding if shards > 1 else Sharding.NOTHING, shard
         self.sharded, self.rounds = self.sharding > Sharding.NOTHING, dtype != torch.float32
-        if dtype == torch.float32:  # then `data` is the master copy, and no entry lies apart
+        if dtype == torch.float32:  # then `data` is the master copy, and all entries are in it
             entries = [[replace(entry, fp32=False) for entry in group] for group in entries]
         if self.sharded:
             by_unit = self.sharding >= Sharding.GRADIENTS
@@ -160,9 +160,9 @@ class ParameterBuffer:
         self._master = None if self.rounds else self._values
         self._own_grad_of: dict[str, list[torch.Tensor]] = {}
 
-    def _flat(self, dtype: torch.dtype, apart: bool) -> tuple[Flat, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """A flat tensor, or its pieces and the memory of what this rank keeps of it; and views of what it owns."""
-        if not apart:
+    def _flat(self, dtype: torch.dtype, in_pieces: bool) -> tuple[Flat, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return a flat tensor, or its pieces; the memory of this rank's shards; and views of these shards."""
+        if not in_pieces:
             flat = torch.zeros(self.size, dtype=dtype, device=self.device)
             return flat, flat, tuple(flat[start:stop] for start, stop, _ in self.owned)
         bounds = [(bucket.start, bucket.stop) for bucket in reversed(self.buckets)]
@@ -172,11 +172,11 @@ class ParameterBuffer:
         return pieces, own, tuple(own[offset : offset + stop - start] for start, stop, offset in self.owned)
 
     def piece_of(self, bucket: Bucket) -> int:
-        """The number of its piece, and of its place in `owned`, where buckets are sharded."""
+        """Return the index of a bucket's piece, and of its entry in `owned`, where buckets are sharded."""
         return self._piece_of[bucket]
 
     def view(self, flat: Flat, name: str) -> torch.Tensor:
-        """The part of `flat` ([size], any dtype) that belongs to parameter `name`, in its shape."""
+        """Return the view of parameter `name` in `flat` ([size], any dtype), in its shape."""
         if isinstance(flat, Pieces):
             return flat.named[name]
         slot = self.slots[name]
@@ -189,23 +189,22 @@ class ParameterBuffer:
         return self._master
 
     def turns(self, flat: Flat) -> list[tuple[Bucket, ...]]:
-        """The buckets of `flat` that have memory at a time: all of them, or of pieces one by one."""
+        """Return groups of buckets of `flat` that have memory at the same time: all, or of `Pieces` single ones."""
         buckets = self.buckets[::-1]
         return [(bucket,) for bucket in buckets] if isinstance(flat, Pieces) else [buckets]
 
     def allocate(self, flat: Flat, buckets: Sequence[Bucket]) -> None:
-        """Give `flat` memory for ``buckets``, and take it from all others, if it is in pieces."""
+        """If `flat` is in pieces, allocate ``buckets`` and free all others."""
         if isinstance(flat, Pieces):
-            wanted = {self._piece_of[bucket] for bucket in buckets}
+            needed = {self._piece_of[bucket] for bucket in buckets}
             for number in range(len(flat)):
-                if number not in wanted:
+                if number not in needed:
                     flat.release(number)
-            for number in wanted:
+            for number in needed:
                 flat.allocate(number)
 
     def filling(self) -> Iterator[tuple[Bucket, ...]]:
-        """All buckets, those together that have memory at a time: while they are yielded, `data` and `main_grad` may be
-        written, and hold zeros before."""
+        """Yield groups of buckets with memory, to be written into `data` and `main_grad`, which are zeros before."""
         flats = (self.data, self.main_grad)
         for buckets in self.turns(self.main_grad):
             for flat in flats:
@@ -218,7 +217,7 @@ class ParameterBuffer:
             self.allocate(flat, ())
 
     def seal(self, buckets: Sequence[Bucket]) -> None:
-        """After ``buckets`` of `data` were written: keep what this rank owns of them, where that is all it keeps."""
+        """Save this rank's shards of ``buckets`` after `data` was written, where parameters are sharded."""
         if isinstance(self.data, Pieces):
             for bucket in buckets:
                 number = self._piece_of[bucket]
@@ -226,25 +225,25 @@ class ParameterBuffer:
                 self.own_data[number].copy_(self.data[start:stop])
 
     def shard_of(self, bucket: Bucket) -> tuple[int, int]:
-        """Elements [start, stop) of a sharded bucket that this rank owns."""
+        """Return the elements [start, stop) of a sharded bucket that this rank owns."""
         return self._shard_of[bucket]
 
     def own(self, flat: Flat) -> torch.Tensor:
-        """What this rank owns of `flat` ([size]), one shard behind the other: [owned_size], `flat` if it owns all."""
+        """Return this rank's shards of `flat` ([size]), concatenated: [owned_size]; `flat` itself if it owns all."""
         if not self.sharded:
             return flat
         return self._joined([flat[start:stop] for start, stop, _ in self.owned])
 
     def own_gradient(self) -> torch.Tensor:
-        """`own_grads` one behind the other: [owned_size]."""
+        """Return `own_grads`, concatenated: [owned_size]."""
         return self._joined(self.own_grads)
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        none = torch.zeros(0, dtype=self.dtype, device=self.device)
-        return parts[0] if len(parts) == 1 else torch.cat([none, *parts])
+        empty = torch.zeros(0, dtype=self.dtype, device=self.device)
+        return parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
 
     def take(self, state: torch.Tensor, flat: Flat, buckets: Sequence[Bucket] | None = None) -> None:
-        """The inverse of `spread`: what this rank owns of ``flat``, where that is another tensor, into ``state``."""
+        """Copy this rank's shards of ``flat`` to ``state`` unless they are the same: the inverse of `spread`."""
         if not self.sharded and state is not flat:
             state.copy_(flat)
         for bucket in (self.buckets if buckets is None else buckets) if self.sharded else ():
@@ -252,8 +251,10 @@ class ParameterBuffer:
             state[offset : offset + stop - start].copy_(flat[start:stop])
 
     def spread(self, state: torch.Tensor, buckets: Sequence[Bucket] | None = None) -> Flat:
-        """`state` ([owned_size]) at its places in a flat tensor [size]: itself if this rank owns everything, else
-        `main_grad`, whose other elements stay. Of ``buckets``, all by default, which have memory then."""
+        """Copy `state` ([owned_size]) to its positions in `main_grad`, and return that; `state` if it has all.
+
+        buckets: copy only these, for which memory is allocated; None: all.
+        """
         if not self.sharded:
             return state
         buckets = self.buckets if buckets is None else buckets
@@ -264,26 +265,26 @@ class ParameterBuffer:
         return self.main_grad
 
     def parameter(self, name: str) -> torch.Tensor:
-        """What the model computes with: of `data`, or of `master` for an entry that is used in fp32."""
+        """Return the view that the model computes with: of `data`, or of `master` for an fp32 entry."""
         return self.view(self.master if self.slots[name].fp32 else self.data, name)
 
     def drop_master(self) -> None:
-        """Free the fp32 copy of a 16-bit buffer, which others keep; it is taken anew when it is asked for."""
+        """Free the fp32 copy of a 16-bit buffer, if it is kept elsewhere; the next access makes a new one."""
         assert self.rounds and not any(slot.fp32 for slot in self.slots.values())
         self._master = None
 
     def refresh_master(self) -> None:
-        """Take the values of `data`, but for entries used in fp32, whose values are in `master` alone."""
+        """Copy `data` to `master`, except fp32 entries, whose values are only in `master`."""
         for data, master in self._rounded():
             master.copy_(data)
 
     def follow_edits(self) -> None:
-        """After values were written from outside: `master` takes those of `data` that it would not round to."""
+        """Update `master` after `data` was modified elsewhere: copy the values that differ from the rounded master."""
         for data, master in self._rounded():
             master.copy_(torch.where(master.to(self.dtype) == data, master, data.to(torch.float32)))
 
     def _rounded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What this rank owns of every parameter in `data`, and what of `master` is rounded into it."""
+        """Yield (view of `data`, view of `master` that is rounded into it) of what this rank owns of each parameter."""
         for slot in self.slots.values() if self.rounds else ():
             for (start, stop, offset), data in zip(self.owned, self.own_data, strict=True) if not slot.fp32 else ():
                 first, last = max(start, slot.start), min(stop, slot.stop)
@@ -295,16 +296,16 @@ class ParameterBuffer:
         return self.view(self.main_grad, name)
 
     def own_grad(self, name: str) -> list[torch.Tensor]:
-        """What this rank owns of a parameter's gradient: flat views, none where others own all of it."""
+        """Return flat views of this rank's shard of a parameter's gradient; none where other ranks own all of it."""
         if name in self._own_grad_of:
             return self._own_grad_of[name]
-        slot, found = self.slots[name], []
+        slot, views = self.slots[name], []
         for (start, stop, _), grad in zip(self.owned, self.own_grads, strict=True):
             first, last = max(start, slot.start), min(stop, slot.stop)
             if first < last:
-                found.append(grad[first - start : last - start])
-        self._own_grad_of[name] = found
-        return found
+                views.append(grad[first - start : last - start])
+        self._own_grad_of[name] = views
+        return views
 
 
 def _align(offset: int) -> int:
@@ -325,35 +326,35 @@ def _lay_out(groups: Sequence[Sequence[BufferEntry]], offset: int = 0) -> tuple[
 
 
 def _runs_of_size(groups: Sequence[Sequence[BufferEntry]], bucket_elements: float) -> list[list[BufferEntry]]:
-    """The entries of each bucket, in forward order, each of at least so many elements.
+    """Return the entries of each bucket, in forward order; a bucket has at least ``bucket_elements``.
 
-    Entries used in fp32 lie in the master copy itself, which each rank therefore has all of: they come first, in a
-    bucket that is not sharded. A tied entry has a bucket of its own, so that ranks with other neighbours cut it alike.
+    The model reads fp32 entries from the master copy, so every rank needs all of them: they come first, in a bucket
+    that is not sharded. A tied entry has a bucket of its own, so that all ranks that have it shard it in the same way.
     """
     order = [e for group in groups for e in sorted(group, key=lambda entry: entry.group) if not e.fp32]
-    runs: list[list[BufferEntry]] = [[]]  # of each bucket, from the end
-    held = 0
+    runs: list[list[BufferEntry]] = [[]]  # entries of each bucket, from the end
+    elements = 0
     for entry in reversed(order):
-        if runs[-1] and (held >= bucket_elements or entry.tied or runs[-1][-1].tied):
+        if runs[-1] and (elements >= bucket_elements or entry.tied or runs[-1][-1].tied):
             runs.append([])
-            held = 0
+            elements = 0
         runs[-1].append(entry)
-        held += _align(prod(entry.shape))
-    apart = [entry for group in groups for entry in group if entry.fp32]
-    return [run for run in (apart, *(run[::-1] for run in reversed(runs))) if run]
+        elements += _align(prod(entry.shape))
+    fp32 = [entry for group in groups for entry in group if entry.fp32]
+    return [run for run in (fp32, *(run[::-1] for run in reversed(runs))) if run]
 
 
 def _runs_of_units(groups: Sequence[Sequence[BufferEntry]]) -> list[list[BufferEntry]]:
-    """As `_runs_of_size`, with a bucket for each unit."""
+    """As `_runs_of_size`, with one bucket per unit."""
     plain = [[entry for entry in group if not entry.fp32] for group in groups]
-    apart = [entry for group in groups for entry in group if entry.fp32]
-    return [run for run in (apart, *(run for group in plain for run in _runs_of_size([group], math.inf))) if run]
+    fp32 = [entry for group in groups for entry in group if entry.fp32]
+    return [run for run in (fp32, *(run for group in plain for run in _runs_of_size([group], math.inf))) if run]
 
 
 def _lay_out_shards(
     runs: Sequence[Sequence[BufferEntry]], alignment: int
 ) -> tuple[dict[str, Slot], int, tuple[Bucket, ...]]:
-    """As `_lay_out` and `_cut_into_buckets`, of given buckets, each of a length that `alignment` divides."""
+    """As `_lay_out` and `_cut_into_buckets`, for given buckets, whose lengths become multiples of `alignment`."""
     slots: dict[str, Slot] = {}
     buckets: list[Bucket] = []
     offset = 0

@@ -1,4 +1,4 @@
-"""What time it is for a rank: the machine's clock, or a logical one that passes only as modelled work is charged."""
+"""The clock of a rank: wall time, or the modelled time of a simulated device."""
 
 import time
 from collections import deque
@@ -12,27 +12,25 @@ from .emulated_kernels import Kernels
 
 
 class Clock(Protocol):
-    """Seconds as a rank counts them. ``label`` says where they come from, empty for the machine's own."""
+    """The time of a rank in seconds. ``label`` describes a modelled clock; it is empty for wall time."""
 
     label: str
 
     def now(self) -> float:
-        """Seconds since an arbitrary origin."""
+        """Return the seconds since an arbitrary origin."""
 
     def kernel(self, seconds: float) -> None:
-        """The device computes for so long."""
+        """Let the device compute for that time."""
 
     def kernels(self) -> AbstractContextManager:
-        """Inside, every tensor operation of this thread takes its time on this clock."""
+        """Return a context in which every tensor operation of this thread advances this clock."""
 
-    def aside(self) -> AbstractContextManager | None:
-        """Inside, another stream than that of the computation waits; None where a wait takes the rank's own time."""
+    def side_stream(self) -> AbstractContextManager | None:
+        """Return a context in which waits do not delay computation; None where that is impossible."""
 
 
 class WallClock:
-    """The machine's monotonic clock. A kernel of given time is a sleep: it needs no core, so that more ranks than cores
-    can be timed.
-    """
+    """The monotonic clock of the machine. `kernel` sleeps, which needs no core, so ranks may outnumber cores."""
 
     label = ""
 
@@ -45,21 +43,21 @@ class WallClock:
     def kernels(self) -> AbstractContextManager:
         return nullcontext()
 
-    def aside(self) -> None:
+    def side_stream(self) -> None:
         return None
 
 
 class Queued(Protocol):
-    """A collective on the queue of its links."""
+    """A collective in the queue of its links."""
 
     def resolve(self, queue: "Queue") -> None:
-        """Find out when it starts, given when the queue is free, and when it ends."""
+        """Determine when the collective starts, given when the queue is free, and when it ends."""
 
 
 class Queue:
-    """The links of one class as one rank uses them: one collective at a time, in the order of their launch.
+    """One rank's queue on links of one class: one collective at a time, in launch order.
 
-    ``free``: when the collectives resolved so far are through, in seconds.
+    ``free``: when the collectives resolved so far end, in seconds.
     """
 
     def __init__(self):
@@ -67,7 +65,7 @@ class Queue:
         self.waiting: deque[Queued] = deque()
 
     def resolve(self, last: Queued) -> None:
-        """Resolve what was launched up to ``last``."""
+        """Resolve the collectives launched up to ``last``."""
         while self.waiting[0] is not last:
             self.waiting.popleft().resolve(self)
         self.waiting.popleft().resolve(self)
@@ -77,8 +75,10 @@ class Queue:
 class Account:
     """Seconds of a logical clock: ``now`` is the sum of ``busy``, ``exposed`` and ``idle``.
 
-    busy: computing. exposed: waiting for a transfer under way. idle: waiting for a peer to take part in one.
-    communication: transfers under way, hidden or not.
+    busy:          computing.
+    exposed:       waiting for a transfer in flight.
+    idle:          waiting for a peer to start a transfer.
+    communication: duration of transfers, overlapped or not.
     """
 
     now: float
@@ -88,14 +88,16 @@ class Account:
     communication: float
 
     def __sub__(self, other: "Account") -> "Account":
-        return Account(*(mine - theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Account(*(end - start for end, start in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 class LogicalClock:
     """Modelled time of one rank's device, which has one stream of kernels and one queue per class of links.
 
-    Nothing but ``kernel`` and ``wait`` makes it pass, so that two equal runs read equal times to the last bit, however
-    busy the machine is. ``cluster`` prices kernels; None: only kernels of given time count.
+    Only ``kernel`` and ``wait`` advance it, so that two equal runs have bitwise equal times, whatever the load of the
+    machine.
+
+    cluster: gives the times of tensor operations; None: only calls of ``kernel`` take time.
     """
 
     def __init__(self, cluster: Cluster | None = None):
@@ -109,7 +111,7 @@ class LogicalClock:
         return self._now
 
     def account(self) -> Account:
-        """Where the time went so far."""
+        """Return how the time was spent so far."""
         return Account(self._now, self.busy, self.exposed, self.idle, self.communication)
 
     def kernel(self, seconds: float) -> None:
@@ -120,17 +122,17 @@ class LogicalClock:
         return nullcontext() if self.cluster is None else Kernels(self.cluster.device, self.kernel)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        spent = self._now, self.busy, self.exposed, self.idle
+    def side_stream(self) -> Iterator[None]:
+        saved = self._now, self.busy, self.exposed, self.idle
         yield
-        self._now, self.busy, self.exposed, self.idle = spent
+        self._now, self.busy, self.exposed, self.idle = saved
 
     def queue(self, link: Link) -> Queue:
-        """The queue of a class of links."""
+        """Return the queue of a class of links."""
         return self._queues.setdefault(link, Queue())
 
     def wait(self, ready: float, end: float) -> None:
-        """The stream waits for a transfer to ``end``; ``ready`` is when all of its ranks had come to it."""
+        """Wait for a transfer that ends at ``end``; all of its ranks had joined it at ``ready``."""
         if end <= self._now:
             return
         moving = max(self._now, min(ready, end))

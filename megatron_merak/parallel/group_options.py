@@ -1,7 +1,7 @@
-"""What NCCL is told of a group, by what the group is for: how soon its kernels start, how much of the GPU they take.
+"""NCCL options of a process group by its use: stream priority, and the number of thread blocks per kernel.
 
-Kernels of a group run on a stream of its own. Beside a product that fills the GPU they start when that ends, unless the
-stream has high priority: then with the next blocks that become free. A kernel that waits for its peer keeps its blocks.
+Each group's kernels run on a stream of its own. While a matrix product fills the GPU, they start only when it ends; on
+a high-priority stream, as soon as blocks become free. A kernel that waits for its peer occupies its blocks.
 """
 
 from datetime import timedelta
@@ -13,7 +13,11 @@ from ..config.backends import BACKENDS
 
 
 class Traffic(NamedTuple):
-    """urgent: the next computation waits for it. blocks: that one kernel takes at most, None: as many as NCCL likes."""
+    """The requirements of a group.
+
+    urgent: whether the next computation waits for its collectives.
+    blocks: maximum thread blocks of one kernel; None: NCCL's default.
+    """
 
     urgent: bool
     blocks: int | None = None
@@ -22,21 +26,24 @@ class Traffic(NamedTuple):
 TRAFFIC = {
     "tp": Traffic(urgent=True),
     "pp": Traffic(urgent=True),
-    "tp-pp": Traffic(urgent=False),  # the gradient norm, when all is computed
-    "dp": Traffic(urgent=False),  # gradients: behind the backward, which may as well go first
+    "tp-pp": Traffic(urgent=False),  # the gradient norm, after all computation
+    "dp": Traffic(urgent=False),  # gradients: overlapped with the backward, which takes precedence
     "tied": Traffic(urgent=False),
-    "channel": Traffic(urgent=True, blocks=4),  # receives are posted ahead of need, and spin
+    "channel": Traffic(urgent=True, blocks=4),  # receives are pre-posted, and spin
 }
 
 
 def group_options(use: str, backend: str, timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options | None":
-    """Options of one new group, to be used once; None where the backend is not NCCL's. use: a key of `TRAFFIC`."""
+    """Return options for one new group, not to be reused; None for backends other than NCCL.
+
+    use: a key of `TRAFFIC`.
+    """
     traffic = TRAFFIC[use]
     if backend not in BACKENDS or BACKENDS[backend].job != "nccl" or not dist.is_nccl_available():
         return None
-    told = dist.ProcessGroupNCCL.Options(is_high_priority_stream=traffic.urgent)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=traffic.urgent)
     if traffic.blocks is not None:
-        told.config.max_ctas = traffic.blocks
+        options.config.max_ctas = traffic.blocks
     if timeout is not None:
-        told._timeout = timeout  # torch warns where it differs from the group's
-    return told
+        options._timeout = timeout  # torch warns where it differs from the group's
+    return options

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM in a job that can save first: noted, agreed on by all ranks, and the second one ends at once.
+"""Ctrl-C and SIGTERM in a job that can save first: all ranks stop after the same step; a second signal ends it now.
 
-The signals may come to one rank or to all, at different moments, so ranks have to agree on the step behind which they
-stop. The collective for that is launched before a step and read after it: it travels while the step computes.
+Signals may reach one rank or all, at different times, so ranks must agree on the step after which they stop. The
+collective for that is launched before a step and awaited after it, overlapped with the step.
 """
 
 import os
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE = 1.0  # seconds in which a signal that comes again is the same one, sent by several
+GRACE = 1.0  # a second signal within so many seconds counts as the same one, sent by several processes
 
 
 class Interrupted(Exception):
-    """A run was interrupted by a signal and has ended in order.
+    """A run was interrupted by a signal and has ended properly.
 
-    number: of the signal
-    text:   what the user is told, empty on ranks that do not tell it
+    number: of the signal.
+    text:   message to the user, empty on ranks that do not print it.
     """
 
     def __init__(self, number: int, text: str = ""):
@@ -32,26 +32,26 @@ class Interrupted(Exception):
 
     @property
     def status(self) -> int:
-        """The exit status of a process that a signal has ended."""
+        """The exit status of a process that was ended by the signal."""
         return 128 + self.number
 
 
 class Interruption:
-    """Notes the first signal of SIGNALS while it is entered; a second one, GRACE seconds later, calls ``end``.
+    """A context that records the first signal of SIGNALS; a second one, more than GRACE seconds later, calls ``end``.
 
-    group:  all ranks of the job, None for a process alone
-    end:    given the second signal's number, by a thread, so that it is called even while the process waits elsewhere
-    active: False where a run cannot save: then signals do what they did before, and nothing is exchanged
+    group:  all ranks of the job; None for a single process.
+    end:    called with the second signal's number, by a thread, so that it runs even while the main thread is blocked.
+    active: False where a run cannot save: then signals are handled as before, and nothing is exchanged.
 
-    Only the main thread of a process is told of signals; in another thread none is noted. One that came too late to be
-    agreed on is sent again when this is left, to whatever handled it before.
+    Signals are recorded only if the context is entered in the main thread. A signal that came too late for ranks to
+    agree on is raised again when the context is left, for the previous handler.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, end: Callable[[int], object], active: bool = True):
         self.group, self.end, self.active = group, end, active
-        self.noted = 0  # the first signal that this rank was sent
-        self.agreed = 0  # the signal for which all ranks stop
-        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self.received = 0  # the first signal that this rank received
+        self.agreed = 0  # the signal because of which all ranks stop
+        self._exchange: tuple[torch.Tensor, dist.Work] | None = None
         self._listens = active and threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
@@ -60,7 +60,7 @@ class Interruption:
             os.set_blocking(self._writer, False)
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-            self._watch = threading.Thread(target=self._second, name="interruption", daemon=True)
+            self._watch = threading.Thread(target=self._watch_second, name="interruption", daemon=True)
             self._watch.start()
         return self
 
@@ -73,30 +73,30 @@ class Interruption:
         os.close(self._writer)  # ends the thread
         self._watch.join()
         os.close(self._reader)
-        if self.noted and not self.agreed and raised is None:
-            signal.raise_signal(self.noted)
+        if self.received and not self.agreed and raised is None:
+            signal.raise_signal(self.received)
 
     def before_step(self) -> None:
-        """Launch the exchange of what ranks noted. Collective."""
+        """Launch the exchange of recorded signals. Collective."""
         if self.active and self.group is not None:
-            noted = torch.tensor([self.noted], dtype=torch.int32)
-            self._asked = noted, dist.all_reduce(noted, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            received = torch.tensor([self.received], dtype=torch.int32)
+            self._exchange = received, dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def after_step(self) -> int:
-        """The signal for which all ranks stop behind this step, 0 for none; alike on every rank."""
-        if self._asked is None:
-            self.agreed = self.noted
+        """Return the signal because of which all ranks stop after this step, 0 for none; equal on every rank."""
+        if self._exchange is None:
+            self.agreed = self.received
         else:
-            noted, work = self._asked
+            received, work = self._exchange
             work.wait()
-            self.agreed, self._asked = int(noted), None
+            self.agreed, self._exchange = int(received), None
         return self.agreed
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.noted = self.noted or number
+        self.received = self.received or number
 
-    def _second(self) -> None:
-        """Read the signals as they come: Python's handlers wait for what the main thread does."""
+    def _watch_second(self) -> None:
+        """Read signals in a thread: Python runs handlers only between instructions of the main thread."""
         first = None
         while numbers := os.read(self._reader, 1):
             if numbers[0] not in SIGNALS:

@@ -1,10 +1,10 @@
-"""Messages between ranks of a host by the copy engine: senders put them into the receiver's memory, ahead of need.
+"""Messages between ranks of a host by the copy engine: the sender copies them into memory of the receiver.
 
     sender's own stream      wait for a free slot | copy into it | raise put
     receiver, when it waits  wait for put | copy out | raise taken
 
-A message is divided into as many slots as it fills. Nothing of a receive is on any stream before the caller waits for
-it: what is there early lies in the slots. Counters: see csrc/kernels/mailbox.cuh.
+A message is split over as many slots as it fills. A receive enqueues nothing on any stream before the caller waits for
+it; messages that arrive earlier stay in the slots. For the counters see csrc/kernels/mailbox.cuh.
 """
 
 import logging
@@ -25,41 +25,46 @@ from .work import FinishedByWaiting
 logger = logging.getLogger(__name__)
 
 SLOTS, SLOT_BYTES = 8, 4 << 20
-_LINE = 128  # bytes that a counter has to itself
+_LINE = 128  # bytes reserved for a counter, a full cache line
 
 Channel = tuple[int, int, Hashable]
-"""Source, destination (ranks of the group), and what tells the channels between the two apart."""
+"""Source, destination (ranks of the group), and an identifier among the channels between the two."""
 
 
 class Shape(NamedTuple):
-    """How many slots a channel has, of how many bytes."""
+    """The number of slots of a channel, and their size in bytes."""
 
     slots: int = SLOTS
     size: int = SLOT_BYTES
 
 
 def places(channels: Sequence[Channel], rank: int, shape: Shape) -> tuple[dict[Channel, int], int]:
-    """Where each channel's part lies in a rank's buffer, and the buffer's bytes.
+    """Return the offset of each channel in a rank's buffer, and the size of the buffer in bytes.
 
-    A destination holds a counter of what was put and the slots, a source a counter of what was taken.
+    A destination has the counter of written slots and the slots, a source the counter of slots that were read.
     """
-    found, end = {}, 0
+    offsets, end = {}, 0
     for channel in channels:
         source, destination, _ = channel
         if rank in (source, destination):
-            found[channel] = end
+            offsets[channel] = end
             end += _LINE + (shape.slots * shape.size if rank == destination else 0)
-    return found, end
+    return offsets, end
 
 
 def copy(to: Tensor, tensor: Tensor) -> None:
-    """On the current stream, of whatever devices: dense bytes, which the copy engine moves."""
+    """Copy dense bytes between any devices on the current stream; the copy engine does it."""
     to.copy_(tensor, non_blocking=True)
 
 
 class Machine(NamedTuple):
-    """What streams do. patience: seconds to wait for the other rank before a launch fails. api: the module with Stream,
-    Event, stream and current_stream."""
+    """The operations on streams.
+
+    kernels:  to raise and await counters.
+    patience: seconds to wait for the other rank before a launch fails.
+    api:      the module with Stream, Event, stream and current_stream.
+    copy:     (to, from): copies on the current stream.
+    """
 
     kernels: Kernels
     patience: float = PATIENCE
@@ -70,8 +75,8 @@ class Machine(NamedTuple):
 class Ends:
     """One rank's ends of all channels that it is part of.
 
-    buffers: of all ranks of the group, uint8, ``places`` long and zero at first. machine: what streams are made of and
-    do.
+    buffers: of all ranks of the group, uint8, of the size given by ``places``, initially zero.
+    machine: the operations on streams.
     """
 
     def __init__(
@@ -98,11 +103,11 @@ class Ends:
                 self._inboxes[channel] = _Inbox(inbox, part(source, channel), machine, shape)
 
     def send(self, channel: Channel, tensor: Tensor) -> FinishedByWaiting:
-        """Start sending a dense tensor, which must not change until the work was waited for."""
+        """Start to send a dense tensor, which must not change until the work was waited for."""
         return self._outboxes[channel].send(tensor)
 
     def receive(self, channel: Channel, tensor: Tensor) -> FinishedByWaiting:
-        """Announce where the channel's next message goes: a dense tensor of the sent one's bytes."""
+        """Post the receive of the channel's next message into a dense tensor of the same size in bytes."""
         return self._inboxes[channel].receive(tensor)
 
 
@@ -113,9 +118,9 @@ def open_mailboxes(
     device: torch.device,
     timeout: timedelta | None = None,
 ) -> Ends | None:
-    """This rank's ends of the channels of ``group``; None, with the reason in the log, where ranks share no memory.
+    """Return this rank's ends of the channels of ``group``; None where ranks share no memory, which is logged.
 
-    Collective over ``control``, a gloo group of many such groups, all of which have mailboxes or none of which has.
+    Collective over ``control``, a gloo group that contains several such groups: all of them have mailboxes, or none.
     """
     nbytes = max(places(channels, rank, Shape())[1] for rank in range(group.size()))
     buffers = PeerBuffers(group, device, lambda _: nbytes)
@@ -127,13 +132,13 @@ def open_mailboxes(
 
 
 class _End:
-    """What both ends have: the slots and the counters, of which one is raised here and the other awaited."""
+    """The common part of both ends: the slots, the counter raised by this end, and the one raised by the other."""
 
     def __init__(self, inbox: Tensor, awaited: Tensor, raised: Tensor, machine: Machine, shape: Shape):
         self.slots = inbox[_LINE : _LINE + shape.slots * shape.size].view(shape.slots, shape.size)
         self.awaited, self.raised, self.shape = awaited, raised, shape
         self.kernels, self.patience, self.api, self.copy = machine
-        self.count = 0  # slots put here, or taken
+        self.count = 0  # slots that this end has written or read
 
     def pieces(self, tensor: Tensor) -> Sequence[Tensor]:
         flat = tensor.detach().view(-1).view(torch.uint8)
@@ -175,7 +180,7 @@ class _Inbox(_End):
     def __init__(self, inbox: Tensor, taken: Tensor, machine: Machine, shape: Shape):
         super().__init__(inbox, inbox, taken, machine, shape)
         self.announced: deque[Received] = deque()
-        self.last: Any = None  # the event of the message taken last, perhaps on another stream
+        self.last: Any = None  # the event of the last message read, perhaps on another stream
 
     def receive(self, tensor: Tensor) -> "Received":
         ready = self.api.Event()
@@ -184,10 +189,10 @@ class _Inbox(_End):
         return self.announced[-1]
 
     def take(self, last: "Received") -> None:
-        """Empty the mailbox, in order, until ``last`` has its message."""
+        """Read messages in order, up to that of ``last``."""
         while last.done is None:
             message, stream = self.announced.popleft(), self.api.current_stream()
-            stream.wait_event(message.ready)  # its memory may still be in use where it was announced
+            stream.wait_event(message.ready)  # the tensor may still be in use on the stream that posted the receive
             if self.last is not None:
                 stream.wait_event(self.last)
             for piece in self.pieces(tensor := message.outputs[0]):
@@ -200,14 +205,14 @@ class _Inbox(_End):
 
 
 class Sent(FinishedByWaiting):
-    """A message on its way."""
+    """The work of a send."""
 
     def __init__(self, outputs: list[Tensor], done: Any, api: Any):
         super().__init__(outputs)
         self._done, self._api = done, api
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """What the current stream does next may change the tensor."""
+        """Make the current stream wait until the tensor may be modified."""
         self._api.current_stream().wait_event(self._done)
         return True
 
@@ -219,14 +224,14 @@ class Sent(FinishedByWaiting):
 
 
 class Received(FinishedByWaiting):
-    """A message that is expected. ``done``: an event, once it has been taken out of its mailbox."""
+    """The work of a receive. ``done``: an event, None before the message was read from its mailbox."""
 
     def __init__(self, outputs: list[Tensor], inbox: _Inbox, ready: Any):
         super().__init__(outputs)
         self.ready, self.done, self._inbox = ready, None, inbox
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """What the current stream does next finds the message; those announced before it are taken too."""
+        """Make the current stream wait for the message; receives posted before it are completed, too."""
         self._inbox.take(self)
         self._inbox.api.current_stream().wait_event(self.done)
         return True

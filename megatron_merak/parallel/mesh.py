@@ -1,4 +1,4 @@
-"""This process's place in the rank grid, and the process groups that follow from it."""
+"""This rank's coordinates in the grid of ranks, and its process groups."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,15 +16,21 @@ AXES = ("tp", "dp", "pp", "tp-pp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's coordinates and groups. A group is None where it would hold this rank alone.
+    """One rank's coordinates and process groups. A group is None where it would contain this rank alone.
 
-    tp: share a layer. dp: hold the same parameters. pp: hold the stages of one replica. model: tp x pp, one replica.
-    instances: groups of neighbouring ``dp`` ranks that shard among themselves; where there are several, inside: the
-    ranks of this one, and across: those at the same place of each, which own the same shards.
-    control: all ranks, over a backend that moves CPU tensors; for agreement, never for training data.
-    timeout: of every collective of these groups and of those made later; None is torch's default. clock: what time it
-    is for this rank. workers: of parameter servers, each of which has a grid and groups of its own; this one is number
-    ``worker``. steps_together: a step's gradient is the sum of theirs.
+    tp:              tensor-parallel ranks, over which a layer is sharded.
+    dp:              data-parallel ranks, which have the same parameters.
+    pp:              pipeline-parallel ranks, the stages of one replica.
+    model:           all ranks of one replica: tp x pp.
+    control:         all ranks, over a backend for CPU tensors; for agreement, never for training data.
+    timeout:         of the collectives of these groups and of groups made later; None: torch's default.
+    clock:           the time of this rank.
+    instances:       number of groups of neighbouring ``dp`` ranks, each of which has a full set of shards.
+    instance:        the ranks of this rank's instance; None with one instance.
+    replicate_group: the ranks, one per instance, that own the same shards as this one; None with one instance.
+    worker:          index of this worker of parameter servers; each worker has a grid and groups of its own.
+    workers:         number of workers.
+    steps_together:  whether a step's gradient is the sum over all workers.
     """
 
     grid: Grid
@@ -38,25 +44,25 @@ class Mesh:
     timeout: timedelta | None = None
     clock: Clock = field(default_factory=WallClock)
     instances: int = 1
-    inside: dist.ProcessGroup | None = None
-    across: dist.ProcessGroup | None = None
+    instance: dist.ProcessGroup | None = None
+    replicate_group: dist.ProcessGroup | None = None
     worker: int = 0
     workers: int = 1
     steps_together: bool = True
 
     @property
     def replicas(self) -> int:
-        """How many replicas of the model there are, those of other workers included."""
+        """Number of replicas of the model, including those of other workers."""
         return self.grid.dp * self.workers
 
     @property
     def summed(self) -> int:
-        """How many of them a step's gradient comes from."""
+        """Number of replicas that a step's gradient is summed over."""
         return self.replicas if self.steps_together else self.grid.dp
 
     @property
     def replica(self) -> int:
-        """Which of them this rank belongs to."""
+        """Index of this rank's replica, over all workers."""
         return self.worker * self.grid.dp + self.dp_rank
 
     @property
@@ -73,21 +79,21 @@ class Mesh:
 
     @property
     def shard_ranks(self) -> int:
-        """How many ranks share what a sharding strategy shards."""
+        """Number of ranks that a sharding strategy shards over."""
         return self.grid.dp // self.instances
 
     @property
     def shard_rank(self) -> int:
-        """Which of them this one is."""
+        """Index of this rank in `shard_group`."""
         return self.dp_rank % self.shard_ranks
 
     @property
-    def sharing(self) -> dist.ProcessGroup | None:
-        """The ranks that share, in the order of their shards."""
-        return self.dp if self.instances == 1 else self.inside
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks that a sharding strategy shards over, in the order of their shards."""
+        return self.dp if self.instances == 1 else self.instance
 
     def peer(self, pp_rank: int) -> int:
-        """The global rank of another pipeline rank of this replica, at the same tensor-parallel place."""
+        """Return the global rank of a pipeline rank of this replica with the same tensor-parallel rank."""
         tp, cp, dp, _ = self.grid.coordinates(self.rank)
         return self.grid.rank(tp, cp, dp, pp_rank)
 
@@ -95,10 +101,13 @@ class Mesh:
 def new_groups(
     rank: int, members: list[list[int]], timeout: timedelta | None, use: str, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """Make one group per list of ranks; return the one that holds ``rank``, None where it holds no other rank.
+    """Make one process group per list of ranks; return that of ``rank``, None where it would contain no other rank.
 
-    Every rank of the job calls this with the same lists, of which no two share a rank. torch gives a new group its own
-    default ``timeout``, not the job's. ``use``: a key of `TRAFFIC`. ``backend``: None is the job's.
+    Every rank of the job must call this with the same lists, of which no two have a rank in common.
+
+    timeout: None is torch's default for new groups, not the job's.
+    use:     a key of `TRAFFIC`.
+    backend: None is the job's.
     """
     lists = [sorted(ranks) for ranks in members if len(ranks) > 1]
     if not lists:
@@ -106,16 +115,16 @@ def new_groups(
     job = dist.get_backend()
     if backend in (None, job) and job == "nccl" and dist.group.WORLD.bound_device_id is not None:
         return dist.split_group(split_ranks=lists, timeout=timeout, pg_options=group_options(use, job, timeout))
-    mine = None
+    own = None
     for ranks in lists:
         options = group_options(use, backend or job, timeout)
         group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
-        mine = group if rank in ranks else mine
-    return mine
+        own = group if rank in ranks else own
+    return own
 
 
 def control_group(world_size: int, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """All ranks of the job, over a backend that moves CPU tensors; None for one rank. Collective."""
+    """Return a group of all ranks of the job, over a backend for CPU tensors; None for one rank. Collective."""
     if world_size == 1:
         return None
     if dist.get_backend() in ("gloo", "mpi"):
@@ -133,11 +142,16 @@ def build_mesh(
     control: dist.ProcessGroup | None = None,
     instances: int = 1,
 ) -> Mesh:
-    """All groups of ``grid``; the default process group must exist unless the grid is a single rank.
+    """Return the mesh of a rank, with all groups of ``grid``. Collective.
 
-    Where that is an emulated one, agreement still goes by gloo and takes no modelled time. ``clock``: the world's.
-    ``collectives``: backend of tp and dp, where ranks of one host may share memory, and of pp where it has a way for
-    messages too; None is the default group's. ``control``: made unless it is given. ``instances``: see `Mesh`.
+    The default process group must exist unless the grid is a single rank. Where it is an emulated one, the control
+    group still uses gloo and takes no modelled time.
+
+    clock:       None is a `WallClock`.
+    collectives: backend of tp and dp, where ranks of one host may share memory, and of pp if it supports point-to-point
+                 messages; None is that of the default group.
+    control:     None: it is created here.
+    instances:   see `Mesh`.
     """
     clock = clock or WallClock()
     if grid.size == 1:
@@ -148,6 +162,6 @@ def build_mesh(
         new_groups(rank, grid.groups(axis), timeout, axis, name) for axis, name in zip(AXES, backends, strict=True)
     )
     control = control or control_group(grid.size, timeout)
-    groups = (grid.shard_groups(instances), grid.twin_groups(instances)) if instances > 1 else ()
+    groups = (grid.shard_groups(instances), grid.replicate_groups(instances)) if instances > 1 else ()
     more = [new_groups(rank, members, timeout, "dp", collectives) for members in groups]
     return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock, instances, *more)

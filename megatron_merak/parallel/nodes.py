@@ -1,4 +1,4 @@
-"""Which ranks of a job share a host, as launchers tell each rank for itself, and which groups reach over hosts."""
+"""Which ranks of a job share a host, from what launchers tell each rank, and which groups span several hosts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +15,11 @@ from .launch import World
 
 @dataclass(frozen=True)
 class Nodes:
-    """sizes: how many ranks each host has, in the order of ranks; empty where that is not known. doubt: why not, where
-    what the ranks were told cannot be."""
+    """The hosts of a job.
+
+    sizes: number of ranks of each host, in the order of ranks; empty where unknown.
+    doubt: why the sizes are unknown, where launchers told ranks contradictory numbers.
+    """
 
     sizes: tuple[int, ...] = ()
     doubt: str = ""
@@ -28,33 +31,36 @@ class Nodes:
 
     @property
     def alike(self) -> bool:
-        """Whether all hosts have as many ranks, but for the last, which may have fewer."""
+        """Whether all hosts have the same number of ranks, except the last, which may have fewer."""
         *others, last = self.sizes or (0,)
         return not others or (len(set(others)) == 1 and last <= others[0])
 
     def __str__(self) -> str:
-        """The sizes, as "8" or "8 and 4"."""
+        """Return the sizes, as "8" or "8 and 4"."""
         return " and ".join(map(str, dict.fromkeys(self.sizes)))
 
 
 def find_nodes(world: World, control: dist.ProcessGroup | None) -> Nodes:
-    """The hosts of a job, or the nodes that it emulates. control: all ranks. Collective."""
+    """Return the hosts of a job, or the nodes that it emulates. Collective.
+
+    control: group of all ranks.
+    """
     if world.role is not None:
-        return Nodes()  # ranks of a worker may be some of a host's
+        return Nodes()  # a worker may have only some of a host's ranks
     if world.cluster is not None:
         whole, rest = divmod(world.size, world.cluster.ranks_per_node)
         return Nodes((world.cluster.ranks_per_node,) * whole + (rest,) * (rest > 0))
     return nodes_of(gather_json([world.ranks_here, world.local_rank], control, "cpu"))
 
 
-def nodes_of(told: Sequence[Sequence[int]]) -> Nodes:
-    """Hosts from what each rank was told: (ranks of its host, 0 for nothing; its place among these, -1 for nothing)."""
-    if not any(size for size, _ in told):
+def nodes_of(reports: Sequence[Sequence[int]]) -> Nodes:
+    """Return the hosts, given (ranks on its host, local rank) of each rank; (0, -1) where these are unknown."""
+    if not any(size for size, _ in reports):
         return Nodes()
     sizes: list[int] = []
-    while (first := sum(sizes)) < len(told):
-        size = told[first][0]
-        here = told[first : first + max(size, 1)]
+    while (first := sum(sizes)) < len(reports):
+        size = reports[first][0]
+        here = reports[first : first + max(size, 1)]
         odd = [rank for rank, (other, place) in enumerate(here) if other != size or place not in (-1, rank)]
         if size == 0:
             return Nodes(doubt=f"rank {first} was not told how many ranks its host has, and others were")
@@ -64,38 +70,42 @@ def nodes_of(told: Sequence[Sequence[int]]) -> Nodes:
             reason = f"rank {first + odd[0]} should be rank {odd[0]} of {size} on its host, and was started {said}"
             return Nodes(doubt=reason)
         if len(here) < size:
-            reason = f"rank {first} was told that its host has {size} ranks, and the job ends with rank {len(told) - 1}"
+            last = len(reports) - 1
+            reason = f"rank {first} was told that its host has {size} ranks, and the job ends with rank {last}"
             return Nodes(doubt=reason)
         sizes.append(size)
     return Nodes(tuple(sizes))
 
 
 def located(cluster: Cluster, nodes: Nodes) -> Cluster:
-    """A cluster with nodes of as many ranks as the hosts of the job have, where it has several that are alike."""
+    """Return the cluster with the job's number of ranks per host, where it has several hosts of equal size."""
     several = len(nodes.sizes) > 1 and nodes.alike
     return replace(cluster, ranks_per_node=nodes.sizes[0]) if several else cluster
 
 
 def notices(grid: Grid, nodes: Nodes, named: Callable[[str], str] = flag_name) -> tuple[str, ...]:
-    """What the first rank tells of hosts and groups, in sentences. named: what the user calls a setting."""
+    """Return messages to the user about hosts and groups that span several of them.
+
+    named: setting -> the name under which the user knows it.
+    """
     if nodes.doubt:
         return (f"Which ranks share a host is unclear: {nodes.doubt}. Groups that leave their host are not told.",)
     if len(nodes.sizes) < 2:
         return ()
-    told = (far_apart(grid, nodes, named),) if reaches(grid, nodes, "tp") else ()
+    messages = (far_apart(grid, nodes, named),) if reaches(grid, nodes, "tp") else ()
     if not nodes.alike:
-        told += (f"Hosts have {nodes} ranks: step times are predicted as if all had as many.",)
-    return told
+        messages += (f"Hosts have {nodes} ranks: step times are predicted as if all had as many.",)
+    return messages
 
 
 def reaches(grid: Grid, nodes: Nodes, axis: str) -> bool:
-    """Whether some group along an axis is on several hosts."""
+    """Whether a group along an axis spans several hosts."""
     host = nodes.of
     return any(len({host[rank] for rank in group}) > 1 for group in grid.groups(axis))
 
 
 def far_apart(grid: Grid, nodes: Nodes, named: Callable[[str], str]) -> str:
-    """What it costs that tensor-parallel groups reach over hosts, and what would keep them inside."""
+    """Return the message about tensor-parallel groups that span several hosts, with the remedy."""
     text = f"Tensor-parallel groups of {grid.tp} ranks reach over hosts of {nodes}: collectives of every layer go "
     text += "through the network. "
     inside = "-".join(["tp", *(axis for axis in grid.order.split("-") if axis not in ("tp", "cp"))])

@@ -1,4 +1,4 @@
-"""Transfers between pipeline stages: posted early, never blocking, matched by tag or by order."""
+"""Transfers between pipeline stages: pre-posted and non-blocking, matched by tag or by order."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ from .mailbox import Ends, open_mailboxes
 from .mesh import Mesh, new_groups
 from .peer_group import NAME as PEER_MEMORY
 
-MOST_VALUES = 64  # that one transfer may carry
+MOST_VALUES = 64  # maximum number of values of one transfer
 
 
 class Route(NamedTuple):
-    """Where a message goes, or comes from: ``peer`` is a rank of the group."""
+    """The group, peer (a rank of the group) and tag of a message."""
 
     group: dist.ProcessGroup
     peer: int
@@ -26,9 +26,9 @@ class Route(NamedTuple):
 class Pipes:
     """One rank's ends of all transfers of a schedule (with communication ops).
 
-    gloo, also emulated, staged or beside shared memory, matches messages by tag inside the pipeline group. Other
-    backends match by order alone, so there each channel (source, destination, direction) has a group, and on CUDA a
-    stream, of its own: no transfer waits behind another's. Beside peer memory each channel has a mailbox, if it can.
+    gloo, and the backends built on it, match messages by tag inside the pipeline group. Other backends match by order
+    only, so there each channel (source, destination, direction) has its own group, and on CUDA its own stream: no
+    transfer waits for one of another channel. With the peer-memory backend each channel has a mailbox where possible.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule):
@@ -37,7 +37,7 @@ class Pipes:
         self._by_tag = backend in BACKENDS and BACKENDS[backend].by_tag
         self._mailboxes: Ends | None = None
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
-        self._routes: dict[tuple[Op, int], Route] = {}  # found once: they lie between the kernels of every step
+        self._routes: dict[tuple[Op, int], Route] = {}  # cached: every step needs them between kernels
         if backend == PEER_MEMORY:
             self._mailboxes = open_mailboxes(self._channels(), mesh.pp, mesh.control, mesh.device, mesh.timeout)
         if backend is not None and not self._by_tag and self._mailboxes is None:
@@ -54,12 +54,12 @@ class Pipes:
             members = [[ranks[source], ranks[destination]] for ranks in replicas]
             self._groups[source, destination, kind] = new_groups(self.mesh.rank, members, self.mesh.timeout, "channel")
 
-    def _route(self, op: Op, place: int) -> Route:
-        if (op, place) not in self._routes:
-            self._routes[op, place] = self._find_route(op, place)
-        return self._routes[op, place]
+    def _route(self, op: Op, index: int) -> Route:
+        if (op, index) not in self._routes:
+            self._routes[op, index] = self._find_route(op, index)
+        return self._routes[op, index]
 
-    def _find_route(self, op: Op, place: int) -> Route:
+    def _find_route(self, op: Op, index: int) -> Route:
         source, destination, kind = channel = self.schedule.channel(op)
         group = self.mesh.pp if self._by_tag else self._groups[channel]
         other = self.mesh.peer(source if op.kind in RECEIVES else destination)
@@ -67,31 +67,31 @@ class Pipes:
         if not self._by_tag:
             return Route(group, peer, 0)
         stage = op.stage if op.kind not in RECEIVES else op.counterpart().stage
-        assert place < MOST_VALUES, f"{op} carries more than {MOST_VALUES} values"
-        tag = MOST_VALUES * (2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B)) + place
+        assert index < MOST_VALUES, f"{op} carries more than {MOST_VALUES} values"
+        tag = MOST_VALUES * (2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B)) + index
         return Route(group, peer, tag)
 
-    def send(self, op: Op, tensor: Tensor, place: int = 0) -> None:
-        """Start sending the ``place``-th value of an op; the tensor must not change until ``finish``."""
+    def send(self, op: Op, tensor: Tensor, index: int = 0) -> None:
+        """Start to send the ``index``-th value of an op; the tensor must not change until ``finish``."""
         tensor = tensor.contiguous()
         if self._mailboxes:
             work = self._mailboxes.send(self.schedule.channel(op), tensor)
         else:
-            route = self._route(op, place)
+            route = self._route(op, index)
             work = dist.isend(tensor, group=route.group, group_dst=route.peer, tag=route.tag)
         self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
         self._sent.append((work, tensor))
 
-    def receive(self, op: Op, shape: tuple[int, ...], dtype: torch.dtype, place: int = 0) -> tuple[Tensor, dist.Work]:
-        """Post the receive of an op's ``place``-th value; the tensor is valid once the work was waited for."""
+    def receive(self, op: Op, shape: tuple[int, ...], dtype: torch.dtype, index: int = 0) -> tuple[Tensor, dist.Work]:
+        """Post the receive of an op's ``index``-th value; the tensor is valid after waiting for the work."""
         tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
         if self._mailboxes:
             return tensor, self._mailboxes.receive(self.schedule.channel(op), tensor)
-        route = self._route(op, place)
+        route = self._route(op, index)
         return tensor, dist.irecv(tensor, group=route.group, group_src=route.peer, tag=route.tag)
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()

@@ -1,4 +1,4 @@
-"""Device memory that every rank of a host maps: a buffer on each rank's GPU, by CUDA's handles between processes."""
+"""Buffers on the GPU of every rank of a host, mapped by all these ranks through CUDA IPC handles."""
 
 import socket
 from collections.abc import Callable
@@ -15,11 +15,17 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PeerBuffers:
-    """A buffer of zeros on the device of every rank of ``group``, as this process maps them, and what works on them.
+    """One zero-initialised buffer on the device of every rank of ``group``, all mapped into this process.
 
-    Making them is collective and waits for all ranks. nbytes: of ``kernels``, the buffer's bytes, alike on all ranks.
-    problem: why this rank cannot take part. ``reason``: why there are none, the same on all ranks; empty where there
-    are. ``tensors``: uint8, in rank order, each mapped for this rank's device, whichever device holds it.
+    Construction is collective and waits for all ranks.
+
+    nbytes:  kernels -> size of a buffer in bytes, equal on all ranks.
+    problem: why this rank cannot take part; empty if it can.
+
+    Attributes:
+    kernels: the functions that work on the buffers.
+    reason:  why there are no buffers, equal on all ranks; empty if there are.
+    tensors: uint8, in rank order, each mapped for this rank's device, on whatever device it is.
     """
 
     def __init__(
@@ -37,7 +43,7 @@ class PeerBuffers:
         return gather_json(value, self._group, self._carrier)
 
     def _agree(self, problem: str) -> str:
-        """The first problem that any rank has."""
+        """Return the first problem of any rank, empty if there is none."""
         if not problem and self._device.type != "cuda":
             problem = f"the device is {self._device.type}"
         elif not problem and self.kernels is None:
@@ -51,10 +57,10 @@ class PeerBuffers:
         return next((problem for problem in problems if problem), "")
 
     def _connect(self, nbytes: int) -> list[Tensor]:
-        """Allocate, exchange handles, map.
+        """Allocate this rank's buffer, exchange handles and map the others.
 
-        A handle is opened with this rank's device current: its kernels are what reads and writes there, and opening
-        grants access to the device that is current. A peer's would grant it to the peer, and cost a context there.
+        A handle is opened while this rank's device is current, because opening grants access to the current device,
+        whose kernels read and write the buffer. Opening it on a peer's device would also create a context there.
         """
         own = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
@@ -69,12 +75,12 @@ class PeerBuffers:
                 parts = [_decoded(part) for part in handle[1:]]
                 storage = torch.UntypedStorage._new_shared_cuda(_index(self._device), *parts)
                 mapped.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:nbytes])
-        self._gather(None)  # all have mapped all before the first kernel writes
+        self._gather(None)  # all ranks have mapped all buffers before the first kernel writes
         return mapped
 
 
 def _host() -> str:
-    """This boot of this host; containers on it share it."""
+    """Return an identifier of this boot of this host, equal in all its containers."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
 
 
@@ -83,12 +89,12 @@ def _uuid(device: torch.device) -> str:
 
 
 def _local_devices() -> dict[str, int]:
-    """Identity of a device -> its number in this process."""
+    """Return UUID of a device -> its index in this process."""
     return {_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
 
 
 def _unreachable(device: torch.device, uuids: list[str]) -> str:
-    """Which of the ranks' devices this process cannot map; empty when it can map all."""
+    """Return which rank's device this process cannot map; empty if it can map all."""
     local = _local_devices()
     own = local[_uuid(device)]
     for rank, uuid in enumerate(uuids):

@@ -1,7 +1,7 @@
-"""A process-group backend "merak_peer": sums that fit go over memory that the GPUs of a host share, the rest by NCCL.
+"""The process-group backend "merak_peer": small all-reduces by peer memory of the GPUs of a host, the rest by NCCL.
 
-A sum is one kernel of ``csrc/kernels/all_reduce.cuh``, on a stream of its own unless the caller waits for it anyway.
-Ranks share memory when they first sum something; where they cannot, NCCL serves all, and the log says why.
+Such an all-reduce is one kernel of ``csrc/kernels/all_reduce.cuh``, on a side stream if asynchronous. Ranks map
+each other's memory at the first all-reduce; where they cannot, NCCL does everything, and the reason is logged.
 """
 
 from datetime import timedelta
@@ -20,30 +20,30 @@ NAME = "merak_peer"
 
 
 def register(device: torch.device, staged: bool = False) -> None:
-    """Make ``dist.new_group(backend="merak_peer")`` work for ranks of which this one is on ``device``.
+    """Make ``dist.new_group(backend="merak_peer")`` work, with this rank on ``device``.
 
-    staged: gloo takes the place of NCCL, which refuses ranks that share a GPU.
+    staged: use gloo instead of NCCL, which does not support several ranks on one GPU.
     """
 
-    def create(options, told) -> dist.ProcessGroup:
+    def create(options, nccl_options) -> dist.ProcessGroup:
         patience = options.timeout.total_seconds()
         if staged:
             return StagedPeerGroup(gloo_of(options), device, patience)
-        return PeerGroup(_nccl(options, told), device, patience)
+        return PeerGroup(_nccl(options, nccl_options), device, patience)
 
     devices = ["cpu", "cuda"] if staged else ["cuda"]
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
 class PeerWork(FinishedByWaiting):
-    """A sum on the stream of its caller, or ``pending`` on another."""
+    """The work of an all-reduce on the stream of its caller, or ``pending`` on another one."""
 
     def __init__(self, outputs: list[Tensor], pending: Pending | None = None):
         super().__init__(outputs)
         self._pending = pending
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """What the current stream does next finds the sum. The kernel itself gives up on peers that do not come."""
+        """Make the current stream wait for the result. The kernel has a timeout of its own for missing peers."""
         if self._pending is not None:
             self._pending.wait()
         return True
@@ -56,15 +56,15 @@ class PeerWork(FinishedByWaiting):
 
 
 class PeerSums:
-    """The sums of ``group`` that peer memory takes."""
+    """The all-reduces of ``group`` that use peer memory."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float):
         self._group, self._device, self._patience = group, device, patience
         self._memory: PeerMemory | None = None
-        self._beside: SideStream | None = None
+        self._side_stream: SideStream | None = None
 
     def start(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> Work | None:
-        """The sum under way; None where it is the group's own affair: another operation, type, size or place."""
+        """Start an all-reduce; None if peer memory does not support its operation, dtype, size or device."""
         if len(tensors) != 1 or opts.reduceOp != dist.ReduceOp.SUM:
             return None
         if self._memory is None:
@@ -74,12 +74,12 @@ class PeerSums:
         if not opts.asyncOp:
             self._memory.all_reduce(tensors[0])
             return PeerWork(tensors)
-        self._beside = self._beside or SideStream(self._memory.all_reduce)
-        return PeerWork(tensors, self._beside(tensors[0]))
+        self._side_stream = self._side_stream or SideStream(self._memory.all_reduce)
+        return PeerWork(tensors, self._side_stream(tensors[0]))
 
 
 class PeerGroup(dist.ProcessGroup):
-    """Methods that are not here are the base class's, which finds NCCL as its backend of CUDA tensors."""
+    """The process group on NCCL. Other methods are those of the base class, which uses NCCL for CUDA tensors."""
 
     def __init__(self, nccl: dist.Backend, device: torch.device, patience: float):
         super().__init__(nccl.rank(), nccl.size())
@@ -96,7 +96,7 @@ class PeerGroup(dist.ProcessGroup):
 
 
 class StagedPeerGroup(StagedGroup):
-    """The same of ranks that share a GPU."""
+    """As `PeerGroup`, for ranks that share a GPU, on gloo."""
 
     def __init__(self, gloo: dist.ProcessGroupGloo, device: torch.device, patience: float):
         super().__init__(gloo)
@@ -110,8 +110,8 @@ class StagedPeerGroup(StagedGroup):
         return self.sums.start(tensors, opts) or super().allreduce(tensors, opts)
 
 
-def _nccl(options, told: "dist.ProcessGroupNCCL.Options | None") -> dist.Backend:
-    own = told or dist.ProcessGroupNCCL.Options()
+def _nccl(options, nccl_options: "dist.ProcessGroupNCCL.Options | None") -> dist.Backend:
+    own = nccl_options or dist.ProcessGroupNCCL.Options()
     own._timeout, own.group_name = options.timeout, options.group_id
     own.global_ranks_in_group = ranks_of(options)
     store = dist.PrefixStore("nccl", options.store)

@@ -1,4 +1,4 @@
-"""The C functions of csrc/cuda/launch.h that work on memory of several GPUs, called without torch."""
+"""The C functions of csrc/cuda/launch.h that work on memory of several GPUs, called through ctypes."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,11 +8,11 @@ import torch
 
 from .. import _native
 
-PATIENCE = 600.0  # seconds that a kernel waits for a peer unless told, as a process group does
+PATIENCE = 600.0  # default timeout in seconds of a kernel that waits for a peer, as that of process groups
 
 
 class Kernels(NamedTuple):
-    """Each but ``bytes`` starts a kernel on a stream and returns a CUDA error, 0 for success."""
+    """All but ``bytes`` launch a kernel on a stream and return a CUDA error code, 0 for success."""
 
     all_reduce: Callable[..., int]
     bytes: Callable[[int], int]
@@ -21,7 +21,7 @@ class Kernels(NamedTuple):
 
 
 def load_kernels() -> Kernels | None:
-    """The launchers in the compiled library, None where it was not built or is not wanted."""
+    """Return the functions of the compiled library, None where it was not built or is disabled."""
     path = _native.library("_ops_cuda") if _native.wanted() and torch.version.cuda is not None else None
     if path is None or _native.unfit(path):
         return None
@@ -33,14 +33,15 @@ def load_kernels() -> Kernels | None:
         "raise_counter": [pointer, wide, pointer],
         "all_reduce_bytes": [wide],
     }
-    found = {}
+    functions = {}
     for name, arguments in signatures.items():
-        found[name] = getattr(library, f"merak_{name}")
-        found[name].argtypes, found[name].restype = arguments, wide if name == "all_reduce_bytes" else number
-    return Kernels(found["all_reduce"], found["all_reduce_bytes"], found["await_counter"], found["raise_counter"])
+        functions[name] = getattr(library, f"merak_{name}")
+        functions[name].argtypes, functions[name].restype = arguments, wide if name == "all_reduce_bytes" else number
+    names = ("all_reduce", "all_reduce_bytes", "await_counter", "raise_counter")
+    return Kernels(*(functions[name] for name in names))
 
 
 def check(name: str, status: int) -> None:
-    """Raises RuntimeError for a kernel that did not start."""
+    """Raise RuntimeError for a kernel that failed to launch."""
     if status != 0:
         raise RuntimeError(f"merak_{name} did not start: CUDA error {status}")

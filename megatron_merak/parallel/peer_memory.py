@@ -1,8 +1,8 @@
-"""All-reduce of small messages over memory that the GPUs of one host share: one kernel, no library call.
+"""All-reduce of small messages through peer memory of the GPUs of one host, in a single kernel.
 
-Every rank has a buffer that its peers map. A message is copied into it and summed where it is used: by all ranks at
-once (one shot, for the smallest), or each rank sums its part and reads the others' (two shots). See
-csrc/kernels/all_reduce.cuh. What does not fit goes to the process group's own all-reduce.
+Every rank has a buffer that its peers map, and copies its message there. For the smallest messages every rank sums all
+of them (one shot); otherwise each rank sums its shard and reads the others' sums (two shots). See
+csrc/kernels/all_reduce.cuh. Larger messages use the process group's own all-reduce.
 """
 
 import ctypes
@@ -20,18 +20,21 @@ from .peer_kernels import PATIENCE, Kernels, check, load_kernels
 logger = logging.getLogger(__name__)
 
 WORLDS = (2, 4, 8)
-CAPACITY = 8 << 20  # bytes of the largest message; beyond it a ring that saturates the links wins
+CAPACITY = 8 << 20  # bytes of the largest message; for larger ones a ring, which saturates the links, is faster
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Up to so many bytes every rank reads all of every peer's message: more traffic, one meeting less.
+# Largest message in bytes of the one-shot algorithm: more traffic, one synchronisation less.
 _ONE_SHOT = {2: CAPACITY, 4: 512 << 10, 8: 256 << 10}
 
 
 class PeerRank:
-    """One rank's end: all ranks' buffers, as this process maps them, in rank order.
+    """One rank's end of an all-reduce group.
 
-    Calls must come in the same order on all ranks, each on a stream of its rank's device. Two that overlap would wait
-    for each other for ever, so that a call on another stream first waits (by an event) for the one before. patience:
-    seconds that a kernel waits for a peer's before its launch fails.
+    Calls must come in the same order on all ranks, each on a stream of its rank's device. Two concurrent calls would
+    deadlock, so a call on another stream first waits, through an event, for the previous one.
+
+    buffers:  of all ranks, in rank order, mapped into this process.
+    capacity: bytes of the largest message.
+    patience: seconds that a kernel waits for its peers before it fails.
     """
 
     def __init__(
@@ -46,13 +49,13 @@ class PeerRank:
         assert len(buffers) in WORLDS, len(buffers)
         self._kernels, self._rank, self._device, self.capacity = kernels, rank, device, capacity
         self._patience = patience
-        self._buffers = buffers  # as long as they live, the memory stays mapped
+        self._buffers = buffers  # keeps the memory mapped
         self._bases = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
         self._stream: Any = None
         self._last = torch.cuda.Event()
 
     def problem(self, tensor: Tensor) -> str:
-        """Why a tensor cannot be summed here; empty when it can."""
+        """Return why a tensor is not supported; empty if it is."""
         if tensor.dtype not in _TYPES or tensor.device != self._device:
             return f"{tensor.dtype} on {tensor.device}"
         if not tensor.is_contiguous():
@@ -62,7 +65,7 @@ class PeerRank:
         return ""
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a tensor without ``problem`` over ranks, in place, on the current stream; the same bits on all ranks."""
+        """All-reduce a supported tensor in place on the current stream; the result is bitwise equal on all ranks."""
         size, world = tensor.numel() * tensor.element_size(), len(self._bases)
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
@@ -78,7 +81,7 @@ class PeerRank:
 
 
 def virtual_ranks(world: int, device: torch.device, capacity: int = CAPACITY) -> list[PeerRank]:
-    """All ranks in this process and on one device: for tests, each rank's calls on a stream of its own."""
+    """Return all ranks of a group in this process on one device, for tests; call each rank on its own stream."""
     kernels = load_kernels()
     assert kernels is not None, "the compiled CUDA library is missing"
     buffers = [torch.zeros(kernels.bytes(capacity), dtype=torch.uint8, device=device) for _ in range(world)]
@@ -87,44 +90,49 @@ def virtual_ranks(world: int, device: torch.device, capacity: int = CAPACITY) ->
 
 
 class PeerMemory:
-    """``all_reduce`` over the ranks of ``group``, through shared memory where that is possible.
+    """``all_reduce`` over the ranks of ``group``, through peer memory where that is possible.
 
-    Making one is collective and waits for all ranks. ``reason``: why the group's own all-reduce serves every call;
-    empty where peer memory serves those that fit. device: this rank's. patience: see ``PeerRank``.
+    Construction is collective and waits for all ranks.
+
+    device:   of this rank.
+    capacity: bytes of the largest message.
+    patience: see ``PeerRank``.
+
+    Attribute ``reason``: why the group's own all-reduce is used for everything; empty where peer memory is available.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY, patience: float = PATIENCE
     ):
         self.group = group
-        self._told: frozenset[str] = frozenset()
+        self._logged: frozenset[str] = frozenset()
         self._rank: PeerRank | None = None
         buffers = PeerBuffers(group, device, lambda kernels: kernels.bytes(capacity), self._own_problem())
         self.reason = buffers.reason
         if not self.reason:
             rank = dist.get_rank(group)
             self._rank = PeerRank(buffers.kernels, buffers.tensors, rank, device, capacity, patience)
-        self._tell(self.reason)
+        self._log_once(self.reason)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether it sums such a tensor; where not, the log says why, once."""
+        """Whether peer memory supports a tensor; if not, log each reason once."""
         problem = self.reason if self._rank is None else self._rank.problem(tensor)
-        self._tell(problem)
+        self._log_once(problem)
         return not problem
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum ``tensor`` over the group in place, on the current stream.
+        """All-reduce ``tensor`` over the group in place, on the current stream.
 
-        Collective, in the same order on all ranks, with tensors of one size, type and layout.
+        Collective, in the same order on all ranks, with tensors of the same size, dtype and layout.
         """
         if not self.takes(tensor):
             dist.all_reduce(tensor, group=self.group)
         elif tensor.numel():
             self._rank.all_reduce(tensor)
 
-    def _tell(self, reason: str) -> None:
-        if reason and reason not in self._told:
-            self._told |= {reason}
+    def _log_once(self, reason: str) -> None:
+        if reason and reason not in self._logged:
+            self._logged |= {reason}
             logger.info("all-reduce by the process group, not by peer memory: %s", reason)
 
     def _own_problem(self) -> str:

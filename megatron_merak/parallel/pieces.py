@@ -1,4 +1,4 @@
-"""A flat tensor that has memory only where it is in use."""
+"""A flat tensor of which only the pieces in use have memory."""
 
 import mmap
 from bisect import bisect_right
@@ -10,13 +10,15 @@ from torch import Tensor
 
 
 class Pieces:
-    """A flat tensor in pieces that are allocated and released one by one. Views of a piece, which can be made while it
-    is allocated, stay valid: they read its new memory once it is allocated again, which has arbitrary values.
+    """A flat tensor in pieces that are allocated and freed independently.
 
-    bounds: [start, stop) of each piece, contiguous from 0 on. named: (start, stop, shape) of views to be made at once,
-    name -> view in ``named``. ``pieces[start:stop]``: a view, within one piece. paged: give memory back by pages, which
-    needs a CPU's and is the default there (its allocator would keep much of what is freed in pieces of many sizes);
-    else by storages that are resized.
+    Views of a piece can be made while it is allocated, and remain valid afterwards: once it is allocated again they
+    refer to its new memory, which is uninitialised. ``pieces[start:stop]`` is a view within one piece.
+
+    bounds: [start, stop) of each piece, contiguous from 0.
+    named:  name -> (start, stop, shape) of views that are created now; attribute ``named`` has them.
+    paged:  free memory with madvise, which requires a CPU and is the default there, because its allocator would keep
+            much of the freed memory; otherwise by resizing storages.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Pieces:
             self.release(number)
 
     def __len__(self) -> int:
-        """How many pieces there are."""
+        """The number of pieces."""
         return len(self._allocated)
 
     def __getitem__(self, span: slice) -> Tensor:
@@ -52,8 +54,8 @@ class Pieces:
         assert span.stop - start <= len(piece), f"{span} is not within a piece"
         return piece[span.start - start : span.stop - start]
 
-    def _piece_at(self, place: int) -> int:
-        return bisect_right(self._starts, place) - 1
+    def _piece_at(self, offset: int) -> int:
+        return bisect_right(self._starts, offset) - 1
 
     def piece(self, number: int) -> Tensor:
         return self._memory.pieces[number]
@@ -62,7 +64,7 @@ class Pieces:
         return self._allocated[number]
 
     def allocate(self, number: int) -> None:
-        """Give a piece memory, if it has none."""
+        """Allocate memory for a piece that has none."""
         if not self._allocated[number]:
             self._memory.allocate(number)
             self._allocated[number] = True
@@ -78,7 +80,7 @@ class Pieces:
 
 
 class _Storages:
-    """A storage for each piece, which is resized."""
+    """One storage per piece, resized to allocate and free it."""
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype, device: torch.device | str):
         self.pieces = [torch.empty(length, dtype=dtype, device=device) for length in lengths]
@@ -91,7 +93,7 @@ class _Storages:
 
 
 class _Pages:
-    """One range of addresses, in which every piece begins a page. What is written gets memory; release takes it."""
+    """One address range in which every piece starts at a page. Writing allocates pages; `release` frees them."""
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype):
         spans = [-(-length * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE for length in lengths]
@@ -99,8 +101,8 @@ class _Pages:
         self._spans = [*zip(starts, spans, strict=True)]
         self._map = mmap.mmap(-1, max(sum(spans), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                self._map.madvise(mmap.MADV_HUGEPAGE)  # a piece is written anew at every visit: 512 times fewer faults
+            with suppress(OSError):  # not supported by the kernel
+                self._map.madvise(mmap.MADV_HUGEPAGE)  # every visit writes all of a piece: 512 times fewer page faults
         flat = torch.frombuffer(self._map, dtype=dtype)
         at = [start // dtype.itemsize for start in starts]
         self.pieces = [flat[start : start + length] for start, length in zip(at, lengths, strict=True)]

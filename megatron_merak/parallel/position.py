@@ -1,4 +1,4 @@
-"""What the launcher says of this process, read before torch is there: its rank, and where the ranks of a host meet."""
+"""The rank of this process as given by its launcher, and messages printed once per host; imports no torch."""
 
 import contextlib
 import hashlib
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from ..errors import LaunchError
 
-_PATIENCE = 5.0  # seconds for another rank to finish a line
+_PATIENCE = 5.0  # seconds to wait for another rank to write its line
 
 
 class Launcher(NamedTuple):
-    """The environment variables by which a launcher tells a process who it is: among the job, and on its host."""
+    """The environment variables in which a launcher passes a process its rank in the job and on its host."""
 
     name: str
     rank: str
@@ -25,7 +25,7 @@ class Launcher(NamedTuple):
 
 
 _TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", by_mpi=False)
-_LAUNCHERS = (  # the first that has set one of its variables; torchrun may itself be started by another
+_LAUNCHERS = (  # the first one whose variables are set; torchrun may itself be started by another one
     _TORCHRUN,
     Launcher("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel's MPI
@@ -33,7 +33,7 @@ _LAUNCHERS = (  # the first that has set one of its variables; torchrun may itse
 
 
 def number(name: str, default: str) -> int:
-    """An environment variable that is a number. Raises LaunchError."""
+    """Return the number in an environment variable. Raises LaunchError if it is not a number."""
     text = os.environ.get(name, default)
     if not text.isdigit():
         raise LaunchError(f"environment variable {name}", repr(text), "it is not a number", "Start ranks with torchrun")
@@ -41,12 +41,12 @@ def number(name: str, default: str) -> int:
 
 
 def launcher() -> Launcher:
-    """The one that started this process, or torchrun where none did."""
+    """Return the launcher that started this process; torchrun if there is none."""
     return next((each for each in _LAUNCHERS if {each.rank, each.size} & os.environ.keys()), _TORCHRUN)
 
 
 def position() -> tuple[int, int]:
-    """(rank, number of ranks) as the launcher says, before any process group exists. Raises LaunchError."""
+    """Return (rank, number of ranks) as given by the launcher, without a process group. Raises LaunchError."""
     by = launcher()
     rank, size = number(by.rank, "0"), number(by.size, "1")
     if not 0 <= rank < size:
@@ -56,7 +56,7 @@ def position() -> tuple[int, int]:
 
 
 def environment() -> dict[str, str]:
-    """All variables of this process, for those that it starts."""
+    """Return all environment variables, to pass to child processes."""
     return dict(os.environ)
 
 
@@ -66,16 +66,17 @@ def launched() -> bool:
 
 
 def tell(text: str, alike: str | None = None) -> None:
-    """Write a line to stderr, once for all ranks of this host that torchrun started and that have the same to say.
+    """Write a line to stderr, once for all ranks of this host that torchrun started and that report the same.
 
-    alike: what is compared, where ``text`` names the rank. A rank that is not the first returns when the first one has
-    written its line, since torchrun ends all ranks as soon as one exits.
+    The other ranks return when the first one has written its line, because torchrun ends all ranks once one exits.
+
+    alike: text by which lines are compared; None: ``text``. Use it where ``text`` contains the rank.
     """
-    meeting = _meeting()
-    if meeting is None:
+    directory = _attempt_directory()
+    if directory is None:
         _write(text)
         return
-    mark = meeting / f"said-{hashlib.sha256((alike or text).encode()).hexdigest()[:16]}"
+    mark = directory / f"said-{hashlib.sha256((alike or text).encode()).hexdigest()[:16]}"
     try:
         with open(mark, "xb") as file:
             _write(text)
@@ -91,8 +92,8 @@ def _write(text: str) -> None:
     sys.stderr.flush()
 
 
-def _meeting() -> Path | None:
-    """The directory that torchrun made for this attempt of the job on this host: it is above that of each rank."""
+def _attempt_directory() -> Path | None:
+    """Return torchrun's directory of this attempt of the job on this host, the parent of each rank's; or None."""
     directory = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return directory if directory.name.startswith("attempt_") and directory.is_dir() else None
 

@@ -1,4 +1,4 @@
-"""Faster fp32 matrix products on CPUs, where they are still fp32."""
+"""Faster fp32 matrix products on CPUs, where their accuracy is still that of fp32."""
 
 import torch
 
@@ -6,9 +6,9 @@ import torch
 def choose_fp32_matmul(device: torch.device) -> str:
     """Set and return torch's fp32 matmul precision: 'medium' on CPUs where a probe finds it as accurate as 'highest'.
 
-    'medium' lets torch choose another library, which on many CPUs computes in fp32 all the same and twice as fast, but
-    on those with bf16 matrix units rounds to bf16: some releases of torch all products, others large and batched ones
-    only, so that several are tried. Other devices are left at 'highest'.
+    'medium' lets torch use another library. On many CPUs that still computes in fp32, twice as fast. On CPUs with bf16
+    matrix units it rounds to bf16: in some releases of torch all products, in others only large and batched ones, so
+    several shapes are probed. Other devices stay at 'highest'.
     """
     torch.set_float32_matmul_precision("highest")
     if device.type != "cpu":

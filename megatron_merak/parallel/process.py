@@ -1,4 +1,4 @@
-"""What a training process sets up once, whichever entry it came by: fp32 matrix products, host memory, threads."""
+"""Process-wide settings of a training process: precision of fp32 matrix products, host memory, threads."""
 
 import ctypes
 import os
@@ -18,11 +18,11 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Environment:
-    """What the launcher and the user's environment say of this process.
+    """What the launcher and the user's environment specify for this process.
 
-    ranks_here: ranks of the job on this host, 0 where that is not known.
-    own_threads: whether the user chose the number of threads; torchrun's default of 1 is no choice.
-    own_malloc: whether the user chose how malloc returns memory.
+    ranks_here:  number of ranks of the job on this host, 0 where unknown.
+    own_threads: whether the user set the number of threads; torchrun's default of 1 does not count.
+    own_malloc:  whether the user configured when malloc returns memory to the system.
     """
 
     ranks_here: int = 0
@@ -32,10 +32,11 @@ class Environment:
 
 @dataclass(frozen=True)
 class Setup:
-    """What was chosen. ``str`` says it, each with the way to choose otherwise.
+    """The chosen settings. ``str`` describes them, with the settings that override them.
 
-    fp32_matmul: torch's precision of fp32 matrix products. keeps_memory: whether malloc keeps what is freed.
-    threads: of one operation.
+    fp32_matmul:  torch's precision of fp32 matrix products.
+    keeps_memory: whether malloc keeps freed memory.
+    threads:      number of threads of one operation.
     """
 
     fp32_matmul: str = "highest"
@@ -51,15 +52,16 @@ class Setup:
 
 
 def set_up(device: torch.device, fp32_matmul: str, environment: Environment) -> Setup:
-    """Make the choices of this process. What the user has set in torch or in the environment stays as it is.
+    """Choose and apply the settings of this process, except those that the user has set in torch or the environment.
 
-    device: this rank's. fp32_matmul: "auto", or a precision of ``torch.set_float32_matmul_precision``.
+    device:      of this rank.
+    fp32_matmul: "auto", or a precision of ``torch.set_float32_matmul_precision``.
     """
     if fp32_matmul != "auto":
         torch.set_float32_matmul_precision(fp32_matmul)
     elif torch.get_float32_matmul_precision() == "highest":  # torch's default
         choose_fp32_matmul(device)
-    # What partial sums of one bf16 or fp16 product add up to is not rounded in between.
+    # Partial sums of a bf16 or fp16 product are accumulated in fp32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if not environment.own_threads and environment.ranks_here > 1:
@@ -69,16 +71,16 @@ def set_up(device: torch.device, fp32_matmul: str, environment: Environment) -> 
 
 
 def end_with_launcher() -> None:
-    """Let the kernel end this process when the one that started it ends, however that comes about.
+    """Let the operating system end this process when its parent process ends for any reason.
 
-    A launcher that is killed cannot stop its ranks; they would train on and write checkpoints beside the next job's.
+    A killed launcher cannot stop its ranks; they would continue and write checkpoints concurrently with the next job.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def cores() -> int:
-    """Cores that this process may use; hardware threads of one core count once."""
+    """Return the number of cores that this process may use; hardware threads of one core count once."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     usable = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Collectives that follow one another: what one leaves, the next takes on, and the computation goes on meanwhile."""
+"""Chains of two collectives, the second of which uses the result of the first, overlapped with computation."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,44 +13,45 @@ Launch = Callable[[], dist.Work]
 
 
 class Relay:
-    """Launches collectives behind others that are under way.
+    """Launches collectives after others that are in flight.
 
-    On a GPU a stream of its own waits for the first one, on a modelled device likewise, so that nothing else does. A
-    CPU has no streams: there the second one is launched when the next pair is, by when the first one is mostly through.
+    On a GPU, and on a modelled device, a side stream waits for the first collective, which blocks nothing else. A CPU
+    has no streams: the second collective is launched together with the next pair, when the first one is mostly done.
 
-    device: where the tensors are. clock: of this rank.
+    device: of the tensors.
+    clock:  of this rank.
     """
 
     def __init__(self, device: torch.device, clock: Clock):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._clock = clock
-        self._blocks = self._aside() is None
-        self._under_way: deque[tuple[dist.Work, Launch]] = deque()
+        self._blocks = self._side_stream() is None
+        self._in_flight: deque[tuple[dist.Work, Launch]] = deque()
         self._launched: list[dist.Work] = []
 
     def start(self) -> None:
-        """Forget what was left behind by a step that failed."""
-        self._under_way.clear()
+        """Drop the collectives of a step that failed."""
+        self._in_flight.clear()
         self._launched.clear()
 
     def follow(self, work: dist.Work, launch: Launch) -> None:
-        """Let ``launch`` start a collective once ``work`` is through. Ranks call this in the same order."""
-        self._under_way.append((work, launch))
-        self._pass_on(1 if self._blocks else 0)
+        """Call ``launch``, which starts a collective, once ``work`` is done. Call it in the same order on all ranks."""
+        self._in_flight.append((work, launch))
+        self._launch_next(1 if self._blocks else 0)
 
     def finish(self) -> None:
-        """Return when all is through (on CUDA: for the current stream)."""
-        self._pass_on(0)
+        """Wait for all collectives (on CUDA: on the current stream)."""
+        self._launch_next(0)
         for work in self._launched:
             work.wait()
         self._launched.clear()
 
-    def _pass_on(self, left: int) -> None:
-        while len(self._under_way) > left:
-            work, launch = self._under_way.popleft()
-            with self._aside() or nullcontext():
+    def _launch_next(self, left: int) -> None:
+        while len(self._in_flight) > left:
+            work, launch = self._in_flight.popleft()
+            with self._side_stream() or nullcontext():
                 work.wait()
                 self._launched.append(launch())
 
-    def _aside(self) -> AbstractContextManager | None:
-        return self._clock.aside() if self._stream is None else torch.cuda.stream(self._stream)
+    def _side_stream(self) -> AbstractContextManager | None:
+        return self._clock.side_stream() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,4 +1,4 @@
-"""Who is who in a job with parameter servers: workers, each a replica of the model, and the ranks that serve them.
+"""Roles of ranks in a job with parameter servers: workers, each a replica of the model, and the servers.
 
 Of ranks 0 to 9, with two servers and replicas of four ranks (TP2 x PP2):
 
@@ -6,8 +6,8 @@ Of ranks 0 to 9, with two servers and replicas of four ranks (TP2 x PP2):
     role     worker 0  worker 1  server 0   server 1
     place    0 1 2 3   0 1 2 3
 
-Every server has a piece of the parameters of each place. With no ranks that only serve, each worker's rank also serves
-a piece of its own place, to the ranks at the same place of all workers.
+`place` is the rank inside a worker. Every server has a piece of the parameters of each place. Without dedicated server
+ranks, each rank of a worker also serves a piece of its own place, to the ranks at that place of all workers.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Role:
-    """What one rank of the job is.
+    """The role of one rank.
 
-    rank, size: the job's. places: ranks of one worker. servers: ranks that only serve, the last ones; 0: there are
-    none, and every rank of a worker serves beside it.
+    rank:    in the job.
+    size:    number of ranks of the job.
+    places:  number of ranks of one worker.
+    servers: number of dedicated server ranks, the last ones; 0: every rank of a worker also serves.
     """
 
     rank: int
@@ -34,7 +36,7 @@ class Role:
 
     @property
     def clients_of_all(self) -> int:
-        """How many ranks belong to workers."""
+        """Number of ranks that belong to workers."""
         return self.workers * self.places
 
     @property
@@ -43,19 +45,19 @@ class Role:
 
     @property
     def worker(self) -> int:
-        """Which worker this rank belongs to."""
+        """Index of the worker that this rank belongs to."""
         assert not self.only_serves
         return self.rank // self.places
 
     @property
     def place(self) -> int:
-        """Where in its worker this rank stands."""
+        """Index of this rank in its worker."""
         assert not self.only_serves
         return self.rank % self.places
 
     @property
     def endpoints(self) -> tuple[int, ...]:
-        """The ranks that serve this one: the i-th has the i-th piece of its parameters."""
+        """The ranks that serve this one; the i-th has the i-th piece of its parameters."""
         if self.servers:
             return tuple(range(self.clients_of_all, self.size))
         return tuple(range(self.place, self.size, self.places))
@@ -69,10 +71,10 @@ class Role:
 
 
 def job_keys(store: dist.Store, attempt: str = "0") -> dist.Store:
-    """What the ranks of one attempt at a job write into a store that its launcher may use for several."""
+    """Return the view of a store for one attempt of a job; launchers may use one store for several attempts."""
     return dist.PrefixStore(f"megatron_merak, attempt {attempt}", store)
 
 
 def ended_key(rank: int) -> str:
-    """Is in the job's store when a launcher saw that rank of a worker end, however it came about."""
+    """Return the key that is set in the job's store when a launcher saw a worker's rank end for any reason."""
     return f"rank {rank} ended"

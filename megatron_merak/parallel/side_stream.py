@@ -1,9 +1,9 @@
-"""Collectives of the current stream, run on a stream of their own beside what the current one is given next.
+"""Runs collectives on a side stream, overlapped with later work of the current stream.
 
     current stream   multiply 0 | multiply 1 |            | use the sums
     side stream                 | sum 0      | sum 1      |
 
-Streams wait for each other by events; the host waits for nothing.
+Streams wait for each other through events; the host never waits.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """A collective under way, as ``dist.all_reduce(..., async_op=True)`` returns it."""
+    """A collective in flight, as ``dist.all_reduce(..., async_op=True)`` returns it."""
 
     def wait(self) -> object:
-        """What the current stream (on a CPU: the caller) does next finds the result."""
+        """Make later work on the current stream (on a CPU: the caller) wait for the result."""
 
     def is_completed(self) -> bool:
-        """Whether the result is there already."""
+        """Whether the result is available already."""
 
 
 Start = Callable[[Tensor], Pending]
-"""Starts to sum a dense tensor over ranks in place, after what the current stream was given so far."""
+"""Starts an in-place all-reduce of a dense tensor, after the work enqueued so far on the current stream."""
 
 
 class SideStream:
-    """Makes a ``Start`` of a sum that runs on the current stream, by running it on a stream of its own.
+    """A ``Start`` that runs an all-reduce on a side stream.
 
-    all_reduce: sums a tensor in place on the current stream, such as ``PeerMemory.all_reduce``. api: the module with
-    Stream, Event, stream and current_stream.
+    all_reduce: all-reduces a tensor in place on the current stream, such as ``PeerMemory.all_reduce``.
+    api:        the module with Stream, Event, stream and current_stream.
     """
 
     def __init__(self, all_reduce: Callable[[Tensor], None], api: Any = torch.cuda):
@@ -45,7 +45,7 @@ class SideStream:
             self.stream.wait_event(ready)
             self._all_reduce(tensor)
             done.record(self.stream)
-        tensor.record_stream(self.stream)  # its memory is not given away before the sum is through
+        tensor.record_stream(self.stream)  # its memory is not reused before the all-reduce is done
         return _Done(done, self._api)
 
 

@@ -1,8 +1,8 @@
-"""A process-group backend "gloo_cuda": gloo carries tensors of GPUs through copies in host memory.
+"""The process-group backend "gloo_cuda": gloo on GPU tensors, through copies in host memory.
 
-NCCL refuses ranks that share a GPU. This one lets a whole layout run on a single GPU, to debug it there, not for speed.
-What a collective reads is copied to the host when it is called, which waits for the current stream; what it writes is
-copied back, on the current stream, when it is waited for.
+NCCL does not support several ranks on one GPU. This backend runs any layout on a single GPU, for debugging, not for
+speed. A collective copies its inputs to the host when called, which waits for the current stream; `wait` copies its
+outputs back on the current stream.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .work import FinishedByWaiting, gloo_of
 
 NAME = "gloo_cuda"
 
-Copies = Sequence[tuple[Tensor, Tensor]]  # results, and what stands in for them on the host
+Copies = Sequence[tuple[Tensor, Tensor]]  # (output, its copy on the host)
 
 
 def register() -> None:
@@ -30,14 +30,14 @@ def register() -> None:
 
 
 class StagedWork(FinishedByWaiting):
-    """A collective of the host's copies. Waiting a second time does nothing."""
+    """A collective on the host copies. Waiting a second time does nothing."""
 
     def __init__(self, work: Work, outputs: list[Tensor], copies: Copies):
         super().__init__(outputs)
         self._work, self._copies = work, copies
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the host's copies, then copy them back. Raises RuntimeError after the timeout, or the group's."""
+        """Wait for the collective and copy its outputs back. Raises RuntimeError after the timeout, or the group's."""
         if (work := self._work) is not None:
             self._work = None
             work.wait(timeout or timedelta())
@@ -54,7 +54,7 @@ class StagedWork(FinishedByWaiting):
 
 
 class StagedGroup(dist.ProcessGroup):
-    """The ranks of a group. Methods that are not here are the base class's, which hands gloo what it is given."""
+    """The process group. Other methods are those of the base class, which pass their tensors to gloo unchanged."""
 
     def __init__(self, gloo: dist.ProcessGroupGloo):
         super().__init__(gloo.rank(), gloo.size())

@@ -1,4 +1,4 @@
-"""What process groups made in Python share: gloo behind them, and the part of a collective's handle."""
+"""Common parts of process groups implemented in Python: the underlying gloo backend and the work handle."""
 
 import torch
 import torch.distributed as dist
@@ -7,12 +7,12 @@ from torch._C._distributed_c10d import Work
 
 
 def ranks_of(options) -> list[int]:
-    """The job's ranks that a group is made of, from what ``Backend.register_backend`` hands its maker."""
+    """Return a group's global ranks, from the options that ``Backend.register_backend`` passes to its creator."""
     return list(options.global_ranks_in_group) or list(range(options.group_size))
 
 
 def gloo_of(options) -> dist.ProcessGroupGloo:
-    """A gloo backend of a group's ranks."""
+    """Return a gloo backend with the ranks of a group."""
     store = dist.PrefixStore("gloo", options.store)
     gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
     gloo.options.global_ranks_in_group, gloo.options.group_name = ranks_of(options), options.group_id
@@ -20,7 +20,10 @@ def gloo_of(options) -> dist.ProcessGroupGloo:
 
 
 class FinishedByWaiting(Work):
-    """A work that goes on in waits alone. ``outputs``: the tensors it leaves its results in."""
+    """A work that only completes in `wait`.
+
+    outputs: the tensors that receive its results.
+    """
 
     def __init__(self, outputs: list[Tensor]):
         super().__init__()
@@ -30,7 +33,7 @@ class FinishedByWaiting(Work):
         return self.outputs
 
     def get_future(self) -> torch.futures.Future:
-        """Waits first."""
+        """Return a completed future, after waiting."""
         self.wait()
         future = torch.futures.Future()
         future.set_result(self.outputs)

@@ -79,12 +79,12 @@ class Grid:
         return list(groups.values())
 
     def shard_groups(self, instances: int) -> list[list[int]]:
-        """The "dp" groups, each divided into as many runs of neighbours, which shard among themselves."""
+        """Return the "dp" groups, each split into ``instances`` groups of neighbours, which shard among themselves."""
         size = self.dp // instances
         return [ranks[first : first + size] for ranks in self.groups("dp") for first in range(0, self.dp, size)]
 
-    def twin_groups(self, instances: int) -> list[list[int]]:
-        """The ranks at the same place of every group of ``shard_groups``: they own the same shards."""
+    def replicate_groups(self, instances: int) -> list[list[int]]:
+        """Return the groups of ranks that own the same shards: those at the same index of each of `shard_groups`."""
         size = self.dp // instances
         return [ranks[place::size] for ranks in self.groups("dp") for place in range(size)]
 

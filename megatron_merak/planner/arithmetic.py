@@ -1,4 +1,4 @@
-"""How long a unit's matrix products and attention take: by rates measured at their shapes, or by the device's peak."""
+"""Time of a unit's matrix products and attention, from rates measured at their shapes or from the device's peak."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from megatron_merak.plan import Unit
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Seconds of a micro-batch's (``forward``, ``backward``), ``weight`` of the latter for weight gradients."""
+    """Seconds per micro-batch; ``weight`` is the part of ``backward`` that computes weight gradients."""
 
     forward: float
     backward: float
@@ -16,7 +16,10 @@ class Arithmetic:
 
 
 def arithmetic(unit: Unit, device: Device, dtype: str) -> Arithmetic:
-    """Without the traffic of what is kept. Where a shape or a type was not measured, by the device's peak."""
+    """Return the compute time of a unit, without memory traffic of saved activations.
+
+    Uses the device's peak where its shape or dtype was not measured.
+    """
     return _measured(unit, device, dtype) or _by_peak(unit, device, dtype)
 
 
@@ -24,17 +27,18 @@ def _by_peak(unit: Unit, device: Device, dtype: str) -> Arithmetic:
     def seconds(flops: float) -> float:
         return device.compute_time(flops, 0, dtype)
 
-    ahead, behind = unit.more_flops
+    forward_extra, backward_extra = unit.more_flops
     of_inputs, of_weights = unit.unneeded_flops
     weight = unit.flops - unit.attention_flops - of_weights
-    backward = 2 * unit.flops + behind - of_inputs - of_weights
-    return Arithmetic(seconds(unit.flops + ahead), seconds(backward), seconds(weight))
+    backward = 2 * unit.flops + backward_extra - of_inputs - of_weights
+    return Arithmetic(seconds(unit.flops + forward_extra), seconds(backward), seconds(weight))
 
 
 def _measured(unit: Unit, device: Device, dtype: str) -> Arithmetic | None:
-    """Each product at the rate of the nearest shape, what of the FLOPs no product accounts for at their mean rate.
+    """Return the time by measured rates: each product at the rate of the nearest shape; None if not measured.
 
-    What attention computes more is in its rate; what the rest of a unit does is a forward product again.
+    FLOPs in no listed product take the mean rate of the products. The rate of attention includes its extra FLOPs; where
+    a unit has no attention, its extra FLOPs take the rate of the forward products.
     """
     if device.rates is None or not unit.products:
         return None

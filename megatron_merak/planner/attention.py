@@ -1,17 +1,21 @@
-"""What attention computes beyond the FLOPs that count for utilisation, by the kernels of ``ops.attention``."""
+"""FLOPs that the kernels of ``ops.attention`` compute beyond those that count for utilisation (MFU)."""
 
-# Longest sequence whose attention a CPU computes in whole rows, keeping no statistics; beside a mask; rows at a time.
+# A CPU computes attention of sequences up to SHORT (with a mask: SHORT_MASKED) in full rows of scores, BLOCK rows at a
+# time, and keeps no softmax statistics.
 SHORT = 512
 SHORT_MASKED = 256
 BLOCK = 128
 
 
 def causal_more(flops: int, length: int, fused: bool, dropout: bool) -> tuple[int, int]:
-    """FLOPs of the (forward, backward) of causal attention beyond ``flops`` and twice ``flops``.
+    """Return the extra FLOPs of causal attention: (forward beyond ``flops``, backward beyond 2 * ``flops``).
 
-    flops: of its forward, for half of the scores. length: of the sequence. fused: see ``cluster.Device``. One kernel
-    computes the scores again in its backward. A CPU with dropout computes all scores, and keeps them; in whole rows it
-    computes those of a block up to its last key.
+    A fused kernel recomputes the scores in its backward. A CPU with dropout computes and keeps all scores; in full rows
+    it computes, for a block of rows, the scores up to the block's last key.
+
+    flops:  of the forward, for the causal half of the scores.
+    length: of the sequence.
+    fused:  see ``cluster.Device``.
     """
     if dropout and not fused:
         return flops, 2 * flops
@@ -24,6 +28,6 @@ def causal_more(flops: int, length: int, fused: bool, dropout: bool) -> tuple[in
 
 
 def masked_more(flops: int, length: int, fused: bool, dropout: bool) -> tuple[int, int]:
-    """The same of attention to every key, ``flops`` counting all scores. length: of the queries."""
+    """As `causal_more`, for attention to every key: ``flops`` counts all scores. length: number of queries."""
     keeps_scores = not fused and (dropout or length <= SHORT_MASKED)
     return 0, 0 if keeps_scores else flops // 2

@@ -1,5 +1,7 @@
-"""The plan of ``--pipeline-schedule auto``: the fastest under the schedules of builders, and under those that a search
-finds, where stages are one per rank, several in turn, or down the ranks and back."""
+"""``--pipeline-schedule auto``: the fastest plan over the built-in schedules and those found by a search.
+
+Stages are placed one per rank, several per rank in turn (interleaved), or down the ranks and back (V-shaped).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +20,18 @@ from megatron_merak.planner.predict import priced, stage_costs
 from megatron_merak.planner.saved import footprint
 from megatron_merak.planner.tables import align
 
-REFERENCE = "1f1b"  # whose memory is the cap where that of a rank is not known
+REFERENCE = "1f1b"  # its memory is the cap where the memory of a rank is not known
 AUTO = "auto"
-_WORK = 8 * 2000 * 256  # schedules that searches of a plan time, times the stages and micro-batches of each
+_WORK = 8 * 2000 * 256  # budget of all searches of a plan: evaluated schedules x stages x micro-batches
 
 
 @dataclass(frozen=True)
 class Task:
-    """A search for the stages of ``base``: whether weight gradients, and recomputations, may be ops of their own."""
+    """A search for a schedule of the stages of ``base``.
+
+    split: whether weight gradients are separate ops (W).
+    early: whether recomputations may be separate ops (R).
+    """
 
     base: Plan
     split: bool
@@ -33,7 +39,7 @@ class Task:
 
     @property
     def like(self) -> Schedule:
-        """An order of its kind: weight gradients are behind each backward, or in it, which collectives they hide."""
+        """The schedule of ``base`` without R ops, and with a W after each backward if ``split``, otherwise without."""
         plain = without(without(self.base.schedule, Kind.R), Kind.W)
         if not self.split:
             return plain
@@ -45,12 +51,13 @@ class Task:
 
 
 def starts(placements: Sequence[Placement], microbatches: int, group: int | None) -> tuple[Schedule, ...]:
-    """The schedules of builders that auto chooses from, that of ``REFERENCE`` first.
+    """Return the built-in schedules that auto chooses from, that of ``REFERENCE`` first.
 
-    placements: where their stages may be. group: see ``build_schedule``, which raises where it does not go with auto.
+    placements: allowed placements of stages on ranks.
+    group:      see ``build_schedule``, which raises if auto does not support it.
     """
     ranks = placements[0].ranks
-    found = [build_schedule(REFERENCE, ranks, microbatches, None, group)]
+    schedules = [build_schedule(REFERENCE, ranks, microbatches, None, group)]
     homes = [placement.home for placement in placements]
     for name, row in BUILDERS.items():
         for chunks in dict.fromkeys(placement.chunks for placement in placements):
@@ -58,56 +65,66 @@ def starts(placements: Sequence[Placement], microbatches: int, group: int | None
                 continue
             try:
                 built = build_schedule(name, ranks, microbatches, chunks)
-            except ScheduleError:  # it is not defined for these numbers
+            except ScheduleError:  # not defined for these numbers of ranks, micro-batches and chunks
                 continue
             if _home(built) in homes and (chunks > 1 or not row.chunked):
-                found.append(built)
-    return tuple(found)
+                schedules.append(built)
+    return tuple(schedules)
 
 
 class Automatic:
-    """The choice among plans.
+    """Chooses the fastest plan, by the model.
 
-    made: of the schedules of ``starts``, priced. limit: bytes of a rank, 0 where that is not known. placements: where
-    stages may be. told: is called with the share of the work that is done.
+    plans:           of the schedules of ``starts``, priced.
+    limit:           memory of a rank in bytes, 0 where that is not known.
+    placements:      allowed placements of stages on ranks.
+    report_progress: called with the finished share of the work, 0 to 1.
     """
 
     def __init__(
-        self, made: Sequence[Plan], limit: float, placements: Sequence[Placement], told: Callable[[float], object]
+        self,
+        plans: Sequence[Plan],
+        limit: float,
+        placements: Sequence[Placement],
+        report_progress: Callable[[float], object],
     ):
-        self.placements, self.told = placements, told
+        self.placements, self.report_progress = placements, report_progress
         homes = [placement.home for placement in placements]
-        self.built = [plan for plan in made if _home(plan.schedule) in homes]
-        self.cap, self.why = _cap(made, self.built, limit) if self.built else (0, "")
-        self.found: list[Plan] = []
+        self.built = [plan for plan in plans if _home(plan.schedule) in homes]
+        self.cap, self.cap_reason = _cap(plans, self.built, limit) if self.built else (0, "")
+        self.searched: list[Plan] = []
         self.unsearched: set[tuple[int, ...]] = set()
 
     def choose(self) -> Plan | None:
-        """The fastest plan within the cap, whose ``schedule_note`` says what it was chosen from; None of none."""
+        """Return the fastest plan within the cap, with the comparison as ``schedule_note``; None without any plan."""
         if not self.built:
             return None
         fitting = [plan for plan in self.built if largest(plan) <= self.cap]
         self._search()
-        best = min([*fitting, *self.found] or self.built, key=lambda plan: plan.predicted_time)
+        best = min([*fitting, *self.searched] or self.built, key=lambda plan: plan.predicted_time)
         return replace(best, schedule_note=self._note(best))
 
     def _search(self) -> None:
         tasks = self._tasks()
-        left, searched = _WORK, set()
-        for done, task in enumerate(tasks):
+        budget, searched = _WORK, set()
+        for index, task in enumerate(tasks):
             home = _home(task.base.schedule)
             stages, count = len(home), task.base.num_microbatches
             evaluations = default_evaluations(stages, count, len(tasks))
-            if done and evaluations * stages * count > left:
+            if index and evaluations * stages * count > budget:
                 continue
-            left -= evaluations * stages * count
+            budget -= evaluations * stages * count
             searched.add(home)
-            plan = self._found(task, evaluations, lambda share, done=done: self.told((done + share) / len(tasks)))
-            self.found += [] if plan is None else [plan]
+
+            def report(share: float, index: int = index) -> object:
+                return self.report_progress((index + share) / len(tasks))
+
+            plan = self._run(task, evaluations, report)
+            self.searched += [] if plan is None else [plan]
         self.unsearched = {_home(task.base.schedule) for task in tasks} - searched
 
     def _tasks(self) -> list[Task]:
-        """For every placement and overlap, of the plan that is fastest and fits, the most promising first."""
+        """Return the searches to run, the most promising first: for each placement and overlap, from its best plan."""
         bases: dict[tuple[object, str], Plan] = {}
         ordered = sorted(self.built, key=lambda plan: (largest(plan) > self.cap, plan.predicted_time))
         for plan in ordered:
@@ -122,66 +139,71 @@ class Automatic:
         ]
         return sorted(tasks, key=lambda task: priced(replace(task.base, schedule=task.like)).predicted_time)
 
-    def _found(self, task: Task, evaluations: int, told: Callable[[float], object]) -> Plan | None:
-        """The plan under the schedule that a search finds; None where none fits."""
+    def _run(self, task: Task, evaluations: int, report_progress: Callable[[float], object]) -> Plan | None:
+        """Return the plan with the schedule that a search finds; None where none fits."""
         base, home = task.base, _home(task.base.schedule)
         costs = stage_costs(replace(base, schedule=task.like))
-        may = tuple(task.early and one.taped > one.kept for one in _footprints(base))
+        may_recompute = tuple(task.early and each.taped > each.kept for each in _footprints(base))
         try:
-            found = search(
+            result = search(
                 costs,
                 base.num_microbatches,
-                limits=self._limits(base, may),
-                recompute=may,
+                limits=self._limits(base, may_recompute),
+                recompute=may_recompute,
                 split_weights=task.split,
                 evaluations=evaluations,
                 placement=home,
-                told=told,
+                told=report_progress,
             )
         except ScheduleError:  # no micro-batch runs under these limits
             return None
-        plan = priced(replace(base, schedule=found.schedule))
+        plan = priced(replace(base, schedule=result.schedule))
         return plan if largest(plan) <= self.cap else None
 
-    def _limits(self, base: Plan, may: Sequence[bool]) -> Limits:
-        """Of each rank the room for what micro-batches keep, and what that is. may: of each stage, whether it may
-        recompute ahead of backwards: then a backward, too, is taken to hold all tapes at once."""
-        prints = _footprints(base)
-        room = tuple(self.cap - one.total + one.activations for one in rank_memory(base))
-        kept = tuple(one.kept for one in prints)
-        taped = tuple((one.taped if ahead else one.backward) - one.kept for one, ahead in zip(prints, may, strict=True))
-        return Limits(room, kept, taped, tuple(one.held for one in prints))
+    def _limits(self, base: Plan, may_recompute: Sequence[bool]) -> Limits:
+        """Return the memory left for activations on each rank, and what micro-batches keep on each stage.
+
+        may_recompute: per stage, whether it may have R ops. A backward then counts as keeping all tapes at once.
+        """
+        footprints = _footprints(base)
+        available = tuple(self.cap - memory.total + memory.activations for memory in rank_memory(base))
+        kept = tuple(each.kept for each in footprints)
+        taped = tuple(
+            (each.taped if recomputes else each.backward) - each.kept
+            for each, recomputes in zip(footprints, may_recompute, strict=True)
+        )
+        return Limits(available, kept, taped, tuple(each.held for each in footprints))
 
     def _note(self, best: Plan) -> str:
-        """What was compared, and where the best of it has its stages."""
+        """Return a table of the best plans of each placement, which marks the chosen one."""
         rows = []
         for placement in self.placements:
-            mine = [
+            candidates = [
                 [plan for plan in plans if _home(plan.schedule) == placement.home and largest(plan) <= self.cap]
-                for plans in (self.built, self.found)
+                for plans in (self.built, self.searched)
             ]
-            built, found = (min(plans, key=lambda plan: plan.predicted_time, default=None) for plans in mine)
+            built, searched = (min(plans, key=lambda plan: plan.predicted_time, default=None) for plans in candidates)
             of_builder = (
                 "no builder fits" if built is None else f"{built.schedule.name} {time_text(built.predicted_time)}"
             )
-            of_search = "searched: none fits" if found is None else f"searched {time_text(found.predicted_time)}"
-            if found is None and placement.home in self.unsearched:
+            of_search = "searched: none fits" if searched is None else f"searched {time_text(searched.predicted_time)}"
+            if searched is None and placement.home in self.unsearched:
                 of_search = "not searched: too large"
             chosen = "chosen" if _home(best.schedule) == placement.home else ""
             rows.append(("", placement.name, of_builder, of_search, chosen))
-        return "\n".join([f"chosen by auto within {self.why}:", *align(rows, range(5))])
+        return "\n".join([f"chosen by auto within {self.cap_reason}:", *align(rows, range(5))])
 
 
 def largest(plan: Plan) -> int:
-    """Bytes of the rank that needs most, of a priced plan."""
+    """Return the peak memory in bytes of the rank that needs most, of a priced plan."""
     return max(sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.grid.pp))
 
 
-def _cap(made: Sequence[Plan], built: Sequence[Plan], limit: float) -> tuple[float, str]:
-    """The bytes that a rank may use, and why so many."""
+def _cap(plans: Sequence[Plan], built: Sequence[Plan], limit: float) -> tuple[float, str]:
+    """Return the bytes that a rank may use, and the explanation of that number."""
     if limit and any(largest(plan) <= limit for plan in built):
         return limit, f"{bytes_text(int(limit))} per rank, its memory"
-    plain = [plan for plan in made if plan.schedule.name == REFERENCE]
+    plain = [plan for plan in plans if plan.schedule.name == REFERENCE]
     cap = largest(min(plain, key=lambda plan: plan.predicted_time))
     unfit = f", since no schedule fits into {bytes_text(int(limit))}" if limit else ""
     return cap, f"{bytes_text(cap)} per rank, the memory that {REFERENCE} needs{unfit}"
@@ -192,5 +214,5 @@ def _footprints(plan: Plan) -> list:
 
 
 def _home(schedule: Schedule) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     return tuple(map(schedule.rank_of, range(schedule.stages)))

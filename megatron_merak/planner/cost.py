@@ -1,4 +1,4 @@
-"""What each unit of a native model holds, computes and keeps, and how long that takes on a device."""
+"""Parameters, FLOPs and saved activations of each unit of a native model, and the time of any unit on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,25 +13,29 @@ from megatron_merak.planner.links import link_along
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
-# The same with sequence parallelism: an all-gather and a reduce-scatter cost what an all-reduce does. At both ends of
-# the chain there is one of them. The backward of a layer gathers the inputs of two matrix products again.
+# The same with sequence parallelism, where an all-gather and a reduce-scatter cost as much as an all-reduce. Both ends
+# of the chain have one of the two. The backward of a layer all-gathers the inputs of two matrix products again.
 SEQUENCE_ALL_REDUCES = {"embedding": (0.5, 0.5), "layer": (2, 3), "head": (0.5, 0.5)}
-# Operations that the host starts in a unit's (forward, backward).
+# Kernels that the host launches in a unit's (forward, backward).
 OPERATIONS = {"embedding": (3, 6), "layer": (65, 150), "head": (25, 40)}
-# The name under which a tied table is told.
+# The name of the tied embedding table in `Unit.tied`.
 TIED_TABLE = "embedding.weight"
-# What is kept of a dropout mask outside of attention.
+# Bytes that are kept of a dropout mask outside of attention: its seed.
 SEED_BYTES = 8
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Seconds: of one micro-batch's ``forward`` and ``backward`` (``weight`` of it for weight gradients, recomputation
-    not included) without collectives, and of one optimizer ``step`` on trained parameters, tied ones included.
+    """Times of a unit in seconds, per micro-batch; the last four are pairs of (forward, backward).
 
-    In pairs of (forward, backward): ``reduces``, its all-reduces over the tensor-parallel ranks one after the other,
-    ``half_reduces``, those of two halves of the micro-batch, ``last_reduces``, the one of these that comes last, and
-    ``halving``, what computing in halves costs more.
+    forward:      without collectives.
+    backward:     without collectives and recomputation.
+    step:         of the optimizer on the unit's trained parameters, including tied ones.
+    weight:       the part of ``backward`` that computes weight gradients.
+    reduces:      all-reduces over the tensor-parallel ranks, one after the other.
+    half_reduces: the same where the micro-batch is split into two halves.
+    last_reduces: the last one of ``half_reduces``.
+    halving:      additional compute time where the micro-batch is split into halves.
     """
 
     forward: float
@@ -53,16 +57,16 @@ def gpt_units(
     sequence_parallel: bool = False,
     recompute_activations: bool = False,
 ) -> tuple[Unit, ...]:
-    """The chain of a native model: "embedding", "layer.0" ... "layer.L-1", "head".
+    """Return the chain of a native model: "embedding", "layer.0" ... "layer.L-1", "head".
 
-    Every number is one tensor-parallel rank's: divided weights count 1/tp, replicated ones in full, and the vocabulary
-    with its padding. The head is final norm, output layer and loss. FLOPs are those of the matrix products, the causal
-    half of the attention scores included. ``bytes_per_value`` is of an activation; an fp32 residual stream has 4.
-    Of a dropout mask its seed is kept. With ``fused_dropout``, as on GPUs, attention keeps no scores; without it, as on
-    CPUs, attention with dropout keeps its scores and a copy of every head, and that of short sequences without dropout
-    no statistics. With ``sequence_parallel`` a rank has its part of the hidden state, and of what enters the parallel
-    layers of a layer; the head keeps all that enters it. With ``recompute_activations`` the second matrix of the
-    feed-forward part does not keep its own.
+    All numbers are of one tensor-parallel rank: sharded weights count 1/tp, replicated ones in full, and the vocabulary
+    with its padding. The head is final norm, output layer and loss. FLOPs are those of the matrix products, including
+    the causal half of the attention scores. Of a dropout mask only its seed is kept.
+
+    bytes_per_value:       of an activation; a value of an fp32 residual stream has 4.
+    fused_dropout:         on GPUs: attention keeps no scores; otherwise see `_layer_saved_bytes`.
+    sequence_parallel:     hidden states and inputs of parallel layers are sharded, except the input of the head.
+    recompute_activations: the second matrix of the feed-forward network does not keep its input.
     """
     tokens, parts = micro_batch_size * model.seq_length, tp if sequence_parallel else 1
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
@@ -73,7 +77,7 @@ def gpt_units(
     output = vocabulary * hidden
     untied = model.untie_embeddings_and_output_weights
     tied = () if untied else ((TIED_TABLE, output),)
-    work = {kind: _started(kind, activation, tp, parts) for kind in OPERATIONS}
+    work = {kind: _launched(kind, activation, tp, parts) for kind in OPERATIONS}
     kept = 2 * dropout_mask - (tokens * model.ffn_size // tp * bytes_per_value if recompute_activations else 0)
     kept += _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout, parts)
     layer = (_layer_parameters(model, tp), _layer_flops(model, tokens, tp), kept, hidden_state)
@@ -95,8 +99,8 @@ def gpt_units(
         **work["head"],
     )
     own = positions + (output if untied else 0)
-    looked_up = 9 * tokens if tp > 1 else 0  # rows of the part of the table, and which tokens are in it
-    learned = activation // parts if positions and tp > 1 else 0  # the tokens' gradients are masked then, so copied
+    looked_up = 9 * tokens if tp > 1 else 0  # row indices in this rank's shard of the table, and which tokens are in it
+    learned = activation // parts if positions and tp > 1 else 0  # masking the tokens' gradients makes a copy
     table = {"weight_bytes": activation + learned} | work["embedding"]
     inner = _layer_work(model, tokens, bytes_per_value, tp, fused_dropout, parts) | work["layer"]
     return (
@@ -107,20 +111,23 @@ def gpt_units(
 
 
 def _stream(model: ModelConfig, bytes_per_value: int) -> int:
-    """Bytes of a value of the residual stream."""
+    """Return the bytes of a value of the residual stream."""
     return 4 if model.fp32_residual_connection else bytes_per_value
 
 
 def _kept_of_loss(model: ModelConfig, logits: int, tp: int) -> int:
-    """Bytes per token. Whole rows become exponentials in place and keep their sum. Parts of rows, and rows computed
-    anew, keep three statistics, and their gradient for those of all ranks; parts stay as they are."""
+    """Return the bytes per token that the loss keeps.
+
+    Unsharded rows of logits are replaced by exponentials in place, and their sum is kept. Sharded or recomputed rows
+    keep three statistics, and their gradient those of all ranks; sharded rows are kept unchanged.
+    """
     if tp == 1 and not model.cross_entropy_chunk_size:
         return logits + 4
     return (0 if model.cross_entropy_chunk_size else logits) + 12 + 12 * tp
 
 
-def _started(kind: str, activation: int, tp: int, parts: int) -> dict[str, tuple[int, int]]:
-    """What a unit asks of the host and of the links between tensor-parallel ranks."""
+def _launched(kind: str, activation: int, tp: int, parts: int) -> dict[str, tuple[int, int]]:
+    """Return the fields of a `Unit` on kernel launches and tensor-parallel all-reduces."""
     forward, backward = (SEQUENCE_ALL_REDUCES if parts > 1 else TENSOR_ALL_REDUCES)[kind] if tp > 1 else (0, 0)
     return {
         "reduces": (ceil(forward), ceil(backward)),
@@ -130,12 +137,12 @@ def _started(kind: str, activation: int, tp: int, parts: int) -> dict[str, tuple
 
 
 def _norm_vectors(model: ModelConfig) -> int:
-    """Weight and bias, or weight alone; also the count of statistics kept per row."""
+    """Return the number of vectors of a norm (weight and bias, or weight); also of the statistics kept per row."""
     return 1 if model.normalization == "RMSNorm" else 2
 
 
 def _widths(model: ModelConfig, tp: int) -> tuple[int, int, int, int]:
-    """Of one tensor-parallel rank: queries, keys (= values), the MLP's first output, the MLP's second input."""
+    """Return a rank's widths of queries, keys (= values), the MLP's first output and the MLP's second input."""
     ffn = model.ffn_size // tp
     queries, keys = model.num_attention_heads * model.head_dim // tp, model.query_groups * model.head_dim // tp
     return queries, keys, (2 * ffn if model.swiglu else ffn), ffn
@@ -158,23 +165,29 @@ def _layer_flops(model: ModelConfig, tokens: int, tp: int) -> int:
 
 
 def _attention_flops(model: ModelConfig, tokens: int, tp: int) -> int:
-    """The causal half of the scores, and of their product with the values."""
+    """Return the FLOPs of the causal half of the scores, and of their product with the values."""
     return 2 * tokens * model.seq_length * _widths(model, tp)[0]
 
 
 def _layer_saved_bytes(
     model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool, parts: int
 ) -> int:
-    """Both norms' outputs, queries, keys, values, attention output, first residual sum, the MLP's two inner tensors.
-    Queries and keys are turned where they lie in the fused product; beside normed ones it stays alive, for its norm. Of
-    the residual sum, the norms' outputs and their statistics a rank has one of ``parts`` of the sequence."""
+    """Return the bytes that a layer keeps for its backward.
+
+    These are both norms' outputs, queries, keys, values, attention output, first residual sum and the MLP's two inner
+    tensors. Rotary embeddings are applied in place to the fused qkv projection; with qk norms that is kept as well, for
+    their backward. Of the residual sum, the norms' outputs and statistics a rank has 1 / ``parts`` of the sequence.
+    Without ``fused_dropout``, as on CPUs, attention with dropout keeps its scores and a copy of every head, and without
+    dropout no softmax statistics of short sequences.
+    """
     hidden, heads = model.hidden_size, model.num_attention_heads // tp
     queries, keys, first, second = _widths(model, tp)
-    scored = model.attention_dropout and not fused_dropout  # on copies of queries, keys and values, one per head
+    # Attention then computes scores on copies of queries, keys and values, one per head.
+    scored = model.attention_dropout and not fused_dropout
     values = first + second + (4 * queries if scored else 2 * queries + 2 * keys)
     if model.qk_layernorm:
         values += queries + (2 * keys if scored else keys)
-    divided = hidden * (2 * bytes_per_value + _stream(model, bytes_per_value)) + 2 * 4 * _norm_vectors(model)
+    sharded = hidden * (2 * bytes_per_value + _stream(model, bytes_per_value)) + 2 * 4 * _norm_vectors(model)
     row = values * bytes_per_value
     if model.qk_layernorm:
         row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
@@ -182,14 +195,17 @@ def _layer_saved_bytes(
         row += heads * model.seq_length * 3 * bytes_per_value  # probabilities before and after dropout, and the mask
     elif fused_dropout or model.seq_length > SHORT:
         row += 4 * heads  # log-sum-exp
-    return tokens * row + tokens // parts * divided
+    return tokens * row + tokens // parts * sharded
 
 
 def _layer_work(
     model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool, parts: int
 ) -> dict[str, int | tuple]:
-    """Inputs and output gradients of the four matrix products; the gradient of the widest value, and what is gathered
-    of ``parts`` of the sequence for the time of a product; attention's FLOPs; the products' shapes."""
+    """Return the fields of a layer's `Unit` on its matrix products.
+
+    weight_bytes is the size of inputs and output gradients of the four products; transient_bytes that of the gradient
+    of the widest value and of the input that is all-gathered for a product under sequence parallelism.
+    """
     hidden, (queries, keys, first, second) = model.hidden_size, _widths(model, tp)
     scores, gathered = _attention_flops(model, tokens, tp), hidden * bytes_per_value if parts > 1 else 0
     widest = max(max(queries + 2 * keys, first) * bytes_per_value, hidden * _stream(model, bytes_per_value))
@@ -204,19 +220,24 @@ def _layer_work(
 
 
 def model_flops(model: ModelConfig, batch_samples: int) -> int:
-    """FLOPs of forward and backward of ``batch_samples`` sequences, for MFU: the matrix products, causal attention
-    halved, vocabulary padded as for one rank. Recomputation never counts. Twice the forward for the backward."""
+    """Return the FLOPs of forward and backward of ``batch_samples`` sequences, for MFU.
+
+    Counts the matrix products and the causal half of attention, with the vocabulary padded as for one rank. The
+    backward counts twice the forward; recomputation does not count.
+    """
     return 3 * sum(unit.flops for unit in gpt_units(model, batch_samples, bytes_per_value=4, tp=1))
 
 
 def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) -> tuple[UnitCost, ...]:
-    """Times of each unit on one rank: matrix products at the device's rates, element-wise work at its memory's rate.
+    """Return the times of each unit on one rank.
+
+    Matrix products take the device's compute rates, element-wise work its memory bandwidth.
 
     Every saved or transient value is written once and read once in the forward, twice that in the backward, where a
-    unit of matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs, half
-    of them for weight gradients where there are weights; attention and the loss may compute more (``more_flops``). What
-    the host needs to start the operations comes on top where nothing hides it. In halves, weights are read and their
-    gradients written once more, and every operation and collective starts twice.
+    unit with matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs, half
+    of them for weight gradients where there are weights; attention and the loss may compute more (``more_flops``). The
+    host's time to launch the kernels is added. In halves, weights are read and their gradients written once more, and
+    every kernel and collective is launched twice.
     """
     device, link = cluster.device, link_along(cluster, grid, "tp")
     update = device.compute_time(0, optimizer_bytes(dtype), dtype)
@@ -226,9 +247,9 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
         weights = held_parameters([unit])
         trained = trained_parameters([unit])
         gradient = 8 * trained if unit.flops else 0
-        again = weights * DTYPE_BYTES[dtype] if unit.flops else 0
+        reread = weights * DTYPE_BYTES[dtype] if unit.flops else 0
         halves = _reduce_times(unit, grid.tp, link, 2)
-        host = tuple(device.dispatch * started for started in unit.operations)
+        host = tuple(device.dispatch * count for count in unit.operations)
         work = arithmetic(unit, device, dtype)
         costs.append(
             UnitCost(
@@ -240,8 +261,8 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
                 half_reduces=halves,
                 last_reduces=(halves[0] / (2 * max(unit.reduces[0], 1)), halves[1] / (2 * max(unit.reduces[1], 1))),
                 halving=(
-                    device.compute_time(0, again, dtype) + host[0],
-                    device.compute_time(0, again + gradient, dtype) + host[1],
+                    device.compute_time(0, reread, dtype) + host[0],
+                    device.compute_time(0, reread + gradient, dtype) + host[1],
                 ),
             )
         )
@@ -249,7 +270,7 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
 
 
 def _reduce_times(unit: Unit, tp: int, link: Link, parts: int) -> tuple[float, float]:
-    """Seconds of the (forward, backward) all-reduces of a unit, each in so many parts."""
+    """Return the seconds of the (forward, backward) all-reduces of a unit, each split into ``parts``."""
     forward, backward = (
         parts * count * all_reduce(tp, message / max(parts * count, 1), link)
         for count, message in zip(unit.reduces, unit.reduced_bytes, strict=True)
@@ -258,6 +279,11 @@ def _reduce_times(unit: Unit, tp: int, link: Link, parts: int) -> tuple[float, f
 
 
 def optimizer_bytes(dtype: str, state_bytes: float = 8.0) -> float:
-    """Bytes that one optimizer step moves per parameter: gradient read for the norm and for the update, state and fp32
-    weight read and written, and a 16-bit weight written."""
+    """Return the bytes that one optimizer step moves per parameter.
+
+    The gradient is read for the norm and for the update, state and fp32 weight are read and written, and a 16-bit
+    weight is written.
+
+    state_bytes: of the optimizer's state per parameter.
+    """
     return 16 + 2 * state_bytes + (0 if dtype == "float32" else DTYPE_BYTES[dtype])

@@ -1,4 +1,4 @@
-"""Where a chain of units is cut into stages, and what these recompute: each choice follows from the other."""
+"""Chooses where a chain of units is cut into stages and what each stage recomputes; each choice affects the other."""
 
 from collections.abc import Mapping
 from math import inf, isinf
@@ -10,16 +10,17 @@ from megatron_merak.plan import Plan, Shards, StagePlan, bytes_text, trained_tie
 from megatron_merak.planner.cost import optimizer_bytes, unit_costs
 from megatron_merak.planner.memory import Ledger
 from megatron_merak.planner.overlap import times
-from megatron_merak.planner.partition import More, partition
+from megatron_merak.planner.partition import ExtraCost, partition
 from megatron_merak.planner.recompute import Chooser, Recompute
 
 GIB = 2**30
 
 
 class Layout:
-    """The stages of a plan.
+    """Chooses the stages of a plan.
 
-    draft: the fields of a Plan but for its stages. limit: bytes that a rank may use, 0 where that is not known.
+    draft: the fields of a `Plan` except its stages.
+    limit: bytes that a rank may use, 0 where that is not known.
     """
 
     def __init__(self, draft: Mapping[str, Any], recompute: Recompute, limit: float):
@@ -33,62 +34,72 @@ class Layout:
         moved = optimizer_bytes(draft["dtype"], state)
         update = cluster.device.compute_time(0, moved, draft["dtype"]) / shards.optimizer
         copied = draft["bucket_size"] if draft.get("grad_reduce_in_bf16") and draft["grid"].dp > 1 else 0
-        given = (shards, copied, state, draft.get("frozen_bytes", 0.0), draft["bucket_size"])
-        self.ledger = Ledger(self.units, self.schedule, draft["dtype"], *given)
-        seconds = [one.forward for one in exposed]
+        self.ledger = Ledger(
+            self.units,
+            self.schedule,
+            draft["dtype"],
+            shards=shards,
+            copied=copied,
+            state_bytes=state,
+            frozen_bytes=draft.get("frozen_bytes", 0.0),
+            bucket_size=draft["bucket_size"],
+        )
+        seconds = [each.forward for each in exposed]
         self.chooser = Chooser(recompute, self.units, seconds, self.ledger, limit)
-        most = Recompute("full") if recompute.method == "capacity" else recompute
-        self.free = Chooser(most, self.units, seconds, self.ledger, 0)
+        maximum = Recompute("full") if recompute.method == "capacity" else recompute
+        self.unlimited_chooser = Chooser(maximum, self.units, seconds, self.ledger, 0)
         count = self.schedule.microbatches
         users: dict[tuple[str, int], list[int]] = {}
         for index, unit in enumerate(self.units):
             for tensor in trained_tied(unit):
                 users.setdefault(tensor, []).append(index)
-        # A stage updates its copy of a tied tensor once, whichever number of its units use it.
-        self.shared = [(values * update, found) for (_, values), found in users.items()]
+        # A stage updates its copy of a tied tensor once, however many of its units use it.
+        self.shared = [(values * update, unit_indices) for (_, values), unit_indices in users.items()]
         self.costs = [
-            count * (one.forward + one.backward) + (unit.parameters - unit.frozen) * update
-            for unit, one in zip(self.units, exposed, strict=True)
+            count * (each.forward + each.backward) + (unit.parameters - unit.frozen) * update
+            for unit, each in zip(self.units, exposed, strict=True)
         ]
 
     def plans(self, memory_gb: float | None) -> list[Plan]:
-        """The plans to choose from, of which each rank keeps within its memory. Where none does, one that does not if
-        ``memory_gb`` is None, else PlanError."""
-        found = self._cuts(self.chooser)
-        if not found:
-            found = self._cuts(self.free)
-            fitting = [stages for stages in found if self.chooser.largest_rank(stages) <= self.limit]
+        """Return the plans to choose from, in which every rank fits into its memory.
+
+        If there is none: plans that do not fit if ``memory_gb`` is None, otherwise raise PlanError.
+        """
+        cuts = self._cuts(self.chooser)
+        if not cuts:
+            cuts = self._cuts(self.unlimited_chooser)
+            fitting = [stages for stages in cuts if self.chooser.largest_rank(stages) <= self.limit]
             if memory_gb is not None and not fitting:
-                raise self._too_little(memory_gb, found[-1])
-            found = fitting or found
-        return [Plan(**self.draft, stages=stages) for stages in dict.fromkeys(found)]
+                raise self._too_little(memory_gb, cuts[-1])
+            cuts = fitting or cuts
+        return [Plan(**self.draft, stages=stages) for stages in dict.fromkeys(cuts)]
 
     def _cuts(self, chooser: Chooser) -> list[tuple[StagePlan, ...]]:
-        """By cost with what each stage recomputes; where that depends on the stage, also by cost without."""
+        """Cut by cost including recomputation; where that depends on the stage, also by cost without it."""
         count = self.schedule.microbatches
 
-        def more(stage: int, first: int, last: int) -> float:
+        def recompute_cost(stage: int, first: int, last: int) -> float:
             return count * chooser.extra(stage, first, last)
 
         def allowed(stage: int, first: int, last: int) -> float:
-            return inf if isinf(more(stage, first, last)) else 0.0
+            return inf if isinf(recompute_cost(stage, first, last)) else 0.0
 
-        balanced: list[More] = [more]
+        extra_costs: list[ExtraCost] = [recompute_cost]
         if self.recompute.method == "capacity" and chooser.memory:
-            balanced.append(allowed)
-        found = []
-        for each in balanced:
+            extra_costs.append(allowed)
+        cuts = []
+        for extra_cost in extra_costs:
             try:
-                bounds = partition(self.costs, self.schedule.stages, each, self.shared)
+                bounds = partition(self.costs, self.schedule.stages, extra_cost, self.shared)
             except PlanError:
                 continue
             stages = chooser.stages(bounds)
             if not chooser.memory or chooser.largest_rank(stages) <= chooser.memory:
-                found.append(stages)
-        return found
+                cuts.append(stages)
+        return cuts
 
     def _too_little(self, memory_gb: float, stages: tuple[StagePlan, ...]) -> PlanError:
-        """The error that names the stage which needs most when memory is not looked at."""
+        """Return the error that names the stage which needs most memory when cut by cost alone."""
         needs = [memory.total for memory in self.ledger.together(stages)]
         stage = needs.index(max(needs))
         first, last = self.units[stages[stage].first].name, self.units[stages[stage].last - 1].name

@@ -1,4 +1,4 @@
-"""What joins ranks of a plan that send to one another, as the rank order puts them into nodes."""
+"""The links between communicating ranks of a plan, given how the rank order places them on nodes."""
 
 import functools
 from collections.abc import Iterable
@@ -8,12 +8,14 @@ from megatron_merak.plan import Grid, placed_groups
 
 
 @functools.cache
-def link_along(cluster: Cluster, grid: Grid, axis: str, places: tuple[int, ...] | None = None) -> Link:
-    """The link of a group along "tp", "dp" or "pp", of the group that is placed worst. places: of its ranks with these
-    coordinates along the axis alone; None for all."""
-    return worst(map(cluster.link, placed_groups(grid, axis, cluster.ranks_per_node, places)))
+def link_along(cluster: Cluster, grid: Grid, axis: str, coordinates: tuple[int, ...] | None = None) -> Link:
+    """Return the slowest link of any group along an axis "tp", "dp" or "pp".
+
+    coordinates: only ranks with these coordinates along the axis communicate; None for all.
+    """
+    return worst(map(cluster.link, placed_groups(grid, axis, cluster.ranks_per_node, coordinates)))
 
 
 def worst(links: Iterable[Link]) -> Link:
-    """The slowest of some links."""
+    """Return the slowest link."""
     return min(links, key=lambda link: (link.bandwidth, -link.latency))

@@ -1,4 +1,4 @@
-"""From a chain of units, or a configuration of the native model, to a Plan."""
+"""Makes a `Plan` from a chain of units, or from a configuration of the native model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,8 +22,8 @@ from megatron_merak.planner.tables import by_family
 from megatron_merak.planner.written import FLAG, is_paired, written
 
 GIB = 2**30
-_DEFAULT = REFERENCE  # the schedule of a plan that asks for none
-Told = Callable[[float], object]  # is called with the share of a long search that is done
+_DEFAULT = REFERENCE  # the schedule where none is configured
+ProgressCallback = Callable[[float], object]  # called with the finished share of a search, 0 to 1
 
 
 def plan(
@@ -31,13 +31,15 @@ def plan(
     world_size: int,
     cluster: Cluster = CLUSTERS["cpu"],
     shardings: tuple[TensorSharding, ...] = (),
-    told: Told = lambda share: None,
+    report_progress: ProgressCallback = lambda share: None,
 ) -> Plan:
-    """The plan of a native model with the degrees and schedule of ``config``, its layers cut into stages by cost.
+    """Return the plan of a native model with the degrees and schedule of ``config``, cut into stages by cost.
 
-    ``cluster``: where it runs, see ``cluster.find_cluster``. ``told``: see ``plan_chain``. Raises ConfigError for
-    degrees and sizes that do not fit ``world_size``, PlanError for more stages than units or too little memory,
-    ScheduleError for a schedule that is not defined for these numbers.
+    cluster:         where it runs, see ``cluster.find_cluster``.
+    report_progress: called with the finished share of a search, 0 to 1.
+
+    Raises ConfigError for degrees and sizes that do not fit ``world_size``, PlanError for more stages than units or too
+    little memory, ScheduleError for a schedule that is not defined for these numbers of ranks and micro-batches.
     """
     config.validate(world_size, training=False)
     model, parallel, train, grid = config.model, config.parallel, config.train, grid_of(config, world_size)
@@ -54,13 +56,13 @@ def plan(
         loss_chunk=model.cross_entropy_chunk_size,
         fp32_residual=model.fp32_residual_connection,
         state_bytes=config.optimizer.state_bytes,
-        told=told,
+        report_progress=report_progress,
         **choices(parallel, microbatches),
     )
 
 
 def grid_of(config: RunConfig, world_size: int) -> Grid:
-    """The grid of ranks that the degrees of ``config`` make of ``world_size``."""
+    """Return the grid of ``world_size`` ranks with the degrees of ``config``."""
     parallel = config.parallel
     return Grid(
         tp=parallel.tensor_model_parallel_size,
@@ -71,7 +73,7 @@ def grid_of(config: RunConfig, world_size: int) -> Grid:
 
 
 def native_units(config: Config, tp: int, cluster: Cluster) -> tuple[Unit, ...]:
-    """The chain of a native model on one of ``tp`` ranks, as ``cluster`` computes it."""
+    """Return the chain of a native model on one of ``tp`` ranks of ``cluster``."""
     train = config.train
     bytes_per_value, fused = DTYPE_BYTES[train.dtype], cluster.device.fused_attention
     return gpt_units(
@@ -86,14 +88,16 @@ def native_units(config: Config, tp: int, cluster: Cluster) -> tuple[Unit, ...]:
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Megatron's bucket size in elements: it grows with the ranks, so that the latency of a ring stays hidden."""
+    """Return Megatron-LM's bucket size in elements, which grows with the ranks to hide the latency of a ring."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 
 def choices(parallel: ParallelConfig, microbatches: int) -> dict[str, Any]:
-    """The arguments of ``plan_chain`` that the flags of parallelism give.
+    """Return the arguments of ``plan_chain`` that are set by flags of parallelism.
 
-    ``microbatches`` per step and replica. Raises as ``written`` does.
+    microbatches: per step and replica.
+
+    Raises as ``written`` does.
     """
     return {
         "schedule": written(parallel, microbatches) or parallel.pipeline_schedule or _DEFAULT,
@@ -141,50 +145,53 @@ def plan_chain(
     memory_gb: float | None = None,
     shardings: tuple[TensorSharding, ...] = (),
     reasons: Iterable[tuple[str, str]] = (),
-    told: Told = lambda share: None,
+    report_progress: ProgressCallback = lambda share: None,
     **others: Any,
 ) -> Plan:
-    """The plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
+    """Return the plan that runs a chain on a grid: stages balanced by cost, each within the memory of a rank.
 
-    ``microbatches`` per step and replica. ``schedule``: a name, or compute ops for these ranks and micro-batches, which
-    are run as they are. It may be "auto", as may ``overlap`` (of tensor-parallel collectives): the fastest by the model
-    is taken. ``chunks``, ``group``: see ``build_schedule``. ``bucket_size``: None is the default. ``memory_gb``: of a
-    rank, in GiB; without it the device's own is respected where some cut does. ``reasons``: of each tensor, why it is
-    divided as it is. ``told`` is called with the share of a search that is done. The rest, with ``others``, are fields
-    of ``Plan``. Raises PlanError where these do not go together or no cut fits, ScheduleError for one not defined for
-    these numbers.
+    microbatches: per step and replica.
+    schedule:     a name, "auto" for the fastest by the model, or compute ops, which are run unchanged.
+    overlap:      of tensor-parallel collectives; "auto" for the fastest by the model.
+    memory_gb:    memory of a rank in GiB. None: that of the device, exceeded only if no cut fits.
+    reasons:      (tensor, why it is sharded as it is).
+    For ``chunks`` and ``group`` see ``build_schedule``; other arguments, with ``others``, are fields of ``Plan``.
+    Raises PlanError for contradictory arguments and if no cut fits, ScheduleError as ``build_schedule`` does.
     """
     check_instances(sharding_instances, grid.dp, sharding)
     units, recompute = tuple(units), recompute or Recompute()
     limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
     check_limit(recompute, limit, cluster.device.name)
-    given, automatic = isinstance(schedule, Schedule), schedule == AUTO
-    places = placements(grid.pp, chunks, len(units)) if automatic else ()
-    built = starts(places, microbatches, group) if places else (_build(schedule, grid.pp, microbatches, chunks, group),)
-    _check_stages(built[0], len(units), given)
+    custom, automatic = isinstance(schedule, Schedule), schedule == AUTO
+    homes = placements(grid.pp, chunks, len(units)) if automatic else ()
+    built = starts(homes, microbatches, group) if homes else (_build(schedule, grid.pp, microbatches, chunks, group),)
+    _check_stages(built[0], len(units), custom)
     draft = {"grid": grid, "units": units, "dtype": dtype, "cluster": cluster, "sequence_length": sequence_length}
     draft |= {"micro_batch_size": micro_batch_size, "sharding": sharding, "sharding_instances": sharding_instances}
     draft |= {"overlap_grad_reduce": overlap_grad_reduce, "overlap_param_gather": overlap_param_gather}
     draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
     draft |= {"recompute_activations": recompute_activations, "loss_chunk": loss_chunk, "shardings": shardings}
-    modes = _modes(overlap, grid, built[0], micro_batch_size, given, sharding)
-    orders = [(mode, pair(one) if mode == "pair" and not given else one) for mode in modes for one in built]
+    modes = _modes(overlap, grid, built[0], micro_batch_size, custom, sharding)
+    orders = [(mode, pair(each) if mode == "pair" and not custom else each) for mode in modes for each in built]
     drafts = [draft | others | {"schedule": order, "overlap": mode} for mode, order in orders]
-    found, refused = _made(drafts, recompute, limit, memory_gb)
-    best = Automatic(found, limit, places, told).choose() if automatic else _fastest(found)
-    if best is None or (refused and not automatic):
-        raise refused[0]
+    plans, errors = _plans(drafts, recompute, limit, memory_gb)
+    best = Automatic(plans, limit, homes, report_progress).choose() if automatic else _fastest(plans)
+    if best is None or (errors and not automatic):
+        raise errors[0]
     return replace(best, sequence_parallel=sequence_parallel and grid.tp > 1, reasons=by_family(reasons))
 
 
 def _modes(
-    overlap: str, grid: Grid, schedule: Schedule, micro_batch_size: int, given: bool, sharding: str
+    overlap: str, grid: Grid, schedule: Schedule, micro_batch_size: int, custom: bool, sharding: str
 ) -> tuple[str, ...]:
-    """The overlaps that are worth a look, the default first: it is taken where nothing is faster, and where there are
-    no collectives to overlap. A ``given`` schedule is paired as it is, or not. Raises PlanError for halves of one
-    sample, and for what the ``sharding`` of replicas does not go with."""
-    asked = overlap if grid.tp > 1 else "weight-gradient"
-    if error := refused_together(sharding, grid.dp, asked, given and is_paired(schedule)):
+    """Return the overlaps to compare, the default first: it is used unless another one is faster.
+
+    custom: whether the schedule was passed as ops; then forwards and backwards are paired as in it.
+
+    Raises PlanError for halves of one sample, and for an overlap that ``sharding`` does not support.
+    """
+    requested = overlap if grid.tp > 1 else "weight-gradient"
+    if error := refused_together(sharding, grid.dp, requested, custom and is_paired(schedule)):
         raise error
     if grid.tp == 1:
         return ("weight-gradient",)
@@ -193,25 +200,25 @@ def _modes(
         raise PlanError("--tp-comm-overlap", overlap, reason, "Use a micro-batch of 2 or more, or pair")
     if overlap != "auto":
         return (overlap,)
-    paired = given and is_paired(schedule)
+    paired = custom and is_paired(schedule)
     halves = ("sub-pipeline",) if micro_batch_size > 1 and not paired else ()
-    pairs = paired if given else schedule.microbatches > 1
+    pairs = paired if custom else schedule.microbatches > 1
     modes = ("weight-gradient", "none", *halves, *(("pair",) if pairs else ()))
     return tuple(mode for mode in modes if refused_together(sharding, grid.dp, mode) is None)
 
 
-def _made(
+def _plans(
     drafts: Iterable[dict[str, Any]], recompute: Recompute, limit: float, memory_gb: float | None
 ) -> tuple[list[Plan], list[PlanError]]:
-    """The priced plans of drafts, and why others are none."""
-    found: list[Plan] = []
-    refused: list[PlanError] = []
+    """Return the priced plans of drafts, and the errors of drafts without a plan."""
+    plans: list[Plan] = []
+    errors: list[PlanError] = []
     for draft in drafts:
         try:
-            found += map(priced, Layout(draft, recompute, limit).plans(memory_gb))
+            plans += map(priced, Layout(draft, recompute, limit).plans(memory_gb))
         except PlanError as error:
-            refused.append(error)
-    return found, refused
+            errors.append(error)
+    return plans, errors
 
 
 def _fastest(plans: Sequence[Plan]) -> Plan | None:
@@ -219,24 +226,24 @@ def _fastest(plans: Sequence[Plan]) -> Plan | None:
 
 
 def _build(name: str | Schedule, ranks: int, microbatches: int, chunks: int | None, group: int | None) -> Schedule:
-    """The schedule that is given, or named."""
+    """Return the schedule: ``name`` itself if it is one, or the built-in one of that name."""
     if isinstance(name, Schedule):
         return name
-    if name == AUTO:  # there are fewer units than stages, which is told of any schedule
+    if name == AUTO:  # there are fewer units than stages, for which `_check_stages` raises with any schedule
         name = "interleaved" if chunks and chunks > 1 else REFERENCE
     if name not in BUILDERS:
         raise PlanError("--pipeline-schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}, auto")
     return build_schedule(name, ranks, microbatches, chunks, group)
 
 
-def _check_stages(schedule: Schedule, units: int, given: bool) -> None:
-    """Raises PlanError for more stages than units."""
+def _check_stages(schedule: Schedule, units: int, custom: bool) -> None:
+    """Raise PlanError for more stages than units."""
     stages, ranks, name = schedule.stages, len(schedule.ranks), schedule.name
     if stages <= units:
         return
     reason = f"{stages} stages ({name} on {ranks} ranks) need as many units, and the model is a chain of {units}"
     each = stages // ranks
-    if given:
+    if custom:
         raise PlanError(FLAG, name, reason, f"Write a schedule of at most {units} stages")
     if each > 1:
         flag, value, most = "--num-virtual-stages-per-pipeline-rank", each, units // ranks

@@ -1,4 +1,4 @@
-"""How many bytes one rank of each stage needs at its peak."""
+"""The peak memory in bytes of one rank of each stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -22,9 +22,12 @@ from megatron_merak.planner.uneven import shared_state
 
 @dataclass(frozen=True)
 class Values:
-    """What replicas hold of parameters, together where they share them: how many are ``trained``, the bytes of the
-    optimizer's ``state``, as if each had as much as the one that has most, and those of ``frozen`` weights, which they
-    never share."""
+    """Parameters and optimizer state of all replicas together.
+
+    trained: number of trained parameters.
+    state:   bytes of the optimizer's state; where it is sharded, the number of shards times the largest one.
+    frozen:  bytes of frozen weights, which are never sharded over replicas.
+    """
 
     trained: int
     state: float
@@ -36,10 +39,17 @@ class Values:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes: ``weights`` in the compute dtype, fp32 ``gradients`` of those that are trained, ``optimizer`` (its state,
-    and an fp32 weight beside a 16-bit one), ``activations`` that the micro-batches in flight keep for their backwards
-    when the rank keeps most, ``working`` while one unit runs, ``transfers`` from and to neighbouring stages. Of what
-    replicas share, a rank's shard counts, and in ``working`` what is whole for a time."""
+    """Memory of a stage at the peak of its rank, in bytes.
+
+    Of what is sharded over replicas only this rank's shard counts; what is temporarily unsharded is in ``working``.
+
+    weights:     in the compute dtype.
+    gradients:   fp32, of trained weights.
+    optimizer:   its state, and fp32 weights beside 16-bit ones.
+    activations: kept by the micro-batches in flight for their backwards.
+    working:     needed only while one unit runs.
+    transfers:   buffers of messages from and to neighbouring stages.
+    """
 
     weights: int
     gradients: int
@@ -67,14 +77,16 @@ class StageMemory:
 
 
 def transfer_bytes(units: Sequence[Unit], stage: StagePlan) -> int:
-    """An activation and a gradient on their way over each border of a stage: receives are posted ahead of need, and
-    what is sent stays until it has arrived."""
+    """Return the bytes of transfer buffers: an activation and a gradient in flight at each end of a stage.
+
+    Receives are pre-posted, and a sent tensor is kept until it has arrived.
+    """
     before = units[stage.first - 1].output_bytes if stage.first else 0
     return 2 * (before + (units[stage.last - 1].output_bytes if stage.last < len(units) else 0))
 
 
-class WholeUnits:
-    """Whole weights and gradients that exist only while units compute, where replicas share them."""
+class UnshardedUnits:
+    """Unsharded weights and gradients, which exist only while units compute, where they are sharded over replicas."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards):
         self.weight = DTYPE_BYTES[dtype] if shards.parameters > 1 else 0
@@ -84,24 +96,28 @@ class WholeUnits:
         self.values = [trained_parameters([unit]) for unit in units] if self.gradient else []
 
     def bytes(self, index: int, stage: StagePlan, unit: int) -> int:
-        """The most while a unit of stage ``index`` runs. A forward has its weights and those of the next unit; a
-        backward its weights, those of the unit before, its gradient, and that of the next unit, which is on its way;
-        where W ops make the gradients, these and the weights are not there at once."""
+        """Return the peak in bytes while a unit of stage ``index`` runs.
+
+        A forward has the weights of the unit and of the next one. A backward has those of the unit and of the one
+        before, and the gradients of the unit and of the next one, which is being reduced. Where W ops compute
+        gradients, weights and gradients do not exist at the same time.
+        """
         if not self.gradient:
             return 0
         own = self.values[unit]
         before = self.values[unit - 1] if unit > stage.first else 0
-        behind = self.values[unit + 1] if unit + 1 < stage.last else 0
-        weights, gradients = self.weight * (own + before), self.gradient * (own + behind)
+        after = self.values[unit + 1] if unit + 1 < stage.last else 0
+        weights, gradients = self.weight * (own + before), self.gradient * (own + after)
         backward = max(weights, gradients) if index in self.splits else weights + gradients
-        return max(self.weight * (own + behind), backward)
+        return max(self.weight * (own + after), backward)
 
 
 class Ledger:
-    """The memory of the stages of a schedule, for whatever cut and recomputation of a chain of units.
+    """The memory of the stages of a schedule, for any cut and recomputation of a chain of units.
 
-    shards: over how many ranks each part of a stage's state is sharded. copied: gradients that are rounded to bf16 and
-    sent at a time, 0 where they travel as they are. state_bytes, frozen_bytes, bucket_size: see ``Plan``; 0: unknown.
+    shards: over how many ranks each part of a stage's state is sharded.
+    copied: number of gradients that are rounded to bf16 and sent at a time; 0 where fp32 is sent.
+    state_bytes, frozen_bytes, bucket_size: see ``Plan``; 0: unknown.
     """
 
     def __init__(
@@ -122,41 +138,42 @@ class Ledger:
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
             for rank in range(len(schedule.ranks))
         ]
-        self._whole = WholeUnits(units, schedule, dtype, shards)
+        self._unsharded = UnshardedUnits(units, schedule, dtype, shards)
         self.moments = [moments(schedule, rank) for rank in range(len(schedule.ranks))]
         self._own = [of_stage(self.moments[schedule.rank_of(stage)], stage) for stage in range(schedule.stages)]
 
     def alone(self, index: int, stage: StagePlan) -> StageMemory:
-        """Of a stage, if its rank held no other."""
+        """Return the memory of a stage as if it were the only one of its rank."""
         footprints = {index: footprint(self.units, stage)}
         activations, values = peak(self._own[index], footprints)[index], self._values([stage])[0]
         return self._memory(stage, activations, values, self._working(index, stage))
 
     def alike(self, index: int) -> object:
-        """Equal for stages that need the same memory for the same units."""
+        """Return a key that is equal for stages which need the same memory for the same units."""
         return tuple(tuple((state, count) for (_, state), count in moment) for moment in self._own[index])
 
     def together(self, stages: Sequence[StagePlan]) -> list[StageMemory]:
-        """Of every stage, at the peak of its rank. What only one stage of a rank needs at a time (``working``), or
-        holds for others too (tied tensors), counts for one of them."""
-        found: list[StageMemory | None] = [None] * len(stages)
+        """Return the memory of every stage at the peak of its rank.
+
+        What stages of a rank need one at a time (``working``) or have in common (tied tensors) counts for one of them.
+        """
+        memories: list[StageMemory | None] = [None] * len(stages)
         for rank, mine in enumerate(self.stages_of):
             footprints: dict[int, Footprint] = {index: footprint(self.units, stages[index]) for index in mine}
             shares = peak(self.moments[rank], footprints)
             busiest = max(mine, key=lambda index: self._working(index, stages[index]))
-            held = self._values([stages[index] for index in mine])
-            for index, values in zip(mine, held, strict=True):
+            for index, values in zip(mine, self._values([stages[index] for index in mine]), strict=True):
                 working = self._working(index, stages[index]) if index == busiest else 0
-                found[index] = self._memory(stages[index], shares[index], values, working)
-        return [memory for memory in found if memory is not None]
+                memories[index] = self._memory(stages[index], shares[index], values, working)
+        return [memory for memory in memories if memory is not None]
 
     def _working(self, index: int, stage: StagePlan) -> int:
-        """What the unit that needs most keeps only while it runs, and copies of gradients that travel meanwhile."""
-        most = max(self.units[unit].transient_bytes + self._whole.bytes(index, stage, unit) for unit in stage.units)
+        """Return what the most demanding unit needs only while it runs, with the copies of gradients in flight."""
+        most = max(self.units[unit].transient_bytes + self._unsharded.bytes(index, stage, unit) for unit in stage.units)
         return most + (self._copies(stage) if self.copied else 0)
 
     def _copies(self, stage: StagePlan) -> int:
-        """In bf16: what is sent of a bucket and what comes; where all ranks need the sum, the bucket before it too."""
+        """Return the bytes of bf16 copies: sent, received, and of the bucket before where gradients are unsharded."""
         units = [self.units[unit] for unit in stage.units]
         values, largest = trained_parameters(units), max(trained_parameters([unit]) for unit in units)
         bucket = largest if self.shards.gradients > 1 else min(self.copied, values)
@@ -168,40 +185,48 @@ class Ledger:
         return StageMemory.of(values, self.dtype, activations, working, transfers, self.shards)
 
     def _values(self, stages: Sequence[StagePlan]) -> list[Values]:
-        """Of each stage, the values that no stage before it in the list holds."""
-        found, held = [], Values(0, 0.0)
+        """Return, per stage, the values that no earlier stage of the list has."""
+        added, earlier = [], Values(0, 0.0)
         for end in range(1, len(stages) + 1):
             units = [self.units[unit] for stage in stages[:end] for unit in stage.units]
             trained, ranks = trained_parameters(units), self.shards.optimizer
             state = shared_state(units, self.state_bytes, ranks, self._bucket_size)
             together = Values(trained, state, self.frozen_bytes * (held_parameters(units) - trained))
-            found.append(together - held)
-            held = together
-        return found
+            added.append(together - earlier)
+            earlier = together
+        return added
 
 
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
-    """Of each stage of the plan, at the peak of its rank."""
-    of_values = plan.state_bytes, plan.frozen_bytes, plan.bucket_size
-    ledger = Ledger(plan.units, plan.schedule, plan.dtype, plan.shards, plan.copied, *of_values)
+    """Return the memory of each stage of the plan, at the peak of its rank."""
+    ledger = Ledger(
+        plan.units,
+        plan.schedule,
+        plan.dtype,
+        shards=plan.shards,
+        copied=plan.copied,
+        state_bytes=plan.state_bytes,
+        frozen_bytes=plan.frozen_bytes,
+        bucket_size=plan.bucket_size,
+    )
     return tuple(ledger.together(plan.stages))
 
 
 def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:
-    """Of each pipeline rank of the plan: its stages together."""
+    """Return the memory of each pipeline rank of the plan: the sum over its stages."""
     stages = stage_memory(plan)
-    found = []
+    totals = []
     for rank in range(plan.grid.pp):
         first, *others = plan.stages_of(rank)
         total = stages[first]
         for stage in others:
             total += stages[stage]
-        found.append(total)
-    return tuple(found)
+        totals.append(total)
+    return tuple(totals)
 
 
 def overflowing_ranks(plan: Plan, device: Device) -> tuple[int, ...]:
-    """The pipeline ranks whose predicted peak exceeds the device's memory; none where that has no fixed size."""
+    """Return the pipeline ranks whose predicted peak exceeds the device's memory; none if that is unknown."""
     peaks = [sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.grid.pp)]
     return tuple(rank for rank, peak in enumerate(peaks) if plan.predicted_bytes and 0 < device.memory < peak)
 

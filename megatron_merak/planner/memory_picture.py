@@ -1,4 +1,4 @@
-"""A picture of what fills the memory of each pipeline rank."""
+"""A bar chart of the memory of each pipeline rank."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, fields
@@ -8,14 +8,14 @@ from megatron_merak.plan import Plan
 from megatron_merak.planner.memory import StageMemory, rank_memory
 
 GIB = 2**30
-# One per field of StageMemory, told apart with any colour vision (Okabe, Ito).
-_FACES = ("#2F7FC1", "#56B4E9", "#12936F", "#E69F00", "#D55E00", "#B5659A")
+# One per field of StageMemory, distinguishable with colour blindness (Okabe and Ito).
+_COLORS = ("#2F7FC1", "#56B4E9", "#12936F", "#E69F00", "#D55E00", "#B5659A")
 
 
 def draw_memory(plan: Plan, path: str | Path, limit: float = 0) -> None:
-    """Writes a PNG: a stacked bar per pipeline rank, in GiB, and a line at ``limit`` bytes where it is not 0.
+    """Write a PNG: a stacked bar per pipeline rank, in GiB, and a line at ``limit`` bytes where it is not 0.
 
-    Needs matplotlib, and no display.
+    Needs matplotlib, but no display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -45,9 +45,9 @@ def draw_memory(plan: Plan, path: str | Path, limit: float = 0) -> None:
 def _stack(axes, ranks: Sequence[StageMemory]) -> None:
     below = [0.0] * len(ranks)
     columns = list(zip(*map(astuple, ranks), strict=True))
-    for field, face, column in zip(fields(StageMemory), _FACES, columns, strict=True):
+    for field, color, column in zip(fields(StageMemory), _COLORS, columns, strict=True):
         heights = [size / GIB for size in column]
         axes.bar(
-            range(len(ranks)), heights, 0.72, below, color=face, edgecolor="white", linewidth=0.6, label=field.name
+            range(len(ranks)), heights, 0.72, below, color=color, edgecolor="white", linewidth=0.6, label=field.name
         )
         below = [a + b for a, b in zip(below, heights, strict=True)]

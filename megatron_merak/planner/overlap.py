@@ -1,4 +1,4 @@
-"""How long a stage takes when tensor-parallel collectives run behind other work."""
+"""The time of a stage whose tensor-parallel collectives overlap with other work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,11 @@ from megatron_merak.planner.cost import UnitCost
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one micro-batch on some units; ``backward`` includes ``weight``, not recomputation. ``hidden``: how
-    much less a forward and the backward of another micro-batch take together than one after the other."""
+    """Times of one micro-batch on some units, in seconds.
+
+    backward: includes ``weight``, not recomputation.
+    hidden:   time saved where a forward and the backward of another micro-batch run together.
+    """
 
     forward: float
     backward: float
@@ -18,23 +21,25 @@ class Times:
 
 
 def times(costs: Sequence[UnitCost], overlap: str, splits: bool = False) -> Times:
-    """Of consecutive units of a stage. ``overlap``: see ``--tp-comm-overlap``. ``splits``: weight gradients are ops of
-    their own, which hide no collective.
+    """Return the times of consecutive units of a stage.
 
-    - none: every collective is waited for.
-    - weight-gradient: those of the backward run behind the weight gradients of the same units.
-    - sub-pipeline: those of one half of the micro-batch run behind the computation of the other half, but for the last.
-    - pair: as weight-gradient, and what is left runs behind the other micro-batch where two run together.
+    overlap: see ``--tp-comm-overlap``.
+    splits:  whether weight gradients are separate ops, which overlap with no collective.
+
+    - none: no collective is overlapped.
+    - weight-gradient: collectives of the backward overlap with the weight gradients of the same units.
+    - sub-pipeline: collectives of one half of the micro-batch overlap with computation of the other, except the last.
+    - pair: as weight-gradient; the rest overlaps with the other micro-batch where two run together.
     """
     forward, backward = sum(cost.forward for cost in costs), sum(cost.backward for cost in costs)
     weight = sum(cost.weight for cost in costs)
-    ahead, behind = (sum(cost.reduces[side] for cost in costs) for side in (0, 1))
-    if overlap == "sub-pipeline" and (ahead or behind):
+    of_forward, of_backward = (sum(cost.reduces[side] for cost in costs) for side in (0, 1))
+    if overlap == "sub-pipeline" and (of_forward or of_backward):
         return _in_halves(costs, splits)
     if overlap != "none" and not splits:
-        behind = max(0.0, behind - weight)
-    hidden = min(ahead, backward) + min(behind, forward) if overlap == "pair" else 0.0
-    return Times(forward + ahead, backward + behind, weight, hidden)
+        of_backward = max(0.0, of_backward - weight)
+    hidden = min(of_forward, backward) + min(of_backward, forward) if overlap == "pair" else 0.0
+    return Times(forward + of_forward, backward + of_backward, weight, hidden)
 
 
 def _in_halves(costs: Sequence[UnitCost], splits: bool) -> Times:
@@ -44,7 +49,7 @@ def _in_halves(costs: Sequence[UnitCost], splits: bool) -> Times:
     ]
     weight = sum(cost.weight for cost in costs)
     reduces = [sum(cost.half_reduces[side] for cost in costs) for side in (0, 1)]
-    # Nothing is left to do behind the last collective of the second half but its weight gradients.
+    # The last collective of the second half can overlap only with its weight gradients.
     tails = [max((cost.last_reduces[side] for cost in costs), default=0.0) for side in (0, 1)]
     if not splits:
         tails[1] = max(0.0, tails[1] - weight / max(len(costs), 1))

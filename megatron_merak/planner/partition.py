@@ -1,4 +1,4 @@
-"""Cut a chain of units into contiguous stages so that the costliest stage is as cheap as it can be."""
+"""Cuts a chain of units into contiguous stages such that the costliest stage is as cheap as possible."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,61 +9,66 @@ from megatron_merak import _native
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.doubles import are_doubles
 
-More = Callable[[int, int, int], float]  # what a run costs beside that as a certain stage
+ExtraCost = Callable[[int, int, int], float]  # (stage, start, end) -> cost of the stage beside its units
 Score = Callable[[float, float], float]  # (score of the stages before, cost of the next stage) -> their score
 
-_LARGEST_TOTAL = 2**26  # of whole numbers, so that sums of their squares are doubles
+_LARGEST_TOTAL = 2**26  # of integers, so that sums of their squares are exact in doubles
 
 
 def partition(
     costs: Sequence[float],
     stages: int,
-    more: More | None = None,
+    more: ExtraCost | None = None,
     shared: Sequence[tuple[float, Sequence[int]]] = (),
 ) -> tuple[int, ...]:
-    """The bounds (0, ..., len(costs)) of ``stages`` runs of one unit or more; run k is [bounds[k], bounds[k + 1]).
+    """Return bounds (0, ..., len(costs)) of non-empty stages; stage k has the units [bounds[k], bounds[k + 1]).
 
-    Exact: the largest stage cost is minimal, and among the cuts that reach it the sum of squared stage costs is, so
-    that the other stages are balanced too. ``more(stage, start, end)`` is what a stage costs beside its units; infinity
-    where it must not be, nor with more units. ``shared`` are further costs, each with the units that cause it: a stage
-    with one of them or more bears it once. Dynamic programming in O(stages * n * w), w the longest run that is worth a
-    look (about n / stages), by ``csrc/py/partition.cpp`` where that is built. Raises PlanError, also where ``more``
-    allows no cut.
+    Exact: the largest stage cost is minimal and, among the cuts that reach it, so is the sum of squared stage costs,
+    which balances the other stages. Dynamic programming in O(stages * n * w), where w is the longest stage considered
+    (about n / stages), in ``csrc/py/partition.cpp`` where that is built.
+
+    more:   extra cost of a stage; infinite for a forbidden stage, and then also for more units.
+    shared: (cost, units that cause it): a stage with one or more of these units bears the cost once.
+
+    Raises PlanError for an impossible number of stages, for negative costs, and where ``more`` allows no cut.
     """
     if stages < 1 or stages > len(costs):
         reason = f"every stage needs a unit, and the model is a chain of {len(costs)}"
         raise PlanError("stages", stages, reason, f"Use 1 to {len(costs)} pipeline stages")
     if min(costs) < 0:
         raise PlanError("costs", f"of {len(costs)} units", "there must be none below 0", "Correct the costs")
-    line = _Chain(costs, shared, None if more is None else cache(more))
+    chain = _Chain(costs, shared, None if more is None else cache(more))
     even = [len(costs) * stage // stages for stage in range(stages + 1)]
-    limit = max(line.cost(k, even[k], even[k + 1]) for k in range(stages))
-    least, bounds = line.best_cuts(stages, limit, square=False)
+    limit = max(chain.cost(k, even[k], even[k + 1]) for k in range(stages))
+    least, bounds = chain.best_cuts(stages, limit, square=False)
     if bounds is None:
         raise PlanError("stages", stages, "no cut of the chain keeps each within its bounds", "Use more stages")
-    _, bounds = line.best_cuts(stages, least, square=True)
+    _, bounds = chain.best_cuts(stages, least, square=True)
     assert bounds is not None  # the limit is the cost of a cut that exists
     return bounds
 
 
 class _Chain:
-    """What runs of the units cost. ``prefix[j]``: of the units before j; ``shared``: (cost, how many of the units that
-    cause it are before each)."""
+    """The costs of runs of units.
 
-    def __init__(self, costs: Sequence[float], shared: Sequence[tuple[float, Sequence[int]]], more: More | None):
+    prefix: prefix[j] is the cost of the units before j.
+    shared: (cost, number of the units that cause it before each unit).
+    """
+
+    def __init__(self, costs: Sequence[float], shared: Sequence[tuple[float, Sequence[int]]], more: ExtraCost | None):
         self.units, self.more = len(costs), more
         self.prefix = [0, *accumulate(costs)]
         users = [frozenset(units) for _, units in shared]
         before = [[0, *accumulate(int(unit in mine) for unit in range(self.units))] for mine in users]
         self.shared = [(cost, counts) for (cost, _), counts in zip(shared, before, strict=True)]
         numbers = [*costs, *(cost for cost, _ in shared)]
-        whole = more is None and all(isinstance(value, int) for value in numbers)
-        whole = whole and sum(map(abs, numbers)) <= _LARGEST_TOTAL
-        # Of whole numbers that are added to others, Python's sums may be longer than a double.
-        self.compiled = whole or (all(isinstance(value, float) for value in numbers) and are_doubles(numbers))
+        integers = more is None and all(isinstance(value, int) for value in numbers)
+        integers = integers and sum(map(abs, numbers)) <= _LARGEST_TOTAL
+        # The compiled version uses doubles; sums of Python's integers, or of integers and floats, may be longer.
+        self.compiled = integers or (all(isinstance(value, float) for value in numbers) and are_doubles(numbers))
 
     def weigh(self, start: int, end: int) -> float:
-        """The units of a run; more units never weigh less."""
+        """Return the cost of a run's units, which never decreases with more units."""
         extra = 0
         for cost, before in self.shared:
             if before[end] > before[start]:
@@ -74,8 +79,10 @@ class _Chain:
         return self.weigh(start, end) + (self.more(stage, start, end) if self.more else 0.0)
 
     def best_cuts(self, stages: int, limit: float, square: bool) -> tuple[float, tuple[int, ...] | None]:
-        """The least score and its bounds, over all cuts whose stages each cost at most ``limit``; no bounds where there
-        is none. The score is the largest cost of a stage, or (``square``) the sum of their squares."""
+        """Return the least score and its bounds, over all cuts whose stages cost at most ``limit``; None if none does.
+
+        square: whether the score is the sum of squared stage costs; otherwise it is the largest stage cost.
+        """
         host = _native.host()
         if host is None or not self.compiled:
             return self._best_cuts(stages, limit, _add_square if square else max)

@@ -1,4 +1,4 @@
-"""What a plan looks like: its simulated step, and the bytes that each pipeline rank holds meanwhile."""
+"""The view of a plan: its simulated step, and the memory of each pipeline rank during the step."""
 
 from megatron_merak.counting import counted
 from megatron_merak.pipeline_parallel.ops import Op
@@ -8,11 +8,11 @@ from megatron_merak.pipeline_parallel.simulate import Timeline
 from megatron_merak.plan import Plan, prediction
 from megatron_merak.planner.memory import rank_memory
 from megatron_merak.planner.predict import ending, step_time, timeline
-from megatron_merak.planner.saved import Footprint, Moment, footprint, walk
+from megatron_merak.planner.saved import Footprint, Moment, footprint, rank_moments
 
 
 def view(plan: Plan, title: str = "") -> View:
-    """The forwards and backwards of one step of the plan."""
+    """Return the view of one step of the plan."""
     grid, step = plan.grid, timeline(plan)
     detail = (
         f"{counted(grid.size, 'rank')} of {plan.cluster} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
@@ -24,17 +24,17 @@ def view(plan: Plan, title: str = "") -> View:
 
 
 def _step_text(plan: Plan) -> str:
-    """The step that a plan predicts, and what of it no timeline of forwards and backwards shows."""
-    behind = ending(plan)
-    text = f"{prediction(plan)}; {time_text(behind.total)} of it behind the pipeline"
-    return text + f" (gradients {time_text(behind.reductions)}, optimizer {time_text(behind.optimizer)})"
+    """Return the predicted time of a step, and of its end, which a timeline of forwards and backwards omits."""
+    end = ending(plan)
+    text = f"{prediction(plan)}; {time_text(end.total)} of it behind the pipeline"
+    return text + f" (gradients {time_text(end.reductions)}, optimizer {time_text(end.optimizer)})"
 
 
 def memory_curves(plan: Plan, step: Timeline) -> tuple[Curve, ...]:
-    """The bytes of each pipeline rank over a step; its peak is the one that the plan predicts for the rank.
+    """Return the memory of each pipeline rank over a step; the peak is the one that the plan predicts.
 
-    Weights, gradients, optimizer state, and buffers of transfers and of the largest unit count all the time; what
-    micro-batches keep counts while ops run and between them.
+    Weights, gradients, optimizer state, transfer buffers and working memory of the largest unit count throughout the
+    step. What micro-batches keep changes at the start and end of ops.
     """
     when = {event.op: (event.start, event.end) for event in step.events}
     curves = []
@@ -48,11 +48,11 @@ def _curve(
     plan: Plan, rank: int, footprints: dict[int, Footprint], when: dict[Op, tuple[float, float]], base: int
 ) -> Curve:
     points: list[tuple[float, int]] = [(0.0, base)]
-    for ops, running, after in walk(plan.schedule, rank):
+    for ops, running, after in rank_moments(plan.schedule, rank):
         start, end = when[ops[0]]
         for time, moment in ((start, running), (end, after)):
             if points[-1][0] == time:
-                points.pop()  # what an op leaves behind and the next op takes over lasts no time
+                points.pop()  # the next op starts at once: the state between the ops has no duration
             points.append((time, base + _kept(moment, footprints)))
     return tuple(points)
 

@@ -1,4 +1,4 @@
-"""How long one step of a plan takes on its cluster."""
+"""Predicts the time of one step of a plan on its cluster."""
 
 from dataclasses import dataclass, replace
 
@@ -16,8 +16,11 @@ from megatron_merak.planner.waits import Waits, stage_waits, unit_transfers
 
 @dataclass(frozen=True)
 class Ending:
-    """Seconds beside the pipeline on the slowest rank: for ``reductions`` of gradients (and gathers of weights), and
-    for the ``optimizer``."""
+    """Time outside the pipeline on the slowest rank, in seconds.
+
+    reductions: of gradients, and all-gathers of weights.
+    optimizer:  of its step.
+    """
 
     reductions: float
     optimizer: float
@@ -28,7 +31,7 @@ class Ending:
 
 
 def priced(plan: Plan) -> Plan:
-    """The plan with the predictions that follow from the rest of it; the same plan where nothing was edited."""
+    """Return the plan with its predictions recomputed; an equal plan if it was not edited."""
     pipeline = timeline(plan)
     return replace(
         plan,
@@ -39,10 +42,10 @@ def priced(plan: Plan) -> Plan:
 
 
 def stage_costs(plan: Plan) -> StageCosts:
-    """The times of one micro-batch on each stage, and of its transfers between neighbours.
+    """Return the times of one micro-batch on each stage, and of its transfers between neighbours.
 
-    Collectives of tensor parallelism count as far as ``plan.overlap`` leaves them exposed, in recomputation too, and
-    those of replicas that share gradients or weights as far as no computing hides them.
+    They include the exposed time of tensor-parallel collectives, given ``plan.overlap``, also in recomputation, and of
+    collectives over replicas where gradients or weights are sharded.
     """
     costs = _unit_costs(plan)
     transfer, latency = [], []
@@ -51,14 +54,13 @@ def stage_costs(plan: Plan) -> StageCosts:
         link = link_along(plan.cluster, plan.grid, "pp", ends)
         transfer.append(plan.units[stage.last - 1].output_bytes / link.bandwidth)
         latency.append(link.latency)
-    found = _stage_times(plan, costs)
-    again = [times([costs[unit] for unit in stage.recompute], plan.overlap).forward for stage in plan.stages]
-    both = list(zip(found, stage_waits(plan, costs), strict=True))
+    recompute = [times([costs[unit] for unit in stage.recompute], plan.overlap).forward for stage in plan.stages]
+    both = list(zip(_stage_times(plan, costs), stage_waits(plan, costs), strict=True))
     return StageCosts(
-        forward=tuple(one.forward + wait.forward for one, wait in both),
-        backward=tuple(one.backward + wait.backward + wait.weight for one, wait in both),
-        weight=tuple(min(one.weight, one.backward) + wait.weight for one, wait in both),
-        recompute=tuple(seconds + wait.recompute for seconds, (_, wait) in zip(again, both, strict=True)),
+        forward=tuple(stage.forward + wait.forward for stage, wait in both),
+        backward=tuple(stage.backward + wait.backward + wait.weight for stage, wait in both),
+        weight=tuple(min(stage.weight, stage.backward) + wait.weight for stage, wait in both),
+        recompute=tuple(seconds + wait.recompute for seconds, (_, wait) in zip(recompute, both, strict=True)),
         transfer=tuple(transfer),
         latency=tuple(latency),
     )
@@ -77,24 +79,27 @@ def _stage_times(plan: Plan, costs: tuple[UnitCost, ...]) -> list[Times]:
 
 
 def hidden_share(plan: Plan) -> float:
-    """The part of the shorter of a forward and a backward that run together which takes no time, 0 to 1."""
-    found = _stage_times(plan, _unit_costs(plan))
-    return min((one.hidden / max(min(one.forward, one.backward), one.hidden) if one.hidden else 0.0) for one in found)
+    """Return the hidden share, 0 to 1, of the shorter one of a forward and a backward that run together."""
+    stages = _stage_times(plan, _unit_costs(plan))
+    return min((s.hidden / max(min(s.forward, s.backward), s.hidden) if s.hidden else 0.0) for s in stages)
 
 
 def timeline(plan: Plan) -> Timeline:
-    """The simulated forwards and backwards of one step."""
+    """Return the simulated forwards and backwards of one step."""
     return simulate(plan.schedule, stage_costs(plan), hidden_share(plan))
 
 
 def step_time(plan: Plan, pipeline: Timeline) -> float:
-    """Seconds of the pipeline and of what follows."""
+    """Return the seconds of the pipeline and of what follows it."""
     return pipeline.makespan + ending(plan).total
 
 
 def ending(plan: Plan) -> Ending:
-    """What follows the pipeline on the slowest rank: what is left of the data-parallel reductions of its gradients and
-    of the all-gathers of sharded parameters, the sums of tied tensors among the ranks that hold them, the optimizer."""
+    """Return the time that follows the pipeline on the slowest rank.
+
+    It consists of the exposed data-parallel reductions of gradients, the exposed all-gathers of sharded parameters, the
+    all-reduces of tied tensors' gradients, and the optimizer step.
+    """
     units = _unit_costs(plan)
     waits = stage_waits(plan, units)
     moved = optimizer_bytes(plan.dtype, plan.state_bytes)
@@ -102,25 +107,28 @@ def ending(plan: Plan) -> Ending:
     ties = _tie_times(plan)
     endings = []
     for rank in range(plan.grid.pp):
-        mine = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
-        parameters = trained_parameters([plan.units[unit] for unit in mine])
-        reductions = _reductions(plan, rank, mine, units, waits) + ties[rank]
+        own = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
+        parameters = trained_parameters([plan.units[unit] for unit in own])
+        reductions = _reductions(plan, rank, own, units, waits) + ties[rank]
         endings.append(Ending(reductions, parameters * update))
-    return max(endings, key=lambda one: one.total)
+    return max(endings, key=lambda ending: ending.total)
 
 
-def _reductions(plan: Plan, rank: int, mine: list[int], units: tuple[UnitCost, ...], waits: list[Waits]) -> float:
-    """Seconds that a pipeline rank waits for its replicas behind its last backward, and before its first forward."""
-    gathers = 0.0 if plan.shards_parameters else exposed_gather(plan, mine, units)
+def _reductions(plan: Plan, rank: int, own: list[int], units: tuple[UnitCost, ...], waits: list[Waits]) -> float:
+    """Return the seconds that a rank waits for its replicas after its last backward and before its first forward.
+
+    own: indices of the rank's units.
+    """
+    gathers = 0.0 if plan.shards_parameters else exposed_gather(plan, own, units)
     if not plan.shards_gradients:
-        return exposed_reduction(plan, mine, units) + gathers
+        return exposed_reduction(plan, own, units) + gathers
     if plan.shards_parameters and plan.schedule.rank_of(0) == rank:
-        gathers = unit_transfers(plan)[0][0]  # nothing computes yet; on other ranks, before their first input is there
+        gathers = unit_transfers(plan)[0][0]  # other ranks gather while they wait for an input
     return max(waits[stage].end for stage in plan.stages_of(rank)) + gathers
 
 
 def _tie_times(plan: Plan) -> list[float]:
-    """Seconds that each pipeline rank spends on summing the gradients of tensors that other ranks hold as well."""
+    """Return the seconds of each pipeline rank for all-reducing gradients of tied tensors."""
     holders: dict[tuple[str, int], list[int]] = {}
     for rank in range(plan.grid.pp):
         units = [unit for stage in plan.stages_of(rank) for unit in plan.stage_units(stage)]

@@ -1,4 +1,4 @@
-"""What a plan that does not fit into its devices lacks, and the flags with which it would."""
+"""Reports a plan that does not fit into its devices, and the flags with which it would fit."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,39 +12,41 @@ from megatron_merak.planner.memory import overflowing_ranks, rank_memory
 from megatron_merak.planner.written import is_paired
 
 FULL = MappingProxyType({"recompute_granularity": "full"})
-ALONE = MappingProxyType({"optim": "--use-distributed-optimizer"})  # strategies that have a flag of their own
+ALONE = MappingProxyType({"optim": "--use-distributed-optimizer"})  # strategies with a flag of their own
 FIELD = "data_parallel_sharding_strategy"
-_TIMES = (2, 4, 8)  # ranks of a replica, and of the job, that are tried, of those that there are
+_TIMES = (2, 4, 8)  # factors tried for the ranks of a replica and of the job
 Changes = Mapping[str, str | int]  # settings of parallelism, and their new values
 Remake = Callable[[Changes], Plan | None]
 
 
 def misfits(plan: Plan, device: Device, remake: Remake | None = None) -> list[str]:
-    """A line for each pipeline rank whose predicted peak exceeds the device's memory, and behind them one for each way
-    to need less; empty where the plan fits.
+    """Return a line for each pipeline rank whose predicted peak exceeds the device's memory, then one per remedy.
 
-    remake: makes the plan with other settings, None where it is refused with these; without it, as for a stored plan,
-    the stages stay as they are and so do the degrees.
+    The list is empty where the plan fits.
+
+    remake: makes the plan with changed settings; returns None where these are invalid. Without it, as for a stored
+            plan, stages and degrees stay unchanged.
     """
     ranks = overflowing_ranks(plan, device)
     if not ranks:
         return []
     full = f"{device.memory / GIB:.0f} GiB of {device.name}"
     lines = [f"pipeline rank {rank} does not fit into the {full}" for rank in ranks]
-    again = any(len(stage.recompute) < len(stage.units) for stage in plan.stages)
+    may_recompute = any(len(stage.recompute) < len(stage.units) for stage in plan.stages)
     fitting = False
-    for changes, other in _weaker_first(plan, device, remake or (lambda changes: _changed(plan, changes)), again):
+    variant = remake or (lambda changes: _changed(plan, changes))
+    for changes, other in _cheapest_first(plan, device, variant, may_recompute):
         largest = _largest(other)
         fitting |= largest <= device.memory
         fits = "fits" if largest <= device.memory else "does not fit either"
         lines.append(f"  with {flags(changes)} the largest rank needs {largest / GIB:.1f} GiB: it {fits}")
     if not fitting and remake is not None:
-        lines += _degrees(plan, device, remake, again)
+        lines += _degrees(plan, device, remake, may_recompute)
     return lines
 
 
 def flags(changes: Changes) -> str:
-    """The settings as a command line has them."""
+    """Return the settings as command-line flags."""
     return " ".join(
         ALONE.get(str(value), f"{FLAG} {value}")
         if FLAG == (flag := f"--{name.replace('_', '-')}")
@@ -53,21 +55,25 @@ def flags(changes: Changes) -> str:
     )
 
 
-def _weaker_first(plan: Plan, device: Device, remake: Remake, again: bool) -> Iterator[tuple[Changes, Plan]]:
-    """Plans that need less memory, with the settings that make them so, those that cost least time first: of the
-    sharding strategies those up to the first that fits, as the plan recomputes and with all recomputed.
+def _cheapest_first(plan: Plan, device: Device, remake: Remake, may_recompute: bool) -> Iterator[tuple[Changes, Plan]]:
+    """Yield (settings, plan) that need less memory, those that cost least time first.
 
-    again: whether it recomputes less than all.
+    These are the sharding strategies up to the first that fits, with the plan's recomputation, then with full
+    recomputation.
+
+    may_recompute: whether the plan recomputes less than everything.
     """
     yield from _sharded(plan, {}, device, remake)
-    if again and (recomputed := remake(FULL)) is not None:
+    if may_recompute and (recomputed := remake(FULL)) is not None:
         yield FULL, recomputed
         yield from _sharded(plan, FULL, device, remake)
 
 
 def _sharded(plan: Plan, more: Changes, device: Device, remake: Remake) -> Iterator[tuple[Changes, Plan]]:
-    """Plans under the strategies that shard more than the plan's own, up to the first that fits. more: what they change
-    besides."""
+    """Yield plans with strategies that shard more than the plan's own, up to the first that fits.
+
+    more: other settings to change.
+    """
     stronger = SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :] if plan.grid.dp > 1 else ()
     for sharding in stronger:
         if refused_together(sharding, plan.grid.dp, plan.overlap, is_paired(plan.schedule)):
@@ -80,12 +86,14 @@ def _sharded(plan: Plan, more: Changes, device: Device, remake: Remake) -> Itera
             return
 
 
-def _degrees(plan: Plan, device: Device, remake: Remake, again: bool) -> list[str]:
-    """A line for the fastest plan that fits with more ranks in each replica, as few more as do; where none does, with
-    more ranks in all; or one that says that there is none."""
+def _degrees(plan: Plan, device: Device, remake: Remake, may_recompute: bool) -> list[str]:
+    """Return a line for the fastest plan that fits with as few more ranks per replica as possible.
+
+    Where none fits, the job gets more ranks, too; if that does not suffice, the line says so.
+    """
     for ranks in (plan.grid.size, *(plan.grid.size * more for more in _TIMES)):
         for times in _TIMES if ranks == plan.grid.size else (1, *_TIMES):
-            fitting = list(_fitting(plan, device, remake, again, ranks, times))
+            fitting = list(_fitting(plan, device, remake, may_recompute, ranks, times))
             if fitting:
                 changes, other = min(fitting, key=lambda pair: pair[1].predicted_time)
                 needs, takes = f"{_largest(other) / GIB:.1f} GiB", time_text(other.predicted_time)
@@ -94,13 +102,16 @@ def _degrees(plan: Plan, device: Device, remake: Remake, again: bool) -> list[st
 
 
 def _fitting(
-    plan: Plan, device: Device, remake: Remake, again: bool, ranks: int, times: int
+    plan: Plan, device: Device, remake: Remake, may_recompute: bool, ranks: int, times: int
 ) -> Iterator[tuple[Changes, Plan]]:
-    """For each pair of degrees with so many times the plan's ranks of a replica, the plan that fits and changes least
-    besides. ranks: of the job."""
+    """Yield, for each pair of degrees, the plan that fits with the fewest other changes.
+
+    ranks: of the job.
+    times: by which factor a replica has more ranks than in ``plan``.
+    """
     strategies = [{}, {FIELD: "optim"}, {FIELD: SHARDINGS[-1]}]
-    variants: list[Changes] = strategies[:2] + [{**one, **FULL} for one in strategies[:2] if again]
-    variants.append({**strategies[2], **(FULL if again else {})})
+    variants: list[Changes] = strategies[:2] + [{**strategy, **FULL} for strategy in strategies[:2] if may_recompute]
+    variants.append({**strategies[2], **(FULL if may_recompute else {})})
     more: Changes = {} if ranks == plan.grid.size else {"world_size": ranks}
     for degrees in _factors(plan, times, ranks):
         for variant in variants:
@@ -112,7 +123,7 @@ def _fitting(
 
 
 def _factors(plan: Plan, times: int, ranks: int) -> Iterator[Changes]:
-    """Degrees whose product is so many times that of the plan; tensor parallelism stays inside a node."""
+    """Yield degrees whose product is ``times`` that of the plan; tensor parallelism stays inside a node."""
     grid = plan.grid
     if times == 1:
         yield {}
@@ -125,7 +136,7 @@ def _factors(plan: Plan, times: int, ranks: int) -> Iterator[Changes]:
 
 
 def _changed(plan: Plan, changes: Changes) -> Plan:
-    """The plan with another strategy, or with all recomputed, and the stages that it has."""
+    """Return the plan with another strategy or full recomputation, and unchanged stages."""
     stages = plan.stages
     if "recompute_granularity" in changes:
         stages = tuple(StagePlan(stage.first, stage.last, tuple(stage.units)) for stage in stages)
@@ -134,5 +145,5 @@ def _changed(plan: Plan, changes: Changes) -> Plan:
 
 
 def _largest(plan: Plan) -> int:
-    """Bytes of the rank that needs most."""
+    """Return the memory in bytes of the rank that needs most."""
     return max(memory.total for memory in rank_memory(plan))

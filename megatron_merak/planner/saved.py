@@ -1,4 +1,4 @@
-"""What micro-batches in flight keep for their backward: bytes on a stage, and how many of them a schedule holds."""
+"""Activation memory: what a micro-batch keeps on a stage for its backward, and how many are in flight in a schedule."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,18 +8,26 @@ from megatron_merak import _native
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, ops_of
 from megatron_merak.plan import StagePlan, Unit
 
-# A moment of a rank: how many micro-batches of which stages are in which state, as ((stage, state), count) pairs. The
-# states are the fields of a Footprint.
+# The micro-batches in flight on a rank at some time, as ((stage, state), count) pairs. The states are the fields of a
+# Footprint.
 Moment = tuple[tuple[tuple[int, str], int], ...]
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one micro-batch keeps on one stage, by what was done with it.
+    """Bytes that one micro-batch keeps on one stage, by its state. ``csrc/py/moments.cpp`` uses the same names.
 
-    ``kept``: between F and B, the inputs of blocks and the tapes of units that are not recomputed. ``taped``: after R,
-    all tapes. ``held``: between B and W, what weight gradients are made of. The others are the most during an op:
-    ``forward``; ``backward``, one that recomputes unless R came before (then ``late``), and ``_held`` where W follows.
+    Between ops:
+    kept:          after F: the inputs of recomputed blocks, and the tapes of units that are not recomputed.
+    taped:         after R: all tapes.
+    held:          after B, where a W follows: the operands of weight gradients.
+
+    The peak during an op:
+    forward:       of F.
+    backward:      of a B that recomputes, without a W.
+    backward_held: of a B that recomputes, before a W.
+    late:          of a B after an R, without a W.
+    late_held:     of a B after an R, before a W.
     """
 
     kept: int
@@ -33,58 +41,62 @@ class Footprint:
 
 
 def footprint(units: Sequence[Unit], stage: StagePlan) -> Footprint:
-    """Of one stage of the chain ``units``.
+    """Return the footprint of one stage of the chain ``units``.
 
-    A forward through units that are recomputed has the tape of one at a time. A backward takes blocks (runs of units
-    that are recomputed together, or single units) in reverse: it has the tape of one run at a time, and what belongs to
-    a block is freed behind it, but for what W needs. The token ids, the first unit's input, weigh nothing.
+    A forward through recomputed units has the tape of one unit at a time. A backward runs blocks (units that are
+    recomputed together, or single units) in reverse: it has the tape of one recomputed block at a time and frees it
+    afterwards, except what a W needs. The token ids, the input of the first unit, are not counted.
     """
     inputs = [units[unit - 1].output_bytes - units[unit - 1].passed_bytes if unit else 0 for unit in stage.units]
     inputs[0] = units[stage.first - 1].output_bytes if stage.first else 0
-    kept, forward, blocks = 0, 0, []  # of a block: kept, its tape beyond that, held
+    kept, forward, blocks = 0, 0, []  # per block: (kept, tape beyond that, held)
     for run in _blocks(stage):
         entering, *inner = inputs[run[0] - stage.first : run[-1] + 1 - stage.first]
         saved, held = [units[each].saved_bytes for each in run], sum(units[each].held_bytes for each in run)
-        again, unread = run[0] in stage.recompute, sum(units[each].unread_bytes for each in run)
-        if again:
+        recomputed, unread = run[0] in stage.recompute, sum(units[each].unread_bytes for each in run)
+        if recomputed:
             blocks.append((entering, sum(saved) + sum(inner) - unread, held))
         else:
             blocks.append((entering + sum(saved) - unread, 0, held))
         kept += blocks[-1][0]
-        forward = max(forward, kept + (max(map(sum, zip(saved, (0, *inner), strict=True))) if again else 0))
+        forward = max(forward, kept + (max(map(sum, zip(saved, (0, *inner), strict=True))) if recomputed else 0))
     taped = kept + sum(tape for _, tape, _ in blocks)
     return Footprint(
         kept=kept,
         taped=taped,
         held=sum(held for _, _, held in blocks),
         forward=forward,
-        backward=_backward(blocks, early=False, hold=False),
-        backward_held=_backward(blocks, early=False, hold=True),
+        backward=_backward(blocks, early=False, defer=False),
+        backward_held=_backward(blocks, early=False, defer=True),
         late=taped,
-        late_held=_backward(blocks, early=True, hold=True),
+        late_held=_backward(blocks, early=True, defer=True),
     )
 
 
 def _blocks(stage: StagePlan) -> list[tuple[int, ...]]:
-    """The runs of units that are recomputed together, and the other units, in order."""
+    """Return the runs of units that are recomputed together, and the other units, in order."""
     starts = {run[0]: run for run in stage.runs}
     inner = [unit for run in stage.runs for unit in run[1:]]
     return [starts.get(unit, (unit,)) for unit in stage.units if unit not in inner]
 
 
-def _backward(blocks: Sequence[tuple[int, int, int]], early: bool, hold: bool) -> int:
-    """The most bytes of a micro-batch while its backward runs."""
+def _backward(blocks: Sequence[tuple[int, int, int]], early: bool, defer: bool) -> int:
+    """Return the peak bytes of a micro-batch during its backward.
+
+    early: whether an R ran before.
+    defer: whether a W follows.
+    """
     now = sum(kept + (tape if early else 0) for kept, tape, _ in blocks)
     most = now
     for kept, tape, held in reversed(blocks):
         most = max(most, now if early else now + tape)
-        now += (held if hold else 0) - kept - (tape if early else 0)
+        now += (held if defer else 0) - kept - (tape if early else 0)
         most = max(most, now)
     return most
 
 
-def walk(schedule: Schedule, rank: int) -> Iterator[tuple[tuple[Op, ...], Moment, Moment]]:
-    """The compute ops of each entry of a rank, with what the rank holds while they run and after them."""
+def rank_moments(schedule: Schedule, rank: int) -> Iterator[tuple[tuple[Op, ...], Moment, Moment]]:
+    """Yield (compute ops, moment while they run, moment after them) for each entry of a rank's schedule."""
     ops = [op for entry in schedule.ranks[rank] for op in ops_of(entry) if op.kind.is_compute]
     early = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.R}
     split = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.W}
@@ -107,55 +119,57 @@ def walk(schedule: Schedule, rank: int) -> Iterator[tuple[tuple[Op, ...], Moment
 
 
 def moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
-    """What a rank holds while each of its entries runs, without repetitions and moments at which it holds no more of
-    anything than at another."""
+    """Return the distinct moments while entries of a rank run, without those at which another one has more of all."""
     host = _native.host()
-    found = None if host is None else host.moments(schedule.ranks[rank], tuple(Kind))
-    return found if found is not None else _largest(dict.fromkeys(running for _, running, _ in walk(schedule, rank)))
+    compiled = None if host is None else host.moments(schedule.ranks[rank], tuple(Kind))
+    if compiled is not None:
+        return compiled
+    return _largest(dict.fromkeys(running for _, running, _ in rank_moments(schedule, rank)))
 
 
-def of_stage(found: Sequence[Moment], stage: int) -> tuple[Moment, ...]:
-    """The moments of one stage of a rank, without the rank's other stages."""
-    own = [tuple((state, count) for state, count in moment if state[0] == stage) for moment in found]
+def of_stage(rank: Sequence[Moment], stage: int) -> tuple[Moment, ...]:
+    """Return the moments of one stage, given those of its rank."""
+    own = [tuple((state, count) for state, count in moment if state[0] == stage) for moment in rank]
     return _largest(dict.fromkeys(own))
 
 
 def _change(op: Op, early: set[tuple[int, int]], split: set[tuple[int, int]]) -> tuple[int, str, str, str]:
-    """A stage, and the states of one of its micro-batches before, during and after an op; '' where it has none."""
-    recomputed, waits = (op.stage, op.microbatch) in early, (op.stage, op.microbatch) in split
+    """Return (stage, state before, during and after an op) of its micro-batch; '' where it is not in flight."""
+    recomputed, deferred = (op.stage, op.microbatch) in early, (op.stage, op.microbatch) in split
     if op.kind is Kind.F:
         return op.stage, "", "forward", "kept"
     if op.kind is Kind.R:
         return op.stage, "kept", "taped", "taped"
     if op.kind is Kind.W:
         return op.stage, "held", "held", ""
-    during = ("late" if recomputed else "backward") + ("_held" if waits else "")
-    return op.stage, "taped" if recomputed else "kept", during, "held" if waits else ""
+    during = ("late" if recomputed else "backward") + ("_held" if deferred else "")
+    return op.stage, "taped" if recomputed else "kept", during, "held" if deferred else ""
 
 
-def _largest(found: Iterable[Moment]) -> tuple[Moment, ...]:
-    alike: dict[tuple[tuple[int, str], ...], list[Moment]] = {}
-    for moment in found:
-        alike.setdefault(tuple(state for state, _ in moment), []).append(moment)
+def _largest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Drop the moments at which every count is at most that of another moment with the same states."""
+    by_states: dict[tuple[tuple[int, str], ...], list[Moment]] = {}
+    for moment in moments:
+        by_states.setdefault(tuple(state for state, _ in moment), []).append(moment)
     kept = []
-    for group in alike.values():
+    for group in by_states.values():
         counts = [tuple(count for _, count in moment) for moment in group]
-        for moment, mine in zip(group, counts, strict=True):
-            if not any(mine != other and all(a <= b for a, b in zip(mine, other, strict=True)) for other in counts):
+        for moment, own in zip(group, counts, strict=True):
+            if not any(own != other and all(a <= b for a, b in zip(own, other, strict=True)) for other in counts):
                 kept.append(moment)
     return tuple(kept)
 
 
-def peak(found: Sequence[Moment], footprints: Mapping[int, Footprint]) -> dict[int, int]:
-    """The bytes that each stage in ``footprints`` keeps when they together keep most."""
+def peak(moments: Sequence[Moment], footprints: Mapping[int, Footprint]) -> dict[int, int]:
+    """Return the bytes that each stage in ``footprints`` keeps when their sum is largest."""
     most, shares = -1, dict.fromkeys(footprints, 0)
-    for moment in found:
-        mine = [
+    for moment in moments:
+        sizes = [
             (stage, count * getattr(footprints[stage], state)) for (stage, state), count in moment if stage in shares
         ]
-        total = sum(size for _, size in mine)
+        total = sum(size for _, size in sizes)
         if total > most:
             most, shares = total, dict.fromkeys(footprints, 0)
-            for stage, size in mine:
+            for stage, size in sizes:
                 shares[stage] += size
     return shares

@@ -1,4 +1,4 @@
-"""A plan for people to read: memory per stage, tensors and why they are sharded so, and what differs between two."""
+"""Readable tables of a plan: memory per stage, shardings of tensors with reasons, and differences of two plans."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,24 +13,24 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
 
 def family(name: str) -> str:
-    """A tensor's name with its layer left open: "model.layers.*.mlp.up_proj.weight"."""
+    """Return a tensor's name with layer numbers replaced by "*": "model.layers.*.mlp.up_proj.weight"."""
     return _NUMBER.sub("*", name)
 
 
 def by_family(reasons: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """(name, reason) pairs, those of a family in one pair where they are all the same."""
-    found: dict[str, dict[str, str]] = {}
+    """Merge (name, reason) pairs of a family into one where all its reasons are equal."""
+    families: dict[str, dict[str, str]] = {}
     for name, reason in reasons:
-        found.setdefault(family(name), {})[name] = family(reason)
+        families.setdefault(family(name), {})[name] = family(reason)
     pairs: list[tuple[str, str]] = []
-    for pattern, named in found.items():
-        alike = len(dict.fromkeys(named.values())) == 1
-        pairs += [(pattern, next(iter(named.values())))] if alike else named.items()
+    for pattern, reason_of in families.items():
+        equal = len(dict.fromkeys(reason_of.values())) == 1
+        pairs += [(pattern, next(iter(reason_of.values())))] if equal else reason_of.items()
     return tuple(pairs)
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Lines with columns under each other; those in ``left`` start alike, the others end alike."""
+    """Return lines with aligned columns: those in ``left`` are left-aligned, the others right-aligned."""
     columns = list(zip(*rows, strict=True))
     padded = []
     for index, column in enumerate(columns):
@@ -40,7 +40,7 @@ def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
 
 
 def memory_table(plan: Plan) -> str:
-    """What each stage fills of its rank when that is at its peak, and the ranks where they hold several stages."""
+    """Return the table of each stage's memory at the peak of its rank, and of ranks where these have several stages."""
     parts = [field.name for field in fields(StageMemory)]
     rows = [["stage", *parts, "peak"]]
     for index, memory in enumerate(stage_memory(plan)):
@@ -56,27 +56,27 @@ def memory_table(plan: Plan) -> str:
 
 
 def tensor_table(plan: Plan) -> str:
-    """How each family of tensors is sharded over the tensor-parallel ranks, and why."""
+    """Return the table of how each family of tensors is sharded over the tensor-parallel ranks, and why."""
     reasons, grouped = dict(plan.reasons), {}
     for tensor in plan.shardings:
         reason = reasons.get(tensor.name) or reasons.get(family(tensor.name), "")
-        key = (family(tensor.name), tensor.shape, _division(tensor), reason)
+        key = (family(tensor.name), tensor.shape, _layout(tensor), reason)
         grouped.setdefault(key, []).append(tensor)
     rows = [["tensors", "count", "shape", "a rank's part", "why"]]
     for (pattern, shape, _, reason), tensors in grouped.items():
         part = tensors[0].local_shape(0, plan.grid.tp)
         rows.append([pattern, str(len(tensors)), _shape(shape), _shape(part), reason or "-"])
-    share = held_share(plan)
+    share = rank_share(plan)
     return "\n".join([*align(rows, (0, 4)), f"a tensor-parallel rank holds {share:.1%} of the parameters"])
 
 
-def held_share(plan: Plan) -> float:
-    """The part of all parameters, without padding, that tensor rank 0 of all stages together holds."""
-    held = sum(prod(tensor.local_shape(0, plan.grid.tp)) for tensor in plan.shardings)
-    return held / (sum(prod(tensor.shape) for tensor in plan.shardings) or 1)
+def rank_share(plan: Plan) -> float:
+    """Return the share of all parameters, without padding, on tensor-parallel rank 0 of all stages together."""
+    local = sum(prod(tensor.local_shape(0, plan.grid.tp)) for tensor in plan.shardings)
+    return local / (sum(prod(tensor.shape) for tensor in plan.shardings) or 1)
 
 
-def _division(tensor: TensorSharding) -> tuple[object, ...]:
+def _layout(tensor: TensorSharding) -> tuple[object, ...]:
     return tensor.dim, tensor.blocks, tensor.padded
 
 
@@ -84,29 +84,29 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "()"
 
 
-def difference(one: Plan, other: Plan) -> str:
-    """What the second plan does differently, a line for each; empty when they are equal."""
+def difference(first: Plan, second: Plan) -> str:
+    """Return a line for each difference of the second plan from the first; empty when they are equal."""
     lines = []
     for field in fields(Plan):
-        before, after = getattr(one, field.name), getattr(other, field.name)
+        before, after = getattr(first, field.name), getattr(second, field.name)
         if before != after:
-            lines += _DIFFERENCES.get(field.name, _plain)(field.name, one, other)
+            lines += _DIFFERENCES.get(field.name, _plain)(field.name, first, second)
     return "\n".join(lines)
 
 
-def _plain(name: str, one: Plan, other: Plan) -> list[str]:
-    return [f"{name.replace('_', ' ')}: {getattr(one, name)} -> {getattr(other, name)}"]
+def _plain(name: str, first: Plan, second: Plan) -> list[str]:
+    return [f"{name.replace('_', ' ')}: {getattr(first, name)} -> {getattr(second, name)}"]
 
 
-def _units(name: str, one: Plan, other: Plan) -> list[str]:
+def _units(name: str, first: Plan, second: Plan) -> list[str]:
     lines = []
-    if len(one.units) != len(other.units):
-        lines.append(f"units: {len(one.units)} -> {len(other.units)}")
+    if len(first.units) != len(second.units):
+        lines.append(f"units: {len(first.units)} -> {len(second.units)}")
     for label, count in _UNIT_TOTALS.items():
-        before, after = count(one.units), count(other.units)
+        before, after = count(first.units), count(second.units)
         if before != after:
             lines.append(f"{label} of a tensor rank: {before:,} -> {after:,} ({after / before - 1:+.1%})")
-    renamed = sum(a.name != b.name for a, b in zip(one.units, other.units, strict=False))
+    renamed = sum(a.name != b.name for a, b in zip(first.units, second.units, strict=False))
     lines += [f"units of another name: {renamed}"] if renamed else []
     return lines or ["units differ in what they send or start"]
 
@@ -123,10 +123,10 @@ _UNIT_TOTALS = {
 }
 
 
-def _stages(name: str, one: Plan, other: Plan) -> list[str]:
+def _stages(name: str, first: Plan, second: Plan) -> list[str]:
     lines = []
-    for index in range(max(len(one.stages), len(other.stages))):
-        before, after = _stage(one, index), _stage(other, index)
+    for index in range(max(len(first.stages), len(second.stages))):
+        before, after = _stage(first, index), _stage(second, index)
         if before != after:
             lines.append(f"stage {index}: {before} -> {after}")
     return lines
@@ -135,26 +135,26 @@ def _stages(name: str, one: Plan, other: Plan) -> list[str]:
 def _stage(plan: Plan, index: int) -> str:
     if index >= len(plan.stages):
         return "none"
-    units, again = plan.stage_units(index), len(plan.stages[index].recompute)
-    return f"{_span(units)}" + (f", {again} recomputed" if again else "")
+    units, recomputed = plan.stage_units(index), len(plan.stages[index].recompute)
+    return f"{_span(units)}" + (f", {recomputed} recomputed" if recomputed else "")
 
 
 def _span(units: Sequence[Unit]) -> str:
     return f"{units[0].name} .. {units[-1].name} ({len(units)})"
 
 
-def _shardings(name: str, one: Plan, other: Plan) -> list[str]:
-    before, after = ({tensor.name: tensor for tensor in plan.shardings} for plan in (one, other))
+def _shardings(name: str, first: Plan, second: Plan) -> list[str]:
+    before, after = ({tensor.name: tensor for tensor in plan.shardings} for plan in (first, second))
     changes: dict[tuple[str, str, str], int] = {}
     for key in dict.fromkeys([*before, *after]):
-        texts = _held(before.get(key)), _held(after.get(key))
+        texts = _sharding(before.get(key)), _sharding(after.get(key))
         if texts[0] != texts[1]:
             change = (family(key), *texts)
             changes[change] = changes.get(change, 0) + 1
     return [f"tensor {pattern} ({count}): {was} -> {now}" for (pattern, was, now), count in changes.items()]
 
 
-def _held(tensor: TensorSharding | None) -> str:
+def _sharding(tensor: TensorSharding | None) -> str:
     if tensor is None:
         return "none"
     if tensor.dim is None:
@@ -165,38 +165,38 @@ def _held(tensor: TensorSharding | None) -> str:
     )
 
 
-def _schedule(name: str, one: Plan, other: Plan) -> list[str]:
-    before, after = (f"{plan.schedule.name} of {plan.num_microbatches} micro-batches" for plan in (one, other))
-    same = one.schedule == other.schedule
+def _schedule(name: str, first: Plan, second: Plan) -> list[str]:
+    before, after = (f"{plan.schedule.name} of {plan.num_microbatches} micro-batches" for plan in (first, second))
+    same = first.schedule == second.schedule
     return [f"schedule: {before} -> {after}{', in another order' * (before == after)}"] if not same else []
 
 
-def _time(name: str, one: Plan, other: Plan) -> list[str]:
-    before, after = one.predicted_time, other.predicted_time
+def _time(name: str, first: Plan, second: Plan) -> list[str]:
+    before, after = first.predicted_time, second.predicted_time
     return [f"predicted time: {before:.4g} s -> {after:.4g} s"]
 
 
-def _bubble(name: str, one: Plan, other: Plan) -> list[str]:
-    return [f"predicted bubble: {one.predicted_bubble:.1%} -> {other.predicted_bubble:.1%}"]
+def _bubble(name: str, first: Plan, second: Plan) -> list[str]:
+    return [f"predicted bubble: {first.predicted_bubble:.1%} -> {second.predicted_bubble:.1%}"]
 
 
-def _cluster(name: str, one: Plan, other: Plan) -> list[str]:
-    before, after = (_facts(asdict(plan.cluster)) for plan in (one, other))
+def _cluster(name: str, first: Plan, second: Plan) -> list[str]:
+    before, after = (_flatten(asdict(plan.cluster)) for plan in (first, second))
     return [f"cluster: {key} {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
 
 
-def _facts(values: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested values, each under its path: "inside.bandwidth"."""
-    found: dict[str, Any] = {}
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values, each under its path: "inside.bandwidth"."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _facts(value, f"{where}{key}.") if isinstance(value, dict) else {where + key: value}
-    return found
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
-def _peaks(name: str, one: Plan, other: Plan) -> list[str]:
-    if not (one.predicted_bytes and other.predicted_bytes):
+def _peaks(name: str, first: Plan, second: Plan) -> list[str]:
+    if not (first.predicted_bytes and second.predicted_bytes):
         return ["predicted bytes: only one plan has them"]
-    before, after = (bytes_text(max(plan.predicted_bytes)) for plan in (one, other))
+    before, after = (bytes_text(max(plan.predicted_bytes)) for plan in (first, second))
     return [f"largest peak of a rank: {before} -> {after}"]
 
 
@@ -209,6 +209,6 @@ _DIFFERENCES = {
     "predicted_time": _time,
     "predicted_bubble": _bubble,
     "predicted_bytes": _peaks,
-    "reasons": lambda name, one, other: [],
-    "schedule_note": lambda name, one, other: [],
+    "reasons": lambda name, first, second: [],
+    "schedule_note": lambda name, first, second: [],
 }

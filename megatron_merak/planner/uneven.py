@@ -1,5 +1,6 @@
-"""What the optimizer keeps for the replica that keeps most, where replicas share its state and it keeps more of some
-parameters than of others.
+"""Sharded optimizer state on the replica with the largest shard, where the state per parameter varies.
+
+For example, with a bucket over three replicas:
 
     a bucket    | matrices, 4 bytes each          | embeddings, 8 bytes each |
     shards      | rank 0          | rank 1                | rank 2           |
@@ -9,36 +10,38 @@ from collections.abc import Sequence
 
 from megatron_merak.plan import Unit, optimizer_state, trained_tied
 
-Part = tuple[int, float]  # values, and bytes that are kept of each
+Part = tuple[int, float]  # number of parameters, state bytes of each
 
 
-def shared_state(units: Sequence[Unit], usual: float, shards: int, bucket_size: int) -> float:
-    """Bytes of the state of some units that replicas share, as if each had as much as the one that has most.
+def shared_state(units: Sequence[Unit], default: float, shards: int, bucket_size: int) -> float:
+    """Return the bytes of the optimizer state of units: the number of shards times the largest one.
 
-    usual: of a value of which its unit says nothing. shards: how many replicas share. bucket_size: values of a bucket,
-    which is cut into equal shards, parameters of one group of the optimizer side by side; 0: shards are alike.
+    default:     state bytes of a parameter whose unit does not specify them.
+    shards:      number of replicas that the state is sharded over.
+    bucket_size: parameters of a bucket, which is split into equal shards, with the parameters of one group of the
+                 optimizer adjacent; 0: all shards have the same size.
     """
     if shards == 1 or not bucket_size or all(unit.state_bytes is None for unit in units):
-        return optimizer_state(units, usual)
+        return optimizer_state(units, default)
     shares = [0.0] * shards
-    for bucket in _buckets(units, usual, bucket_size):
-        length, place = sum(values for values, _ in bucket) / shards, 0.0
+    for bucket in _buckets(units, default, bucket_size):
+        length, offset = sum(values for values, _ in bucket) / shards, 0.0
         for values, kept in sorted(bucket, key=lambda part: part[1]):
-            begin, place = place, place + values
-            for shard in range(int(begin / length), min(shards, int(place / length) + 1)):
-                within = min(place, (shard + 1) * length) - max(begin, shard * length)
+            begin, offset = offset, offset + values
+            for shard in range(int(begin / length), min(shards, int(offset / length) + 1)):
+                within = min(offset, (shard + 1) * length) - max(begin, shard * length)
                 shares[shard] += kept * max(0.0, within)
     return shards * max(shares)
 
 
-def _buckets(units: Sequence[Unit], usual: float, bucket_size: int) -> list[list[Part]]:
-    """They fill from the last unit on; a tied tensor has one of its own."""
-    found: list[list[Part]] = [[]]
+def _buckets(units: Sequence[Unit], default: float, bucket_size: int) -> list[list[Part]]:
+    """Return the buckets, filled from the last unit to the first; a tied tensor has a bucket of its own."""
+    buckets: list[list[Part]] = [[]]
     tied: dict[str, Part] = {}
     for unit in reversed(units):
-        tied |= {name: (values, dict(unit.tied_state_bytes).get(name, usual)) for name, values in trained_tied(unit)}
-        if sum(values for values, _ in found[-1]) >= bucket_size:
-            found.append([])
+        tied |= {name: (values, dict(unit.tied_state_bytes).get(name, default)) for name, values in trained_tied(unit)}
+        if sum(values for values, _ in buckets[-1]) >= bucket_size:
+            buckets.append([])
         if own := unit.parameters - unit.frozen:
-            found[-1].append((own, usual if unit.state_bytes is None else unit.state_bytes))
-    return [bucket for bucket in (*found, *([part] for part in tied.values())) if bucket]
+            buckets[-1].append((own, default if unit.state_bytes is None else unit.state_bytes))
+    return [bucket for bucket in (*buckets, *([part] for part in tied.values())) if bucket]

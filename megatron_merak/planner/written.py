@@ -1,4 +1,4 @@
-"""The schedule that ``--schedule-file`` names, and whether it fits a job."""
+"""Reads the schedule of ``--schedule-file`` and checks that it fits the job."""
 
 from typing import NoReturn
 
@@ -11,10 +11,12 @@ FLAG = "--schedule-file"
 
 
 def written(parallel: ParallelConfig, microbatches: int) -> Schedule | None:
-    """What ``--schedule-file`` holds, None without it.
+    """Return the schedule in ``--schedule-file``, None without that flag.
 
-    microbatches: of a step and replica. Raises ScheduleError for a file that holds no schedule that can run,
-    ConfigError for one that the job's other settings do not go with.
+    microbatches: per step and replica.
+
+    Raises ScheduleError for a file without an executable schedule, ConfigError for one that contradicts other settings
+    of the job.
     """
     path = parallel.schedule_file
     if path is None:
@@ -27,25 +29,25 @@ def written(parallel: ParallelConfig, microbatches: int) -> Schedule | None:
     if schedule.microbatches != microbatches:
         reason = f"it is a schedule of {schedule.microbatches} micro-batches, and a step has {microbatches} per replica"
         _refuse(path, reason, "Change the global batch size (or gradient_accumulation_steps), or the file")
-    again = next((op for entry in schedule.entries() for op in ops_of(entry) if op.kind is Kind.R), None)
-    if again is not None and parallel.recompute_granularity != "full":
-        reason = f"its {again} would recompute nothing: --recompute-granularity is unset"
+    recomputation = next((op for entry in schedule.entries() for op in ops_of(entry) if op.kind is Kind.R), None)
+    if recomputation is not None and parallel.recompute_granularity != "full":
+        reason = f"its {recomputation} would recompute nothing: --recompute-granularity is unset"
         _refuse(path, reason, "Add --recompute-granularity full (activation_checkpointing), or remove the R ops")
-    together = is_paired(schedule)
+    paired = is_paired(schedule)
     if parallel.tensor_model_parallel_size > 1:
         overlap = parallel.tp_comm_overlap
-        if overlap == "pair" and not together:
+        if overlap == "pair" and not paired:
             reason = f"it joins forwards and backwards to pairs, and {FLAG} {path} holds none"
             remedy = "Write pairs like 0F4|0B3 into the file, or use another --tp-comm-overlap"
             raise ConfigError("--tp-comm-overlap", overlap, reason, remedy)
-        if overlap == "sub-pipeline" and together:
+        if overlap == "sub-pipeline" and paired:
             reason = f"halves of a micro-batch run together, and {FLAG} {path} runs pairs of micro-batches together"
             raise ConfigError("--tp-comm-overlap", overlap, reason, "Use pair, or take the pairs of the file apart")
     return schedule
 
 
 def is_paired(schedule: Schedule) -> bool:
-    """Whether any ops run together."""
+    """Whether any entry of a schedule runs several ops together."""
     return any(len(ops_of(entry)) > 1 for entry in schedule.entries())
 
 

@@ -1,4 +1,4 @@
-"""The collectives of tensor-parallel ranks that stand between segments, launched and not waited for."""
+"""Asynchronous collectives over tensor-parallel ranks, which run between segments."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,29 +12,29 @@ from ..tensor_parallel.sequence import gather_single, reduce_scatter_single, sta
 
 
 class Work(Protocol):
-    """What a launch hands back, to be waited for once."""
+    """The handle of an asynchronous collective; wait for it exactly once."""
 
     def wait(self) -> object:
-        """Return when the result is valid (on CUDA: for the current stream)."""
+        """Block until the result is valid (on CUDA: for work on the current stream)."""
 
 
 class Done:
-    """A work that is over."""
+    """The handle of a collective that has already completed."""
 
     def wait(self) -> None:
         pass
 
 
 class Unstack:
-    """A gathering whose parts [n, b, s / n, ...] are put in order, into ``out`` [b, s, ...], when it is waited for."""
+    """An all-gather whose `wait` also reorders the shards [n, b, s / n, ...] into ``out`` [b, s, ...]."""
 
-    def __init__(self, work: Work, parts: Tensor, out: Tensor):
-        self._work, self._parts, self._out = work, parts, out
+    def __init__(self, work: Work, shards: Tensor, out: Tensor):
+        self._work, self._shards, self._out = work, shards, out
 
     def wait(self) -> None:
         self._work.wait()
-        self._out.copy_(unstacked(self._parts))
-        self._parts = self._out = None
+        self._out.copy_(unstacked(self._shards))
+        self._shards = self._out = None
 
 
 def _reduce(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
@@ -44,22 +44,22 @@ def _reduce(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> t
 
 
 def _stack(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
-    parts = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
-    return parts, gather_single(parts.flatten(0, 1), tensor.contiguous(), group=group, async_op=True)
+    shards = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+    return shards, gather_single(shards.flatten(0, 1), tensor.contiguous(), group=group, async_op=True)
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
-    parts, work = _stack(tensor, group, inplace)
+    shards, work = _stack(tensor, group, inplace)
     if tensor.shape[0] == 1:
-        return unstacked(parts), work
-    out = tensor.new_empty(tensor.shape[0], len(parts) * tensor.shape[1], *tensor.shape[2:])
-    return out, Unstack(work, parts, out)
+        return unstacked(shards), work
+    out = tensor.new_empty(tensor.shape[0], len(shards) * tensor.shape[1], *tensor.shape[2:])
+    return out, Unstack(work, shards, out)
 
 
 def _scatter(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
-    parts = stacked(tensor, dist.get_world_size(group))
-    out = torch.empty_like(parts[0])
-    return out, reduce_scatter_single(out, parts.flatten(0, 1), group=group, async_op=True)
+    shards = stacked(tensor, dist.get_world_size(group))
+    out = torch.empty_like(shards[0])
+    return out, reduce_scatter_single(out, shards.flatten(0, 1), group=group, async_op=True)
 
 
 _LAUNCHERS: dict[Collective, Callable[..., tuple[Tensor, Work]]] = {
@@ -71,16 +71,18 @@ _LAUNCHERS: dict[Collective, Callable[..., tuple[Tensor, Work]]] = {
 
 
 def launch(tensor: Tensor, kind: Collective, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
-    """Start a collective over ``group``; the result is valid once the work was waited for.
+    """Start a collective over ``group``. Return its result, valid after waiting for the work, and that work.
 
-    An all-reduce gives the shape of ``tensor``, STACK [n, ...], an all-gather of [b, s / n, ...] gives [b, s, ...], and
-    a reduce-scatter the other way round. ``inplace``: an all-reduce may overwrite ``tensor``; the others never do.
+    kind:    ALL_REDUCE keeps the shape of ``tensor``; STACK returns [n, *tensor.shape]; ALL_GATHER turns
+             [b, s / n, ...] into [b, s, ...]; REDUCE_SCATTER turns [b, s, ...] into [b, s / n, ...].
+    inplace: an all-reduce may overwrite ``tensor``; the other collectives never do.
     """
     return _LAUNCHERS[kind](tensor, group, inplace)
 
 
 def own_gradient(grad: Tensor, kind: Collective, group: dist.ProcessGroup | None) -> Tensor:
-    """The gradient of the tensor that a rank gave to the collective ``kind``, from that of the result, which all ranks
-    read alike.
+    """Return the gradient of a collective's input on this rank, given that of its output.
+
+    grad: gradient of the output, equal on all ranks of ``group``; for STACK [n, ...], one entry per rank.
     """
     return grad[dist.get_rank(group)] if kind is Collective.STACK else grad

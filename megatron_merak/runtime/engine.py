@@ -1,8 +1,8 @@
-"""Runs segments forward, again and backward. Autograd works inside a segment; between segments the engine decides.
+"""Runs forward, recomputation and backward of segments: autograd inside a segment, the engine between segments.
 
-So a tensor-parallel collective is launched as soon as its value exists and awaited where the value is first read, in
-both directions, and what else there is to do runs meanwhile: the weight gradients of the segment that launched it, the
-other half of the micro-batch, or another micro-batch.
+In forward and backward a tensor-parallel collective is launched as soon as its input exists and awaited where its
+output is first read. Other work overlaps with it: the weight gradients of the segment that launched it, the other half
+of the micro-batch, or another micro-batch.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,16 +19,16 @@ from ..pipeline_parallel.ops import Kind
 from ..segment import Collective, Common, In, Segment
 from .collectives import Done, launch, own_gradient
 from .regather import Regather
-from .units import Tour
+from .units import ShardedPass
 from .weights import Product, WeightGradients
 
-Step = tuple[Kind, Segment]  # F, R (forward again) or B of one segment
-Run = tuple[Step, ...]  # steps none of which waits for a collective that another of them launched
-Report = Callable[[Segment], None]
+Step = tuple[Kind, Segment]  # F (forward), R (recomputation) or B (backward) of one segment
+Run = tuple[Step, ...]  # steps, none of which waits for a collective launched by another of them
+SegmentCallback = Callable[[Segment], None]
 
 
 class Enter(torch.autograd.Function):
-    """Starts a tape at a value without keeping the value alive, as a leaf tensor would."""
+    """Starts an autograd graph at a value without keeping the value alive, unlike a leaf tensor."""
 
     @staticmethod
     def forward(ctx, value, token):
@@ -40,7 +40,12 @@ class Enter(torch.autograd.Function):
 
 
 class Tape(NamedTuple):
-    """Of one segment that ran: where its gradients come out and go in, and inputs that are gathered again."""
+    """The autograd graph of one segment's forward.
+
+    entries:   per input, the edge at which its gradient is returned; None without gradient.
+    exits:     per output, the edge at which its gradient is supplied; None without gradient.
+    regathers: the inputs that the backward all-gathers again.
+    """
 
     entries: list[GradientEdge | None]
     exits: list[GradientEdge | None]
@@ -48,11 +53,14 @@ class Tape(NamedTuple):
 
 
 class State:
-    """Everything alive of one micro-batch, or of a half of it, on one stage.
+    """All live values and gradients of one micro-batch, or of a half of it, on one stage.
 
-    A value or gradient whose transfer is under way is in ``values`` (or ``pending``) with its work, awaited at first
-    use. ``shards``: this rank's of values that the backward gathers again, until their reader has run. ``queue``:
-    products whose weight gradients wait for a W.
+    values:  by name; one whose transfer is in flight has an entry in ``works``, awaited at first use.
+    shards:  this rank's shards of values that the backward all-gathers again, until their reader's forward has run.
+    grads:   gradients of values, summed over the readers that have run.
+    pending: gradients whose transfer is in flight, awaited at first use.
+    tape:    autograd graphs of the segments whose backward has not run.
+    queue:   per segment, the products of weight gradients that were deferred to a W.
     """
 
     def __init__(self, common: Common, training: bool):
@@ -74,7 +82,7 @@ class State:
         return self.values[name]
 
     def wait(self, name: str) -> None:
-        """Return when the value ``name`` has arrived. A work is awaited once: gloo hangs at a second time."""
+        """Block until the value ``name`` has arrived. Waits once per work: gloo hangs when waited for twice."""
         if name in self.works:
             self.works.pop(name).wait()
 
@@ -89,15 +97,16 @@ class State:
         return self.grads.pop(name, None)
 
     def wait_grad(self, name: str) -> None:
-        """Return when the gradients of ``name`` have arrived: awaited apart from its value, whose readers may come
-        before them.
+        """Block until the gradients of ``name`` have arrived.
+
+        Separate from `wait`, because the value may be read before its gradients arrive.
         """
         for work, grad in self.pending.pop(name, ()):
             work.wait()
             self.add_grad(name, grad)
 
     def leftovers(self) -> list[str]:
-        """What a finished micro-batch should not have left behind."""
+        """Name what a finished micro-batch should have consumed and did not; empty if all is well."""
         tapes = (f"tape of unit {s.unit}" for s in self.tape)
         queued = (f"weight gradients of unit {s.unit}" for s, _ in self.queue)
         return [*self.works, *self.shards, *self.grads, *self.pending, *tapes, *queued]
@@ -105,7 +114,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Segments of one unit, or of a run of units that are recomputed together from what enters the first."""
+    """Segments of one unit, or of consecutive units that are recomputed together from the inputs of the first."""
 
     segments: tuple[Segment, ...]
     recompute: bool
@@ -116,17 +125,22 @@ class Block:
 
     @property
     def enters(self) -> dict[str, None]:
-        made = {o.value: None for s in self.segments for o in s.outs}
-        return {name: None for name in self.reads if name not in made}
+        outputs = {o.value: None for s in self.segments for o in s.outs}
+        return {name: None for name in self.reads if name not in outputs}
 
 
 class Engine:
     """Runs the segments of one stage.
 
-    segments: in forward order. recompute: runs of units that keep no tape, only what enters each run. outputs: values
-    that leave the stage. group: tensor-parallel ranks, None for one. weights: where weight gradients go. overlap: let
-    collectives run while other work is done; else wait for each at once. arrive: called before a segment's forward,
-    returns when its parameters are there. ``kept``: values that a forward keeps for recomputation.
+    segments:            in forward order.
+    recompute:           groups of consecutive units that keep only the inputs of each group and are recomputed.
+    outputs:             names of the values that leave the stage.
+    group:               tensor-parallel ranks; None for a single rank.
+    weights:             accumulates the weight gradients.
+    overlap:             whether collectives overlap with other work; otherwise each is waited for at once.
+    wait_for_parameters: called before a segment's forward; returns when its parameters are gathered.
+
+    Attribute ``kept``: names of the values that a forward keeps for recomputation.
     """
 
     def __init__(
@@ -138,37 +152,37 @@ class Engine:
         weights: WeightGradients,
         device: torch.device,
         overlap: bool = True,
-        arrive: Report = lambda segment: None,
+        wait_for_parameters: SegmentCallback = lambda segment: None,
     ):
-        self._arrive = arrive
+        self._wait_for_parameters = wait_for_parameters
         self.segments, self.group, self.weights, self.overlap = tuple(segments), group, weights, overlap
         self._token = torch.zeros((), requires_grad=True, device=device)
         self._trained = {s: [p for p in s.parameters if p.requires_grad] for s in self.segments}
         self._edges = {s: [get_gradient_edge(p) for p in trained] for s, trained in self._trained.items()}
         self.blocks = _blocks(self.segments, recompute)
         self._analyse(outputs)
-        again = [(Kind.R, s) for block in reversed(self.blocks) if block.recompute for s in block.segments]
+        recompute_steps = [(Kind.R, s) for block in reversed(self.blocks) if block.recompute for s in block.segments]
         self.forward_runs = _runs((Kind.F, s) for s in self.segments)
-        self.recompute_runs = _runs(again)
-        self._backward_runs = {done: _runs(self._backward_steps(done)) for done in (False, True)}
+        self.recompute_runs = _runs(recompute_steps)
+        self._backward_runs = {early: _runs(self._backward_steps(early)) for early in (False, True)}
 
     def _analyse(self, outputs: Collection[str]) -> None:
-        """Who reads a value last, in the forward and in the recomputation of its block."""
+        """Find the last reader of each value, in the forward and in the recomputation of its block."""
         self._block_of = {s: block for block in self.blocks for s in block.segments}
         self._regathered = frozenset(i.value for s in self.segments for i in s.ins if i.regather)
         self.kept = frozenset(name for block in self.blocks if block.recompute for name in block.enters)
-        self._dies: dict[Segment, list[str]] = {s: [] for s in self.segments}
-        self._dies_again: dict[Segment, list[str]] = {s: [] for s in self.segments}
+        self._last_read_forward: dict[Segment, list[str]] = {s: [] for s in self.segments}
+        self._last_read_recompute: dict[Segment, list[str]] = {s: [] for s in self.segments}
         for name, segment in {i.value: s for s in self.segments for i in s.ins}.items():
             if name not in outputs:
-                self._dies[segment].append(name)
+                self._last_read_forward[segment].append(name)
         first_reader = {i.value: self._block_of[s] for s in reversed(self.segments) for i in s.ins}
         for block in (block for block in self.blocks if block.recompute):
             readers = {i.value: s for s in block.segments for i in s.ins}
             for name, segment in readers.items():
-                # Blocks recompute last to first: a kept input dies with the first block that reads it.
+                # Blocks are recomputed last to first: a kept input is freed by the first block that reads it.
                 if name not in self.kept or first_reader[name] is block:
-                    self._dies_again[segment].append(name)
+                    self._last_read_recompute[segment].append(name)
 
     def _backward_steps(self, recomputed: bool) -> Iterator[Step]:
         for block in reversed(self.blocks):
@@ -177,60 +191,62 @@ class Engine:
             yield from ((Kind.B, s) for s in reversed(block.segments))
 
     def backward_runs(self, state: State) -> tuple[Run, ...]:
-        """What a backward has left to do: all, or all but what was recomputed before."""
+        """Return the runs of a backward, without recomputation where an R has done it already."""
         return self._backward_runs[state.recomputed]
 
     def forward(self, state: State) -> None:
-        """Run every segment; those of recomputed units keep no tape, none does when the state is not training."""
+        """Run every segment. Only segments that are not recomputed keep a tape, and none does in evaluation."""
         execute([Pass(self, state, self.forward_runs)])
 
-    def backward(self, state: State, done: Report | None = None) -> None:
-        """Run the segments in reverse, recomputing what has no tape. Gradients of the outputs are already in ``state``.
+    def backward(self, state: State, on_complete: SegmentCallback | None = None) -> None:
+        """Run the segments in reverse, recomputing those without a tape. ``state`` has the outputs' gradients already.
 
-        ``done`` is called after each segment, when its weight gradients are in ``main_grad``.
+        on_complete: called after each segment, when its weight gradients are in ``main_grad``.
         """
-        execute([Pass(self, state, self.backward_runs(state), done=done)])
+        execute([Pass(self, state, self.backward_runs(state), on_complete=on_complete)])
 
-    def perform(self, state: State, step: Step, hold: bool = False) -> None:
-        """Do one step. ``hold``: a backward leaves its weight gradients to `finish_weights`."""
+    def perform(self, state: State, step: Step, defer: bool = False) -> None:
+        """Run one step. defer: a backward leaves its weight gradients to `finish_weights`."""
         kind, segment = step
         if kind is Kind.B:
-            self._backward(state, segment, hold)
+            self._backward(state, segment, defer)
             return
-        again = kind is Kind.R
-        keeps = not self._block_of[segment].recompute
-        self._forward(state, segment, state.training and (keeps or again), again)
-        for name in (self._dies_again if again else self._dies)[segment]:
-            if again or not (state.training and name in self.kept):
+        recompute = kind is Kind.R
+        keeps_tape = not self._block_of[segment].recompute
+        self._forward(state, segment, state.training and (keeps_tape or recompute), recompute)
+        for name in (self._last_read_recompute if recompute else self._last_read_forward)[segment]:
+            if recompute or not (state.training and name in self.kept):
                 state.values.pop(name, None)
 
     def take(self, state: State, name: str) -> Tensor:
-        """A value of ``outputs``; the state forgets it unless a recomputation will read it."""
+        """Return a value of ``outputs`` and free it in ``state``, unless a recomputation will read it."""
         if state.training and name in self.kept:
             return state.value(name)
         state.wait(name)
         return state.values.pop(name)
 
-    def finish_weights(self, state: State, done: Report | None = None, tour: Tour | None = None) -> None:
-        """Work off the weight gradients that a backward with ``hold`` left, in its order."""
+    def finish_weights(
+        self, state: State, on_complete: SegmentCallback | None = None, sharded_pass: ShardedPass | None = None
+    ) -> None:
+        """Compute the weight gradients that a backward deferred, in its order."""
         for segment, products in state.queue:
-            if tour is not None:
-                tour.reach(segment.unit)
+            if sharded_pass is not None:
+                sharded_pass.reach(segment.unit)
             self.weights.drain(products)
-            if done is not None:
-                done(segment)
+            if on_complete is not None:
+                on_complete(segment)
         state.queue.clear()
-        if tour is not None:
-            tour.end()
+        if sharded_pass is not None:
+            sharded_pass.end()
 
-    def _forward(self, state: State, segment: Segment, tape: bool, again: bool) -> None:
-        self._arrive(segment)
+    def _forward(self, state: State, segment: Segment, tape: bool, recompute: bool) -> None:
+        self._wait_for_parameters(segment)
         if segment.random and state.training:
             state.common.seed(segment)
         values = [state.value(i.value) for i in segment.ins]
         if state.training:
-            # Grad mode with the tape dropped, not no_grad: kernels are chosen by requires_grad, and a recomputed
-            # forward must be the same one.
+            # Also where the tape is dropped, use grad mode and not no_grad: kernels are selected by requires_grad, and
+            # the recomputation must run the same ones as the forward.
             values = [Enter.apply(v, self._token) if i.grad else v for i, v in zip(segment.ins, values, strict=True)]
             entries = [get_gradient_edge(v) if i.grad else None for i, v in zip(segment.ins, values, strict=True)]
             regathers = self._regathers(state, segment, values) if tape else {}
@@ -244,7 +260,7 @@ class Engine:
             with torch.no_grad():
                 outs = segment.fn(state.common, *values)
         for out, tensor in zip(segment.outs, outs, strict=True):
-            if again and out.value not in self._block_of[segment].reads:
+            if recompute and out.value not in self._block_of[segment].reads:
                 continue
             tensor = tensor.detach()
             if tape and out.value in self._regathered:
@@ -258,7 +274,7 @@ class Engine:
         pairs = zip(segment.ins, values, strict=True)
         return {value: Regather(state.shards.pop(i.value)) for i, value in pairs if i.regather}
 
-    def _backward(self, state: State, segment: Segment, hold: bool) -> None:
+    def _backward(self, state: State, segment: Segment, defer: bool) -> None:
         entries, exits, regathers = state.tape.pop(segment)
         roots, grads = [], []
         for out, edge in zip(segment.outs, exits, strict=True):
@@ -268,38 +284,39 @@ class Engine:
                 grads.append(own_gradient(grad, out.collective, self.group))
         products: list[Product] = []
         if roots:
-            wanted = [edge for edge in entries if edge is not None]
-            later = hold or (self.overlap and any(i.collective for i in segment.ins))
-            self.weights.queue = products if later else None
+            input_edges = [edge for edge in entries if edge is not None]
+            queued = defer or (self.overlap and any(i.collective for i in segment.ins))
+            self.weights.queue = products if queued else None
             for regather in regathers:
                 regather.start(self._launch)
-            # Parameters whose gradient the sink takes are asked for too: autograd runs only what leads to a request.
-            found = torch.autograd.grad(roots, wanted + self._edges[segment], grads, allow_unused=True)
-            self.weights.queue = products if hold else None
+            # Request parameters whose gradient `weights` accumulates, too: autograd runs only what leads to a request.
+            results = torch.autograd.grad(roots, input_edges + self._edges[segment], grads, allow_unused=True)
+            self.weights.queue = products if defer else None
             del roots, exits
             inputs = [i for i, edge in zip(segment.ins, entries, strict=True) if edge is not None]
-            held = [tensor for product in products for tensor in product.tensors]
-            self._route(state, inputs, found[: len(wanted)], (*grads, *held))
-            for parameter, grad in zip(self._trained[segment], found[len(wanted) :], strict=True):
+            queued_tensors = [tensor for product in products for tensor in product.tensors]
+            self._route(state, inputs, results[: len(input_edges)], (*grads, *queued_tensors))
+            for parameter, grad in zip(self._trained[segment], results[len(input_edges) :], strict=True):
                 if grad is not None:
                     self.weights.add(parameter, grad)
             self.weights.queue = None
-        if hold:
+        if defer:
             state.queue.append((segment, products))
         else:
             self.weights.drain(products)
 
     def _route(
-        self, state: State, inputs: Sequence[In], found: Sequence[Tensor | None], others: Sequence[Tensor]
+        self, state: State, inputs: Sequence[In], grads: Sequence[Tensor | None], others: Sequence[Tensor]
     ) -> None:
-        # A gradient is summed in place unless its memory is also another's, the caller's or a queued weight gradient's.
-        storages = [g.untyped_storage().data_ptr() for g in (*found, *others) if g is not None]
-        for source, grad in zip(inputs, found, strict=True):
+        # A gradient is all-reduced in place unless it shares memory with another gradient, with one of the caller or
+        # with an operand of a queued weight gradient.
+        storages = [g.untyped_storage().data_ptr() for g in (*grads, *others) if g is not None]
+        for source, grad in zip(inputs, grads, strict=True):
             if grad is None:
                 continue
             if source.collective:
-                alone = storages.count(grad.untyped_storage().data_ptr()) == 1
-                state.arriving_grad(source.value, *self._launch(grad, source.collective, alone))
+                exclusive = storages.count(grad.untyped_storage().data_ptr()) == 1
+                state.arriving_grad(source.value, *self._launch(grad, source.collective, exclusive))
             else:
                 state.add_grad(source.value, grad)
 
@@ -313,47 +330,49 @@ class Engine:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward, recomputation or backward of one micro-batch, or of a half, through a stage.
+    """A forward, recomputation or backward of one micro-batch, or of a half of it, through a stage.
 
-    hold: weight gradients wait for a W. done: called after each segment's backward. tour: brings what is sharded.
+    defer:        a backward leaves its weight gradients to a W.
+    on_complete:  called after each segment's backward.
+    sharded_pass: gathers sharded parameters and reduces sharded gradients; None where nothing is sharded.
     """
 
     engine: Engine
     state: State
     runs: tuple[Run, ...]
-    hold: bool = False
-    done: Report | None = None
-    tour: Tour | None = None
+    defer: bool = False
+    on_complete: SegmentCallback | None = None
+    sharded_pass: ShardedPass | None = None
 
     def perform(self, run: Run) -> None:
         for step in run:
-            if self.tour is not None:
-                self.tour.reach(step[1].unit)
-            self.engine.perform(self.state, step, self.hold)
-            if self.done is not None and step[0] is Kind.B:
-                self.done(step[1])
-        if self.tour is not None and run is self.runs[-1]:
-            self.tour.end()
+            if self.sharded_pass is not None:
+                self.sharded_pass.reach(step[1].unit)
+            self.engine.perform(self.state, step, self.defer)
+            if self.on_complete is not None and step[0] is Kind.B:
+                self.on_complete(step[1])
+        if self.sharded_pass is not None and run is self.runs[-1]:
+            self.sharded_pass.end()
 
 
 def execute(passes: Sequence[Pass]) -> None:
-    """Let the passes take turns, run by run: what one launched is under way while the others compute."""
+    """Interleave the passes run by run, so that the collectives of one overlap with the computation of the others."""
     for turn in zip_longest(*(p.runs for p in passes)):
-        for one, run in zip(passes, turn, strict=True):
+        for current, run in zip(passes, turn, strict=True):
             if run is not None:
-                one.perform(run)
+                current.perform(run)
 
 
 def _blocks(segments: Sequence[Segment], recompute: Collection[Sequence[int]]) -> tuple[Block, ...]:
     run_of = {unit: tuple(run) for run in recompute for unit in run}
-    found: dict[tuple[int, ...], list[Segment]] = {}
+    segments_of: dict[tuple[int, ...], list[Segment]] = {}
     for segment in segments:
-        found.setdefault(run_of.get(segment.unit, (segment.unit,)), []).append(segment)
-    return tuple(Block(tuple(members), units[0] in run_of) for units, members in found.items())
+        segments_of.setdefault(run_of.get(segment.unit, (segment.unit,)), []).append(segment)
+    return tuple(Block(tuple(members), units[0] in run_of) for units, members in segments_of.items())
 
 
 def _runs(steps: Iterator[Step] | Sequence[Step]) -> tuple[Run, ...]:
-    """Cut before every step that waits for a collective of the run that it would belong to."""
+    """Split steps into runs: a new run begins at a step that waits for a collective launched by the current run."""
     runs: list[list[Step]] = [[]]
     values: dict[str, None] = {}
     grads: dict[str, None] = {}

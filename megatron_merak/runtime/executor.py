@@ -1,4 +1,4 @@
-"""Executes a schedule: one handler per kind of op, no knowledge of any particular schedule."""
+"""Executes any pipeline schedule, op by op, with one handler per kind of op."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,13 @@ from .stopwatch import GpuStopwatch, Stopwatch
 
 @dataclass(frozen=True)
 class StepLoss:
-    """What the last stage knows after a step: fp32 scalars, summed over this rank's micro-batches; None elsewhere.
+    """The losses of a step on the last stage: fp32 scalars, summed over this rank's micro-batches.
 
-    total: sum of the micro-batches' losses, which are sums of token losses or complete. tokens: number of unmasked
-    tokens; of micro-batches where losses are complete. mean: sum over micro-batches of their mean token loss.
+    A model's loss is either a sum over tokens or complete, i.e. reduced by the model itself.
+
+    total:  sum of the micro-batches' losses.
+    tokens: number of unmasked tokens; number of micro-batches where losses are complete.
+    mean:   sum over micro-batches of their mean loss per token; of their losses where these are complete.
     """
 
     total: Tensor
@@ -31,11 +34,13 @@ class StepLoss:
 
 
 class Executor:
-    """One rank's part of a step.
+    """Runs one rank's ops of a step.
 
-    stages: this rank's, by global index. schedule: with communication ops. per_token: gradients are those of the sum of
-    token losses (to be divided by the step's tokens), else of the mean over micro-batches and replicas of their means.
-    pipes: those of another executor over the same stages, whose schedule uses every channel that this one uses.
+    stages:    this rank's stages, by global index.
+    schedule:  with communication ops.
+    per_token: whether gradients are those of the sum of token losses (to be divided by the step's tokens); otherwise
+               those of the mean over micro-batches and replicas of their mean losses.
+    pipes:     the pipes of another executor over the same stages, whose schedule uses every channel that this one uses.
     """
 
     def __init__(
@@ -49,14 +54,14 @@ class Executor:
         self.stages, self.schedule, self.mesh, self.per_token = stages, schedule, mesh, per_token
         self.program = schedule.ranks[mesh.pp_rank]
         ops = [op for entry in self.program for op in ops_of(entry)]
-        self.held = frozenset((op.stage, op.microbatch) for op in ops if op.kind is Kind.W)
-        # The op that makes a stage's gradients final, and the one after which a micro-batch is of no use to a stage.
+        self.deferred = frozenset((op.stage, op.microbatch) for op in ops if op.kind is Kind.W)
+        # The op that makes a stage's gradients final, and the last op of a stage that uses a micro-batch.
         self.finals = {op.stage: op for op in ops if op.kind in (Kind.B, Kind.W)}
         self.ends = {(op.stage, op.microbatch): op for op in ops}
         self.pipes = pipes or Pipes(mesh, schedule)
-        self._then = self._following(ops)
-        # Set to a list, it takes (op, start, end) of each compute op in seconds at the end of a run, without the time
-        # spent waiting for a transfer.
+        self._next_unit = self._next_units(ops)
+        # If set to a list, a run appends (op, start, end) of each compute op, in seconds, at its end. The time spent
+        # waiting for transfers is not included.
         self.trace: list[tuple[str, float, float]] | None = None
         self._handlers = {
             Kind.W: self._finish_weights,
@@ -66,19 +71,19 @@ class Executor:
             Kind.RECV_B: self._receive_gradient,
         }
 
-    def _following(self, ops: Sequence[Op]) -> dict[Op, int]:
-        """Of each pass but the last, the unit at which the next one that computes with parameters begins."""
-        found: dict[Op, int] = {}
-        again = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.R}
-        after: int | None = None
+    def _next_units(self, ops: Sequence[Op]) -> dict[Op, int]:
+        """Return, per compute op, the first unit whose parameters a later one needs; no entry if none does."""
+        next_units: dict[Op, int] = {}
+        recomputed_early = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.R}
+        next_unit: int | None = None
         for op in reversed([op for op in ops if op.kind.is_compute]):
-            if after is not None:
-                found[op] = after
-            place = (op.stage, op.microbatch)
-            recomputed = op.kind is Kind.W or (op.kind is Kind.B and place in again)
-            visits = self.stages[op.stage].visits(op.kind, recomputed, place in self.held)
-            after = next((visit.unit for visit in visits if visit.computes), after)
-        return found
+            if next_unit is not None:
+                next_units[op] = next_unit
+            key = (op.stage, op.microbatch)
+            recomputed = op.kind is Kind.W or (op.kind is Kind.B and key in recomputed_early)
+            visits = self.stages[op.stage].visits(op.kind, recomputed, key in self.deferred)
+            next_unit = next((visit.unit for visit in visits if visit.computes), next_unit)
+        return next_units
 
     def run(
         self,
@@ -88,13 +93,16 @@ class Executor:
         weights: Sequence[float] | None = None,
         loss_scale: float = 1.0,
     ) -> StepLoss | None:
-        """Run every op in order; ``batches`` has one entry per micro-batch, on every rank.
+        """Run every op in order. Return the losses on the last stage, None elsewhere.
 
-        A forward-only schedule may have more micro-batches: what they read is brought, as other replicas expect, and
-        nothing is computed.
-        ``training`` turns dropout on and adds gradients to ``main_grad``. What the model hands out beside its loss is
-        in ``results`` afterwards, one dict per micro-batch, on the last stage. ``weights``: factors of the
-        micro-batches' losses, 1 by default. ``loss_scale``: a factor of all gradients, not of losses.
+        Afterwards ``results`` has, on the last stage, one dict per micro-batch of the model's outputs beside its loss.
+        A forward-only schedule may have more micro-batches than ``batches``. For these nothing is computed, but sharded
+        parameters are gathered, because other replicas take part in the collective.
+
+        batches:    one per micro-batch, on every rank.
+        training:   whether dropout is on and gradients are added to ``main_grad``.
+        weights:    factors of the micro-batches' losses; 1 by default.
+        loss_scale: factor of all gradients, not of losses.
         """
         self.batches, self.step, self.training, self.losses = batches, step, training, []
         self.weights, self.loss_scale = weights, loss_scale
@@ -133,7 +141,7 @@ class Executor:
             for op in ops:
                 self._handlers[op.kind](self.stages[op.stage], op)
         else:
-            execute([one for op in ops for one in self._passes(op)])
+            execute([each for op in ops for each in self._passes(op)])
             for op in ops:
                 self._hand_over(self.stages[op.stage], op)
         if computes:
@@ -143,12 +151,14 @@ class Executor:
     def _idle(self, entry: Entry) -> None:
         for op in ops_of(entry):
             stage = self.stages[op.stage]
-            tour = stage.held.tour(stage.visits(op.kind), self._then.get(op)) if op.kind.is_compute else None
-            if tour is not None:
-                tour.end()
+            if not op.kind.is_compute:
+                continue
+            sharded_pass = stage.parameters.sharded_pass(stage.visits(op.kind), self._next_unit.get(op))
+            if sharded_pass is not None:
+                sharded_pass.end()
 
     def _await(self, ops: Sequence[Op]) -> None:
-        """Wait for what the ops receive, so that a trace shows when they could run."""
+        """Wait for the inputs that ops receive, so that a trace excludes the time of waiting."""
         for op in ops:
             for part in self._parts(op):
                 if op.kind is Kind.F:
@@ -165,18 +175,18 @@ class Executor:
         return stage.begin(op.microbatch, self.batches[op.microbatch], self.step, self.training)
 
     def _passes(self, op: Op) -> list[Pass]:
-        """What a forward, recomputation or backward consists of."""
+        """Return the passes of a forward, recomputation or backward op, one per part of its micro-batch."""
         stage = self.stages[op.stage]
         self._parts(op)
         if op.kind is Kind.F:
-            return stage.forward(op.microbatch, self._then.get(op))
+            return stage.forward(op.microbatch, self._next_unit.get(op))
         if op.kind is Kind.R:
-            return stage.again(op.microbatch, self._then.get(op))
-        hold, last = (op.stage, op.microbatch) in self.held, op == self.finals[op.stage]
-        return stage.backward(op.microbatch, self._scale(stage, op), hold, last, self._then.get(op))
+            return stage.recomputation(op.microbatch, self._next_unit.get(op))
+        defer, last = (op.stage, op.microbatch) in self.deferred, op == self.finals[op.stage]
+        return stage.backward(op.microbatch, self._scale(stage, op), defer, last, self._next_unit.get(op))
 
     def _scale(self, stage: Stage, op: Op) -> Tensor | None:
-        """The gradient of the step's scaled loss with respect to a micro-batch's; None but on the last stage."""
+        """Return the gradient of the step's scaled loss with respect to a micro-batch's; None before the last stage."""
         if not self._is_last(stage):
             return None
         count = stage.count(op.microbatch).clamp(min=1)
@@ -189,7 +199,7 @@ class Executor:
         return stage.index == self.schedule.stages - 1
 
     def _hand_over(self, stage: Stage, op: Op) -> None:
-        """Pass on what an op made, where that stays on this rank: the loss, or values and gradients of neighbours."""
+        """Deliver an op's outputs that stay on this rank: the loss, or values and gradients for neighbouring stages."""
         if op.kind is Kind.F and self._is_last(stage):
             self._note_results(stage, op)
         elif op.kind is Kind.F and op.stage + 1 in self.stages:
@@ -203,46 +213,46 @@ class Executor:
                         other.state.add_grad(value.name, grad)
 
     def _beside(self, op: Op, stage: int) -> Iterator[tuple[Part, Part]]:
-        """The parts of a micro-batch on an op's stage and on another one of this rank."""
+        """Yield the parts of an op's micro-batch in pairs: on the op's stage and on another stage of this rank."""
         return zip(self._parts(op), self._parts(Op(stage, op.kind, op.microbatch)), strict=True)
 
     def _note_results(self, stage: Stage, op: Op) -> None:
         parts, count = stage.parts[op.microbatch], stage.count(op.microbatch)
-        found = [{name: part.take(name) for name in part.program.results} for part in parts]
-        total = sum((values.pop(LOSS) for values in found if LOSS in values), torch.zeros_like(count))
+        results = [{name: part.take(name) for name in part.program.results} for part in parts]
+        total = sum((values.pop(LOSS) for values in results if LOSS in values), torch.zeros_like(count))
         if self.weights is not None:
             total = total * self.weights[op.microbatch]
         self.losses.append((total, count, total / count.clamp(min=1)))
-        self.results.append(found[0])
+        self.results.append(results[0])
 
     def _finish_weights(self, stage: Stage, op: Op) -> None:
         stage.finish_weights(op.microbatch, op == self.finals[op.stage])
 
     def _crossings(self, op: Op) -> Iterator[tuple[int, Part, Crossing]]:
-        """(place in the transfer, part of the micro-batch, value) of each value that a send or receive moves."""
+        """Yield (index in the transfer, part of the micro-batch, value) of each value that a send or receive moves."""
         entering = op.kind in (Kind.RECV_F, Kind.SEND_B)
-        place = 0
-        for part in self._parts(op):  # with one micro-batch in flight gradients are posted before the forward
+        index = 0
+        for part in self._parts(op):  # a gradient may be received for a micro-batch whose forward has not begun
             for value in part.program.sources if entering else part.program.targets:
                 if value.grad or op.kind in (Kind.SEND_F, Kind.RECV_F):
-                    yield place, part, value
-                place += 1
+                    yield index, part, value
+                index += 1
 
     def _receive_activation(self, stage: Stage, op: Op) -> None:
-        for place, part, value in self._crossings(op):
-            part.state.arriving(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))
+        for index, part, value in self._crossings(op):
+            part.state.arriving(value.name, *self.pipes.receive(op, value.shape, value.dtype, index))
 
     def _receive_gradient(self, stage: Stage, op: Op) -> None:
-        for place, part, value in self._crossings(op):
-            part.state.arriving_grad(value.name, *self.pipes.receive(op, value.shape, value.dtype, place))
+        for index, part, value in self._crossings(op):
+            part.state.arriving_grad(value.name, *self.pipes.receive(op, value.shape, value.dtype, index))
 
     def _send_activation(self, stage: Stage, op: Op) -> None:
-        for place, part, value in self._crossings(op):
-            self.pipes.send(op, part.take(value.name), place)
+        for index, part, value in self._crossings(op):
+            self.pipes.send(op, part.take(value.name), index)
 
     def _send_gradient(self, stage: Stage, op: Op) -> None:
-        for place, part, value in self._crossings(op):
+        for index, part, value in self._crossings(op):
             grad = part.state.take_grad(value.name)
             if grad is None:
                 grad = torch.zeros(value.shape, dtype=value.dtype, device=self.mesh.device)
-            self.pipes.send(op, grad, place)
+            self.pipes.send(op, grad, index)

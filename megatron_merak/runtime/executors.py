@@ -1,4 +1,4 @@
-"""The executors of steps that have different numbers of micro-batches, over one set of stages."""
+"""Executors for steps with different numbers of micro-batches, over the same stages."""
 
 from collections.abc import Mapping
 
@@ -10,22 +10,23 @@ from .stage import Stage
 
 
 class Executors:
-    """Makes an executor when steps of its number of micro-batches first come; all share their pipes.
+    """Creates an executor at the first step with a given number of micro-batches; all of them share their pipes.
 
-    stages, mesh, per_token: see ``Executor``. schedule: compute ops of the plan's number of micro-batches.
+    stages, mesh, per_token: see `Executor`.
+    schedule:                compute ops, for the plan's number of micro-batches.
     """
 
     def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, mesh: Mesh, per_token: bool):
         self._stages, self._schedule, self._mesh, self._per_token = stages, schedule, mesh, per_token
-        self._made: dict[tuple[int, bool], Executor] = {}
-        self.of(schedule.microbatches)  # the first one's pipes serve all others
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self.of(schedule.microbatches)  # all others use the pipes of this one
 
     def of(self, micro_batches: int, training: bool = True) -> Executor:
-        """What runs steps of so many micro-batches; of their forwards alone where it is not ``training``."""
+        """Return the executor of steps with that many micro-batches; of forwards only where not ``training``."""
         key = (micro_batches, training)
-        if key not in self._made:
+        if key not in self._executors:
             schedule = self._schedule if training else forward_only(self._schedule)
             schedule = add_communication(resize(schedule, micro_batches))
-            pipes = next(iter(self._made.values())).pipes if self._made else None
-            self._made[key] = Executor(self._stages, schedule, self._mesh, self._per_token, pipes)
-        return self._made[key]
+            pipes = next(iter(self._executors.values())).pipes if self._executors else None
+            self._executors[key] = Executor(self._stages, schedule, self._mesh, self._per_token, pipes)
+        return self._executors[key]

@@ -1,4 +1,4 @@
-"""The sum of gradients over data-parallel ranks, bucket by bucket while the backward still runs."""
+"""Reduction of gradients over data-parallel ranks, bucket by bucket, overlapped with the backward."""
 
 from functools import partial
 
@@ -11,18 +11,20 @@ from megatron_merak.runtime.wire import Wire
 
 
 class GradientReducer:
-    """Sums `buffer.main_grad` over `group`: one asynchronous all-reduce per bucket, or reduce-scatter where the bucket
-    is sharded, behind which the shard is all-reduced where others own it as well. Nothing is averaged.
+    """Sums `buffer.main_grad` over `group`, without averaging: one asynchronous all-reduce per bucket.
+
+    A sharded bucket is reduce-scattered instead, and its shard then all-reduced over the ranks that own the same one.
 
     Per step: `start()`, then `ready(name)` once per parameter when its gradient is final on this rank, then `finish()`.
     Ranks may report parameters in different orders: bucket k+1 is never launched before bucket k, so that all ranks
     launch the same collectives in the same order.
 
-    group: data-parallel ranks, which hold buffers of the same layout; None or one rank: nothing is sent.
-    overlap: launch a bucket as soon as it is ready; else all of them in `finish()`.
-    sharing: those of them that share, in the order of their shards; None: all. across: those that own the same shards;
-    None: there are no others. relay: what launches the second of two reductions; given with ``across``. in_bf16: see
-    `Wire`.
+    group:           data-parallel ranks, with buffers of the same layout; None or one rank: nothing is sent.
+    overlap:         launch a bucket as soon as it is ready; otherwise all of them in `finish()`.
+    shard_group:     the ranks of ``group`` over which a bucket is sharded, in the order of their shards; None: all.
+    replicate_group: the ranks of ``group`` that own the same shards; None: only this one.
+    relay:           launches the all-reduce that follows a reduce-scatter; required with ``replicate_group``.
+    in_bf16:         see `Wire`.
     """
 
     def __init__(
@@ -30,16 +32,16 @@ class GradientReducer:
         buffer: ParameterBuffer,
         group: dist.ProcessGroup | None,
         overlap: bool = True,
-        sharing: dist.ProcessGroup | None = None,
-        across: dist.ProcessGroup | None = None,
+        shard_group: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
         relay: Relay | None = None,
         in_bf16: bool = False,
     ):
         self.buffer, self.relay = buffer, relay
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.overlap = overlap
-        self._all, self._inside = Wire(self.group, in_bf16), Wire(sharing or self.group, in_bf16)
-        self._across = Wire(across, in_bf16)
+        self._all, self._over_shards = Wire(self.group, in_bf16), Wire(shard_group or self.group, in_bf16)
+        self._across_replicas = Wire(replicate_group, in_bf16)
         self._bucket_of = {name: number for number, bucket in enumerate(buffer.buckets) for name in bucket.names}
         self.start()
 
@@ -48,7 +50,7 @@ class GradientReducer:
         self._missing = {name: None for bucket in self.buffer.buckets for name in bucket.names}
         self._unready = [len(bucket.names) for bucket in self.buffer.buckets]
         self._works: list[Work] = []
-        for wire in (self._all, self._inside, self._across):
+        for wire in (self._all, self._over_shards, self._across_replicas):
             wire.start()
         self._launched = 0
         self._finished = False
@@ -57,12 +59,12 @@ class GradientReducer:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Parameters that are not ready yet, last ones of the model first."""
+        """Names of the parameters that are not ready yet, from the last one of the model to the first."""
         return tuple(self._missing)
 
     @property
     def launched(self) -> int:
-        """How many buckets are on their way or done."""
+        """Number of buckets whose reduction was launched in this step."""
         return self._launched
 
     def ready(self, name: str) -> None:
@@ -77,10 +79,10 @@ class GradientReducer:
                 self._launch()
 
     def finish(self) -> None:
-        """Launch the buckets that are left, wait for all: `main_grad` holds the sum of what this rank owns (on CUDA:
-        for the current stream).
+        """Launch the remaining buckets and wait for all. `main_grad` then has the sum of what this rank owns.
 
-        Parameters that never became ready (no gradient this step) are summed as they are; `missing` names them.
+        On CUDA it is valid for work on the current stream. Parameters that never became ready (no gradient in this
+        step) are summed as they are; `missing` names them.
         """
         assert not self._finished, "finish() twice in one step"
         while self._launched < len(self.buffer.buckets):
@@ -102,10 +104,10 @@ class GradientReducer:
         if bucket.sharded:
             start, stop = self.buffer.shard_of(bucket)
             own = grad[start:stop]
-            work = self._inside.reduce_scatter(own, view)
+            work = self._over_shards.reduce_scatter(own, view)
             if self.relay is None:
                 self._works.append(work)
             else:
-                self.relay.follow(work, partial(self._across.all_reduce, own))
+                self.relay.follow(work, partial(self._across_replicas.all_reduce, own))
         else:
             self._works.append(self._all.all_reduce(view))

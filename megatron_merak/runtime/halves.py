@@ -1,4 +1,4 @@
-"""Splitting a micro-batch into two halves that take turns: one computes while the other's collectives are under way."""
+"""Splits a micro-batch into two halves, so that one computes while the collectives of the other are in flight."""
 
 from collections.abc import Mapping
 
@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 def halve(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The first and the second half of the samples, the first one larger by one where they are odd in number.
+    """Return the two halves of a batch's samples; of an odd number the first half has one more.
 
-    Tensors of one dimension or more have a sample per entry of their first; numbers go to both halves. A batch that
-    does not split (a single sample, tensors of other leading extents) is returned whole.
+    Tensors are split along their first dimension; scalars and other values go to both halves. A batch that cannot be
+    split (a single sample, or tensors that differ in their first dimension) is returned as the only entry.
     """
-    extents = {value.shape[0]: None for value in batch.values() if isinstance(value, Tensor) and value.dim()}
-    samples = next(iter(extents), 1)
-    if len(extents) != 1 or samples < 2:
+    sizes = {value.shape[0]: None for value in batch.values() if isinstance(value, Tensor) and value.dim()}
+    samples = next(iter(sizes), 1)
+    if len(sizes) != 1 or samples < 2:
         return [dict(batch)]
     middle = (samples + 1) // 2
     return [

@@ -1,4 +1,4 @@
-"""The parameters of one rank over a training step: where their gradients add up and what makes these final."""
+"""The parameters of one rank in a training step: accumulating their gradients, and making these final."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -13,24 +13,27 @@ from ..plan import TensorSharding
 from ..segment import Segment
 from .grads import GradientReducer
 from .shards import ShardGatherer
-from .units import Tour, UnitShards, Visit
+from .units import ShardedPass, UnitShards, Visit
 from .weights import Gradient, WeightGradients
 
 
 class RankParameters:
     """Trainable parameters of all stages of a rank, as views of ``buffer``.
 
-    Where that is sharded over replicas, gradients are final, after a step, for what this rank owns, and `gatherer`
-    brings what the others have updated.
+    Where the buffer is sharded over replicas, a step makes final only the gradients that this rank owns, and `gatherer`
+    all-gathers the parameters that the other ranks have updated.
 
-    names: parameter -> its name in the buffer. replicated: those of which every tensor-parallel rank holds all. ties:
-    those that other ranks of the pipeline hold as well, with the group of the ranks that do. overlap: reduce gradients
-    over replicas while the backward runs. gathers_early: gather updated shards while the next forward runs. partial:
-    those whose gradients are in parts over tensor-parallel ranks in any case, beside the replicated ones that sharded
-    segments read. shared: how many stages of this rank use a parameter, where that is more than one. reads: the
-    trainable parameters that each unit reads. in_bf16: gradients travel between replicas in bf16, see `Wire`; the sums
-    over other ranks, of ``partial`` and ``ties``, in fp32. tensors: how tensor parallelism divides parameters that are
-    whole tensors of the model.
+    names:           parameter -> its name in the buffer.
+    replicated:      parameters that every tensor-parallel rank has in full.
+    ties:            parameters that other pipeline ranks have as well, with the group of the ranks that have them.
+    overlap:         whether the reduction over replicas overlaps with the backward.
+    overlap_gathers: whether the all-gather of updated shards overlaps with the next forward.
+    partial:         parameters whose gradients are always partial sums on each tensor-parallel rank, in addition to the
+                     replicated ones that sharded segments read.
+    shared:          how many stages of this rank use a parameter, where that is more than one.
+    reads:           the trainable parameters that each unit reads.
+    in_bf16:         whether replicas exchange gradients in bf16, see `Wire`; ``partial`` and ``ties`` use fp32.
+    tensors:         how tensor parallelism shards those parameters that are complete tensors of the model.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class RankParameters:
         replicated: Collection[str] = (),
         ties: Sequence[tuple[str, dist.ProcessGroup]] = (),
         overlap: bool = True,
-        gathers_early: bool = True,
+        overlap_gathers: bool = True,
         partial: Collection[str] = (),
         shared: Mapping[str, int] | None = None,
         reads: Mapping[int, Collection[str]] | None = None,
@@ -53,31 +56,49 @@ class RankParameters:
         self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
         by_unit = buffer.sharding >= Sharding.GRADIENTS
         self.weights = WeightGradients({parameter: self._grads[name] for parameter, name in names.items()}, by_unit)
-        sharing, across = mesh.sharing, mesh.across
-        given = (buffer, sharing, self._grads, reads or {}, overlap, across, mesh.dp, in_bf16)
-        self.units = UnitShards(*given) if by_unit else None
-        relay = None if across is None or by_unit else Relay(mesh.device, mesh.clock)
-        self.reducer = GradientReducer(buffer, mesh.dp, overlap, sharing, across, relay, in_bf16)
-        self.gatherer = ShardGatherer(buffer, sharing, gathers_early)
+        shard_group, replicate_group = mesh.shard_group, mesh.replicate_group
+        self.units = None
+        if by_unit:
+            self.units = UnitShards(
+                buffer,
+                shard_group,
+                self._grads,
+                reads or {},
+                overlap=overlap,
+                replicate_group=replicate_group,
+                group=mesh.dp,
+                in_bf16=in_bf16,
+            )
+        relay = None if replicate_group is None or by_unit else Relay(mesh.device, mesh.clock)
+        self.reducer = GradientReducer(
+            buffer,
+            mesh.dp,
+            overlap=overlap,
+            shard_group=shard_group,
+            replicate_group=replicate_group,
+            relay=relay,
+            in_bf16=in_bf16,
+        )
+        self.gatherer = ShardGatherer(buffer, shard_group, overlap_gathers)
         self._replicated, self._ties, self._shared = replicated, ties, dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)
 
     @property
     def copies(self) -> list[tuple[list[str], dist.ProcessGroup]]:
-        """Parameters that other ranks of this replica hold as well, with the groups of those that do: ties first."""
-        found: list[tuple[list[str], dist.ProcessGroup]] = [([name], group) for name, group in self._ties]
+        """Parameters that other ranks of this replica have as well, with the groups of these ranks: ties first."""
+        copies: list[tuple[list[str], dist.ProcessGroup]] = [([name], group) for name, group in self._ties]
         if self.mesh.tp is not None:
-            found.append(([name for name in self.buffer.slots if name in self._replicated], self.mesh.tp))
-        return [(names, group) for names, group in found if names]
+            copies.append(([name for name in self.buffer.slots if name in self._replicated], self.mesh.tp))
+        return [(names, group) for names, group in copies if names]
 
     def used_by(self, segments: Sequence[Segment]) -> dict[Segment, list[str]]:
-        """Admit the segments of a program. Returns the parameters that each one's backward uses last.
+        """Return the parameters whose last use in a program's backward is in each segment.
 
-        Raises PlanError where parameters are sharded and a segment reads one that is not there when its unit runs.
+        Raises PlanError where parameters are sharded and a segment reads one that is not gathered for its unit.
         """
         for segment in segments if self.units is not None else ():
             for name in (self.names[parameter] for parameter in segment.parameters if parameter in self.names):
-                if not self.units.serves(segment.unit, name):
+                if not self.units.gathers(segment.unit, name):
                     reason = f"unit {segment.unit} uses it for this batch, and did not for the first one"
                     remedy = "Start with a batch like this one, or use --data-parallel-sharding-strategy optim"
                     raise PlanError("parameter", name, reason, remedy)
@@ -88,22 +109,30 @@ class RankParameters:
         return last
 
     def trained_by(self, segments: Sequence[Segment]) -> None:
-        """Admit the backwards of segments: gradients of replicated parameters that sharded ones read are in parts."""
+        """Register segments that will run backwards.
+
+        Replicated parameters that sharded segments read get partial sums as gradients on each rank.
+        """
         if self.mesh.tp is not None:
             used = (self.names[p] for s in segments if s.sharded for p in s.parameters if p in self.names)
             self._partial |= {name: None for name in used if name in self._replicated}
 
-    def arrive(self, segment: Segment) -> None:
-        """Return when the parameters that a segment reads have arrived."""
+    def wait_for(self, segment: Segment) -> None:
+        """Block until the parameters that a segment reads are gathered."""
         if self.gatherer.pending:
             self.gatherer.wait(self.names[parameter] for parameter in segment.parameters if parameter in self.names)
 
-    def tour(self, visits: Sequence[Visit], then: int | None = None, last: bool = False) -> Tour | None:
-        """What brings the parameters, and reduces the gradients, of a pass; ``then``, ``last``: see `Tour`."""
-        return None if self.units is None else Tour(self.units, visits, then, last)
+    def sharded_pass(
+        self, visits: Sequence[Visit], next_unit: int | None = None, last: bool = False
+    ) -> ShardedPass | None:
+        """Return what gathers parameters and reduces gradients during a pass; None where neither is sharded.
+
+        next_unit, last: see `ShardedPass`.
+        """
+        return None if self.units is None else ShardedPass(self.units, visits, next_unit, last)
 
     def start_step(self) -> None:
-        self.gatherer.hold_gradient(False)
+        self.gatherer.preserve_gradient(False)
         if self.units is not None:
             self.units.start()
             return
@@ -113,16 +142,14 @@ class RankParameters:
         self._users = dict(self._shared)
 
     def ready(self, name: str) -> None:
-        """One stage adds no more to the gradient of ``name`` in this step."""
+        """Report that one stage has added its last gradient of ``name`` in this step."""
         self._users[name] = self._users.get(name, 1) - 1
         if self._users[name] == 0:
             self._grads[name].settle()
             self.reducer.ready(name)
 
     def finish_step(self) -> None:
-        """Make the gradients final: sum them over replicas, and where a parameter's gradient is in parts, over its
-        holders.
-        """
+        """Make the gradients final: all-reduce them over replicas, and partial sums over the ranks of a parameter."""
         if self.units is not None:
             self.units.finish()
         else:
@@ -133,4 +160,4 @@ class RankParameters:
         for name, group in (*partial, *self._ties):
             for own in self.buffer.own_grad(name):
                 dist.all_reduce(own, group=group)
-        self.gatherer.hold_gradient(True)
+        self.gatherer.preserve_gradient(True)

@@ -1,4 +1,4 @@
-"""What a stage does with one micro-batch: its segments and its borders."""
+"""The program of a stage: its segments, and the values that enter and leave it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,13 @@ LOSS = "loss"
 class Program:
     """A stage's work on micro-batches of one shape.
 
-    prelude: batch -> what the segments share. sources, targets: values that enter and leave the stage, in the order in
-    which they travel. results: values that the last stage hands out, ``loss`` the first. count: how many tokens the
-    loss of a micro-batch is a sum over; None where the loss is complete as it is. named: what each result is called.
+    segments: in forward order.
+    prelude:  batch -> the tensors that all segments can read.
+    sources:  values that enter the stage, in the order of their transfers.
+    targets:  values that leave the stage, in the order of their transfers.
+    results:  values that the last stage returns, ``loss`` first.
+    count:    returns the number of tokens that a micro-batch's loss is summed over; None where the loss is complete.
+    named:    the name under which the caller sees each result.
     """
 
     segments: tuple[Segment, ...]
@@ -29,5 +33,5 @@ class Program:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Values that outlive the segments."""
+        """Names of the values that are needed after the segments have run."""
         return (*(value.name for value in self.targets), *self.results)

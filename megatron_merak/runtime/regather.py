@@ -1,7 +1,7 @@
-"""Sequence parallelism keeps a rank's shard of an all-gathered value between forward and backward, as Megatron-LM does.
+"""Under sequence parallelism a rank keeps only its shard of an all-gathered value for the backward, as in Megatron-LM.
 
-The backward of the segment that read the value starts the all-gather before it computes. A linear layer wants its input
-last, for the weight gradient: the collective runs behind all that the segment computes before.
+The backward of the segment that read the value starts the all-gather before it computes. A linear layer needs its input
+only for the weight gradient, which comes last, so the all-gather overlaps with the rest of the segment's backward.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ Launch = Callable[[Tensor, Collective, bool], tuple[Tensor, Work]]
 
 
 class Regather:
-    """An all-gathered value on a tape. Called in the backward, it returns the value.
+    """An all-gathered value, of which a tape keeps one shard. Call it in the backward to get the full value.
 
-    shard: this rank's, [b, s / n, ...].
+    shard: this rank's shard, [b, s / n, ...].
     """
 
     def __init__(self, shard: Tensor):
-        self.shard, self._whole, self._work = shard, None, None
+        self.shard, self._full, self._work = shard, None, None
 
     def start(self, launch: Launch) -> None:
-        """Start the all-gather; once, before the value is asked for."""
-        self._whole, self._work = launch(self.shard, Collective.ALL_GATHER, False)
+        """Start the all-gather; call it once, before calling this object."""
+        self._full, self._work = launch(self.shard, Collective.ALL_GATHER, False)
 
     def __call__(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._whole
+        return self._full

@@ -1,4 +1,4 @@
-"""What data-parallel ranks gather of one another, where each of them updates its own shards of the parameters."""
+"""All-gather of parameters over data-parallel ranks, each of which updates only its own shards."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,35 +13,36 @@ from ..tensor_parallel.sequence import gather_single
 
 
 class ShardGatherer:
-    """All-gathers of a sharded `ParameterBuffer`; where the buffer is not sharded nothing is sent, and nothing waits.
+    """All-gathers of a sharded `ParameterBuffer`; no-ops where the buffer is not sharded.
 
     Per step: `launch()` after the optimizer; then `wait(names)` before parameters are read, or `finish()` for all.
-    Where parameters are sharded, each pass gathers its own, and `launch` only releases what is out of date; between
-    passes `bring()` gathers some of them, and the buffer's `seal` takes over what was written then.
-    `full()` needs the gradient's memory. Between `hold_gradient()` and the optimizer's step it keeps what this rank
-    owns of the gradient aside, and `restore_gradient()` puts that back.
+    Where the parameters themselves are sharded (ZeRO-3), each pass gathers what it reads, and `launch` only frees
+    outdated parameters; between passes `gather()` gathers some of them, and `seal` of the buffer saves changes to them.
+    `full()` overwrites the gradient. Between `preserve_gradient(True)` and the optimizer's step it first saves what
+    this rank owns of the gradient, and `restore_gradient()` puts that back.
 
-    buffer: whose shards they are. group: the data-parallel ranks that share it, in the order of their shards.
-    overlap: `launch` returns while parameters travel, and the next forward waits for each bucket; else it waits.
+    buffer:  the sharded buffer.
+    group:   the data-parallel ranks that it is sharded over, in the order of their shards.
+    overlap: whether `launch` returns at once, and the next forward waits for each bucket; otherwise `launch` waits.
     """
 
     def __init__(self, buffer: ParameterBuffer, group: dist.ProcessGroup | None, overlap: bool = True):
         self.buffer, self.group, self.overlap = buffer, group, overlap
-        self._buckets = [bucket for bucket in reversed(buffer.buckets) if bucket.sharded]  # the forward's order
+        self._buckets = [bucket for bucket in reversed(buffer.buckets) if bucket.sharded]  # in the order of the forward
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
         self._works: dict[int, dist.Work] = {}
-        self._holds = False
-        self._aside: list[Tensor] | None = None
+        self._preserves = False
+        self._saved: list[Tensor] | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether parameters are under way."""
+        """Whether an all-gather is in flight."""
         return bool(self._works)
 
     def launch(self) -> None:
-        """Start to gather the updated parameters. Collective over ``group``, in which all ranks have the same order."""
+        """Start to gather the updated parameters. Collective over ``group``, in the same order on all ranks."""
         self.finish()
-        self._holds, self._aside = False, None
+        self._preserves, self._saved = False, None
         if isinstance(self.buffer.data, Pieces):
             self.buffer.data.release_all()
             return
@@ -50,21 +51,21 @@ class ShardGatherer:
             self.finish()
 
     def wait(self, names: Iterable[str]) -> None:
-        """Return when the parameters ``names`` have arrived (on CUDA: for the current stream)."""
+        """Block until the parameters ``names`` are gathered (on CUDA: for work on the current stream)."""
         for number in dict.fromkeys(self._bucket_of[name] for name in names if name in self._bucket_of):
             if number in self._works:
                 self._works.pop(number).wait()
 
     def finish(self) -> None:
-        """Return when all parameters have arrived."""
+        """Block until all parameters are gathered."""
         for number in list(self._works):
             self._works.pop(number).wait()
 
     @torch.no_grad()
-    def bring(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Return when ``buffer.data`` has the parameters of ``buckets``, all by default, until the next pass.
+    def gather(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Gather the parameters of ``buckets``, by default of all, into ``buffer.data`` until the next pass.
 
-        Where parameters are sharded it loses all others. Collective over ``group``.
+        Where parameters are sharded, those of other buckets are freed. Collective over ``group``. Blocks.
         """
         self.finish()
         buffer, data = self.buffer, self.buffer.data
@@ -80,32 +81,34 @@ class ShardGatherer:
 
     @torch.no_grad()
     def full(self, state: Tensor | Scattered, buckets: Sequence[Bucket] | None = None) -> Flat:
-        """A rank's optimizer state ([buffer.owned_size], or scattered) as that of all ranks: [buffer.size]; of
-        ``buckets`` only, where given.
+        """Return the optimizer state of all ranks, [buffer.size], given that of this rank.
 
-        Where the buffer is sharded, or the state scattered, this is its ``main_grad``, overwritten. Collective over
-        ``group`` where it is sharded.
+        Where the buffer is sharded or the state scattered, the result is ``buffer.main_grad``, overwritten. Collective
+        over ``group`` where the buffer is sharded.
+
+        state:   [buffer.owned_size], or scattered.
+        buckets: gather only these; None: all.
         """
         scattered = isinstance(state, Scattered)
         overwrites = self.buffer.sharding == Sharding.OPTIMIZER or (scattered and not self.buffer.sharded)
-        if self._holds and self._aside is None and overwrites:
-            self._aside = [own.clone() for own in self.buffer.own_grads]
+        if self._preserves and self._saved is None and overwrites:
+            self._saved = [own.clone() for own in self.buffer.own_grads]
         flat = state.spread(buckets) if scattered else self.buffer.spread(state, buckets)
         for work in self._gather(flat, buckets):
             work.wait()
         return flat
 
-    def hold_gradient(self, holds: bool) -> None:
-        """Whether ``main_grad`` has a gradient that an optimizer's step will read."""
-        self._holds, self._aside = holds, None
+    def preserve_gradient(self, preserve: bool) -> None:
+        """Set whether ``main_grad`` has a gradient that an optimizer's step will read, so that `full` must save it."""
+        self._preserves, self._saved = preserve, None
 
     @torch.no_grad()
     def restore_gradient(self) -> None:
-        """Let ``main_grad`` have what this rank owns of the gradient, if `full` overwrote it."""
-        if self._aside is not None:
-            for own, kept in zip(self.buffer.own_grads, self._aside, strict=True):
-                own.copy_(kept)
-            self._aside = None
+        """Put back into ``main_grad`` what this rank owns of the gradient, if `full` overwrote it."""
+        if self._saved is not None:
+            for own, saved in zip(self.buffer.own_grads, self._saved, strict=True):
+                own.copy_(saved)
+            self._saved = None
 
     def _gather(self, flat: Flat, buckets: Sequence[Bucket] | None = None) -> list[dist.Work]:
         works = []
@@ -113,7 +116,8 @@ class ShardGatherer:
             if buckets is not None and bucket not in buckets:
                 continue
             start, stop = self.buffer.shard_of(bucket)
-            whole = flat[bucket.start : bucket.stop].data  # has a version of its own: other buckets are in use already
-            own = whole[start - bucket.start : stop - bucket.start]
-            works.append(gather_single(whole, own, group=self.group, async_op=True))
+            # `.data` has its own version counter: autograd may already use other buckets.
+            full = flat[bucket.start : bucket.stop].data
+            own = full[start - bucket.start : stop - bucket.start]
+            works.append(gather_single(full, own, group=self.group, async_op=True))
         return works

@@ -1,4 +1,4 @@
-"""One pipeline stage: the programs it runs and its micro-batches in flight."""
+"""One pipeline stage: its programs and its micro-batches in flight."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,18 +24,31 @@ class _Runner:
     """A program and the engine that runs it."""
 
     def __init__(
-        self, program: Program, recompute: Collection[Sequence[int]], held: RankParameters, mesh: Mesh, overlap: bool
+        self,
+        program: Program,
+        recompute: Collection[Sequence[int]],
+        parameters: RankParameters,
+        mesh: Mesh,
+        overlap: bool,
     ):
         self.program = program
-        given = (program.segments, recompute, program.outputs, mesh.tp, held.weights, mesh.device)
-        self.engine = Engine(*given, overlap, held.arrive)
-        self.held, self.final = held, held.used_by(program.segments)
+        self.engine = Engine(
+            program.segments,
+            recompute,
+            program.outputs,
+            mesh.tp,
+            parameters.weights,
+            mesh.device,
+            overlap=overlap,
+            wait_for_parameters=parameters.wait_for,
+        )
+        self.parameters, self.last_uses = parameters, parameters.used_by(program.segments)
         self.trains = False
 
     def train(self) -> None:
-        """Before the program's first backward; what only evaluates says nothing of gradients."""
+        """Register the program for training; called before its first backward, never for one that only evaluates."""
         if not self.trains:
-            self.held.trained_by(self.program.segments)
+            self.parameters.trained_by(self.program.segments)
             self.trains = True
 
 
@@ -51,7 +64,7 @@ class Part:
         return self.runner.program
 
     def take(self, name: str) -> Tensor:
-        """A value that leaves the stage; what a recomputation still needs stays."""
+        """Return a value that leaves the stage, and free it here unless a recomputation needs it."""
         if name in self.state.common:
             return self.state.common[name]
         return self.runner.engine.take(self.state, name)
@@ -60,17 +73,20 @@ class Part:
 class Stage:
     """Runs forwards, recomputations, backwards and weight gradients of one stage's units.
 
-    program_for: (batch, training) -> the program for a micro-batch of that shape; asked again, it returns the same
-    object. recompute: runs of units that keep no tape. mode: called with ``training`` before a schedule runs.
-    split: a micro-batch of training -> the parts that take turns in the segments. overlap: collectives run behind
-    other work. units: of the model's chain, in forward order.
+    index:       of the stage in the pipeline.
+    program_for: (batch, training) -> the program for a micro-batch of that shape, the same object at each call.
+    recompute:   groups of consecutive units that are recomputed.
+    mode:        called with ``training`` before a schedule runs.
+    split:       splits a training micro-batch into parts whose segments are interleaved; None: no split.
+    overlap:     whether collectives overlap with other work.
+    units:       of the model's chain, in forward order.
     """
 
     def __init__(
         self,
         index: int,
         program_for: Callable[[Batch, bool], Program],
-        held: RankParameters,
+        parameters: RankParameters,
         recompute: Collection[Sequence[int]],
         mesh: Mesh,
         seed: int,
@@ -79,7 +95,7 @@ class Stage:
         overlap: bool = True,
         units: Sequence[int] = (),
     ):
-        self.index, self.program_for, self.held, self.recompute = index, program_for, held, recompute
+        self.index, self.program_for, self.parameters, self.recompute = index, program_for, parameters, recompute
         self.units = units
         self.mesh, self.seed, self.mode, self.split, self.overlap = mesh, seed, mode, split, overlap
         self.generator = default_generator(mesh.device)
@@ -88,28 +104,28 @@ class Stage:
         self._visits: dict[tuple[Kind, bool, bool], Sequence[Visit]] = {}
 
     def start_run(self, training: bool) -> None:
-        """Before the first op of a schedule; what an earlier run left behind when it failed is forgotten."""
+        """Prepare for the first op of a schedule; drop the micro-batches of an earlier run that failed."""
         if self.mode is not None:
             self.mode(training)
         self.parts.clear()
 
     def begin(self, microbatch: int, batch: Batch, step: int, training: bool) -> list[Part]:
-        """Admit a micro-batch; ``batch`` is this stage's own copy, never sent."""
+        """Create the parts of a micro-batch. ``batch`` comes from this rank's data, not from another stage."""
         batches = [batch] if self.split is None or not training else self.split(batch)
-        place = (step, microbatch * self.mesh.replicas + self.mesh.replica)
+        position = (step, microbatch * self.mesh.replicas + self.mesh.replica)
         halves = range(len(batches)) if len(batches) > 1 else (None,)
         self.parts[microbatch] = [
-            self._admit(part, (*place, half), training) for part, half in zip(batches, halves, strict=True)
+            self._new_part(part, (*position, half), training) for part, half in zip(batches, halves, strict=True)
         ]
         return self.parts[microbatch]
 
-    def _admit(self, batch: Batch, place: tuple[int, int, int | None], training: bool) -> Part:
+    def _new_part(self, batch: Batch, position: tuple[int, int, int | None], training: bool) -> Part:
         program = self.program_for(batch, training)
         if program not in self._runners:
-            self._runners[program] = _Runner(program, self.recompute, self.held, self.mesh, self.overlap)
+            self._runners[program] = _Runner(program, self.recompute, self.parameters, self.mesh, self.overlap)
         if training:
             self._runners[program].train()
-        step, microbatch, half = place
+        step, microbatch, half = position
 
         def seed(segment: Segment) -> None:
             shard = self.mesh.tp_rank if segment.sharded else 0
@@ -124,42 +140,46 @@ class Stage:
         return self.parts[microbatch][0].program
 
     def count(self, microbatch: int) -> Tensor:
-        """fp32 scalar: the tokens that a micro-batch's loss is a sum over, 1 where it is complete."""
+        """Return the number of tokens that a micro-batch's loss is summed over (1 if it is complete): fp32 scalar."""
         if self.program(microbatch).count is None:
             return torch.ones((), device=self.mesh.device)
         return sum(part.program.count(part.state.common) for part in self.parts[microbatch])
 
-    def visits(self, kind: Kind, recomputed: bool = False, hold: bool = False) -> Sequence[Visit]:
-        """What a pass visits. recomputed: before a backward; hold: as in `backward`."""
-        key = (kind, recomputed, hold)
+    def visits(self, kind: Kind, recomputed: bool = False, defer: bool = False) -> Sequence[Visit]:
+        """Return the visits of a pass. recomputed: whether an R ran before a backward; defer: as in `backward`."""
+        key = (kind, recomputed, defer)
         if key not in self._visits:
-            self._visits[key] = visits_of(kind, self.units, () if recomputed else self.recompute, hold)
+            self._visits[key] = visits_of(kind, self.units, () if recomputed else self.recompute, defer)
         return self._visits[key]
 
-    def forward(self, microbatch: int, then: int | None = None) -> list[Pass]:
-        """``then``, here and below: the unit at which the rank's next pass will need parameters first."""
-        tour = self.held.tour(self.visits(Kind.F), then)
-        return [Pass(p.runner.engine, p.state, p.runner.engine.forward_runs, tour=tour) for p in self.parts[microbatch]]
+    def forward(self, microbatch: int, next_unit: int | None = None) -> list[Pass]:
+        """Return the passes of a forward.
 
-    def again(self, microbatch: int, then: int | None = None) -> list[Pass]:
-        """The recomputation that a backward would do otherwise."""
+        next_unit: here and below, the first unit whose parameters the rank's next pass needs.
+        """
+        sharded, parts = self.parameters.sharded_pass(self.visits(Kind.F), next_unit), self.parts[microbatch]
+        return [Pass(p.runner.engine, p.state, p.runner.engine.forward_runs, sharded_pass=sharded) for p in parts]
+
+    def recomputation(self, microbatch: int, next_unit: int | None = None) -> list[Pass]:
+        """Return the passes of a recomputation, which the backward then omits."""
         for part in self.parts[microbatch]:
             part.state.recomputed = True
-        tour, parts = self.held.tour(self.visits(Kind.R), then), self.parts[microbatch]
-        return [Pass(p.runner.engine, p.state, p.runner.engine.recompute_runs, tour=tour) for p in parts]
+        sharded, parts = self.parameters.sharded_pass(self.visits(Kind.R), next_unit), self.parts[microbatch]
+        return [Pass(p.runner.engine, p.state, p.runner.engine.recompute_runs, sharded_pass=sharded) for p in parts]
 
     def backward(
-        self, microbatch: int, loss_scale: Tensor | None, hold: bool, last: bool, then: int | None = None
+        self, microbatch: int, loss_scale: Tensor | None, defer: bool, last: bool, next_unit: int | None = None
     ) -> list[Pass]:
-        """``loss_scale``: gradient of the step's loss with respect to this micro-batch's, on the last stage only.
+        """Return the passes of a backward.
 
-        ``hold``: weight gradients wait for `finish_weights`. ``last``: no micro-batch follows in this step, so
-        gradients become final as the segments finish.
+        loss_scale: gradient of the step's loss with respect to this micro-batch's; None before the last stage.
+        defer:      leave the weight gradients to `finish_weights`.
+        last:       no micro-batch follows in this step, so gradients become final as the segments finish.
         """
-        parts, by_unit = self.parts[microbatch], self.held.units is not None
-        report = self._reports(microbatch) if last and not hold and not by_unit else None
+        parts, by_unit = self.parts[microbatch], self.parameters.units is not None
+        callback_for = self._ready_callbacks(microbatch) if last and not defer and not by_unit else None
         recomputed = any(part.state.recomputed for part in parts)
-        tour = self.held.tour(self.visits(Kind.B, recomputed, hold), then, last)
+        sharded = self.parameters.sharded_pass(self.visits(Kind.B, recomputed, defer), next_unit, last)
         for part in parts if loss_scale is not None else ():
             part.state.add_grad(LOSS, loss_scale)
         return [
@@ -167,36 +187,40 @@ class Stage:
                 p.runner.engine,
                 p.state,
                 p.runner.engine.backward_runs(p.state),
-                hold,
-                report and report(p.runner),
-                tour,
+                defer,
+                callback_for and callback_for(p.runner),
+                sharded,
             )
             for p in parts
         ]
 
     def finish_weights(self, microbatch: int, last: bool) -> None:
-        """The weight gradients that a backward left; ``last`` as in `backward`."""
-        report = self._reports(microbatch) if last and self.held.units is None else None
+        """Compute the weight gradients that a backward deferred; ``last`` as in `backward`."""
+        callback_for = self._ready_callbacks(microbatch) if last and self.parameters.units is None else None
         for part in self.parts[microbatch]:
-            tour = self.held.tour(self.visits(Kind.W, True), last=last)
-            part.runner.engine.finish_weights(part.state, report and report(part.runner), tour)
+            sharded = self.parameters.sharded_pass(self.visits(Kind.W, True), last=last)
+            part.runner.engine.finish_weights(part.state, callback_for and callback_for(part.runner), sharded)
 
-    def _reports(self, microbatch: int) -> Callable[[_Runner], Callable[[Segment], None]]:
-        """What tells that gradients are final, when every part of the micro-batch is through with a segment."""
-        missing = Counter(name for p in self.parts[microbatch] for names in p.runner.final.values() for name in names)
+    def _ready_callbacks(self, microbatch: int) -> Callable[[_Runner], Callable[[Segment], None]]:
+        """Return a factory of callbacks, one per part, to call after each segment's backward.
 
-        def of(runner: _Runner) -> Callable[[Segment], None]:
-            def report(segment: Segment) -> None:
-                for name in runner.final.get(segment, ()):
+        They report a parameter as ready when every part of the micro-batch has finished its last use.
+        """
+        parts = self.parts[microbatch]
+        missing = Counter(name for p in parts for names in p.runner.last_uses.values() for name in names)
+
+        def callback_for(runner: _Runner) -> Callable[[Segment], None]:
+            def on_complete(segment: Segment) -> None:
+                for name in runner.last_uses.get(segment, ()):
                     missing[name] -= 1
                     if not missing[name]:
-                        self.held.ready(name)
+                        self.parameters.ready(name)
 
-            return report
+            return on_complete
 
-        return of
+        return callback_for
 
     def end(self, microbatch: int) -> None:
-        """Release a micro-batch."""
+        """Drop a micro-batch, all ops of which have run."""
         left = [name for part in self.parts.pop(microbatch) for name in part.state.leftovers()]
         assert not left, f"stage {self.index}, micro-batch {microbatch} leaves {left}"

@@ -1,4 +1,4 @@
-"""When the ops of a step began and ended: by a clock on the CPU, by events on a GPU, which works behind the host."""
+"""Times the ops of a step: with a clock on a CPU, with events on a GPU, which runs asynchronously to the host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class Stopwatch:
-    """``mark()`` notes a moment, ``seconds(mark)`` tells it later, both on the clock ``now``."""
+    """``mark()`` records the current time, ``seconds(mark)`` returns it later, in seconds of the clock ``now``."""
 
     def __init__(self, now: Callable[[], float]):
         self.mark = now
@@ -17,10 +17,10 @@ class Stopwatch:
 
 
 class GpuStopwatch:
-    """Moments are events on the current stream of ``device``; the first ``seconds`` waits for all that were marked.
+    """Marks are events on the current stream of ``device``; the first call of ``seconds`` waits for all of them.
 
-    now: the clock that the first event is set by, when the device has nothing to do. api: the module with Event,
-    current_stream and synchronize.
+    now: the clock that the events are aligned with, read at construction, when the device is idle.
+    api: the module with Event, current_stream and synchronize.
     """
 
     def __init__(self, now: Callable[[], float], device: torch.device, api: Any = torch.cuda):

@@ -1,10 +1,10 @@
-"""Gradients, and parameters, of which data-parallel ranks keep shards: reduced and gathered unit by unit.
+"""Gradients and parameters sharded over data-parallel ranks: reduced and gathered unit by unit.
 
-A pass visits units in an order that the plan gives, so that all ranks of a data-parallel group launch the same
-collectives in the same order, whatever graphs their micro-batches run. At a visit the parameters of the unit are there,
-and those of the next visit are under way; what neither needs is released. After the backward of a unit its gradient is
-reduce-scattered while the next unit computes, and added to this rank's shard. Where others own the same shard, it is
-summed over them once per step, while the units in front of it finish the last backward.
+A pass visits units in an order fixed by the plan, so that all ranks of a data-parallel group launch the same
+collectives in the same order, even if the graphs of their micro-batches differ. At a visit the unit's parameters are
+gathered and those of the next visit are being gathered; all others are freed. After the backward of a unit its gradient
+is reduce-scattered while the next unit computes, and added to this rank's shard. Where other ranks own the same shard,
+it is all-reduced over them once per step, overlapped with the last backward of the preceding units.
 
 As in ZeRO (https://arxiv.org/abs/1910.02054), stages 2 and 3.
 """
@@ -26,56 +26,69 @@ from .wire import Wire
 
 
 class Visit(NamedTuple):
-    """A pass works on a unit. computes: with its parameters. reduces: its weight gradients are complete afterwards."""
+    """One unit in a pass.
+
+    computes: whether the pass needs the unit's parameters.
+    reduces:  whether the unit's weight gradients are complete, for this micro-batch, after the visit.
+    """
 
     unit: int
     computes: bool
     reduces: bool
 
 
-def visits_of(kind: Kind, units: Sequence[int], again: Collection[Sequence[int]], hold: bool = False) -> list[Visit]:
-    """What a pass visits, in order.
+def visits_of(
+    kind: Kind, units: Sequence[int], recompute: Collection[Sequence[int]], defer: bool = False
+) -> list[Visit]:
+    """Return the visits of a pass, in order.
 
-    kind: F; R, a recomputation that comes before its backward; B; W. units: of the stage, in forward order. again: runs
-    of units that the pass recomputes. hold: a backward leaves weight gradients to W.
+    kind:      F, R (a recomputation before its backward), B or W.
+    units:     of the stage, in forward order.
+    recompute: groups of consecutive units that the pass recomputes.
+    defer:     whether a backward leaves its weight gradients to a W.
     """
-    run_of = {unit: tuple(run) for run in again for unit in run}
+    run_of = {unit: tuple(run) for run in recompute for unit in run}
     blocks = [*dict.fromkeys(run_of.get(unit, (unit,)) for unit in units)]
-    found: list[Visit | None] = []
+    visits: list[Visit | None] = []
     if kind is Kind.F:
         return [Visit(unit, True, False) for unit in units]
     for block in reversed(blocks):
         if block[0] in run_of:
-            found += [Visit(unit, True, False) for unit in block]
+            visits += [Visit(unit, True, False) for unit in block]
         if kind is not Kind.R:
-            found += [Visit(unit, kind is Kind.B, not hold) for unit in reversed(block)]
-    return [each for each, after in pairwise([*found, None]) if after is None or each.unit != after.unit]
+            visits += [Visit(unit, kind is Kind.B, not defer) for unit in reversed(block)]
+    return [each for each, after in pairwise([*visits, None]) if after is None or each.unit != after.unit]
 
 
 class UnitShards:
-    """Of one rank, all its stages together.
+    """Sharded gradients, or gradients and parameters, of all stages of one rank.
 
-    buffer: whose gradients, or gradients and parameters, are sharded over ``group``. grads: of each parameter.
-    reads: unit -> the trainable parameters that it reads. overlap: collectives run behind the computation. across:
-    ranks that own the same shards; None: there are no others. everyone: all that hold the same parameters; None: those
-    of ``group``. in_bf16: of gradients, see `Wire`.
+    buffer:          has the shards of this rank.
+    shard_group:     the ranks that ``buffer`` is sharded over, in the order of their shards.
+    grads:           the gradient of each parameter.
+    reads:           unit -> the trainable parameters that it reads.
+    overlap:         whether collectives overlap with computation.
+    replicate_group: the ranks that own the same shards; None: only this one.
+    group:           all data-parallel ranks; None: those of ``shard_group``.
+    in_bf16:         whether gradients are exchanged in bf16, see `Wire`.
     """
 
     def __init__(
         self,
         buffer: ParameterBuffer,
-        group: dist.ProcessGroup,
+        shard_group: dist.ProcessGroup,
         grads: Mapping[str, Gradient],
         reads: Mapping[int, Collection[str]],
+        *,
         overlap: bool = True,
-        across: dist.ProcessGroup | None = None,
-        everyone: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
         in_bf16: bool = False,
     ):
-        self.buffer, self.group, self.grads, self.overlap = buffer, group, grads, overlap
-        self.across, self._all = across, Wire(everyone or group, in_bf16)
-        self._inside, self._across = Wire(group, in_bf16), Wire(across, in_bf16)
-        # Buckets go by their number from here on, which is that of their piece and of what this rank owns of them.
+        self.buffer, self.shard_group, self.grads, self.overlap = buffer, shard_group, grads, overlap
+        self.replicate_group, self._all = replicate_group, Wire(group or shard_group, in_bf16)
+        self._over_shards, self._over_replicas = Wire(shard_group, in_bf16), Wire(replicate_group, in_bf16)
+        # Below, a bucket is identified by its number, which is also the index of its piece and of this rank's shard.
         self._buckets = buffer.buckets[::-1]
         self._sharded = [bucket.sharded for bucket in self._buckets]
         self._padding = [[*_padding(buffer, bucket)] for bucket in self._buckets]
@@ -83,57 +96,59 @@ class UnitShards:
         self._read = {unit: sorted({number_of[name] for name in names}, reverse=True) for unit, names in reads.items()}
         self._gathers: dict[int, dist.Work] = {}
         self._reduces: dict[int, tuple[Work, Tensor]] = {}
-        self._begun: set[int] = set()  # ``own_grads`` has something of this step
+        self._begun: set[int] = set()  # buckets whose ``own_grads`` already have gradients of this step
         self._readers = {n: {unit for unit, read in self._read.items() if n in read} for n in number_of.values()}
-        self._unfinished: dict[int, set[int]] = {}  # readers that will add to the gradient of a bucket in this step
-        self._sums: dict[int, Work] = {}  # over ``across``
+        self._unfinished: dict[int, set[int]] = {}  # readers that still add to a bucket's gradient in this step
+        self._sums: dict[int, Work] = {}  # all-reduces over ``replicate_group``
 
-    def serves(self, unit: int, name: str) -> bool:
-        """Whether a parameter is there when a unit is visited."""
+    def gathers(self, unit: int, name: str) -> bool:
+        """Whether a parameter is gathered when a unit is visited."""
         return any(name in self._buckets[number].names for number in self._read.get(unit, ()))
 
     def start(self) -> None:
-        """Begin a step: no gradient is there."""
+        """Begin a step without gradients."""
         self.buffer.main_grad.release_all()
         self._reduces.clear()
-        for wire in (self._all, self._inside, self._across):
+        for wire in (self._all, self._over_shards, self._over_replicas):
             wire.start()
         self._begun.clear()
         self._sums.clear()
         self._unfinished = {number: set(units) for number, units in self._readers.items()}
 
     def need(self, *units: int) -> None:
-        """Return when the parameters of the first unit are there; start to gather those of the others, and release all
-        that is not mentioned."""
+        """Block until the parameters of the first unit are gathered.
+
+        Start to gather those of the other ``units``, and free the parameters of all units not mentioned.
+        """
         if self.buffer.sharding < Sharding.PARAMETERS or not units:
             return
         data = self.buffer.data
-        wanted = dict.fromkeys(n for unit in units for n in self._read.get(unit, ()) if self._sharded[n])
+        needed = dict.fromkeys(n for unit in units for n in self._read.get(unit, ()) if self._sharded[n])
         for number in range(len(data)):
-            if data.allocated(number) and number not in wanted:
-                self._arrive(number)
+            if data.allocated(number) and number not in needed:
+                self._wait_gather(number)
                 data.release(number)
-        for number in wanted:
+        for number in needed:
             self._gather(number)
         for number in self._read.get(units[0], ()):
-            self._arrive(number)
+            self._wait_gather(number)
 
     def _gather(self, number: int) -> None:
         data = self.buffer.data
         if data.allocated(number):
             return
         data.allocate(number)
-        whole, own = data.piece(number).data, self.buffer.own_data[number]
-        self._gathers[number] = gather_single(whole, own, group=self.group, async_op=True)
+        full, own = data.piece(number).data, self.buffer.own_data[number]
+        self._gathers[number] = gather_single(full, own, group=self.shard_group, async_op=True)
         if not self.overlap:
-            self._arrive(number)
+            self._wait_gather(number)
 
-    def _arrive(self, number: int) -> None:
+    def _wait_gather(self, number: int) -> None:
         if number in self._gathers:
             self._gathers.pop(number).wait()
 
-    def open(self, unit: int) -> None:
-        """Before weight gradients of a unit: they have memory."""
+    def allocate_gradients(self, unit: int) -> None:
+        """Allocate memory for the weight gradients of a unit, before they are computed."""
         grad = self.buffer.main_grad
         for number in self._read.get(unit, ()):
             self._settle(number)
@@ -146,54 +161,54 @@ class UnitShards:
 
     @torch.no_grad()
     def reduce(self, unit: int, last: bool = False) -> None:
-        """What a pass added to the gradients of a unit is complete. last: no pass of this step adds more."""
-        for number in [*self._reduces]:  # gradients of two units have memory: one under way, one that is being filled
+        """Reduce what a pass added to the gradients of a unit. last: whether no later pass of this step adds more."""
+        for number in [*self._reduces]:  # at most two units have gradients allocated: one in flight, one being filled
             self._settle(number)
         for number in self._read.get(unit, ()):
             if last:
                 self._unfinished[number].discard(unit)
             for name in self._buckets[number].names:
                 self.grads[name].settle()
-            whole, own = self.buffer.main_grad.piece(number), self.buffer.own_grads[number]
+            full, own = self.buffer.main_grad.piece(number), self.buffer.own_grads[number]
             if self._sharded[number]:
                 into = torch.empty_like(own) if number in self._begun else own
-                work = self._inside.reduce_scatter(into, whole)
+                work = self._over_shards.reduce_scatter(into, full)
             else:
-                into, work = whole, self._all.all_reduce(whole)
+                into, work = full, self._all.all_reduce(full)
             self._reduces[number] = (work, into)
             if not self.overlap:
                 self._settle(number)
 
     @torch.no_grad()
     def _settle(self, number: int) -> None:
-        """Wait until a bucket that is under way is in this rank's shard."""
+        """Wait for a bucket's reduction, if one is in flight, and add the result to this rank's shard."""
         if number not in self._reduces:
             return
-        work, came = self._reduces.pop(number)
+        work, reduced = self._reduces.pop(number)
         work.wait()
         own = self.buffer.own_grads[number]
         if number in self._begun:
-            own.add_(came)
-        elif came is not own:
-            own.copy_(came)
+            own.add_(reduced)
+        elif reduced is not own:
+            own.copy_(reduced)
         self._begun.add(number)
         self.buffer.main_grad.release(number)
         if not self._unfinished[number]:
-            self._add_up(number)
+            self._sum_over_replicas(number)
 
-    def _add_up(self, number: int) -> None:
-        """Start to sum a shard that is complete over those that own it, once a step."""
-        if self.across is not None and self._sharded[number] and number not in self._sums:
-            self._sums[number] = self._across.all_reduce(self.buffer.own_grads[number])
+    def _sum_over_replicas(self, number: int) -> None:
+        """Start to all-reduce a complete shard over the ranks that own the same one, once per step."""
+        if self.replicate_group is not None and self._sharded[number] and number not in self._sums:
+            self._sums[number] = self._over_replicas.all_reduce(self.buffer.own_grads[number])
             if not self.overlap:
                 self._sums[number].wait()
 
     def finish(self) -> None:
-        """End a step: ``own_grads`` are the sums over all micro-batches and replicas."""
+        """End a step: afterwards ``own_grads`` are the sums over all micro-batches and replicas."""
         for number in [*self._reduces]:
             self._settle(number)
         for number in sorted(self._begun):
-            self._add_up(number)
+            self._sum_over_replicas(number)
         for work in self._sums.values():
             work.wait()
         for number, own in enumerate(self.buffer.own_grads):
@@ -202,7 +217,7 @@ class UnitShards:
 
 
 def _padding(buffer: ParameterBuffer, bucket: Bucket) -> Iterator[slice]:
-    """What of a bucket is in no parameter."""
+    """Yield the slices of a bucket that belong to no parameter."""
     slots = [buffer.slots[name] for name in reversed(bucket.names)]
     bounds = [bucket.start, *(bound for slot in slots for bound in (slot.start, slot.stop)), bucket.stop]
     for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
@@ -210,37 +225,37 @@ def _padding(buffer: ParameterBuffer, bucket: Bucket) -> Iterator[slice]:
             yield slice(start, stop)
 
 
-class Tour:
-    """One pass over the units of a stage. `reach(unit)` before each of its steps, `end()` after the last.
+class ShardedPass:
+    """Gathers parameters and reduces gradients during a pass. Call `reach(unit)` before each step, `end()` at the end.
 
-    then: the unit at which the rank's next pass will need parameters first. last: it is the stage's last in a step that
-    adds to gradients.
+    next_unit: the first unit whose parameters the rank's next pass needs.
+    last:      whether no later pass of this step adds to the stage's gradients.
     """
 
-    def __init__(self, shards: UnitShards, visits: Sequence[Visit], then: int | None = None, last: bool = False):
-        self._shards, self._visits, self._at, self._last = shards, visits, -1, last
+    def __init__(self, shards: UnitShards, visits: Sequence[Visit], next_unit: int | None = None, last: bool = False):
+        self._shards, self._visits, self._index, self._last = shards, visits, -1, last
         needed = [visit.unit if visit.computes else None for visit in visits]
-        self._needed = [*needed, then if visits and visits[-1].computes else None]
+        self._needed = [*needed, next_unit if visits and visits[-1].computes else None]
 
     def reach(self, unit: int) -> None:
-        if self._at >= 0 and self._visits[self._at].unit == unit:
+        if self._index >= 0 and self._visits[self._index].unit == unit:
             return
-        self._advance(next(k for k in range(self._at + 1, len(self._visits)) if self._visits[k].unit == unit))
+        self._advance(next(k for k in range(self._index + 1, len(self._visits)) if self._visits[k].unit == unit))
 
     def end(self) -> None:
         self._advance(len(self._visits) - 1)
         self._leave()
 
-    def _advance(self, place: int) -> None:
-        """Units without a step in this micro-batch's graph are visited as well: those of other ranks may have one."""
-        while self._at < place:
+    def _advance(self, index: int) -> None:
+        """Visit units up to ``index``, also those that this micro-batch's graph skips: other ranks may run them."""
+        while self._index < index:
             self._leave()
-            self._at += 1
-            visit = self._visits[self._at]
-            self._shards.need(*(unit for unit in self._needed[self._at : self._at + 2] if unit is not None))
+            self._index += 1
+            visit = self._visits[self._index]
+            self._shards.need(*(unit for unit in self._needed[self._index : self._index + 2] if unit is not None))
             if visit.reduces:
-                self._shards.open(visit.unit)
+                self._shards.allocate_gradients(visit.unit)
 
     def _leave(self) -> None:
-        if self._at >= 0 and self._visits[self._at].reduces:
-            self._shards.reduce(self._visits[self._at].unit, self._last)
+        if self._index >= 0 and self._visits[self._index].reduces:
+            self._shards.reduce(self._visits[self._index].unit, self._last)

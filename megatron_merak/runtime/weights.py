@@ -1,4 +1,4 @@
-"""Weight gradients on their way into ``main_grad``: at once, or queued until it is their turn."""
+"""Accumulation of weight gradients into ``main_grad``, at once or deferred in a queue."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,11 @@ _CACHED_ROWS = 2048
 
 
 class Gradient:
-    """The gradient of one parameter, summed over a step in ``total``, its fp32 view of ``main_grad``.
+    """The gradient of one parameter, accumulated over a step.
 
-    After `start` what comes first overwrites it: no pass of zeros, and none that reads them.
+    The first gradient after `start` overwrites ``total``, which saves zeroing it and reading the zeros.
+
+    total: fp32 view of ``main_grad``, in the shape of the parameter.
     """
 
     def __init__(self, total: Tensor):
@@ -23,17 +25,17 @@ class Gradient:
         self._in_product = ops.adds_in_product(total.device)
 
     def start(self) -> None:
-        """Begin a step: what ``total`` holds is of the last one."""
+        """Begin a step: ``total`` still has the gradient of the previous one."""
         self._begun = False
 
     def settle(self) -> None:
-        """Make ``total`` zero if nothing has come."""
+        """Zero ``total`` if no gradient was added in this step."""
         if not self._begun:
             self.total.zero_()
             self._begun = True
 
     def add(self, grad: Tensor) -> None:
-        """A gradient in the parameter's shape."""
+        """Add a gradient in the parameter's shape."""
         if self._begun:
             self.total.add_(grad)
         else:
@@ -41,30 +43,33 @@ class Gradient:
             self._begun = True
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Rows [t, h] of any dtype, at those of index int64 [t]."""
+        """Add ``rows`` [t, h], of any dtype, to the rows of ``total`` given by ``index`` int64 [t]."""
         self.settle()
         ops.add_rows_(self.total, index, rows)
 
     def add_product(self, grad_output: Tensor, input: Tensor) -> None:
-        """grad_output [t, o], transposed, @ input [t, i], of one dtype."""
+        """Add grad_output.T @ input, where grad_output [t, o] and input [t, i] have the same dtype."""
         total, beta = self.total, int(self._begun)
         if grad_output.dtype == total.dtype:
             total.addmm_(grad_output.t(), input, beta=beta)
         elif self._in_product:
             torch.addmm(total, grad_output.t(), input, out_dtype=total.dtype, beta=beta, out=total)
         else:
-            # By rows, so that on a CPU the low-precision product is still in the cache when it is added.
+            # On a CPU in blocks of rows, so that each low-precision product is still in the cache when it is added.
             rows = _CACHED_ROWS if total.device.type == "cpu" else len(total)
-            put = ops.accumulate_ if beta else ops.cast_
-            for part, columns in zip(total.split(rows), grad_output.split(rows, 1), strict=True):
-                put(part, columns.t() @ input)
+            write = ops.accumulate_ if beta else ops.cast_
+            for block, columns in zip(total.split(rows), grad_output.split(rows, 1), strict=True):
+                write(block, columns.t() @ input)
         self._begun = True
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """What is to be added to ``grad``: grad_output.T @ input; with ``index``, rows of grad_output at those of
-    ``index``; with neither, grad_output as it is."""
+    """A contribution to ``grad``, not computed yet.
+
+    With ``input`` it is grad_output.T @ input; with ``index``, the rows of grad_output are added at the rows ``index``;
+    with neither, it is grad_output itself.
+    """
 
     grad: Gradient
     grad_output: Tensor
@@ -73,7 +78,7 @@ class Product:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What must not change before it is computed."""
+        """The tensors that must not be modified before `accumulate`."""
         return [tensor for tensor in (self.grad_output, self.input) if tensor is not None]
 
     @torch.no_grad()
@@ -87,12 +92,14 @@ class Product:
 
 
 class WeightGradients:
-    """The sink that parallel layers hand their weight gradients to.
+    """Accumulates the weight gradients that parallel layers compute themselves, outside of autograd.
 
-    grads: of each parameter; what is handed in for any other one (frozen) is dropped. While ``queue`` is a list,
-    products are appended to it, for ``drain``, but for those that must be done now. ``getters``: of the inputs of the
-    segment that runs, those that a backward gets otherwise than by keeping them. queues_all: what autograd returned is
-    appended as well.
+    grads:      parameter -> its gradient; those of other parameters (frozen ones) are dropped.
+    queues_all: whether gradients returned by autograd are queued as well.
+
+    Attributes:
+    queue:   if a list, products are appended to it for `drain`, except those that must be computed now.
+    getters: inputs of the running segment that are not kept for the backward -> a function that returns the value.
     """
 
     def __init__(self, grads: Mapping[Tensor, Gradient], queues_all: bool = False):
@@ -104,29 +111,29 @@ class WeightGradients:
         return self.getters.get(input)
 
     def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
-        # Detached: outside of a backward grad mode is on, and main_grad would silently become a graph.
-        self._take(weight, grad_output.detach(), now, input=input.detach())
+        # Detached: outside of a backward grad mode is on, and main_grad would silently become part of a graph.
+        self._accumulate(weight, grad_output.detach(), now, input=input.detach())
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
-        self._take(weight, grad_output.detach(), index=index)
+        self._accumulate(weight, grad_output.detach(), index=index)
 
-    def _take(self, weight: Tensor, grad_output: Tensor, now: bool = False, **more: Tensor) -> None:
+    def _accumulate(self, weight: Tensor, grad_output: Tensor, now: bool = False, **operands: Tensor) -> None:
         if weight not in self.grads:
             return
-        product = Product(self.grads[weight], grad_output, **more)
+        product = Product(self.grads[weight], grad_output, **operands)
         if now or self.queue is None:
             product.accumulate()
         else:
             self.queue.append(product)
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
-        """A gradient that autograd returned (norms, biases), in the parameter's shape."""
+        """Add a gradient that autograd returned (of a norm or bias), in the parameter's shape."""
         if self.queue is not None and self._queues_all:
             self.queue.append(Product(self.grads[parameter], grad))
         else:
             self.grads[parameter].add(grad)
 
     def drain(self, products: Sequence[Product]) -> None:
-        """Do what was queued."""
+        """Compute queued products."""
         for product in products:
             product.accumulate()

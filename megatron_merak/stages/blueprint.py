@@ -29,7 +29,7 @@ from ..graph.sharding.shard import Sharding, TensorRules, shard
 from ..parallel.mesh import Mesh
 from ..plan import Grid, Plan
 from ..plan.fit import check_chain
-from ..planner.make import Told, choices, plan_chain
+from ..planner.make import ProgressCallback, choices, plan_chain
 from ..planner.predict import priced
 from ..planner.tables import by_family
 from ..runtime.program import Program
@@ -56,7 +56,7 @@ def make_blueprint(
     sequence_length: int | None = None,
     state_bytes: float = 8.0,
     state_of: StateOf | None = None,
-    progress: Told = lambda share: None,
+    progress: ProgressCallback = lambda share: None,
 ) -> "Blueprint":
     """Plan a captured model.
 
@@ -70,7 +70,7 @@ def make_blueprint(
     sequence_length:     tokens of a sample; None: as many as a row of the first micro-batch has.
     state_bytes:         see ``Plan``.
     state_of:            the same, of each parameter.
-    progress:            see ``told`` of ``plan_chain``.
+    progress:            see ``report_progress`` of ``plan_chain``.
 
     Raises PlanError.
     """
@@ -97,7 +97,7 @@ def make_blueprint(
         graph_sharding=graph_sharding,
         state_bytes=state_bytes,
         frozen_bytes=frozen_bytes(traced),
-        told=progress,
+        report_progress=progress,
         **choices(parallel, microbatches),
     )
     return Blueprint(traced, chain, sharding, plan)

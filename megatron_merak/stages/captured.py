@@ -244,7 +244,7 @@ class CapturedTrainer:
         if self.buffer.sharding < Sharding.PARAMETERS:
             return batches
         most = torch.tensor(batches, device=self.mesh.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.sharing)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.shard_group)
         return int(most)
 
     @contextmanager
@@ -305,7 +305,7 @@ class CapturedTrainer:
 
         def fetch(buckets: Sequence[Bucket]) -> None:
             if gathered != [buckets]:
-                gatherer.bring(buckets)
+                gatherer.gather(buckets)
                 if self.parameter_shards.shares_exact:
                     gatherer.full(buffer.master, buckets)
                 gathered[:] = [buckets]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..checkpoint.store import Kind, Shard, Turn
 from ..config import OptimizerConfig
 from ..optimizer.adamw import AdamW
-from ..optimizer.base import KeptOptimizer, Optimizer
+from ..optimizer.base import LocalOptimizer, Optimizer
 from ..optimizer.lion import Lion
 from ..optimizer.loss_scale import LossScaler
 from ..optimizer.recipe import Recipe
@@ -32,7 +32,7 @@ OptimizerOf = Callable[[RankParameters, OptimizerConfig, LossScaler | None], Opt
 
 def adamw_of(parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> AdamW:
     """Return this package's AdamW of the parameters."""
-    return AdamW(parameters.buffer, config, parameters.mesh.model, parameters.mesh.sharing, scaler)
+    return AdamW(parameters.buffer, config, parameters.mesh.model, parameters.mesh.shard_group, scaler)
 
 
 def torch_optimizer_of(recipe: Recipe) -> OptimizerOf:
@@ -60,11 +60,11 @@ def optimizer_of_run(config: OptimizerConfig) -> OptimizerOf:
 def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> Kind:
     """The trained parameters, and the shards ``others``, whose tensors are always in memory."""
     buffer = gatherer.buffer
-    turns = _turns(gatherer, buffer.data, parts, gatherer.bring, buffer.seal)
+    turns = _turns(gatherer, buffer.data, parts, gatherer.gather, buffer.seal)
     return Kind([Turn(others), *turns] if others else turns)
 
 
-def optimizer_kinds(optimizer: KeptOptimizer, gatherer: ShardGatherer, parts: Parts) -> dict[str, Kind]:
+def optimizer_kinds(optimizer: LocalOptimizer, gatherer: ShardGatherer, parts: Parts) -> dict[str, Kind]:
     """The state of ``optimizer`` that is saved beside the weights, by kind.
 
     State that is not in one flat tensor, or is sharded over data-parallel ranks, is all-gathered into the gradient's
@@ -78,7 +78,7 @@ def optimizer_kinds(optimizer: KeptOptimizer, gatherer: ShardGatherer, parts: Pa
             flat, names = buffer.main_grad if buffer.sharded else state, buffer.slots
             keep = partial(buffer.take, state, flat)
         kinds[name] = Kind(_turns(gatherer, flat, _only(parts, names), partial(gatherer.full, state), keep))
-    for name, tensors in optimizer.others().items():
+    for name, tensors in optimizer.other_state().items():
         kinds[name] = Kind.of([replicated(each, tensor, optimizer.writes(each)) for each, tensor in tensors.items()])
     return kinds
 

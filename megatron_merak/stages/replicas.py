@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PlanError
-from ..optimizer.base import KeptOptimizer
+from ..optimizer.base import LocalOptimizer
 from ..parallel.agree import gather_json
 from ..parallel.buffers import Sharding
 from ..parallel.mesh import Mesh
@@ -34,7 +34,7 @@ class Replicas:
     interval:  optimizer steps between two comparisons of digests, 0 for none.
     """
 
-    def __init__(self, mesh: Mesh, optimizer: KeptOptimizer, gatherer: ShardGatherer, interval: int):
+    def __init__(self, mesh: Mesh, optimizer: LocalOptimizer, gatherer: ShardGatherer, interval: int):
         self.mesh, self.optimizer, self.gatherer, self.interval = mesh, optimizer, gatherer, interval
         self._norm = 0.0
 

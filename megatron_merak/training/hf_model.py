@@ -16,7 +16,7 @@ from ..errors import ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
 from ..parallel.mesh import Mesh
-from ..planner.make import Told, grid_of
+from ..planner.make import ProgressCallback, grid_of
 from ..stages.blueprint import Blueprint, blueprint_from_plan, make_blueprint
 from ..stages.traced import Batch, Traced
 from .hf_batches import TokenBatches
@@ -91,11 +91,11 @@ def traced_of(model: nn.Module, config: HFConfig, mesh: Mesh | None = None) -> t
 
 
 def blueprint_of(
-    traced: Traced, config: HFConfig, world_size: int, cluster: Cluster, told: Told = lambda share: None
+    traced: Traced, config: HFConfig, world_size: int, cluster: Cluster, told: ProgressCallback = lambda share: None
 ) -> Blueprint:
     """The plan of a run: that of ``--plan``, or one made for ``cluster``. Raises PlanError.
 
-    told: see ``plan_chain``.
+    told: see ``report_progress`` of ``plan_chain``.
     """
     stored = plan_of(config, world_size, cluster)
     if stored is not None:

@@ -112,7 +112,7 @@ class Maker:
             from ..planner import plan  # here and below, so that a command line is answered before planning is loaded
 
             with Progress(SEARCHING) as told:
-                return plan(config, ranks, self.cluster, told=told)
+                return plan(config, ranks, self.cluster, report_progress=told)
         from .hf_model import blueprint_of
 
         config.validate(ranks, training=False)

@@ -96,7 +96,7 @@ class Measure(TrainerCallback):
         if state.global_step == 1:
             made = engine.executor(count)
             self.executor = MeasuredExecutor(made.stages, made.schedule, made.mesh, made.per_token, made.pipes)
-            engine.executors._made[count, True] = self.executor
+            engine.executors._executors[count, True] = self.executor
 
 
 def storages():

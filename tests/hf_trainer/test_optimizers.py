@@ -46,7 +46,7 @@ def kept_bytes(trainer):
     if optimizer.name == "AdamW":
         return 8
     tensors = [tensor for state in optimizer.state().values() for tensor in state.parts.values()]
-    tensors += [tensor for kind in optimizer.others().values() for tensor in kind.values()]
+    tensors += [tensor for kind in optimizer.other_state().values() for tensor in kind.values()]
     return sum(tensor.nbytes for tensor in tensors) / sum(slot.stop - slot.start for slot in slots.values())
 
 

@@ -112,13 +112,13 @@ def steps(rank, world_size, layout, name):
         made.step([(LR, group.options.get("weight_decay", 0.0)) for group in recipe.groups])
         if step == 1:  # as a checkpoint does it
             kept = {kind: {k: v.clone() for k, v in state.parts.items()} for kind, state in made.state().items()}
-            others = {kind: {k: v.clone() for k, v in tensors.items()} for kind, tensors in made.others().items()}
+            others = {kind: {k: v.clone() for k, v in tensors.items()} for kind, tensors in made.other_state().items()}
             made = TorchOptimizer(buffer, OptimizerConfig(clip_grad=0.0), recipe, mesh, tensors)
             for kind, state in made.state().items():
                 assert [*state.parts] == [*kept[kind]]
                 for key, part in state.parts.items():
                     part.copy_(kept[kind][key])
-            for kind, values in made.others().items():
+            for kind, values in made.other_state().items():
                 for key, value in values.items():
                     value.copy_(others[kind][key])
             made.steps = 2
@@ -187,7 +187,7 @@ def test_what_can_be_cut_is_found_by_trying():
     named = parameters()
     elementwise = {name: recipe(MADE[name](named), named).groups[0].traits.elementwise for name in MADE}
     assert [name for name, found in elementwise.items() if not found] == ["muon", "adafactor", "lengths"]
-    assert recipe(MADE["adafactor"](named), named).others == ["step", "RMS", "exp_avg_sq_row", "exp_avg_sq_col"]
+    assert recipe(MADE["adafactor"](named), named).other_shaped == ["step", "RMS", "exp_avg_sq_row", "exp_avg_sq_col"]
 
 
 class Random(torch.optim.SGD):
@@ -284,7 +284,7 @@ def test_an_optimizer_of_all_parameters_is_for_ranks_that_have_all():
         with pytest.raises(ConfigError, match="Together: its update of a parameter depends on the others"):
             check_layout(coupled, *layout)
     drifting = recipe(Drifting([*named.values()], lr=LR), named)
-    assert not drifting.groups[0].traits.elementwise and drifting.groups[0].traits.alone
+    assert not drifting.groups[0].traits.elementwise and drifting.groups[0].traits.independent
 
 
 def test_an_optimizer_in_use_is_refused():

@@ -62,17 +62,17 @@ def test_groups_are_the_grids():
 
 
 def members_of_instances(rank, world_size):
-    """The ranks of `sharing` and `across`, found by communication alone, and the place of this one's shards."""
+    """The ranks of `shard_group` and `replicate_group`, found by communication alone, and this rank's shard's index."""
     found = []
     for grid, instances in ((Grid(tp=2, dp=4), 2), (Grid(dp=8), 4), (Grid(dp=8), 1)):
         mesh = build_mesh(grid, rank, CPU, instances=instances)
         ranks = []
-        for group in filter(None, (mesh.sharing, mesh.across)):
+        for group in filter(None, (mesh.shard_group, mesh.replicate_group)):
             mine = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
             dist.all_gather(mine, torch.tensor([rank]), group=group)
             ranks.append([int(other) for other in mine])
         found.append((ranks, mesh.shard_rank, mesh.shard_ranks))
-        assert (mesh.sharing is mesh.dp) == (instances == 1)
+        assert (mesh.shard_group is mesh.dp) == (instances == 1)
     return found
 
 

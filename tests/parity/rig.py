@@ -48,7 +48,7 @@ class Run:
 
 def disturb(trainer: Trainer) -> None:
     """Add noise, a function of the tensor's name, to all initial weights: zero biases and unit norms hide errors."""
-    trainer.gatherer.bring()
+    trainer.gatherer.gather()
     for shard in trainer.model.shards(trainer.model.buffer.data):
         generator = torch.Generator().manual_seed(derive_seed("noise", shard.name))
         scale = 0.2 if len(shard.shape) == 1 else 0.1
@@ -103,7 +103,7 @@ def train(case: Case, mesh: Mesh) -> Outcome:
     reports = [trainer.step(replica_batch(case, step, mesh.dp_rank)) for step in range(case.steps)]
     assert not any(report.skipped for report in reports)
     losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
-    trainer.gatherer.bring()
+    trainer.gatherer.gather()
     stray += _stray(trainer, buffer.data)
     return Outcome(evaluated, first_loss, gradients, losses, norms, parts(trainer, buffer.data), stray)
 

@@ -132,5 +132,5 @@ def test_where_nothing_fits_the_memory_is_that_of_1f1b():
 
 def test_the_search_tells_how_far_it_is():
     shares = []
-    plan_chain(**asked(3), schedule="auto", told=shares.append)
+    plan_chain(**asked(3), schedule="auto", report_progress=shares.append)
     assert shares == sorted(shares) and 0 < shares[0] and shares[-1] <= 1

@@ -13,12 +13,12 @@ from megatron_merak.plan import Grid, Plan, StagePlan, Unit
 from megatron_merak.plan.replicas import instances_by_node
 from megatron_merak.planner import plan_chain
 from megatron_merak.planner.cost import unit_costs
-from megatron_merak.planner.instances import Across
+from megatron_merak.planner.instances import CrossInstanceReduction
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.predict import ending, priced, stage_costs
 from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
 from megatron_merak.planner.remedies import misfits
-from megatron_merak.planner.waits import Visit, durations, stage_waits
+from megatron_merak.planner.waits import UnitTimes, durations, stage_waits
 
 UNITS = (
     Unit("embedding", "embedding", 4, 0, 0, 64, (("wte", 96),)),
@@ -66,8 +66,8 @@ def test_weight_gradients_apart_from_the_backward_need_no_weights():
 
 
 def test_passes_by_hand():
-    forward = [Visit(0, 2.0, 5.0, 0.0), Visit(1, 2.0, 5.0, 0.0)]
-    backward = [Visit(1, 2.0, 10.0, 3.0), Visit(0, 2.0, 10.0, 3.0)]
+    forward = [UnitTimes(0, 2.0, 5.0, 0.0), UnitTimes(1, 2.0, 5.0, 0.0)]
+    backward = [UnitTimes(1, 2.0, 10.0, 3.0), UnitTimes(0, 2.0, 10.0, 3.0)]
     # The first gather is waited for; a unit that was used last is there; what is left to reduce travels behind the end.
     assert durations([forward, backward, forward, backward]) == ([12.0, 20.0, 10.0, 20.0], 3.0)
     # A forward behind a forward starts with a unit that is gone, gathered while the last one computed.
@@ -75,7 +75,7 @@ def test_passes_by_hand():
     slow = [replace(visit, gather=7.0) for visit in forward]
     assert durations([slow, slow]) == ([19.0, 14.0], 0.0)
     # The gradients of two units exist at a time: the third waits until the first is reduced, 40 seconds in.
-    assert durations([[Visit(unit, 0.0, 10.0, 30.0) for unit in range(3)]]) == ([50.0], 50.0)
+    assert durations([[UnitTimes(unit, 0.0, 10.0, 30.0) for unit in range(3)]]) == ([50.0], 50.0)
 
 
 def test_passes_wait_for_slow_links_alone():
@@ -213,8 +213,9 @@ def test_sums_over_instances_run_beside_those_inside_them_on_other_links():
     costs = unit_costs(apart.units, apart.cluster, apart.dtype, apart.grid)
     assert exposed_reduction(apart, [0, 1], costs) == pytest.approx(2 + 4 + 4, rel=0.05)
     assert exposed_reduction(one, [0, 1], costs) == pytest.approx(2 + 2 + 2 + 2, rel=0.05)
-    visits = [[Visit(unit, 0.0, 10.0, 2.0) for unit in (1, 0)]]
+    visits = [[UnitTimes(unit, 0.0, 10.0, 2.0) for unit in (1, 0)]]
     # The first sum is launched when the next unit has computed, the second one behind it.
-    assert durations(visits, Across(apart), {0: 8, 1: 8}) == ([20.0], 4.0 + 4.0)
-    assert durations([[Visit(0, 0.0, 10.0, 2.0)]], Across(one), {0: 8}) == ([10.0], 2.0 + 2.0)
-    assert durations(visits, Across(made("optim", units)), {0: 8, 1: 8}) == durations(visits) == ([20.0], 2.0)
+    assert durations(visits, CrossInstanceReduction(apart), {0: 8, 1: 8}) == ([20.0], 4.0 + 4.0)
+    assert durations([[UnitTimes(0, 0.0, 10.0, 2.0)]], CrossInstanceReduction(one), {0: 8}) == ([10.0], 2.0 + 2.0)
+    single = CrossInstanceReduction(made("optim", units))
+    assert durations(visits, single, {0: 8, 1: 8}) == durations(visits) == ([20.0], 2.0)

@@ -79,7 +79,7 @@ def captured(case: Case, rank: int, world_size: int) -> tuple[int, int]:
     how = {"parallel": case.parallel(), "microbatches": MICROBATCHES}
     trainer = engine_of(randomise(real()), example, mesh_of(case, rank), **how)
     executor = measured(trainer.executor(MICROBATCHES))
-    trainer.executors._made[MICROBATCHES, True] = executor
+    trainer.executors._executors[MICROBATCHES, True] = executor
     trainer.gradients(micro_batches(case.name, MICROBATCHES))
     return executor.peak, predicted(trainer.plan, trainer.mesh.pp_rank)
 
@@ -164,6 +164,6 @@ def _gradients(rank, world_size, case):
     batches = micro_batches(case.name, MICROBATCHES)
     trainer.gradients(batches)
     usual = trainer.buffer.main_grad.clone()
-    trainer.executors._made[MICROBATCHES, True] = measured(trainer.executor(MICROBATCHES))
+    trainer.executors._executors[MICROBATCHES, True] = measured(trainer.executor(MICROBATCHES))
     trainer.gradients(batches)
     return bool(torch.equal(usual, trainer.buffer.main_grad) and usual.abs().max() > 0)

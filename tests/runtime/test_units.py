@@ -12,7 +12,7 @@ from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer, Shardi
 from megatron_merak.parallel.pieces import Pieces
 from megatron_merak.pipeline_parallel.ops import Kind
 from megatron_merak.runtime.shards import ShardGatherer
-from megatron_merak.runtime.units import Tour, UnitShards, visits_of
+from megatron_merak.runtime.units import ShardedPass, UnitShards, visits_of
 from megatron_merak.runtime.weights import Gradient
 from tests.ranks import run_ranks
 
@@ -21,18 +21,18 @@ UNITS, MICRO_BATCHES, STEPS = 5, 3, 2
 READS = {0: ["table", "tied"]} | {k: [f"{k}.weight", f"{k}.bias"] for k in range(1, 4)} | {4: ["gate", "tied"]}
 
 
-def told(visits):
+def summary(visits):
     return [f"{visit.unit}{'c' * visit.computes}{'r' * visit.reduces}" for visit in visits]
 
 
 def test_a_pass_visits_units_in_the_order_in_which_it_computes():
-    units, again = (3, 4, 5, 6), [(4, 5), (6,)]
-    assert told(visits_of(Kind.F, units, again)) == ["3c", "4c", "5c", "6c"]
-    assert told(visits_of(Kind.B, units, ())) == ["6cr", "5cr", "4cr", "3cr"]
-    assert told(visits_of(Kind.B, units, again)) == ["6cr", "4c", "5cr", "4cr", "3cr"]
-    assert told(visits_of(Kind.B, units, (), hold=True)) == ["6c", "5c", "4c", "3c"]
-    assert told(visits_of(Kind.R, units, again)) == ["6c", "4c", "5c"]
-    assert told(visits_of(Kind.W, units, ())) == ["6r", "5r", "4r", "3r"]
+    units, recompute = (3, 4, 5, 6), [(4, 5), (6,)]
+    assert summary(visits_of(Kind.F, units, recompute)) == ["3c", "4c", "5c", "6c"]
+    assert summary(visits_of(Kind.B, units, ())) == ["6cr", "5cr", "4cr", "3cr"]
+    assert summary(visits_of(Kind.B, units, recompute)) == ["6cr", "4c", "5cr", "4cr", "3cr"]
+    assert summary(visits_of(Kind.B, units, (), defer=True)) == ["6c", "5c", "4c", "3c"]
+    assert summary(visits_of(Kind.R, units, recompute)) == ["6c", "4c", "5c"]
+    assert summary(visits_of(Kind.W, units, ())) == ["6r", "5r", "4r", "3r"]
 
 
 @pytest.mark.parametrize("paged", [True, False])
@@ -100,16 +100,16 @@ def gradient(name, shape, step, microbatch, rank):
 def pass_over(shards, buffer, kind, skipped, work, last=False):
     """One pass, as a stage makes it; a graph may have no step in the unit ``skipped``."""
     most = [0, 0]
-    tour = Tour(shards, visits_of(kind, range(UNITS), ()), last=last)
+    sharded_pass = ShardedPass(shards, visits_of(kind, range(UNITS), ()), last=last)
     for visit in visits_of(kind, range(UNITS), ()):
         if visit.unit != skipped:
-            tour.reach(visit.unit)
+            sharded_pass.reach(visit.unit)
             for name in READS[visit.unit]:
                 work(name)
         for at, flat in enumerate((buffer.data, buffer.main_grad)):
             if isinstance(flat, Pieces):
                 most[at] = max(most[at], sum(map(flat.allocated, range(len(flat)))))
-    tour.end()
+    sharded_pass.end()
     return most
 
 
@@ -132,7 +132,16 @@ def trained(rank, world_size, dtype, sharding, overlap, in_bf16=False, instances
     buffer.refresh_master()
     optimizer = AdamW(buffer, CONFIG, None, group)
     grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
-    shards = UnitShards(buffer, group, grads, READS, overlap, across, dist.group.WORLD, in_bf16)
+    shards = UnitShards(
+        buffer,
+        group,
+        grads,
+        READS,
+        overlap=overlap,
+        replicate_group=across,
+        group=dist.group.WORLD,
+        in_bf16=in_bf16,
+    )
     gatherer = ShardGatherer(buffer, group, overlap)
     most, norms = [0, 0], []
     for step in range(STEPS):
@@ -159,7 +168,7 @@ def trained(rank, world_size, dtype, sharding, overlap, in_bf16=False, instances
         shards.finish()
         norms.append(optimizer.step([(1e-2, 0.1), (1e-2, 0.0)]).grad_norm)
         gatherer.launch()
-    gatherer.bring()
+    gatherer.gather()
     found = {name: buffer.parameter(name).clone() for name in buffer.slots}
     kept = sum(own.nbytes for own in (*buffer.own_data, *buffer.own_grads))
     return found, norms, most, kept

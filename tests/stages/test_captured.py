@@ -71,7 +71,7 @@ def _train(rank, world_size, name, grid, ways, options):
     gatherer = trainer.parameters.gatherer
     grads = parts_of(trainer, gatherer.full(trainer.buffer.own_gradient()))
     curve = [trainer.step(mine, RATE, DECAY).loss for _ in range(STEPS)]
-    gatherer.bring()
+    gatherer.gather()
     return loss, grads, curve, parts_of(trainer)
 
 
@@ -252,7 +252,8 @@ def test_a_weight_that_does_not_divide_is_told():
     traced = Traced(empty(), batch)
     assert make_blueprint(traced, Grid()).replicated_weights() == ()
     told = make_blueprint(traced, Grid(tp=3)).replicated_weights()
-    assert told[0] == "model.layers.*.self_attn.q_proj.weight is replicated: its 32 output features are not divisible by 3."
+    reason = "its 32 output features are not divisible by 3"
+    assert told[0] == f"model.layers.*.self_attn.q_proj.weight is replicated: {reason}."
     assert len(told) == 4  # q, k, v, o: the feed-forward width is padded
 
 

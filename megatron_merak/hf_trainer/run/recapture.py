@@ -56,9 +56,9 @@ class Moments:
                 state[key].take(engine.buffer.buckets)
             else:
                 engine.buffer.take(state[key], into)
-        for kind, values in engine.optimizer.others().items():
+        for kind, values in engine.optimizer.other_state().items():
             for name, value in values.items():
-                value.copy_(self.optimizer.others()[kind][name])
+                value.copy_(self.optimizer.other_state()[kind][name])
         engine.optimizer.steps = self.optimizer.steps
 
 
