@@ -68,10 +68,10 @@ def serve(config: RunConfig, world: World) -> None:
             servers, workers = counted(world.role.servers, "parameter server"), counted(world.role.workers, "worker")
             print(f"megatron_merak: {servers} for {workers}", flush=True)
         while not server.wait(_LOOK):
-            if interruption.noted:
-                stop.make(interruption.noted)
+            if interruption.received:
+                stop.make(interruption.received)
         print(server.told(), flush=True)
-        interruption.agreed = interruption.noted
+        interruption.agreed = interruption.received
     if interruption.agreed:
         raise Interrupted(interruption.agreed)
 
@@ -218,8 +218,8 @@ class WorkerJob:
     def _next(self, start: int, last: int, interruption: Interruption) -> int | None:
         """Return the next step to take, of ``last``: with ps-async the next part of a batch that nobody took; None at
         the end. All ranks of the worker agree on it, on who leads, and on whether they stop for a signal."""
-        if interruption.noted:
-            self.worker.stop.make(interruption.noted)
+        if interruption.received:
+            self.worker.stop.make(interruption.received)
         answer = None
         if self.worker.role.place == 0:
             part, stops = self.trainer.iteration, self._stops()
