@@ -25,13 +25,14 @@ from .capture.captured import Captured
 from .fusion.fuse import fuse
 from .fusion.linear import RECOMPUTED
 from .ir.marks import copy_in, reduce_sum, stack
-from .ir.nodes import flops, is_op, nbytes, op_name, values
+from .ir.nodes import is_op, nbytes, values
+from .ir.operators import facts, flops
 from .kept_state import StateOf, kept_state
 from .lowering.documents import known_documents
 from .lowering.emit import call_with_sink
 from .lowering.flow import REDUCTIONS, Flow
 from .lowering.rewrite import rewrite
-from .more_flops import ATTENTION, more_flops, unneeded_flops
+from .more_flops import more_flops, unneeded_flops
 from .partition.cut import Chain
 from .sharding.shard import Sharding
 
@@ -106,7 +107,7 @@ def _product_sizes(nodes: Iterable[Node]) -> tuple[tuple[int, int, int], ...]:
     """Return (m, n, k) of each matrix product but those of attention; a batch of products counts as more rows m."""
     sizes = []
     for node in nodes:
-        product_flops = 0 if op_name(node) in ATTENTION else flops(node)
+        product_flops = 0 if facts(node).attends else flops(node)
         if product_flops and (results := values(node)):
             columns, count = results[0].shape[-1], results[0].numel()
             sizes.append((count // columns, columns, max(1, product_flops // (2 * count))))
@@ -333,7 +334,7 @@ class Replay:
         args, kwargs = map_arg((node.args, node.kwargs), self.value)
         if node.target in _MARKS:
             return args[0].expand(values(node)[0].shape)
-        if self.fused_attention and op_name(node) in ATTENTION:
+        if self.fused_attention and facts(node).attends:
             return self._attend(node, args)
         return node.target(*args, **kwargs)
 
@@ -358,7 +359,7 @@ class Replay:
     def _fake_input(self, node: Node) -> Any:
         """Return a fake of what comes from outside: a parameter, a constant, a common value, another unit's value."""
         if self.flow.is_module(node):
-            return self.flow.attribute(node)
+            return self.flow.constants[str(node.target)]
         value = self.flow.documents.get(node, node.meta["val"])
         if not isinstance(value, Tensor) or node in self.flow.documents:
             return value

@@ -7,9 +7,8 @@ from torch.fx import Node
 
 from .. import ops
 from ..planner.attention import SHORT, causal_more, masked_more
-from .ir.nodes import flops, is_causal, is_op, op_name, values
-
-ATTENTION = ("scaled_dot_product_attention", "causal_attention", "attention")
+from .ir.nodes import is_op, op_name, values
+from .ir.operators import facts, flops, is_causal
 
 
 def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]]:
@@ -58,7 +57,7 @@ def unneeded_flops(nodes: Iterable[Node]) -> tuple[int, int]:
     inputs, weights = 0, 0
     for node in nodes:
         name = op_name(node)
-        if name in ATTENTION or not (work := flops(node)):
+        if facts(node).attends or not (work := flops(node)):
             continue
         operands = node.args[1] if name == "einsum" else node.args[1:3] if "add" in name else node.args[:2]
         for operand in operands:

@@ -8,6 +8,7 @@ from ..errors import ConfigError, TraceError
 from ..graph.capture.captured import Captured
 from ..graph.capture.unlift import source_line
 from ..graph.ir.nodes import op_name
+from ..graph.ir.operators import facts
 
 DTYPES = {  # by their names in plans
     "float32": torch.float32,
@@ -15,12 +16,6 @@ DTYPES = {  # by their names in plans
     "float16": torch.float16,
 }
 HALVES = (torch.bfloat16, torch.float16)
-_ALIKE = frozenset(  # operations that do not promote operands: all must have one dtype
-    """linear matmul mm bmm mv dot addmm addmv baddbmm addbmm bilinear einsum tensordot inner outer chain_matmul
-    conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d
-    scaled_dot_product_attention index_add scatter scatter_add masked_scatter index_put prelu lerp""".split()
-)
-_NORMS = frozenset(("layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "batch_norm"))
 
 
 def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
@@ -72,12 +67,13 @@ def check_operands(captured: Captured) -> None:
     """
     for node in captured.module.graph.nodes:
         name = op_name(node)
-        if name not in _ALIKE and name not in _NORMS:
+        known = facts(node)
+        if not known.one_dtype and not known.normalizes:
             continue
         operands = node.args[:3] if name == "scaled_dot_product_attention" else node.all_input_nodes
         values = [x.meta["val"] for x in operands if isinstance(x, Node) and isinstance(x.meta.get("val"), Tensor)]
         dtypes = list(dict.fromkeys(value.dtype for value in values if value.is_floating_point()))
-        if len(dtypes) > 1 and (name in _ALIKE or dtypes[0] == torch.float32):
+        if len(dtypes) > 1 and (known.one_dtype or dtypes[0] == torch.float32):
             names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             reason = f"its operands are {names}, and {name} takes one dtype"
             remedy = "Cast there in the model's code, or convert the model to one dtype: model.float() or model.to(...)"

@@ -13,7 +13,8 @@ from ..graph.capture.capture import accepts_num_items, capture, lengths_of
 from ..graph.capture.captured import Captured, Origin
 from ..graph.capture.lengths import Axes, Lengths
 from ..graph.capture.outputs import LossFunction
-from ..graph.ir.nodes import attends_causally, is_op
+from ..graph.ir.nodes import is_op
+from ..graph.ir.operators import attends_causally
 from ..graph.lowering.documents import POSITIONS
 from ..parallel.agree import broadcast_json, gather_json, together
 from ..parallel.mesh import Mesh

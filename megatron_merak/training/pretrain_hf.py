@@ -18,7 +18,7 @@ from ..config import DataConfig, HFConfig, of_worker
 from ..data.build import build_datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
-from ..graph.ir.nodes import flops
+from ..graph.ir.operators import flops
 from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
 from ..parallel.buffers import Flat

@@ -7,8 +7,9 @@ from torch import nn
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.capture.empty import init_empty_weights
-from megatron_merak.graph.ir.nodes import flops, is_random
+from megatron_merak.graph.ir.nodes import is_random
 from megatron_merak.graph.ir.opaque import CustomFunction
+from megatron_merak.graph.ir.operators import flops
 from tests.graph.test_capture import captured_gradients
 
 pytestmark = pytest.mark.long

@@ -10,7 +10,7 @@ from megatron_merak.graph import measure as measuring
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.capture.empty import init_empty_weights
 from megatron_merak.graph.fusion.fuse import fuse
-from megatron_merak.graph.ir.nodes import flops
+from megatron_merak.graph.ir.operators import flops
 from megatron_merak.graph.lowering.split import split
 from megatron_merak.graph.measure import measure, stored_values
 from megatron_merak.graph.partition.cut import cut

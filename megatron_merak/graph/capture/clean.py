@@ -18,11 +18,10 @@ from megatron_merak.graph.ir.aliases import changing, is_view, written
 from megatron_merak.graph.ir.gradients import passes_gradient
 from megatron_merak.graph.ir.inplace import call, out_of_place
 from megatron_merak.graph.ir.opaque import CustomFunction
+from megatron_merak.graph.ir.operators import facts
 
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain_range", "_functional_assert", "_functional_sym_constrain_range")
-_COPIES_TO = ("to", "_to_copy", "type_as")
-_TRANSPOSED = ("numpy_T", "t", "transpose", "permute", "adjoint", "mT")
 
 
 def clean(raw: RawGraph, outputs: Sequence[str], how: str) -> Captured:
@@ -215,10 +214,10 @@ def _is_no_op(name: str, node: Node, copy_matters: bool) -> bool:
     same_shape = value.dim() == source.dim() and all(statically_known_true(one == other) for one, other in sizes)
     if name in ("alias", "lift_fresh"):
         return True
-    if name == "lift_fresh_copy" or name in _COPIES_TO:
+    if name == "lift_fresh_copy" or facts(node).converts:
         copies = name in ("lift_fresh_copy", "_to_copy") or _requests_copy(node)
         return value.dtype == source.dtype and not (copies and copy_matters)
-    if name in ("view", "reshape", "expand", "view_as", "expand_as"):
+    if facts(node).reshapes:
         return same_shape
     if name == "slice":
         return same_shape and (len(node.args) < 5 or node.args[4] == 1)
@@ -239,7 +238,7 @@ def _use_linear(graph: Graph, parameters: tuple[str, ...]) -> None:
         if _name(node) not in ("matmul", "mm") or not isinstance(node.args[1], Node):
             continue
         transposed = node.args[1]
-        if _name(transposed) not in _TRANSPOSED or not isinstance(transposed.args[0], Node):
+        if not facts(transposed).transposes or not isinstance(transposed.args[0], Node):
             continue
         weight = transposed.args[0]
         dims = transposed.args[1] if _name(transposed) == "permute" else transposed.args[1:]

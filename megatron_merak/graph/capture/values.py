@@ -21,19 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_merak.graph.capture.watch import model_line
+from megatron_merak.graph.ir.operators import facts_named
 
 aten = torch.ops.aten
 GUARD = "guard of "  # start of the message of an assertion that is a guard; the model's line follows
 
 
-_LIKE_FIRST = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
-_LIKE_SECOND = ("expand_as", "view_as", "reshape_as", "type_as")
-
-
 def shape_only_argument(func: Any) -> int | None:
     """Return the index of the argument of which only shape and dtype matter; None if there is none."""
-    name = func._schema.name.removeprefix("aten::") if isinstance(func, OpOverload) else ""
-    return 0 if name in _LIKE_FIRST else 1 if name in _LIKE_SECOND else None
+    return facts_named(func._schema.name.removeprefix("aten::")).like if isinstance(func, OpOverload) else None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from ..ir.nodes import is_op
-
-_CASTS = ("to", "_to_copy", "type_as")
+from ..ir.operators import facts
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def matches(pattern: Any, value: Any, match: Match = Match()) -> Iterator[Match]
         for each in pattern.patterns:
             yield from matches(each, value, match)
     elif isinstance(pattern, Cast):
-        if is_op(value, *_CASTS) and _converts(value, pattern.widens):
+        if isinstance(value, Node) and facts(value).converts and _converts(value, pattern.widens):
             yield from matches(pattern, value.args[0], Match(match.values, (*match.nodes, value)))
         yield from matches(pattern.pattern, value, match)
     elif isinstance(pattern, Call):

@@ -4,18 +4,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .nodes import op_name
-
-# Ops through which no gradient flows back although their results have a differentiable dtype.
-_STOPS = frozenset(
-    """detach zeros_like ones_like full_like empty_like rand_like randn_like
-    new_zeros new_ones new_full new_empty""".split()
-)
+from .operators import facts
 
 
 def passes_gradient(node: Node) -> bool:
     """Whether a gradient of a node's result flows back to its differentiable inputs."""
-    if op_name(node) in _STOPS:
+    if facts(node).stops_gradient:
         return False
     if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
         return False

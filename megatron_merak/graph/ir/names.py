@@ -7,7 +7,7 @@ from os.path import commonprefix
 
 from torch.fx import Node
 
-from .nodes import EMBEDDINGS, flops, is_op
+from .operators import facts, flops
 
 ModulePath = tuple[str, ...]
 
@@ -55,7 +55,7 @@ def _main_paths(unit: Sequence[Node]) -> list[ModulePath]:
     """Return the module paths of a unit's matrix products; without any, of its embeddings, else of all nodes."""
     for nodes in (
         [node for node in unit if flops(node)],
-        [node for node in unit if is_op(node, *EMBEDDINGS)],
+        [node for node in unit if facts(node).looks_up],
         list(unit),
     ):
         if paths := [module_path(node) for node in nodes]:

@@ -1,16 +1,13 @@
-"""Facts about the nodes of a captured graph: values, FLOPs, randomness, and their kind when the graph is cut."""
+"""Facts about the nodes of a captured graph: values, randomness, and their kind when the graph is cut."""
 
-from collections.abc import Container, Iterator
-from math import prod
+from collections.abc import Container
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from .aliases import mutation_deps, storages, writers
 from .opaque import CustomFunction
-
-EMBEDDINGS = ("embedding", "embedding_bag")
 
 
 def op_name(node: Node) -> str:
@@ -43,90 +40,6 @@ def values(node: Node) -> tuple[torch.Tensor, ...]:
 def nbytes(node: Node) -> int:
     """Return the bytes of all tensors that a node returns."""
     return sum(value.numel() * value.element_size() for value in values(node))
-
-
-def flops(node: Node) -> int:
-    """Return the FLOPs of the matrix products and convolutions in a node's forward; a multiply-add counts as two.
-
-    Attention with ``is_causal`` counts half. All other operations count as zero.
-    """
-    if node.op != "call_function":
-        return 0
-    name = op_name(node)
-    if name in _CONTRACTIONS:
-        results, shapes = values(node), [_shape(argument) for argument in node.args]
-        return _CONTRACTIONS[name](node, results[0].numel(), shapes) if results else 0
-    if isinstance(node.target, OpOverload):
-        return 0
-    if isinstance(node.target, CustomFunction):
-        return node.target.flops
-    return sum(flops(inner) for graph in _inner_graphs(node) for inner in graph.nodes)
-
-
-def _shape(argument: object) -> tuple[int, ...]:
-    tensors = values(argument) if isinstance(argument, Node) else ()
-    return tuple(tensors[0].shape) if tensors else ()
-
-
-def _inner_graphs(node: Node) -> Iterator[Graph]:
-    """Yield the graphs that a higher-order op runs."""
-    owner = node.graph.owning_module
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr" and not values(argument) and owner is not None:
-            module = owner.get_submodule(str(argument.target))
-            if isinstance(module, GraphModule):
-                yield module.graph
-
-
-def is_causal(attention: Node) -> bool:
-    """Whether a scaled_dot_product_attention is called with ``is_causal``."""
-    return attention.kwargs.get("is_causal", attention.args[5] if len(attention.args) > 5 else False)
-
-
-def attends_causally(graph: Graph) -> bool:
-    """Whether a graph contains attention, and all of it is called with ``is_causal``."""
-    causal, pending = [], [graph]
-    while pending:
-        for node in pending.pop().nodes:
-            causal += [is_causal(node)] * is_op(node, "scaled_dot_product_attention")
-            pending += _inner_graphs(node) if node.op == "call_function" else ()
-    return bool(causal) and all(causal)
-
-
-def _attention(node: Node, numel: int, shapes: list[tuple[int, ...]]) -> int:
-    query, key = shapes[0], shapes[1]
-    rows = numel // (shapes[2][-1] or 1)
-    products = 2 * rows * key[-2] * (query[-1] + shapes[2][-1])
-    return products // 2 if is_causal(node) else products
-
-
-def _einsum(node: Node, numel: int, shapes: list[tuple[int, ...]]) -> int:
-    operands = [values(operand)[0].shape for operand in node.args[1]]
-    letters = str(node.args[0]).replace(" ", "").split("->")[0].split(",")
-    if "..." in "".join(letters):
-        return 2 * numel * operands[0][-1]
-    extents = {
-        letter: n for term, shape in zip(letters, operands, strict=True) for letter, n in zip(term, shape, strict=True)
-    }
-    return 2 * prod(extents.values())
-
-
-_CONTRACTIONS = {
-    **dict.fromkeys(
-        ("linear", "mm", "bmm", "matmul", "mv", "dot", "_grouped_mm", "transformers.grouped_mm_fallback"),
-        lambda node, made, shapes: 2 * made * shapes[0][-1],
-    ),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv"), lambda node, made, shapes: 2 * made * shapes[1][-1]),
-    **dict.fromkeys(
-        ("conv1d", "conv2d", "conv3d", "convolution"), lambda node, made, shapes: 2 * made * prod(shapes[1][1:])
-    ),
-    **dict.fromkeys(
-        ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        lambda node, made, shapes: 2 * prod(shapes[0]) * prod(shapes[1][1:]),
-    ),
-    "scaled_dot_product_attention": _attention,
-    "einsum": _einsum,
-}
 
 
 def is_random(node: Node) -> bool:

@@ -9,14 +9,10 @@ from torch.fx import Graph, Node
 from ..ir.aliases import aliased
 from ..ir.marks import copy_in, reduce_sum, stack
 from ..ir.nodes import is_random, nbytes, op_name
+from ..ir.operators import facts
 
 aten = torch.ops.aten
 
-# Ops that are linear in their first operand, which is their only differentiable one.
-LINEAR = (
-    "view reshape flatten unflatten unsqueeze squeeze transpose permute clone contiguous alias to expand index "
-    "index_select sum slice select"
-).split()
 MARKS = (copy_in, reduce_sum, stack)
 
 
@@ -83,7 +79,9 @@ def _is_linear_in(user: Node, x: Node) -> bool:
         shape = user.meta["val"].shape
         return not user.kwargs and all(isinstance(y, Node) for y in others) and x.meta["val"].shape == shape
     first = user.args[0] is x
-    return name == "mul" or first and (name in LINEAR or name == "div" or name == "masked_fill" and user.args[2] == 0)
+    if name == "mul":
+        return True
+    return first and (facts(user).linear or name == "div" or name == "masked_fill" and user.args[2] == 0)
 
 
 def _hoist_copies(graph: Graph) -> None:

@@ -15,7 +15,8 @@ from ...ops import WeightGradientSink
 from ...segment import Collective, Common, Crossing, In, Out, Segment
 from ..capture.outputs import SAME
 from ..ir.marks import copy_in
-from ..ir.nodes import is_random, op_name
+from ..ir.nodes import is_random
+from ..ir.operators import facts
 from .emit import Emitter
 from .flow import REDUCTIONS, Flow
 from .levels import check_in_place, is_sharded, segment_levels
@@ -23,22 +24,6 @@ from .prelude import Prelude
 from .rewrite import Rewritten
 
 LOSS = "loss"
-
-# Operations of which no backward reads the result, so that a reduction may overwrite it.
-_UNREAD = (
-    "linear",
-    "gated_linear",
-    "gelu_linear",
-    "mm",
-    "addmm",
-    "matmul",
-    "bmm",
-    "baddbmm",
-    "_grouped_mm",
-    "embedding",
-    "embedding_part",
-)
-_UNREAD += ("embed_in_zeros", "add", "sum")
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +171,7 @@ class _Splitter:
         for node in nodes:
             reductions = [user for user in node.users if user.target in REDUCTIONS]
             for user in reductions:
-                alone = len(node.users) == 1 and op_name(node) in _UNREAD
+                alone = len(node.users) == 1 and facts(node).result_unread
                 outs.append(Out(self._name(user), REDUCTIONS[user.target], inplace=alone))
                 results.append(node)
             read = any(user not in inside and user in self.flow.unit and user not in reductions for user in node.users)

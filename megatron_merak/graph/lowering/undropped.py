@@ -5,8 +5,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from ..ir.nodes import is_random, op_name
-
-_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+from ..ir.operators import facts
 
 
 def undropped(graph: Graph) -> None:
@@ -17,7 +16,7 @@ def undropped(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or not is_random(node):
             continue
-        if op_name(node) in _DROPOUTS:
+        if facts(node).drops:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif op_name(node) == "rand_like":

@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 from ...errors import PlanError
 from ..capture.captured import Captured
 from ..ir.names import layer_of, module_path, unit_names
-from ..ir.nodes import EMBEDDINGS, classify, is_op, nbytes, op_name
+from ..ir.nodes import classify, nbytes, op_name
+from ..ir.operators import facts
 from .farthest import farthest_dependency
 from .node_sequence import NodeSequence
 
@@ -87,7 +88,7 @@ def _product_gaps(sequence: NodeSequence) -> list[tuple[int, int]]:
     """Return (first, last) of the gaps between matrix products; the last embedding before the first counts as one."""
     products = [i for i, flops in enumerate(sequence.flops) if flops]
     first = products[0] if products else len(sequence.nodes)
-    lookups = [i for i in range(first) if is_op(sequence.nodes[i], *EMBEDDINGS)]
+    lookups = [i for i in range(first) if facts(sequence.nodes[i]).looks_up]
     return list(pairwise(lookups[-1:] + products))
 
 

@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from ..ir.aliases import aliased
 from ..ir.names import module_path
-from ..ir.nodes import EMBEDDINGS, is_op
+from ..ir.operators import facts
 from .node_sequence import NodeSequence
 
 COMMON_USERS = 5
@@ -32,7 +32,7 @@ def farthest_dependency(
     """
     nodes = sequence.nodes
     count = count or 2 * _layers(nodes) + 4
-    embeddings = {name for i, node in enumerate(nodes) if is_op(node, *EMBEDDINGS) for name in sequence.parameters(i)}
+    embeddings = {name for i, node in enumerate(nodes) if facts(node).looks_up for name in sequence.parameters(i)}
     share = sum(prod(shape) for name, shape in shapes.items() if name not in embeddings) / count
     end = max((i for i, flops in enumerate(sequence.flops) if flops), default=0)
     starts, sizes = [0], [0]
@@ -44,7 +44,7 @@ def farthest_dependency(
         for name in sequence.parameters(i):
             sizes[-1] += prod(shapes[name]) if name not in seen else 0
             seen.add(name)
-        if sizes[-1] > share and not is_op(node, *EMBEDDINGS) and i < end:
+        if sizes[-1] > share and not facts(node).looks_up and i < end:
             starts.append(i + 1)
             sizes.append(0)
     return [start - 1 for start in starts[1:]]

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir.nodes import flops, nbytes
+from ..ir.nodes import nbytes
+from ..ir.operators import flops
 from .cut import Chain
 
 

@@ -7,7 +7,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.aliases import storages, writers
-from ..ir.nodes import flops, nbytes
+from ..ir.nodes import nbytes
+from ..ir.operators import flops
 
 
 class NodeSequence:
