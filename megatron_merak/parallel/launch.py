@@ -1,4 +1,4 @@
-"""The process's side of its launcher: on which device am I, joining and leaving the job. `position` says who I am."""
+"""Joins and leaves the job of a launcher, and selects this rank's device. For the rank itself see `position`."""
 
 import atexit
 import os
@@ -25,20 +25,25 @@ from .process import Environment, Setup, end_with_launcher, set_up
 from .roles import Role, job_keys
 from .shared_segment import Settings
 
-_PATIENCE = 60.0  # seconds that a rank at its end waits for the others
-_LAST_WORKS = 0.2  # seconds for the threads of collectives to finish
+_PATIENCE = 60.0  # seconds that a rank waits for the others at exit
+_LAST_WORKS = 0.2  # seconds to wait for the threads of collectives to finish
 MPI = "mpi"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among ``size``; alone (``size`` 1, no process group) when no launcher started it.
+    """This process in its job; ``size`` is 1, without a process group, when no launcher started it.
 
-    ``cluster`` is the one that is emulated, None for real ones; ``clock`` is then the modelled time on it.
-    ``collectives``: backend of the groups that share layers or hold the same parameters, None for the job's own.
-    ``setup``: what this process was set to. ``ranks_here``: how many ranks this host has, 0 where nobody said;
-    ``local_rank``: which of these this is, -1 where nobody said. ``role``: with parameter servers, who this process is;
-    ``rank`` and ``size`` are then those of its worker, or of the servers; ``store``: what all ranks see then.
+    rank, size:  of the job; with parameter servers, of this rank's worker, or of the servers.
+    device:      of this rank.
+    cluster:     the emulated cluster; None for real hardware.
+    clock:       the modelled time on ``cluster``, or wall time.
+    collectives: backend of the tensor- and data-parallel groups; None: the job's own.
+    setup:       the settings of this process.
+    ranks_here:  number of ranks on this host, 0 where unknown.
+    local_rank:  index of this rank on its host, -1 where unknown.
+    role:        of this rank, with parameter servers.
+    store:       shared by all ranks, with parameter servers.
     """
 
     rank: int
@@ -68,12 +73,12 @@ class World:
 
     @property
     def ranks_per_node(self) -> int:
-        """How many ranks a node has, of the cluster that is emulated or as torchrun says; 0 where nobody does."""
+        """Number of ranks of a node, of the emulated cluster or as given by the launcher; 0 where unknown."""
         return self.cluster.ranks_per_node if self.cluster else self.ranks_here
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank prints the training log, as in Megatron-LM: it holds the loss."""
+        """Whether this is the last rank, which has the loss and prints the training log, as in Megatron-LM."""
         return self.rank == self.size - 1
 
 
@@ -93,7 +98,7 @@ def _device(backend: str, size: int) -> torch.device:
 
 
 def _check_rendezvous(backend: str) -> None:
-    """Raises LaunchError where ranks could not find each other."""
+    """Raise LaunchError where ranks could not find each other."""
     by = launcher()
     if backend == MPI:
         if not by.by_mpi:
@@ -114,7 +119,7 @@ def _environment() -> Environment:
 
 
 def _threads_by_torchrun() -> bool:
-    """Whether OMP_NUM_THREADS is torchrun's own default: torchrun started without it and gave its children 1."""
+    """Whether OMP_NUM_THREADS is torchrun's default: torchrun itself has no such variable, and set it to 1."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
         return False
     try:
@@ -132,12 +137,13 @@ def launch(
     use_cpu: bool = False,
     served: Callable[[int, int], Role] | None = None,
 ) -> World:
-    """Pick the device, set the process up and join the job. Raises LaunchError before anything is sent.
+    """Select the device, set up the process and join the job. Raises LaunchError before anything is sent.
 
-    ``deterministic``: only kernels that give the same bits every time; torch raises where there is none. ``emulate``:
-    the cluster that the backend "emu" models, see ``find_cluster`` for its errors. ``fp32_matmul``: see ``set_up``.
-    ``use_cpu``: leave GPUs alone. ``served``: of a job with parameter servers, the role of a rank among so many; it
-    joins its worker's ranks, and no others.
+    deterministic: use only bitwise reproducible kernels; torch raises where there is none.
+    emulate:       the cluster that the backend "emu" models; for errors see ``find_cluster``.
+    fp32_matmul:   see ``set_up``.
+    use_cpu:       do not use GPUs.
+    served:        with parameter servers: (rank, size) -> role. A worker's rank joins only the ranks of its worker.
     """
     check_available(backend)
     (rank, size), environment = position(), _environment()
@@ -160,9 +166,10 @@ def launch(
     if size > 1:
         _check_rendezvous(backend)
         job = _job_backend(backend, device)
-        # Ranks outside of a new group split a bound device's communicator; for groups of our own they would be alone.
+        # With a bound device, ranks outside of a new group split its communicator; for groups of a backend of our own
+        # they would be the only ones to do so.
         bound = device if job == "nccl" and backend != peer_group.NAME else None
-        place = {} if job == MPI else {"rank": rank, "world_size": size}  # MPI knows them
+        place = {} if job == MPI else {"rank": rank, "world_size": size}  # MPI assigns them itself
         place |= {} if role is None else {"store": dist.PrefixStore(f"worker {role.worker}", store)}
         dist.init_process_group(job, timeout=timedelta(minutes=timeout_minutes), device_id=bound, **place)
         if (found := (dist.get_rank(), dist.get_world_size())) != (rank, size):
@@ -170,7 +177,7 @@ def launch(
             raise LaunchError("place in the job", f"(rank {found[0]} of {found[1]})", reason, "Use torch's own MPI")
         atexit.register(_end)
         if job != "nccl":
-            dist.barrier()  # all are connected before any may fail: else some see a lost connection, not the error
+            dist.barrier()  # all connect before any can fail; else some would report a lost connection, not the error
     setup = set_up(device, fp32_matmul, environment)
     collectives = own_collectives(backend, device, size)
     here = (environment.ranks_here, _local_rank())
@@ -178,7 +185,7 @@ def launch(
 
 
 def check_available(backend: str) -> None:
-    """Raises LaunchError for a backend that this torch was built without."""
+    """Raise LaunchError for a backend that this torch was built without."""
     if backend == MPI and not dist.is_mpi_available():
         reason = f"torch {torch.__version__} was built without MPI"
         raise LaunchError("backend", MPI, reason, "Use gloo, or build torch where MPI is installed")
@@ -190,7 +197,7 @@ def _local_rank() -> int:
 
 
 def _job_store(rank: int, timeout_minutes: float) -> dist.Store:
-    """A key-value store for all ranks of the job: its launcher's, or else the first rank's. Raises LaunchError."""
+    """Return a key-value store for all ranks of the job, of its launcher or of rank 0. Raises LaunchError."""
     _check_rendezvous("gloo")
     host, port, timeout = os.environ["MASTER_ADDR"], _number("MASTER_PORT", ""), timedelta(minutes=timeout_minutes)
     mine = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -203,15 +210,15 @@ def _job_store(rank: int, timeout_minutes: float) -> dist.Store:
 
 
 def adopt(backend: str = "auto", fp32_matmul: str = "auto", use_cpu: bool = False) -> World:
-    """This process in the job of a default process group that a script or a library has made, set up as by ``launch``.
+    """Return this process's world in a job whose default process group exists already; set it up as ``launch`` does.
 
-    backend:     a ``--distributed-backend``; LaunchError for one that this job cannot have
-    fp32_matmul: see ``set_up``
-    use_cpu:     leave GPUs alone, also where the job could use them
+    backend:     a ``--distributed-backend``; raises LaunchError for one that this job does not support.
+    fp32_matmul: see ``set_up``.
+    use_cpu:     do not use GPUs, even where the job could.
     """
     if backend == MPI and (job := dist.get_backend()) != MPI:
         raise LaunchError("backend", MPI, f"the job is one of {job}", "Leave it out, or start the job with MPI")
-    # init_process_group() without a backend makes a job of several, whose get_backend() is "undefined".
+    # init_process_group() without a backend creates several, and get_backend() is then "undefined".
     of_devices = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     on_cpu = use_cpu or not torch.cuda.is_available() or of_devices.get("cuda", "gloo") in ("gloo", MPI)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
@@ -223,7 +230,7 @@ def adopt(backend: str = "auto", fp32_matmul: str = "auto", use_cpu: bool = Fals
 
 
 def _job_backend(backend: str, device: torch.device) -> str:
-    """The backend of the default process group, registered."""
+    """Return the backend of the default process group, after registering it."""
     if backend == staged.NAME:
         staged.register()
         return backend
@@ -233,16 +240,16 @@ def _job_backend(backend: str, device: torch.device) -> str:
 
 
 def own_collectives(backend: str, device: torch.device, size: int) -> str | None:
-    """``World.collectives`` for a ``--distributed-backend``, ready for groups to be made of it. device: this rank's.
+    """Return ``World.collectives`` for a ``--distributed-backend``, after registering it.
 
-    On CPUs "auto" shares memory where the compiled part is there; groups whose ranks are on several hosts use gloo.
-    Raises LaunchError for a backend of GPUs on another device.
+    On CPUs "auto" uses shared memory where the compiled library is available; groups that span several hosts use gloo.
+    Raises LaunchError for a GPU backend on another device.
     """
-    asked = backend == shared_memory.NAME
+    requested = backend == shared_memory.NAME
     if backend == "auto" and device.type == "cpu" and size > 1 and shared_memory.compiled():
         backend = shared_memory.NAME
     if backend == shared_memory.NAME:
-        shared_memory.register(Settings(ranks_here=_number(launcher().local_size, "0")), one_host=asked)
+        shared_memory.register(Settings(ranks_here=_number(launcher().local_size, "0")), one_host=requested)
     elif backend == peer_group.NAME:
         if device.type != "cuda":
             raise LaunchError("backend", backend, "the job runs on CPUs", f"Use {shared_memory.NAME} or gloo")
@@ -264,7 +271,7 @@ def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock
 
 
 def leave(world: World) -> None:
-    """Leave the job in order: no rank takes its connections down while another still uses them."""
+    """Leave the job: no rank closes its connections while another one still uses them."""
     if world.size > 1 and dist.is_initialized():
         dist.barrier()
         _destroy()
@@ -272,32 +279,33 @@ def leave(world: World) -> None:
 
 def _destroy() -> None:
     dist.destroy_process_group()
-    # A thread of gloo may still want the interpreter to let go of what its last work held. One that asks for it while
-    # the interpreter ends is killed, and takes the process with it (SIGABRT).
+    # A gloo thread may still need the GIL to release the tensors of its last work. If it requests the GIL while the
+    # interpreter shuts down, it is killed and aborts the process (SIGABRT).
     time.sleep(_LAST_WORKS)
 
 
 def _end() -> None:
-    """The end of a script that does not `leave`: connections that are still open abort the interpreter's own exit."""
-    if hasattr(sys, "last_value"):  # an exception that nobody caught, and that has been printed
+    """Exit handler of a script that did not `leave`: open connections would abort the interpreter's shutdown."""
+    if hasattr(sys, "last_value"):  # an uncaught exception, which has been printed
         abandon(1)
     if dist.is_initialized():
         try:
             dist.barrier(async_op=True).wait(timedelta(seconds=_PATIENCE))
         except RuntimeError:
-            abandon(1)  # others ended otherwise, or wait for this rank elsewhere
+            abandon(1)  # other ranks have ended, or wait for this one elsewhere
         _destroy()
 
 
 def end_interrupted(number: int) -> NoReturn:
-    """End this process at once for a second signal, whatever it is doing."""
+    """End this process at once, because of a second signal."""
     tell("interrupted again: nothing more is saved")
     abandon(128 + number)
 
 
 def abandon(status: int) -> NoReturn:
-    """End this process at once, without the other ranks: after an error some of them may wait for it elsewhere, and
-    connections that are still open abort the interpreter's own exit.
+    """End this process at once, without waiting for the other ranks.
+
+    After an error some of them may be blocked elsewhere, and open connections would abort the interpreter's shutdown.
     """
     sys.stdout.flush()
     sys.stderr.flush()
