@@ -8,7 +8,6 @@ from torch import nn
 
 from megatron_merak.graph.ir.nodes import (
     classify,
-    flops,
     is_op,
     is_random,
     mutation_deps,
@@ -18,6 +17,7 @@ from megatron_merak.graph.ir.nodes import (
     values,
     writers,
 )
+from megatron_merak.graph.ir.operators import flops
 
 
 def export(function, *inputs, parameters=()):
