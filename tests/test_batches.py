@@ -164,7 +164,6 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
             "--rampup-batch-size 2 2 30: makes 149,999,999 batch sizes. Raise the increment to 3000.",
         ),
         ({"step_batch_size_schedule": "50:4"}, "--step-batch-size-schedule 50:4: does not say the size from 0 tokens"),
-        ({"step_batch_size_schedule": ""}, "--step-batch-size-schedule : does not say the size from 0 tokens"),
         (
             {"step_batch_size_schedule": "0:4 5:8"},
             "--step-batch-size-schedule 0:4 5:8: '5:8' does not begin after the entry before it.",

@@ -87,7 +87,7 @@ def test_what_a_loss_reads_is_looked_at(engine):
     def scaled(outputs, batch):
         return likelihood(outputs, batch) * scale[0]
 
-    made = engine.captured.programs[0].made
+    made = engine.captured.programs[0].all
     (one,) = engine.forward_backward([batch_of(1)], scaled).losses
     known = len(made())
     engine.forward_backward([batch_of(2)], scaled)
@@ -110,7 +110,7 @@ class Script:
 
 
 def test_methods_are_traced_again_for_what_they_read(engine):
-    script, made = Script(), engine.captured.programs[0].made
+    script, made = Script(), engine.captured.programs[0].all
     (one,) = engine.forward_backward([batch_of(1)], script.loss).losses
     known = len(made())
     script.calls = 1

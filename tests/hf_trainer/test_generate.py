@@ -176,7 +176,7 @@ def test_processors_of_a_script(trainer):
 
 
 def test_lengths_are_captured_once(trainer):
-    made = trainer.engine.programs[0].made
+    made = trainer.engine.programs[0].all
     trainer.generate(**prompts(), max_new_tokens=3)
     known = len(made())
     trainer.generate(**prompts(4), max_new_tokens=4)  # 4 to 7 tokens, where there were 5 to 7
