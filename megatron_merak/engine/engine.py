@@ -260,9 +260,8 @@ class Engine:
         """Capture what is new, so that what fails does so on all ranks."""
         with together(self.mesh.control, "cpu"):
             for programs in self._captured.programs.values():
-                programs.outputs = tuple(outputs) or programs.outputs
                 for batch in batches:
-                    programs(self._captured.blueprint.traced.prepared(batch), training)
+                    programs(self._captured.blueprint.traced.prepared(batch), training, tuple(outputs) or None)
 
     def _everywhere(self, found: list[dict[str, Tensor]] | None) -> list[dict[str, Tensor]]:
         """What the last stage has found, on every rank of its replica."""

@@ -36,11 +36,9 @@ class StepLoss:
 class Executor:
     """Runs one rank's ops of a step.
 
-    stages:    this rank's stages, by global index.
-    schedule:  with communication ops.
-    per_token: whether gradients are those of the sum of token losses (to be divided by the step's tokens); otherwise
-               those of the mean over micro-batches and replicas of their mean losses.
-    pipes:     the pipes of another executor over the same stages, whose schedule uses every channel that this one uses.
+    stages:   this rank's stages, by global index.
+    schedule: with communication ops.
+    pipes:    the pipes of another executor over the same stages, whose schedule uses every channel that this one uses.
     """
 
     def __init__(
@@ -48,10 +46,9 @@ class Executor:
         stages: Mapping[int, Stage],
         schedule: Schedule,
         mesh: Mesh,
-        per_token: bool = False,
         pipes: Pipes | None = None,
     ):
-        self.stages, self.schedule, self.mesh, self.per_token = stages, schedule, mesh, per_token
+        self.stages, self.schedule, self.mesh = stages, schedule, mesh
         self.program = schedule.ranks[mesh.pp_rank]
         ops = [op for entry in self.program for op in ops_of(entry)]
         self.deferred = frozenset((op.stage, op.microbatch) for op in ops if op.kind is Kind.W)
@@ -92,6 +89,7 @@ class Executor:
         training: bool = True,
         weights: Sequence[float] | None = None,
         loss_scale: float = 1.0,
+        sum_losses: bool = False,
     ) -> StepLoss | None:
         """Run every op in order. Return the losses on the last stage, None elsewhere.
 
@@ -103,9 +101,12 @@ class Executor:
         training:   whether dropout is on and gradients are added to ``main_grad``.
         weights:    factors of the micro-batches' losses; 1 by default.
         loss_scale: factor of all gradients, not of losses.
+        sum_losses: whether gradients are those of the sum of the micro-batches' losses (sums over tokens are to be divided
+                    by the step's tokens); otherwise those of the mean over micro-batches and replicas of their mean
+                    losses.
         """
         self.batches, self.step, self.training, self.losses = batches, step, training, []
-        self.weights, self.loss_scale = weights, loss_scale
+        self.weights, self.loss_scale, self.sum_losses = weights, loss_scale, sum_losses
         self.results: list[dict[str, Tensor]] = []
         for stage in self.stages.values():
             stage.start_run(training)
@@ -191,7 +192,7 @@ class Executor:
             return None
         count = stage.count(op.microbatch).clamp(min=1)
         replicas = len(self.batches) * self.mesh.summed
-        scale = torch.ones_like(count) if self.per_token else 1 / (count * replicas)
+        scale = torch.ones_like(count) if self.sum_losses else 1 / (count * replicas)
         scale = scale if self.loss_scale == 1.0 else scale * self.loss_scale
         return scale if self.weights is None else scale * self.weights[op.microbatch]
 

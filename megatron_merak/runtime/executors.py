@@ -12,12 +12,12 @@ from .stage import Stage
 class Executors:
     """Creates an executor at the first step with a given number of micro-batches; all of them share their pipes.
 
-    stages, mesh, per_token: see `Executor`.
-    schedule:                compute ops, for the plan's number of micro-batches.
+    stages, mesh: see `Executor`.
+    schedule:     compute ops, for the plan's number of micro-batches.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, mesh: Mesh, per_token: bool):
-        self._stages, self._schedule, self._mesh, self._per_token = stages, schedule, mesh, per_token
+    def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, mesh: Mesh):
+        self._stages, self._schedule, self._mesh = stages, schedule, mesh
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.of(schedule.microbatches)  # all others use the pipes of this one
 
@@ -28,5 +28,5 @@ class Executors:
             schedule = self._schedule if training else forward_only(self._schedule)
             schedule = add_communication(resize(schedule, micro_batches))
             pipes = next(iter(self._executors.values())).pipes if self._executors else None
-            self._executors[key] = Executor(self._stages, schedule, self._mesh, self._per_token, pipes)
+            self._executors[key] = Executor(self._stages, schedule, self._mesh, pipes)
         return self._executors[key]

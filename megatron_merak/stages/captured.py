@@ -93,7 +93,7 @@ class CapturedTrainer:
         self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
         self.optimizer = optimizer_of(self.parameters, optimizer or OptimizerConfig(), scaler)
         self.replicas = Replicas(mesh, self.optimizer, self.parameters.gatherer, replica_check_interval)
-        self.executors = Executors(self.stages, self.plan.schedule, mesh, self.accepts_num_items)
+        self.executors = Executors(self.stages, self.plan.schedule, mesh)
         with together(mesh.control, "cpu"):
             for programs in self.programs.values():
                 programs(example, True)
@@ -172,14 +172,14 @@ class CapturedTrainer:
             self._try_halves(batches)
         self.parameters.start_step()
         executor = self.executor(len(batches), True)
-        executor.per_token = weights is not None or self.blueprint.traced.adds_up(batches[0])
+        sums = weights is not None or self.blueprint.traced.adds_up(batches[0])
         prepared, scale = [*map(self.blueprint.traced.prepared, batches)], self.optimizer.begin()
-        loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale)
+        loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale, sum_losses=sums)
         self.parameters.finish_step()
         self.running.count(len(batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if loss is not None:
-            value += loss.total if executor.per_token else loss.mean / (len(batches) * self.mesh.summed)
+            value += loss.total if sums else loss.mean / (len(batches) * self.mesh.summed)
         reduced = self.replicas.reduce(value)
         if self.mesh.pp is None:
             return reduced

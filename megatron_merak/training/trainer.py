@@ -33,8 +33,7 @@ class Trainer(RunState):
             check_kernels(mesh.device)
         check_same_plan(plan, mesh.control)
         self.model = build_model(config, plan, mesh)
-        stages, per_token = self.model.stages, config.train.calculate_per_token_loss
-        self.executors = Executors(stages, plan.schedule, mesh, per_token)
+        self.executors = Executors(self.model.stages, plan.schedule, mesh)
         self.buffer, self.gatherer = self.model.buffer, self.model.gatherer
         scaler = scaler_of_run(config.train)
         self.optimizer = optimizer_of(self.model.parameters, config.optimizer, scaler)
@@ -56,7 +55,8 @@ class Trainer(RunState):
         parameters = self.model.parameters
         parameters.start_step()
         scale = self.optimizer.begin()
-        loss = self.executor(len(batches)).run(batches, self.iteration, loss_scale=scale)
+        per_token = self.config.train.calculate_per_token_loss
+        loss = self.executor(len(batches)).run(batches, self.iteration, loss_scale=scale, sum_losses=per_token)
         parameters.finish_step()
         if self.config.train.calculate_per_token_loss:
             tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()

@@ -95,7 +95,7 @@ class Measure(TrainerCallback):
         engine, count = self.trainer.engine, args.gradient_accumulation_steps
         if state.global_step == 1:
             made = engine.executor(count)
-            self.executor = MeasuredExecutor(made.stages, made.schedule, made.mesh, made.per_token, made.pipes)
+            self.executor = MeasuredExecutor(made.stages, made.schedule, made.mesh, made.pipes)
             engine.executors._executors[count, True] = self.executor
 
 

@@ -94,9 +94,9 @@ def _train(rank, stages, schedule, recompute, count):
     programs = {rows: program(rank, stages, w, rows) for rows in (2, 3)}
     kept = [(unit,) for unit in mine] if recompute else ()
     stage = Stage(rank, lambda batch, training: programs[len(batch["x"])], parameters, kept, mesh, 0)
-    executor = Executor({rank: stage}, add_communication(build_schedule(schedule, stages, count)), mesh, True)
+    executor = Executor({rank: stage}, add_communication(build_schedule(schedule, stages, count)), mesh)
     parameters.start_step()
-    loss = executor.run(batches(count), 0)
+    loss = executor.run(batches(count), 0, sum_losses=True)
     parameters.finish_step()
     assert stage.parts == {}
     return {u: buffer.grad(str(u)).clone() for u in mine}, None if loss is None else loss.total

@@ -58,14 +58,14 @@ class Rank:
         self.plan = plan(config, world_size)
         self.mesh = build_mesh(self.plan.grid, rank, CPU)
         self.model = build_model(config, self.plan, self.mesh)
-        self.stages = self.model.stages
-        self.executor = Executor(self.stages, add_communication(self.plan.schedule), self.mesh, case.per_token)
+        self.stages, self.per_token = self.model.stages, case.per_token
+        self.executor = Executor(self.stages, add_communication(self.plan.schedule), self.mesh)
         self.batches = global_batch()[self.mesh.dp_rank :: self.mesh.grid.dp]
 
     def step(self, number=3):
         """Loss and every gradient that this rank holds, by HuggingFace name and place."""
         self.model.parameters.start_step()
-        loss = self.executor.run(self.batches, number)
+        loss = self.executor.run(self.batches, number, sum_losses=self.per_token)
         self.model.parameters.finish_step()
         assert all(stage.parts == {} for stage in self.model.stages.values())
         shards = self.model.shards(self.model.buffer.main_grad)

@@ -56,7 +56,7 @@ class Case:
 
 
 def measured(executor: Executor) -> MeasuredExecutor:
-    return MeasuredExecutor(executor.stages, executor.schedule, executor.mesh, executor.per_token, executor.pipes)
+    return MeasuredExecutor(executor.stages, executor.schedule, executor.mesh, executor.pipes)
 
 
 def native(case: Case, rank: int, world_size: int) -> tuple[int, int]:
