@@ -101,9 +101,8 @@ class Executor:
         training:   whether dropout is on and gradients are added to ``main_grad``.
         weights:    factors of the micro-batches' losses; 1 by default.
         loss_scale: factor of all gradients, not of losses.
-        sum_losses: whether gradients are those of the sum of the micro-batches' losses (sums over tokens are to be divided
-                    by the step's tokens); otherwise those of the mean over micro-batches and replicas of their mean
-                    losses.
+        sum_losses: whether gradients are those of the sum of the micro-batches' losses (a caller divides sums over
+                    tokens by the step's tokens); else those of the mean over micro-batches and replicas of their means.
         """
         self.batches, self.step, self.training, self.losses = batches, step, training, []
         self.weights, self.loss_scale, self.sum_losses = weights, loss_scale, sum_losses
