@@ -9,22 +9,24 @@ from ..capture.captured import Captured
 from ..ir.nodes import op_name
 
 
-def family(name: str) -> str:
-    """Return the name with every number replaced by ``*``: it is the same for every layer."""
-    return re.sub(r"\d+", "*", name)
-
-
 def roles(captured: Captured) -> dict[str, str]:
-    """Return the role of every parameter that the graph reads: its family and shape, the lines of the model's source
-    that read it, and the operators that follow. ``l0.weight`` and ``l1.weight`` of one module have different roles."""
+    """Return the role of every parameter that the graph reads.
+
+    That is its name without numbers, its shape, the lines of the model's source that read it, and the operators that
+    follow. ``l0.weight`` and ``l1.weight`` of one module have different roles.
+    """
     readers: dict[str, list[Node]] = {name: [] for name in captured.shapes}
     for node in captured.module.graph.find_nodes(op="get_attr"):
         if node.target in readers:
             readers[str(node.target)] += node.users
     return {
-        name: f"{family(name)} {tuple(captured.shapes[name])} {' '.join(dict.fromkeys(_uses(nodes)))}"
+        name: f"{_without_numbers(name)} {tuple(captured.shapes[name])} {' '.join(dict.fromkeys(_uses(nodes)))}"
         for name, nodes in readers.items()
     }
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def _uses(readers: list[Node]) -> Iterator[str]:

@@ -7,9 +7,7 @@ from torch.fx import Node
 from .padding import zeros
 from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
-
-COLUMN = "column parallel: its output features are sharded"
-ROW = "row parallel: its input features are sharded"
+from .rules_product import COLUMN, ROW
 
 
 def einsum(p: Propagation, node: Node) -> Decision | None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ...planner.tables import family
 from .padding import zeros
 from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
-from .roles import family
 from .rules_value import argument
 
 aten = torch.ops.aten
