@@ -45,7 +45,7 @@ LEVELS = {
     "engine": 10,
     "__main__": 10,
 }
-# Rooms inside a room, from the lowest; files of the room itself are above all of them.
+# Subpackages, from the lowest; files of the package itself are above all of them.
 INNER = {
     "graph": ("ir", "capture", "partition", "sharding", "lowering", "fusion"),
     "hf_trainer": ("arguments", "batches", "run"),
