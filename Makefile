@@ -34,7 +34,7 @@ help:
 	@echo "make test-long    whole jobs and further layouts, which make test leaves out (10 minutes)"
 	@echo "make first-hour   README in a fresh clone and environment, then from a wheel (8 minutes; installs torch twice); ARGS=clone"
 	@echo "make test-oldest  the same tests with the oldest libraries that pyproject.toml allows, in .venv-oldest"
-	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (hours; resumes)"
+	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (15 minutes; resumes)"
 	@echo "make parity-full  every layout of the native models against one process (long)"
 	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (10 minutes)"
 	@echo "make compile-check  sources of csrc/ against the headers of another PyTorch, downloaded; TORCH=2.11.0 (2 minutes)"

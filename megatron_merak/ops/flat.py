@@ -110,5 +110,5 @@ def cast_(into: Tensor, x: Tensor, scale: float = 1.0) -> None:
 
 
 def add_rows_(into: Tensor, index: Tensor, rows: Tensor) -> None:
-    """into[index] += rows: into [v, h], index int64 [t], rows [t, h] of any dtype; those of one index in order."""
-    kernels(into, rows).add_rows_(into, index, rows)
+    """into[index] += rows: into [v, h], index [t] of integers, rows [t, h] of any dtype; rows of one index in order."""
+    kernels(into, rows).add_rows_(into, index.long(), rows)

@@ -1,6 +1,7 @@
 """A captured graph gives the loss and the gradients of the model as it is, or the model is refused by name."""
 
 import copy
+import importlib
 import random
 
 import numpy
@@ -394,3 +395,13 @@ def test_a_buffer_that_was_made_from_a_parameter_may_be_there_if_nothing_reads_i
     assert "integer" not in str(capture(made(False), {"x": torch.randn(3, 4)}).module.graph)
     with pytest.raises(TraceError, match="buffer integer: it has no values"):
         capture(made(True), {"x": torch.randn(3, 4)})
+
+
+def test_outputs_have_their_names_in_every_way_to_trace(monkeypatch):
+    """Strict tracing runs the bytecode of a forward, and loses what that leaves anywhere but in its result."""
+    real, empty, batch = tiny("llama")
+    expected = capture(empty(), batch, outputs=("loss", "*")).outputs
+    module = importlib.import_module(capture.__module__)
+    monkeypatch.setattr(module, "_attempts", lambda model, batch: iter([module.Attempt("", strict=True)]))
+    captured = capture(empty(), batch, outputs=("loss", "*"))
+    assert captured.how == "as it is, strict" and captured.outputs == expected == ("loss", "logits")

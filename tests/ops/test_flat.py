@@ -183,6 +183,10 @@ def test_rows_are_added_at_their_index(ops, into, of):
         expected = table.double().index_add_(0, index, given.double()).to(into)
         ops.add_rows_(table, index, given)
         assert torch.equal(table, expected)
+    again = table.clone()
+    add_rows_(table, index, given)
+    add_rows_(again, index.int(), given)
+    assert torch.equal(table, again)
 
 
 def test_tables_and_rows_that_are_not_dense():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_merak.errors import MerakError
 from megatron_merak.graph.capture.capture import capture
@@ -29,13 +30,20 @@ FULL = 0.55  # of the parameters per rank at TP=2: at most this much is a full p
 
 def subject_of(specimen: Specimen, dtype: torch.dtype = torch.float32) -> Subject:
     """Raises TraceError. The capture is of a model without memory, the reference of one with weights."""
-    model, batch = specimen.model(dtype), specimen.batch(dtype=dtype)
+    model, batch = _without_grouped_mm(specimen.model(dtype), dtype), specimen.batch(dtype=dtype)
     torch.manual_seed(0)
     loss, gradients = reference(model, batch)
     with init_empty_weights():
-        empty = specimen.empty()
+        empty = _without_grouped_mm(specimen.empty(), dtype)
     captured = capture(empty, batch, dtype=dtype)
     return Subject(model, batch, loss, gradients, captured, cut(captured), dtype)
+
+
+def _without_grouped_mm(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with a loop over its experts in fp64, for which torch has no grouped product."""
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
 
 
 def row(model_type: str, asked: Sequence[str] = CELLS) -> dict[str, Any]:

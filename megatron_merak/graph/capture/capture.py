@@ -25,7 +25,7 @@ from megatron_merak.graph.capture.eager_module import (
 from megatron_merak.graph.capture.fake_model import fake_batch, forward_parameters, make_fake_model
 from megatron_merak.graph.capture.fast_trace import fast_tracing
 from megatron_merak.graph.capture.lengths import Axes, Lengths, SymbolicLength, digest
-from megatron_merak.graph.capture.outputs import LossFunction, pick_outputs, take_entries
+from megatron_merak.graph.capture.outputs import LossFunction, output_names, pick_outputs, take_entries
 from megatron_merak.graph.capture.python_state import StateChanges
 from megatron_merak.graph.capture.unlift import unlift
 from megatron_merak.graph.capture.values import values_of_batch
@@ -144,7 +144,7 @@ def _capture(
             refused = refused or refusal
             continue
         _refuse_side_effects(model, events)
-        captured = clean(raw, events.outputs, str(attempt))
+        captured = clean(raw, output_names(program), str(attempt))
         notes = function_notes(events) + _notes(model, batch, captured, attempt, compute is not None)
         return replace(captured, notes=captured.notes + notes, origin=origin)
     raise refused or _failure(model, last_error)
@@ -225,9 +225,9 @@ def _trace(
         fake = make_fake_model(model, training, dtype, copy_buffers=attempt.values)
         if attempt.attention:
             fake.set_attn_implementation(attempt.attention)  # type: ignore[operator]
-        output_names = pick_outputs(fake, outputs, compute)
+        pick_outputs(fake, outputs, compute)
     else:
-        fake, output_names = before.replay(), []
+        fake = before.replay()
     if compute is not None:
         take_entries(fake, tuple(batch))
     elif "use_cache" in forward_parameters(fake)[0]:
@@ -239,7 +239,6 @@ def _trace(
         contexts.enter_context(patches.silenced())
         contexts.enter_context(fast_tracing())
         events = contexts.enter_context(watch())
-        events.outputs = output_names
         contexts.enter_context(keep_modules(fake, eager, events.opaque))
         if not attempt.strict:
             contexts.enter_context(patches.eager_branches())

@@ -11,6 +11,8 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_unflatten
 
 from megatron_merak.errors import TraceError
 
@@ -20,17 +22,17 @@ EVERY, NOT, SAME = "*", "!", "|"
 LossFunction = Callable[[nn.Module, dict[str, Any]], tuple[Any, Any]]
 
 
-def pick_outputs(fake_model: nn.Module, names: Sequence[str], compute: LossFunction | None = None) -> list[str]:
-    """Make the fake model's forward return the outputs ``names`` as a tuple of tensors.
+def pick_outputs(fake_model: nn.Module, names: Sequence[str], compute: LossFunction | None = None) -> None:
+    """Make the fake model's forward return the outputs ``names``, a dictionary of tensors.
 
-    Returns the list of their names, which is filled when the forward runs.
+    What a forward leaves elsewhere is lost where the exporter runs its bytecode (strict), so the result has the names.
 
     names:   "loss" is the tensor that is returned alone or first, or that ``compute`` returns; "*" is all outputs but
              the loss and those excluded by "!name". Tensors in tuples and dictionaries are named by their path
              ("hidden_states.0"); a tensor that is several outputs has all their names, joined by ``SAME``.
     compute: replaces the model's forward.
     """
-    forward, output_names = fake_model.forward, []
+    forward = fake_model.forward
     remedy = "Put what it computes the loss from (labels) into the batch"
     if "return_loss" in inspect.signature(forward).parameters:
         remedy = "Put return_loss=True into the batch"
@@ -47,20 +49,26 @@ def pick_outputs(fake_model: nn.Module, names: Sequence[str], compute: LossFunct
         return {"loss": loss} | {name: value for name, value in outputs_by_name.items() if name != "loss"}
 
     @functools.wraps(forward)
-    def forward_outputs(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def forward_outputs(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
         model = type(fake_model).__name__
         outputs_by_name = run_model(*args, **kwargs)
         _check(model, outputs_by_name, names, remedy)
         by_tensor: dict[int, tuple[Tensor, list[str]]] = {}
         for name, tensor in _selected(model, outputs_by_name, names):
             by_tensor.setdefault(id(tensor), (tensor, []))[1].append(name)
-        output_names[:] = [SAME.join(group) for _, group in by_tensor.values()]
-        return tuple(
-            tensor.reshape(()) if "loss" in group and tensor.dim() else tensor for tensor, group in by_tensor.values()
-        )
+        return {
+            SAME.join(group): tensor.reshape(()) if "loss" in group and tensor.dim() else tensor
+            for tensor, group in by_tensor.values()
+        }
 
     fake_model.forward = forward_outputs  # type: ignore[method-assign]
-    return output_names
+
+
+def output_names(program: ExportedProgram) -> tuple[str, ...]:
+    """Return the names of what the program of a model with picked outputs returns, in order."""
+    spec = program.call_spec.out_spec
+    positions = tree_unflatten(range(spec.num_leaves), spec)
+    return tuple(sorted(positions, key=positions.__getitem__))
 
 
 def take_entries(fake_model: nn.Module, entries: Sequence[str]) -> None:

@@ -48,7 +48,6 @@ class TraceEvents:
     reseeded:  lines that set torch's seed.
     clocked:   lines that read the clock.
     seeded:    whether the model sets the host's seed itself.
-    outputs:   names of the traced outputs.
     """
 
     opaque: Opaque
@@ -58,7 +57,6 @@ class TraceEvents:
     reseeded: list[str] = field(default_factory=list)
     clocked: list[str] = field(default_factory=list)
     seeded: bool = False
-    outputs: list[str] = field(default_factory=list)
 
 
 @contextmanager
