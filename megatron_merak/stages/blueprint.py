@@ -187,8 +187,8 @@ class Blueprint:
         if self.plan.grid.tp == 1:
             return ()
         tensors, reasons = self.sharding.tensors, self.sharding.reasons
-        matrices = by_family((name, reasons[name]) for name, tensor in tensors.items() if len(tensor.shape) > 1)
-        return tuple(f"{name} is {reason}." for name, reason in matrices if reason.startswith("replicated"))
+        matrices = [name for name, tensor in tensors.items() if len(tensor.shape) > 1 and tensor.dim is None]
+        return tuple(f"{name} is {reason}." for name, reason in by_family((name, reasons[name]) for name in matrices))
 
     def stages_of(self) -> dict[str, tuple[int, ...]]:
         """The stages whose units use each parameter, ascending."""
