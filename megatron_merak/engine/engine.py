@@ -25,7 +25,7 @@ from ..parallel.attendance import attend
 from ..parallel.launch import leave
 from ..parallel.nodes import find_nodes
 from ..plan import Plan
-from ..stages.captured import CapturedTrainer
+from ..stages.captured import CapturedModel
 from ..stages.placed import refuse_placed
 from ..stages.traced import OwnLoss
 from .losses import LOGPROBS, Losses, LossFn, loss_of_model
@@ -233,7 +233,7 @@ class Engine:
     # Inside
 
     @property
-    def captured(self) -> CapturedTrainer:
+    def captured(self) -> CapturedModel:
         """What runs the plan, for those who work on this library."""
         return self._captured
 

@@ -13,7 +13,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.nodes import Nodes, located
 from ..pipeline_parallel.search.progress import SEARCHING, Progress
 from ..stages.blueprint import blueprint_from_plan, make_blueprint
-from ..stages.captured import CapturedTrainer
+from ..stages.captured import CapturedModel
 from ..stages.devices import cluster_of
 from ..stages.optimizer_state import adamw_of, torch_optimizer_of
 from ..stages.precision import compute_dtype
@@ -65,7 +65,7 @@ def build_engine(
     recipe: Recipe,
     loss: OwnLoss | None = None,
     nodes: Nodes | None = None,
-) -> CapturedTrainer:
+) -> CapturedModel:
     """Capture the model, follow the plan of the arguments or make one, and fill this rank's part. Collective.
 
     recipe: what steps which parameter. nodes: the hosts of the job, None where nobody asked.
@@ -83,7 +83,7 @@ def build_engine(
                 blueprint = make_blueprint(traced, mesh.grid, **asked["plan"], state_of=state_of, progress=told)
         else:
             blueprint = blueprint_from_plan(traced, stored, state_of)
-    return CapturedTrainer(
+    return CapturedModel(
         blueprint,
         mesh,
         optimizer=replace(asked["optimizer"], **(adam or {})),

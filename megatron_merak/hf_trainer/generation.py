@@ -28,7 +28,7 @@ from ..errors import ConfigError
 from ..graph.capture.fake_model import forward_parameters
 from ..parallel.agree import gather_json
 from ..stages.adapters import has_adapters
-from ..stages.captured import CapturedTrainer
+from ..stages.captured import CapturedModel
 from ..stages.guard import Guard
 from ..stages.traced import MASK, OwnLoss
 from .batches.neutral import NeutralPadding
@@ -58,7 +58,7 @@ class Generator:
     padding: of the batches of the model. ``generate`` is collective over all ranks.
     """
 
-    def __init__(self, engine: CapturedTrainer, model: nn.Module, padding: Padding):
+    def __init__(self, engine: CapturedModel, model: nn.Module, padding: Padding):
         self.engine, self.mesh = engine, engine.mesh
         self.inner: Any = model.get_base_model() if has_adapters(model) else model  # type: ignore[operator]
         self._columns = forward_parameters(_Signature(type(self.inner)))[0]

@@ -43,7 +43,7 @@ from ..parallel.agree import together
 from ..parallel.attendance import attend
 from ..parallel.launch import leave
 from ..parallel.nodes import find_nodes, notices
-from ..stages.captured import CapturedTrainer
+from ..stages.captured import CapturedModel
 from ..training.outputs import check_directory
 from .arguments.deepspeed import refuse_beside_deepspeed
 from .arguments.merak_arguments import MerakArguments
@@ -120,7 +120,7 @@ class MerakTrainer(TrainerFace):
         self.control, self.state = TrainerControl(), TrainerState()
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
         self.is_in_train, self.current_flos, self.first_tokens = False, 0, 0
-        self._engine: CapturedTrainer | None = None
+        self._engine: CapturedModel | None = None
         self._generator: Generator | None = None
         self.own_loss: LossOfTrainer | None = None
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
@@ -193,7 +193,7 @@ class MerakTrainer(TrainerFace):
     # Model and engine
 
     @property
-    def engine(self) -> CapturedTrainer:
+    def engine(self) -> CapturedModel:
         """This rank's part of the model; built when it is first needed, from the first batch there is."""
         if self._engine is None:
             self._build(0)
@@ -205,7 +205,7 @@ class MerakTrainer(TrainerFace):
         (example,), *_ = self.feed.prepare([example], self.counts_items)  # as it comes
         self._engine = self.create_engine(example)
 
-    def create_engine(self, example: Batch) -> CapturedTrainer:
+    def create_engine(self, example: Batch) -> CapturedModel:
         """Capture the model, cut and divide it, take its weights or draw them. Collective."""
         began, name = time.time(), type(self.model).__name__
         self._built_by = wishes(self.args)
@@ -274,7 +274,7 @@ class MerakTrainer(TrainerFace):
             self._engine = self._groups = self._moments = self._made_for = None
             self.model = self._trained_model = self.call_model_init()
         self.args.refuse_changes()
-        if isinstance(self._engine, CapturedTrainer):
+        if isinstance(self._engine, CapturedModel):
             refuse_late(self._built_by, wishes(self.args), ("lr", "weight_decay", "microbatches"))
         if isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(
             self.model, "config"

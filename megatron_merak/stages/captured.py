@@ -22,8 +22,6 @@ from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
 from ..parallel.buffers import Bucket, Sharding
 from ..parallel.mesh import Mesh
-from ..runtime.executor import Executor
-from ..runtime.executors import Executors
 from ..runtime.halves import halve
 from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
@@ -36,27 +34,21 @@ from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kin
 from .parameter_groups import GroupOf, matrices_and_others
 from .parameter_shards import ParameterShards
 from .proofs import difference
-from .replicas import Replicas
 from .running import RunningStatistics
 from .same_plan import check_same_plan
 from .saved_run import check_same_optimizer, is_count
-from .step_report import StepReport
 from .traced import Batch, OwnLoss
+from .trained_model import TrainedModel
 from .user_model import UserModel, left_out
 
 
-class CapturedTrainer:
-    """A captured model, its optimizer and the executors of its plan. Building one is collective over all ranks.
+class CapturedModel(TrainedModel):
+    """A captured model. Building one is collective over all ranks. For the other arguments see `TrainedModel`.
 
-    blueprint:              the traced model and its plan.
-    optimizer:              betas, epsilon and clipping; learning rate and weight decay come with each step.
-    seed:                   of initial weights and dropout.
-    group_of:               the parameter group of each parameter; each step gives the rates of all groups.
-    replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
-    scaler:                 of the loss, in fp16.
-    optimizer_of:           makes the optimizer.
-
-    ``iteration``: optimizer steps done.
+    blueprint: the traced model and its plan.
+    optimizer: betas, epsilon and clipping; learning rate and weight decay come with each step.
+    seed:      of initial weights and dropout.
+    group_of:  the parameter group of each parameter; each step gives the rates of all groups.
     """
 
     def __init__(
@@ -73,31 +65,33 @@ class CapturedTrainer:
     ):
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
-        self.blueprint, self.mesh, self.seed = blueprint, mesh, seed
+        self.blueprint, self.seed, plan = blueprint, seed, blueprint.plan
         self.model, self.accepts_num_items = blueprint.traced.model, blueprint.traced.accepts_num_items
         example = blueprint.traced.batch
-        self.plan = blueprint.plan
-        check_same_plan(self.plan, mesh.control)
-        self._check_halves()
+        check_same_plan(plan, mesh.control)
+        if plan.overlap == "sub-pipeline" and not self.accepts_num_items:
+            reason = "the losses of two halves do not add up: the model's forward takes no num_items_in_batch"
+            raise PlanError("--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient")
         # Whether micro-batches run in halves; None: the first step tries it.
         loss_only = len(blueprint.traced.trained) == 1  # other outputs would come in halves, too
-        requested = loss_only and self.plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
+        requested = loss_only and plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
         self.halves: bool | None = None if requested and len(halve(example)) > 1 else False
-        self.running = RunningStatistics(self.blueprint, mesh)
-        self.parameter_shards = ParameterShards(self.blueprint, mesh, group_of)
+        self.running = RunningStatistics(blueprint, mesh)
+        self.parameter_shards = ParameterShards(blueprint, mesh, group_of)
         self.parameter_shards.fill(seed)
-        self.buffer, self.shards = self.parameter_shards.buffer, self.parameter_shards.shards
-        self.parameters = self.parameter_shards.rank_parameters()
-        arguments = (mesh, self.parameter_shards.parameters, self.parameters.weights)
-        self.programs = {stage: Programs(self.blueprint, stage, *arguments) for stage in self.parameter_shards.stages}
-        self.stages = {stage: self._stage(stage, programs) for stage, programs in self.programs.items()}
-        self.optimizer = optimizer_of(self.parameters, optimizer or OptimizerConfig(), scaler)
-        self.replicas = Replicas(mesh, self.optimizer, self.parameters.gatherer, replica_check_interval)
-        self.executors = Executors(self.stages, self.plan.schedule, mesh)
+        self.shards, parameters = self.parameter_shards.shards, self.parameter_shards.rank_parameters()
+        arguments = (mesh, self.parameter_shards.parameters, parameters.weights)
+        self.programs = {stage: Programs(blueprint, stage, *arguments) for stage in self.parameter_shards.stages}
+        stages = {}
+        for index, programs in self.programs.items():
+            part, arguments = plan.stages[index], (index, programs, parameters)
+            options = {"split": self._split, "overlap": plan.overlap != "none", "units": part.units}
+            stages[index] = Stage(*arguments, part.runs, mesh, seed, **options)
+        settings = (optimizer or OptimizerConfig(), scaler, optimizer_of, replica_check_interval)
+        super().__init__(plan, mesh, stages, parameters, *settings)
         with together(mesh.control, "cpu"):
             for programs in self.programs.values():
                 programs(example, True)
-        self.iteration = 0
         self.user_model: UserModel | None = None
 
     def share_weights(self) -> UserModel:
@@ -105,12 +99,6 @@ class CapturedTrainer:
         shards = self.parameter_shards
         self.user_model = UserModel(self.model, self.exported, self.mesh, shards.follow_edits, shards.shares_weights)
         return self.user_model
-
-    def _check_halves(self) -> None:
-        """Raise PlanError for sub-pipeline where the losses of two halves of a micro-batch cannot add up."""
-        if self.plan.overlap == "sub-pipeline" and not self.accepts_num_items:
-            reason = "the losses of two halves do not add up: the model's forward takes no num_items_in_batch"
-            raise PlanError("--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient")
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -121,11 +109,6 @@ class CapturedTrainer:
         if self.plan.overlap == "sub-pipeline" and self.halves is False:
             notes += ("Micro-batches run whole: halves need two samples, and losses that are shares of the step's.",)
         return notes + self.blueprint.replicated_weights()
-
-    def _stage(self, index: int, programs: Programs) -> Stage:
-        recompute, overlap = self.plan.stages[index].runs, self.plan.overlap != "none"
-        arguments = (index, programs, self.parameters, recompute, self.mesh, self.seed)
-        return Stage(*arguments, split=self._split, overlap=overlap, units=self.plan.stages[index].units)
 
     def _split(self, batch: Batch) -> list[Batch]:
         """The parts in which a prepared micro-batch runs: its halves if the plan says so and their losses add up."""
@@ -147,16 +130,6 @@ class CapturedTrainer:
     def read(self, batch: Batch) -> Batch:
         """The batch without the entries that the model does not read."""
         return without(batch, self.blueprint.traced.unread)
-
-    def executor(self, micro_batches: int, training: bool = True) -> Executor:
-        """The executor of steps of this many micro-batches."""
-        return self.executors.of(micro_batches, training)
-
-    def gradients(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> float:
-        """Return the loss of one step on every rank, and leave its gradient in ``buffer.main_grad``."""
-        reduced = self.backward(batches, weights)
-        self.optimizer.unscale()
-        return self.replicas.loss(reduced.tolist())
 
     def backward(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> Tensor:
         """Compute one step's gradient, and return its loss without waiting for the device.
@@ -187,31 +160,17 @@ class CapturedTrainer:
         dist.all_reduce(value, group=self.mesh.pp)
         return torch.cat((value, reduced[1:]))
 
-    def step(self, batches: Sequence[Batch], rate: float, decay: float) -> StepReport:
-        """Train on this replica's micro-batches, of any shapes; every rank of the replica passes the same ones."""
-        result = self.update([(rate, decay), (rate, 0.0)], self.backward(batches))
-        return StepReport(result.loss, result.grad_norm, rate, result.skipped)
+    def loss(self, values: Sequence[float]) -> float:
+        """See `TrainedModel`. Raises PlanError if the weights of replicas differ."""
+        return self.replicas.loss(values)
 
     def update(self, rates: Rates, reduced: Tensor | None = None, zeros: Tensor | None = None) -> StepResult:
-        """Update the parameters by the gradient: the second half of a step.
-
-        rates:   per parameter group, learning rate and weight decay.
-        reduced: what ``backward`` returned.
-        zeros:   0-d, the number of zeros in the gradient.
-
-        ``reduced`` and ``zeros`` are read together with the gradient norm, in the step's only host synchronisation.
-        """
         if self.user_model is not None:
             self.user_model.mark_stale()
-        self.parameters.gatherer.restore_gradient()
-        losses, counts, result = self.optimizer.reduce_and_step(reduced, zeros, rates)
-        loss = self.replicas.loss(losses) if losses else None
-        self.parameters.gatherer.launch()
+        result = super().update(rates, reduced, zeros)
         if self.user_model is not None and self.user_model.shared:
-            self.parameters.gatherer.finish()  # the user may read the model
-        self.iteration += 1
-        self.replicas.record_norm(result.grad_norm, self.iteration)
-        return replace(result, loss=loss, zeros=int(counts[0]) if counts else None)
+            self.gatherer.finish()  # the user may read the model
+        return result
 
     def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
         """Run forward without dropout; return the outputs by name per micro-batch, None but on ranks of the last stage.
@@ -300,7 +259,7 @@ class CapturedTrainer:
         fp32 weights that replicas shard are all-gathered into the gradient's memory. Where that has room for one unit
         only, the ``fetch`` of a shard all-gathers its unit.
         """
-        buffer, gatherer, exported = self.buffer, self.parameters.gatherer, [*self.others()]
+        buffer, gatherer, exported = self.buffer, self.gatherer, [*self.others()]
         gathered: list[Sequence[Bucket]] = []
 
         def fetch(buckets: Sequence[Bucket]) -> None:
@@ -320,7 +279,7 @@ class CapturedTrainer:
         return exported
 
     def _state(self) -> dict[str, store.Kind]:
-        gatherer = self.parameters.gatherer
+        gatherer = self.gatherer
         others = () if has_adapters(self.model) else self.others()  # the base model is not saved: it is not trained
         kinds = {"model": weights_kind(gatherer, self.shards, others)}
         return kinds | optimizer_kinds(self.optimizer, gatherer, self.shards)
@@ -328,6 +287,11 @@ class CapturedTrainer:
     def others(self) -> list[store.Shard]:
         """Shards of what checkpoints have beside the trained parameters: frozen weights, running statistics."""
         return [*self.parameter_shards.others(), *self.running.shards()]
+
+    def after_load(self) -> None:
+        self.parameter_shards.round_frozen()
+        if self.user_model is not None:
+            self.user_model.mark_stale()
 
     def check_finite(self) -> None:
         """Raise NumericsError on every rank if a trained weight or its optimizer state is not finite."""
@@ -373,9 +337,7 @@ class CapturedTrainer:
             check(meta["extra"])
 
         meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify, check=checked)
-        self.parameter_shards.round_frozen()
-        if self.user_model is not None:
-            self.user_model.mark_stale()
+        self.after_load()
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
         self.optimizer.scaler.load(meta.get("loss_scale"))
         return meta["extra"]

@@ -1,26 +1,24 @@
 """Build this rank's stages of the native model: its parameters in flat storage, initialised, and bound to its units."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..checkpoint.store import Shard
 from ..config import Config
 from ..errors import PlanError
 from ..models.gpt import Prelude, Unit, build_unit
 from ..models.layers import Placement
 from ..models.names import outer_names, tensor_table
-from ..parallel.buffers import BufferEntry, Flat, ParameterBuffer, Sharding
+from ..parallel.buffers import BufferEntry, ParameterBuffer, Sharding
 from ..parallel.mesh import Mesh, new_groups
 from ..plan import Plan, TensorSharding
 from ..runtime.halves import halve
 from ..runtime.parameters import RankParameters
 from ..runtime.program import LOSS, Program
-from ..runtime.shards import ShardGatherer
 from ..runtime.stage import Stage
 from ..segment import Common, Crossing, fuse
 from ..tensor_parallel.layout import ParameterLayout
@@ -39,8 +37,8 @@ _SHARDINGS = {
 
 
 @dataclass(frozen=True)
-class Model:
-    """This rank's part of the native model.
+class NativeStages:
+    """This rank's stages of the native model.
 
     stages:     by global index.
     parameters: all of this rank's stages.
@@ -50,32 +48,6 @@ class Model:
     stages: dict[int, Stage]
     parameters: RankParameters
     layouts: dict[str, ParameterLayout]
-    mesh: Mesh
-
-    @property
-    def buffer(self) -> ParameterBuffer:
-        return self.parameters.buffer
-
-    @property
-    def gatherer(self) -> ShardGatherer:
-        return self.parameters.gatherer
-
-    def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
-        """``flat`` ([buffer.size]: weights, gradients or optimizer state) as shards of HuggingFace tensors.
-
-        names: of parameters; None: all.
-
-        Exactly one rank owns each shard: in the first replica, on the first stage that has it, and on tensor-parallel
-        rank 0 if it is replicated.
-        """
-        mesh, tp = self.mesh, self.mesh.grid.tp
-        for name, layout in self.layouts.items():
-            if names is not None and name not in names:
-                continue
-            owner = mesh.dp_rank == 0 and self.buffer.slots[name].counted
-            for piece, view in layout.views(self.buffer.view(flat, name), mesh.tp_rank, tp):
-                tensor = piece.sharding
-                yield Shard(tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), view, owner)
 
 
 def tensors(config: Config) -> tuple[TensorSharding, ...]:
@@ -158,7 +130,7 @@ def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
     setattr(unit.get_submodule(path), leaf, parameter)
 
 
-def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
+def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
     """Build, initialise and bind this rank's stages. Collective over all ranks: makes groups for tied parameters."""
     dtype, model = DTYPES[plan.dtype], dataclasses.replace(config.model, cross_entropy_chunk_size=plan.loss_chunk)
     place = Placement(
@@ -215,7 +187,7 @@ def build_model(config: Config, plan: Plan, mesh: Mesh) -> Model:
         recompute, overlap = plan.stages[index].runs, plan.overlap != "none"
         arguments = (index, programs, rank_parameters, recompute, mesh, config.train.seed)
         stages[index] = Stage(*arguments, modules.train, split, overlap, units=plan.stages[index].units)
-    return Model(stages, rank_parameters, layouts, mesh)
+    return NativeStages(stages, rank_parameters, layouts)
 
 
 class _Programs:

@@ -46,7 +46,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 def difference(engine, one: Mapping, others: Sequence[Mapping]) -> str | None:
     """How loss and gradient of batch ``one`` differ from the sums of those of ``others``: "" if only by rounding.
 
-    engine: a CapturedTrainer. Its gradient is overwritten; weights and running statistics stay.
+    engine: a CapturedModel. Its gradient is overwritten; weights and running statistics stay.
 
     None if all gradients are zero, which proves nothing. Collective over all ranks, which get the same answer.
     """

@@ -16,14 +16,14 @@ _MOST = 2**62
 class SavedRun:
     """The run that wrote a checkpoint.
 
-    iteration, consumed_samples:         see ``RunState``.
+    iteration, consumed_samples:         see ``Trainer``.
     optimizer_steps:                     of Adam's bias correction.
     config:                              the settings by section.
     data:                                see ``data.identity``.
-    model:                               see ``RunState.described``.
+    model:                               see ``TrainedModel.settings``.
     global_batch_size:                   samples per step.
     loss_scale:                          see ``LossScaler.state``.
-    skipped_iterations, skipped_samples: see ``RunState``.
+    skipped_iterations, skipped_samples: see ``Trainer``.
 
     In checkpoints of earlier versions ``data``, ``model``, ``global_batch_size`` and ``loss_scale`` are None, and the
     skipped ones are 0.

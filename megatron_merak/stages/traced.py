@@ -210,7 +210,7 @@ class Traced:
     ) -> Captured:
         """Capture a prepared batch.
 
-        outputs: see ``CapturedTrainer.evaluate``.
+        outputs: see ``CapturedModel.evaluate``.
         compute: computes the outputs; None: the model and its loss do.
 
         Raises TraceError.

@@ -61,7 +61,7 @@ class Change(NamedTuple):
 def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, data: Mapping, batch: int) -> list[str]:
     """What a resumed run has to tell, in lines. Raises CheckpointError for another model, and for other data.
 
-    model: see ``RunState.described``. data: see ``data.identity``. batch: samples per step.
+    model: see ``TrainedModel.settings``. data: see ``data.identity``. batch: samples per step.
     """
     refused, told = _model_changes(config, saved, model)
     for change in refused:

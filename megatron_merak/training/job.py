@@ -32,7 +32,7 @@ from .report import Progress, Report, Throughput
 from .same_files import check_same_files
 from .settings_file import store_settings
 from .skips import SkippedSteps
-from .state import RunState
+from .trainer import Trainer
 
 # Settings that may name a file, of which hosts may have copies of their own.
 _FILES = ("plan", "schedule_file", "emulate", "tensor_parallel_rules", "device_profile")
@@ -100,7 +100,7 @@ class Job:
     """The training loop around a Trainer. ``report`` is None but on the rank that prints: whoever makes the job sets
     it there."""
 
-    def __init__(self, trainer: RunState, datasets: Datasets):
+    def __init__(self, trainer: Trainer, datasets: Datasets):
         self.config, self.plan, self.mesh = trainer.config, trainer.plan, trainer.mesh
         self.trainer, self.datasets = trainer, datasets
         self.asked: RunConfig = trainer.config  # the settings as they were given, which --save stores
@@ -108,7 +108,7 @@ class Job:
         trainer.data = identity(datasets)
         agree_on_data(trainer.data, self.mesh)
         limit, scaler = self.config.train.max_consecutive_skipped_steps, trainer.optimizer.scaler
-        self.skips = SkippedSteps(limit, trainer.buffer, self.mesh.control, scaler=scaler)
+        self.skips = SkippedSteps(limit, trainer.model.buffer, self.mesh.control, scaler=scaler)
         self.lock: DirectoryLock | None = None
 
     def run(self) -> None:
@@ -239,7 +239,7 @@ class Job:
 
     def train_step(self, batches: list[dict[str, torch.Tensor]], before: int) -> None:
         """One step, and what is told of it. ``before``: samples that the job had consumed when this rank last told."""
-        trainer, executor = self.trainer, self.trainer.executor(len(batches))
+        trainer, executor = self.trainer, self.trainer.model.executor(len(batches))
         drawn = self.config.logging.timeline is not None and trainer.iteration + 1 == trainer.iterations
         executor.trace = [] if drawn else None
         began = self.mesh.clock.now()
@@ -281,7 +281,7 @@ class Job:
         loader = self._loader(
             dataset, self.mesh.dp_rank, self.plan.grid.dp, lambda consumed: trainer.global_batch_size, 0
         )
-        losses = [trainer.evaluate(batches) for _, batches in zip(range(iterations), loader, strict=False)]
+        losses = [trainer.model.mean_loss(batches) for _, batches in zip(range(iterations), loader, strict=False)]
         loader.close()
         if self.report is not None and losses:
             loss = sum(losses) / len(losses)

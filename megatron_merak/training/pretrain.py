@@ -18,6 +18,7 @@ from ..planner.make import native_units
 from ..planner.predict import priced
 from ..stages.devices import cluster_of
 from ..stages.native import check_native_shardings, tensors
+from ..stages.native_model import NativeModel
 from .console import told
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
@@ -60,7 +61,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)
     run_job(
-        lambda optimizer_of: Job(Trainer(config, plan, mesh, optimizer_of), datasets),
+        lambda optimizer_of: Job(Trainer(config, NativeModel(config, plan, mesh, optimizer_of)), datasets),
         config,
         world,
         lambda trainer: throughput(config, plan, world, model_flops(config.model, plan.global_batch_size)),

@@ -10,14 +10,14 @@ from .job import Job
 from .report import Report, Throughput
 from .run_record import files_of
 from .served import Worker, WorkerJob
-from .state import RunState
+from .trainer import Trainer
 
 
 def run_job(
     make: Callable[[OptimizerOf], Job],
     config: RunConfig,
     world: World,
-    work: Callable[[RunState], Throughput],
+    work: Callable[[Trainer], Throughput],
     asked: RunConfig,
 ) -> None:
     """Make and run a job; ``make`` is given who keeps the optimizer's state. ``work``: of a sample, for the report.

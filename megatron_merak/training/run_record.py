@@ -18,18 +18,18 @@ from ..parallel.launch import World
 from ..plan import layout
 from ..report.run_files import RunFiles
 from .console import Throughput
-from .state import RunState
+from .trainer import Trainer
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
-def files_of(trainer: RunState, world: World, work: Throughput) -> RunFiles | None:
+def files_of(trainer: Trainer, world: World, work: Throughput) -> RunFiles | None:
     """The files of --run-dir, where it was given, with this start written into them."""
     directory = trainer.config.logging.run_dir
     return None if directory is None else RunFiles(directory, start_of(trainer, world, work), trainer.plan)
 
 
-def start_of(trainer: RunState, world: World, work: Throughput) -> dict[str, Any]:
+def start_of(trainer: Trainer, world: World, work: Throughput) -> dict[str, Any]:
     """What there is to know of this start, as JSON has it. ``work``: of a sample."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,107 +1,171 @@
-"""One training run of the native model on this rank: steps and evaluation."""
+"""One training run on this rank, whatever its model: steps, rates, evaluation, and checkpoints for any layout."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.store import Shard
-from ..config import Config
-from ..optimizer.loss_scale import scaler_of_run
-from ..parallel.agree import together
-from ..parallel.buffers import Flat
-from ..parallel.mesh import Mesh
-from ..plan import Plan
-from ..runtime.executor import Executor, StepLoss
-from ..runtime.executors import Executors
-from ..stages.kernels import check_kernels
-from ..stages.native import build_model
-from ..stages.optimizer_state import OptimizerOf, adamw_of
-from ..stages.replicas import Replicas
-from ..stages.same_plan import check_same_plan
+from ..checkpoint import store
+from ..config import RunConfig
+from ..optimizer.base import Rates
+from ..parameter_server.kinds import served_kinds
+from ..parameter_server.optimizer import ServedAdamW
+from ..stages.optimizer_state import optimizer_kinds, weights_kind
+from ..stages.parameter_groups import rates_of_run
+from ..stages.saved_run import SavedRun, check_same_optimizer
 from ..stages.step_report import StepReport
-from .state import RunState
+from ..stages.trained_model import TrainedModel
+from .changes import check, schedule_of
 
 
-class Trainer(RunState):
-    """The native model, its optimizer and the executors of a plan."""
+class Trainer:
+    """Trains a model by the settings of a run.
 
-    def __init__(self, config: Config, plan: Plan, mesh: Mesh, optimizer_of: OptimizerOf = adamw_of):
-        super().__init__(config, plan, mesh)
-        with together(mesh.control, "cpu"):
-            check_kernels(mesh.device)
-        check_same_plan(plan, mesh.control)
-        self.model = build_model(config, plan, mesh)
-        self.executors = Executors(self.model.stages, plan.schedule, mesh)
-        self.buffer, self.gatherer = self.model.buffer, self.model.gatherer
-        scaler = scaler_of_run(config.train)
-        self.optimizer = optimizer_of(self.model.parameters, config.optimizer, scaler)
-        interval = config.train.check_weight_hash_across_dp_replicas_interval
-        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, interval)
+    iteration:                           optimizer steps done.
+    consumed_samples:                    training samples used, over all replicas.
+    skipped_iterations, skipped_samples: those of them whose step was skipped; learning rates do not follow these.
+    data:                                where samples come from, see ``data.identity``; set before loading and saving.
+    batch_sizes:                         samples of every step.
+    iterations:                          optimizer steps of the whole run.
+    """
 
-    def executor(self, micro_batches: int) -> Executor:
-        return self.executors.of(micro_batches)
+    def __init__(self, config: RunConfig, model: TrainedModel):
+        self.config, self.model, self.plan, self.mesh = config, model, model.plan, model.mesh
+        self.optimizer, self.consumed_samples = model.optimizer, 0
+        self.skipped_iterations = self.skipped_samples = 0
+        self.data: dict[str, Any] = {}
+        ranks = self.mesh.grid.size * self.mesh.workers + config.parallel.num_parameter_servers
+        self.batch_sizes, self.iterations = config.batches(ranks), config.iterations(ranks)
+        self.global_batch_size = self.plan.global_batch_size * self.mesh.workers
 
-    def gradients(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
-        """One step's loss (see ``StepReport``) and, in ``main_grad``, its gradient, final on every rank."""
-        sums = self.backward(batches)
-        self.optimizer.unscale()
-        return None if sums is None else self._mean(sums.tolist(), len(batches) * self.mesh.summed)
+    @property
+    def iteration(self) -> int:
+        return self.model.iteration
 
-    def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-        """``gradients`` without waiting for the device: what the loss is made of, for `step` to read. In fp16 the
-        gradient keeps its loss scale."""
-        parameters = self.model.parameters
-        parameters.start_step()
-        scale = self.optimizer.begin()
-        per_token = self.config.train.calculate_per_token_loss
-        loss = self.executor(len(batches)).run(batches, self.iteration, loss_scale=scale, sum_losses=per_token)
-        parameters.finish_step()
-        if self.config.train.calculate_per_token_loss:
-            tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
-            tokens = tokens.to(self.mesh.device, non_blocking=True)
-            divisor = self._over_replicas(tokens).clamp(min=1)
-            for own in self.buffer.own_grads:
-                own.div_(divisor)
-        return self._sums(loss)
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self.model.iteration = iteration
+
+    def rates(self) -> Rates:
+        """Return learning rate and weight decay of each parameter group in the next step.
+
+        They follow iterations, or --train-samples where given, without those of skipped steps.
+        """
+        done, total = self.iteration - self.skipped_iterations, self.iterations
+        if self.config.train.train_samples is not None:
+            done, total = self.consumed_samples - self.skipped_samples, self.config.train.train_samples
+        return rates_of_run(self.config.optimizer, done, total)
+
+    def phases_left(self) -> list[tuple[int, int]]:
+        """Return (samples per step, steps) of what is left of a run of --train-samples."""
+        return [*self.batch_sizes.phases(self.config.train.train_samples, self.consumed_samples)]
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
-        sums = self.backward(batches)
+        """Train on one global batch.
+
+        batches: this replica's micro-batches, on every rank of the replica.
+        """
         rates = self.rates()
-        losses, zeros, result = self.optimizer.reduce_and_step(sums, self.local_zeros(), rates)
-        loss = self._mean(losses, len(batches) * self.mesh.summed) if losses else None
-        self.gatherer.launch()
-        self.count(batches, result.skipped)
-        self.replicas.record_norm(result.grad_norm, self.iteration)
-        return self.report(loss, rates, result, *zeros)
+        sums = self.model.backward(self.model.from_samples(batches))
+        result = self.model.update(rates, sums, self._own_zeros())
+        samples = len(batches) * self.plan.micro_batch_size * self.mesh.summed
+        self.consumed_samples += samples
+        self.skipped_iterations += result.skipped
+        self.skipped_samples += samples * result.skipped
+        rate, zeros = rates[0][0], self._all_zeros(result.zeros)
+        age = (result.staleness, result.late)
+        return StepReport(result.loss, result.grad_norm, rate, result.skipped, zeros, result.loss_scale, *age)
 
-    def evaluate(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
-        sums = self._sums(self.executors.of(len(batches), False).run(batches, self.iteration, training=False))
-        return None if sums is None else self._mean(sums.tolist(), len(batches) * self.mesh.grid.dp)
+    def kinds(self, optimizer: bool) -> dict[str, store.Kind]:
+        """Return the weights, and with ``optimizer`` its state, as a checkpoint has them."""
+        gatherer, shards = self.model.gatherer, self.model.shards
+        kinds = {"model": weights_kind(gatherer, shards, self.model.others())}
+        if not optimizer:
+            return kinds
+        if isinstance(self.optimizer, ServedAdamW):
+            return kinds | served_kinds(self.optimizer, shards)
+        return kinds | optimizer_kinds(self.optimizer, gatherer, shards)
 
-    def _over_replicas(self, value: Tensor) -> Tensor:
-        if self.mesh.dp is not None:
-            dist.all_reduce(value, group=self.mesh.dp)
-        return value
-
-    def _sums(self, loss: StepLoss | None) -> Tensor | None:
-        """What `_mean` takes: known to the ranks of the last stage, and to the last pipeline rank, which reports."""
-        schedule, device = self.plan.schedule, self.mesh.device
-        elsewhere = schedule.rank_of(schedule.stages - 1) != self.mesh.grid.pp - 1
-        if loss is None and not elsewhere:
+    def _own_zeros(self) -> Tensor | None:
+        """Count the elements of this rank's part of the gradient that are exactly zero, without padding: 0-d on its
+        device; None without --log-num-zeros-in-grad."""
+        if not self.config.logging.log_num_zeros_in_grad:
             return None
-        sums = torch.zeros(3, device=device) if loss is None else torch.stack((loss.total, loss.tokens, loss.mean))
-        if elsewhere:
-            dist.all_reduce(sums, group=self.mesh.pp)
-        return self._over_replicas(sums)
+        buffer, zeros = self.model.buffer, torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        gradient = buffer.own_gradient()
+        for buckets in buffer.turns(buffer.main_grad):
+            flat = self.model.gatherer.full(gradient, buckets)
+            for shard in self.model.shards(flat, {name for bucket in buckets for name in bucket.names}):
+                if shard.owner:
+                    zeros += (shard.tensor == 0).sum()
+        return zeros
 
-    def _mean(self, sums: Sequence[float], microbatches: int) -> float:
-        """``microbatches``: of all replicas that ``sums`` are of."""
-        total, tokens, mean = sums
-        if self.config.train.calculate_per_token_loss:
-            return total / max(tokens, 1.0)
-        return mean / microbatches
+    def _all_zeros(self, own: int | None) -> int | None:
+        """Return the sum of ``own`` over all ranks; None for None. Collective, unless None."""
+        if own is None:
+            return None
+        zeros = torch.tensor(own)
+        if self.mesh.control is not None:
+            dist.all_reduce(zeros, group=self.mesh.control)
+        return int(zeros)
 
-    def parts(self, flat: Flat, names: Collection[str]) -> Iterable[Shard]:
-        return self.model.shards(flat, names)
+    def save(self, root: str | Path) -> Path:
+        """Write a checkpoint of this iteration under ``root``. Raises CheckpointError on every rank, and NumericsError
+        for numbers that are not finite."""
+        meta = {
+            "consumed_samples": self.consumed_samples,
+            "skipped_iterations": self.skipped_iterations,
+            "skipped_samples": self.skipped_samples,
+            "optimizer_steps": self.optimizer.steps,
+            "loss_scale": self.optimizer.scaler.state(),
+            "optimizer": self.optimizer.name,
+            "global_batch_size": self.global_batch_size,
+            "config": self.config.to_dict(),
+            "plan": self.plan.to_dict(),
+            "data": self.data,
+            "model": self.model.settings(),
+        }
+        kinds = self.kinds(not self.config.checkpoint.no_save_optim)
+        return store.save(root, self.iteration, kinds, meta, self.mesh.control, "cpu")
+
+    def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> int:
+        """Resume from ``root``, written under any layout: its newest undamaged checkpoint, or that of ``iteration``.
+        Returns the iteration of the one that was loaded.
+
+        ``say`` is called on every rank with each line that the user has to know. Raises CheckpointError on every rank.
+        """
+        options = self.config.checkpoint
+        optimizer = not (options.finetune or options.no_load_optim)
+        lines: list[str] = []
+
+        def compare(meta: Mapping[str, Any]) -> None:
+            saved = SavedRun.read(meta, root)
+            if optimizer:
+                check_same_optimizer(meta, self.optimizer, " or --no-load-optim")
+            lines[:] = check(self.config, saved, self.model.settings(), self.data, self.global_batch_size)
+
+        control = self.mesh.control
+        kinds = self.kinds(optimizer and self.mesh.worker == 0)  # what servers keep, one worker brings
+        meta = store.load(root, kinds, control, "cpu", iteration, say=say, check=compare)
+        for line in lines if say is not None else ():
+            say(line)
+        self.model.after_load()
+        if not optimizer:
+            self.optimizer.refresh_master()
+        saved = SavedRun.read(meta, root)
+        if options.finetune:
+            return saved.iteration
+        if optimizer:
+            self.optimizer.steps = saved.optimizer_steps
+            self.optimizer.scaler.load(saved.loss_scale)
+        self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
+        self.skipped_iterations, self.skipped_samples = saved.skipped_iterations, saved.skipped_samples
+        if self.config.train.train_samples is not None:
+            self.iterations = self.iteration + sum(steps for _, steps in self.phases_left())
+        if options.use_checkpoint_opt_param_scheduler:
+            self.config = replace(self.config, optimizer=schedule_of(saved, self.config))
+        return saved.iteration

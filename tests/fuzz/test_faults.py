@@ -80,7 +80,10 @@ FAULTS = {
     "maximum of a shard": (lambda: rule("amax", lambda p, node: Decision(None)), "amax("),
     "mean that is not scaled": (lambda: rule("mean", unscaled), "mean(-1"),
     "padding that is not replaced": (lambda: mock.patch.object(local, "fill", lambda part, *_: part), "67"),
-    "gradient that is not summed": (lambda: mock.patch.object(rewrite.Writer, "enter", lambda self, whole: whole), ""),
+    "gradient that is not summed": (
+        lambda: mock.patch.object(rewrite.GraphWriter, "enter", lambda self, whole: whole),
+        "",
+    ),
     "partial gradient of a replicated weight": (
         lambda: mock.patch.object(rewrite, "_separate_partial_parameters", lambda *_: ()),
         "",

@@ -20,7 +20,7 @@ from megatron_merak.optimizer.base import StepResult
 
 
 class EagerEngine:
-    """The surface of ``CapturedTrainer`` that a MerakTrainer uses, on the eager model."""
+    """The surface of ``CapturedModel`` that a MerakTrainer uses, on the eager model."""
 
     buffer, scaler, is_causal, captures = None, None, False, (0, 0)
 

@@ -22,6 +22,7 @@ from megatron_merak.plan import Plan
 from megatron_merak.planner import plan as make_plan
 from megatron_merak.runtime.weights import Gradient
 from megatron_merak.training.trainer import Trainer
+from tests.engines import native_trainer
 from tests.parallel.walk import Line, mesh_of, walk
 from tests.parity.batches import replica_batch
 from tests.parity.cases import Case
@@ -90,7 +91,7 @@ def config_of(case: Case) -> Config:
 
 
 def trainer_of(case: Case, mesh: Mesh) -> Trainer:
-    trainer = Trainer(config_of(case), make_plan(config_of(case), case.world), mesh)
+    trainer = native_trainer(config_of(case), make_plan(config_of(case), case.world), mesh)
     disturb(trainer)
     return trainer
 
@@ -99,10 +100,10 @@ def traced_step(trainer: Trainer, batches) -> list[list[tuple[str, float, float]
     """One step's gradients; each rank's (op, start, end) of its compute, from a start that all share. All micro-batches
     take the same time, as the simulator has it: the first adds to what the last step left."""
     dist.barrier()
-    trainer.executor(len(batches)).trace = []
+    trainer.model.executor(len(batches)).trace = []
     with trainer.mesh.clock.kernels(), mock.patch.object(Gradient, "start"):
-        trainer.gradients(batches)
-    return gather_json(trainer.executor(len(batches)).trace, trainer.mesh.control, "cpu")
+        trainer.model.gradients(batches)
+    return gather_json(trainer.model.executor(len(batches)).trace, trainer.mesh.control, "cpu")
 
 
 def costs_of(plan: Plan, traces: list, mesh: Mesh) -> StageCosts:
@@ -188,7 +189,7 @@ def both(rank, world_size, store, case):
         assert dist.get_backend(mesh.control) == "gloo"
         trainer = trainer_of(case, mesh)
         with mesh.clock.kernels():
-            loss = trainer.gradients(replica_batch(case, 0, mesh.dp_rank))
+            loss = trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank))
             norm = trainer.optimizer.step([(1e-3, 0.1), (1e-3, 0.0)]).grad_norm
         flats = (trainer.model.buffer.main_grad, trainer.model.buffer.data)
         found.append((loss, norm, [shard.tensor for flat in flats for shard in parts(trainer, flat)]))

@@ -12,6 +12,7 @@ from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.tensor_parallel import derive_seed
 from megatron_merak.training.trainer import Trainer
+from tests.engines import native_trainer
 from tests.ranks import run_ranks
 
 from .batches import replica_batch
@@ -48,13 +49,13 @@ class Run:
 
 def disturb(trainer: Trainer) -> None:
     """Add noise, a function of the tensor's name, to all initial weights: zero biases and unit norms hide errors."""
-    trainer.gatherer.gather()
+    trainer.model.gatherer.gather()
     for shard in trainer.model.shards(trainer.model.buffer.data):
         generator = torch.Generator().manual_seed(derive_seed("noise", shard.name))
         scale = 0.2 if len(shard.shape) == 1 else 0.1
         noise = torch.randn(shard.shape, generator=generator).mul_(scale)
         shard.tensor.add_(part_of(noise, shard).to(shard.tensor))
-    trainer.buffer.seal(trainer.buffer.buckets)
+    trainer.model.buffer.seal(trainer.model.buffer.buckets)
     trainer.optimizer.refresh_master()
 
 
@@ -67,7 +68,7 @@ def part_of(full: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 def new_trainer(case: Case, mesh: Mesh) -> Trainer:
     config = case.config()
-    trainer = Trainer(config, make_plan(config, case.world), mesh)
+    trainer = native_trainer(config, make_plan(config, case.world), mesh)
     disturb(trainer)
     return trainer
 
@@ -85,7 +86,7 @@ def parts(trainer: Trainer, flat: Flat) -> list[Shard]:
 
 
 def _stray(trainer: Trainer, flat: Flat) -> int:
-    rest = torch.cat([flat[bucket.start : bucket.stop] for bucket in reversed(trainer.buffer.buckets)])
+    rest = torch.cat([flat[bucket.start : bucket.stop] for bucket in reversed(trainer.model.buffer.buckets)])
     for shard in trainer.model.shards(rest):
         shard.tensor.zero_()
     return int(rest.count_nonzero())
@@ -95,15 +96,15 @@ def train(case: Case, mesh: Mesh) -> Outcome:
     """Evaluate the first batch, take its gradient, then train for ``case.steps`` optimizer steps from there."""
     trainer = new_trainer(case, mesh)
     buffer = trainer.model.buffer
-    evaluated = trainer.evaluate(replica_batch(case, 0, mesh.dp_rank))
+    evaluated = trainer.model.mean_loss(replica_batch(case, 0, mesh.dp_rank))
     spoil(buffer)
-    first_loss = trainer.gradients(replica_batch(case, 0, mesh.dp_rank))
-    trainer.gatherer.full(buffer.own_gradient())  # where replicas have shards
+    first_loss = trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank))
+    trainer.model.gatherer.full(buffer.own_gradient())  # where replicas have shards
     gradients, stray = parts(trainer, buffer.main_grad), _stray(trainer, buffer.main_grad)
     reports = [trainer.step(replica_batch(case, step, mesh.dp_rank)) for step in range(case.steps)]
     assert not any(report.skipped for report in reports)
     losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
-    trainer.gatherer.gather()
+    trainer.model.gatherer.gather()
     stray += _stray(trainer, buffer.data)
     return Outcome(evaluated, first_loss, gradients, losses, norms, parts(trainer, buffer.data), stray)
 

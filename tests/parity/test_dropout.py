@@ -67,7 +67,7 @@ def _attention_gradients(rank: int, case: Case) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(number)
         parameter = trainer.model.buffer.parameter(name)
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    trainer.gradients(replica_batch(case, 0, mesh.dp_rank))
+    trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank))
     names = [name for name in trainer.model.layouts if name.endswith("proj.weight")]
     assert len(names) == 4
     return [trainer.model.buffer.grad(name).clone() for name in names]
@@ -88,7 +88,7 @@ def _losses(case: Case, rank: int = 0) -> list[float]:
     trainer: Trainer = new_trainer(case, mesh)
     found = []
     for trainer.iteration in range(24):
-        found.append(trainer.gradients(replica_batch(case, 0, mesh.dp_rank)))
+        found.append(trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank)))
     return found
 
 

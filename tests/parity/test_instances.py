@@ -56,9 +56,9 @@ def gradient(case: Case, rank: int, alone: bool = False) -> dict[str, torch.Tens
     """The gradient of a batch of one micro-batch for each replica; ``alone``: of that of this rank only."""
     mesh = mesh_of(case, rank)
     trainer = new_trainer(case, replace(mesh, dp=None) if alone else mesh)
-    trainer.gradients(replica_batch(case, 1, mesh.dp_rank))
-    buffer = trainer.buffer
-    return {part.name: part.tensor for part in parts(trainer, trainer.gatherer.full(buffer.own_gradient()))}
+    trainer.model.gradients(replica_batch(case, 1, mesh.dp_rank))
+    buffer = trainer.model.buffer
+    return {part.name: part.tensor for part in parts(trainer, trainer.model.gatherer.full(buffer.own_gradient()))}
 
 
 def in_known_order(rank, world_size, cases):

@@ -65,9 +65,9 @@ def gradients(rank, world_size, cases):
     found = []
     for case in cases:
         trainer = new_trainer(case, mesh_of(case, rank))
-        trainer.gradients(replica_batch(replace(case, dp=1), 0, 0)[:3])
-        trainer.gatherer.full(trainer.buffer.own_gradient())
-        found.append(parts(trainer, trainer.buffer.main_grad))
+        trainer.model.gradients(replica_batch(replace(case, dp=1), 0, 0)[:3])
+        trainer.model.gatherer.full(trainer.model.buffer.own_gradient())
+        found.append(parts(trainer, trainer.model.buffer.main_grad))
     return found
 
 

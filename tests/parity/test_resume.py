@@ -61,7 +61,7 @@ def go_on(trainer: Trainer, case: Case, until: int) -> list[float | None]:
 
 
 def state(trainer: Trainer) -> list[torch.Tensor]:
-    trainer.gatherer.finish()
+    trainer.model.gatherer.finish()
     return [*trainer.model.buffer.own_data, *trainer.optimizer.state().values()]
 
 

@@ -50,7 +50,7 @@ def test_merak_trainer(tmp_path):
         tables = [finding for finding in rehearsal.findings if finding.inside]
         found = by_file(rehearsal)
     assert found["host_read.py"] == STEPS and not found.keys() & {"adamw.py", "replicas.py", "loop.py"}
-    assert found["captured.py"] == found["proofs.py"], "only the first batch, computed in two ways, is read by itself"
+    assert found["trained_model.py"] == found["proofs.py"], "only the first batch, computed in two ways, is read alone"
     assert {finding.kind for finding in tables} == {"sync"} and found["prelude.py"] == len(tables)
     assert (tmp_path / f"checkpoint-{STEPS}").is_dir()
 

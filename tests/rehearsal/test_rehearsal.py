@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron_merak.plan import Grid
+from tests.engines import step
 from tests.graph.tiny import FAMILIES, tiny
 from tests.parity.cases import Case
 
@@ -16,7 +17,7 @@ from .trainers import captured, mesh_of, native, steps
 
 pytestmark = pytest.mark.long
 
-TRAINER, STEP = "megatron_merak/training/trainer.py", "megatron_merak/parallel/host_read.py"
+TRAINER, STEP = "megatron_merak/stages/native_model.py", "megatron_merak/parallel/host_read.py"
 
 
 def rehearse(build):
@@ -162,11 +163,11 @@ PLANTED = {
 def test_what_is_planted_is_reported_with_its_line(kind, monkeypatch):
     with mesh_of(Grid(), 0) as mesh, Rehearsal() as rehearsal:
         trainer, batches = captured(Planted(), {"x": torch.randn(4, 8)}, mesh)
-        trainer.step(batches, 1e-3, 0.1)
+        step(trainer, batches, 1e-3, 0.1)
         rehearsal.findings.clear()
         monkeypatch.setattr(Plant, "kind", kind)
         with suppress(StoppedError):
-            trainer.step(batches, 1e-3, 0.1)
+            step(trainer, batches, 1e-3, 0.1)
     found = [re.sub(r"test_rehearsal.py:\d+", "{}", text) for text in rehearsal.inside()]
     wanted = [text.format("tests/rehearsal/{}") for text in PLANTED[kind]]
     assert len(found) == len(wanted) and all(a.startswith(b) for a, b in zip(found, wanted, strict=True)), found

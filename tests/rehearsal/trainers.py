@@ -12,9 +12,9 @@ from megatron_merak.config import OptimizerConfig, ParallelConfig
 from megatron_merak.parallel.mesh import AXES, Mesh, new_groups
 from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
-from megatron_merak.stages.captured import CapturedTrainer
+from megatron_merak.stages.captured import CapturedModel
 from megatron_merak.training.trainer import Trainer
-from tests.engines import engine_of
+from tests.engines import engine_of, native_trainer, step
 from tests.parity.batches import replica_batch
 from tests.parity.cases import MICRO_BATCH, Case
 
@@ -43,12 +43,12 @@ def native(case: Case, micro_batches: int, mesh: Mesh) -> tuple[Trainer, list[Ma
     train = replace(config.train, global_batch_size=micro_batches * MICRO_BATCH * case.dp)
     config = replace(config, model=replace(config.model, num_layers=LAYERS), train=train)
     batches = replica_batch(case, 0, mesh.dp_rank)[:micro_batches]
-    return Trainer(config, make_plan(config, case.world), mesh), batches
+    return native_trainer(config, make_plan(config, case.world), mesh), batches
 
 
 def captured(
     model: nn.Module, batch: Mapping, mesh: Mesh, ways: Mapping | None = None, **settings
-) -> tuple[CapturedTrainer, list[Mapping]]:
+) -> tuple[CapturedModel, list[Mapping]]:
     """A trainer of any model, and two micro-batches. ways: fields of ParallelConfig beside the degrees."""
     degrees = {"tensor_model_parallel_size": mesh.grid.tp, "pipeline_model_parallel_size": mesh.grid.pp}
     parallel = ParallelConfig(**degrees, **(ways or {}))
@@ -57,11 +57,11 @@ def captured(
     return made, [batch, batch]
 
 
-def steps(trainer: Trainer | CapturedTrainer, batches: Sequence[Mapping]) -> None:
+def steps(trainer: Trainer | CapturedModel, batches: Sequence[Mapping]) -> None:
     """One training step and one evaluation."""
     if isinstance(trainer, Trainer):
         trainer.step(batches)
-        trainer.evaluate(batches)
+        trainer.model.mean_loss(batches)
     else:
-        trainer.step(batches, 1e-3, 0.1)
+        step(trainer, batches, 1e-3, 0.1)
         trainer.evaluate(batches[:1], ("loss", "*"))

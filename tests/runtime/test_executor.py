@@ -14,7 +14,7 @@ from megatron_merak.pipeline_parallel.passes import add_communication, forward_o
 from megatron_merak.planner import plan
 from megatron_merak.runtime.executor import Executor
 from megatron_merak.stages.init_native import draw
-from megatron_merak.stages.native import build_model
+from megatron_merak.stages.native_model import NativeModel
 from tests.models.families import FAMILIES, batch, load, pieces
 from tests.ranks import run_ranks
 
@@ -57,7 +57,7 @@ class Rank:
         config = Config(model=model, parallel=parallel, train=train)
         self.plan = plan(config, world_size)
         self.mesh = build_mesh(self.plan.grid, rank, CPU)
-        self.model = build_model(config, self.plan, self.mesh)
+        self.model = NativeModel(config, self.plan, self.mesh)
         self.stages, self.per_token = self.model.stages, case.per_token
         self.executor = Executor(self.stages, add_communication(self.plan.schedule), self.mesh)
         self.batches = global_batch()[self.mesh.dp_rank :: self.mesh.grid.dp]

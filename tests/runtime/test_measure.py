@@ -14,7 +14,7 @@ from megatron_merak.planner import plan
 from megatron_merak.planner.memory import rank_memory
 from megatron_merak.runtime.executor import Executor
 from megatron_merak.runtime.measure import MeasuredExecutor
-from megatron_merak.stages.native import build_model
+from megatron_merak.stages.native import build_stages
 from tests.engines import engine_of
 from tests.graph.tiny import randomise, tiny
 from tests.models.families import FAMILIES, batch
@@ -66,7 +66,7 @@ def native(case: Case, rank: int, world_size: int) -> tuple[int, int]:
     config = Config(model=model, parallel=case.parallel(), train=train)
     made = plan(config, world_size)
     mesh = build_mesh(made.grid, rank, torch.device("cpu"))
-    built = build_model(config, made, mesh)
+    built = build_stages(config, made, mesh)
     executor = MeasuredExecutor(built.stages, add_communication(made.schedule), mesh)
     built.parameters.start_step()
     executor.run([batch(seed=seed) for seed in range(MICROBATCHES)], 1)

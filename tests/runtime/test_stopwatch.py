@@ -74,7 +74,7 @@ def test_a_step_marks_every_op_and_waits_when_all_are_launched(monkeypatch):
     monkeypatch.setattr(executor, "GpuStopwatch", lambda now, device: GpuStopwatch(gpu.now, device, gpu))
     with mesh_of(Grid(), 0) as mesh, Rehearsal():
         trainer, batches = native(Case("gpt2"), 2, mesh)
-        engine = trainer.executor(2)
+        engine = trainer.model.executor(2)
         perform = engine._passes
         monkeypatch.setattr(engine, "_passes", lambda op: (gpu.launch(1.0), perform(op))[1])
         monkeypatch.setattr(mesh.clock, "now", None)

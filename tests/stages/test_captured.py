@@ -12,7 +12,7 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages.blueprint import make_blueprint
 from megatron_merak.stages.traced import Traced
-from tests.engines import engine_of
+from tests.engines import engine_of, step
 from tests.graph.tiny import gradients, randomise, tiny
 from tests.parity.rig import spoil
 from tests.ranks import run_ranks
@@ -70,7 +70,7 @@ def _train(rank, world_size, name, grid, ways, options):
     loss = trainer.gradients(mine)
     gatherer = trainer.parameters.gatherer
     grads = parts_of(trainer, gatherer.full(trainer.buffer.own_gradient()))
-    curve = [trainer.step(mine, RATE, DECAY).loss for _ in range(STEPS)]
+    curve = [step(trainer, mine, RATE, DECAY).loss for _ in range(STEPS)]
     gatherer.gather()
     return loss, grads, curve, parts_of(trainer)
 
@@ -216,14 +216,14 @@ def _resume(rank, world_size, grid, directory):
     if directory[0] is not None:
         first = trainer_of(randomise(real()), batch, grid, rank, len(batches))
         mine = batches[first.mesh.dp_rank :: grid.dp]
-        first.step(mine, RATE, DECAY)
+        step(first, mine, RATE, DECAY)
         first.save(directory[0], {"epoch": 0.5})
-        return [first.step(mine, RATE, DECAY).loss for _ in range(2)]
+        return [step(first, mine, RATE, DECAY).loss for _ in range(2)]
     second = trainer_of(empty(), batch, grid, rank, len(batches))
     extra = second.load(directory[1])
     assert extra == {"epoch": 0.5} and second.iteration == 1
     mine = batches[second.mesh.dp_rank :: grid.dp]
-    return [second.step(mine, RATE, DECAY).loss for _ in range(2)]
+    return [step(second, mine, RATE, DECAY).loss for _ in range(2)]
 
 
 def test_training_goes_on_in_another_layout(tmp_path):

@@ -10,7 +10,7 @@ from megatron_merak.optimizer.loss_scale import LossScaler
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages.proofs import difference
-from tests.engines import engine_of
+from tests.engines import engine_of, step
 from tests.graph.tiny import randomise, tiny
 from tests.ranks import run_ranks
 from tests.stages.test_captured import DECAY, RATE, micro_batches, part, parts_of
@@ -84,13 +84,12 @@ def test_one_process_is_plain_pytorch_to_the_bit():
     engine = engine_of(Small().half().float(), batches[0], mesh, dtype="float16", microbatches=4, others=others)
     told, grads = by_hand(batches, scaler(), steps)
     assert sum(overflowed for _, overflowed, _, _ in told) > 3 and len({scale for _, _, scale, _ in told[6:]}) > 1
-    for step, (loss, overflowed, scale, masters) in enumerate(told):
-        report = engine.update([(RATE, DECAY), (RATE, 0.0)], engine.backward(batches))
-        assert (report.loss, report.skipped, report.loss_scale) == (pytest.approx(loss, rel=1e-6), overflowed, scale), (
-            step
-        )
+    for number, (loss, overflowed, scale, masters) in enumerate(told):
+        result = step(engine, batches, RATE, DECAY)
+        expected = (pytest.approx(loss, rel=1e-6), overflowed, scale)
+        assert (result.loss, result.skipped, result.loss_scale) == expected, number
         for name, master in masters.items():
-            assert torch.equal(engine.buffer.view(engine.optimizer.master, name), master), (step, name)
+            assert torch.equal(engine.buffer.view(engine.optimizer.master, name), master), (number, name)
     assert engine.iteration == steps and engine.optimizer.steps == sum(not overflowed for _, overflowed, _, _ in told)
     engine.optimizer.unscale()
     assert all(torch.equal(engine.buffer.grad(name), grad) for name, grad in grads.items())
@@ -111,7 +110,7 @@ def _train(rank, world_size, name, grid, ways, options):
     mine = micro_batches(name)[engine.mesh.dp_rank :: grid.dp]
     engine.optimizer.scaler.scale = 2.0**40  # overflows somewhere; no rank takes the step
     before = engine.buffer.data.clone(), engine.optimizer.master.clone()
-    reports = [engine.step(mine, RATE, DECAY) for _ in range(2)]
+    reports = [step(engine, mine, RATE, DECAY) for _ in range(2)]
     assert all(report.skipped for report in reports) and engine.optimizer.scaler.scale == 2.0**39
     engine.parameters.gatherer.finish()
     assert torch.equal(engine.buffer.data, before[0]) and torch.equal(engine.optimizer.master, before[1])
@@ -119,7 +118,7 @@ def _train(rank, world_size, name, grid, ways, options):
     loss = engine.gradients(mine)
     gatherer = engine.parameters.gatherer
     grads = parts_of(engine, gatherer.full(engine.buffer.own(engine.buffer.main_grad)))
-    curve = [engine.step(mine, RATE, DECAY).loss for _ in range(4)]
+    curve = [step(engine, mine, RATE, DECAY).loss for _ in range(4)]
     assert engine.optimizer.scaler.scale == 2.0**13, "grown behind three steps"
     return loss, grads, curve
 
@@ -184,7 +183,7 @@ def test_a_proof_finds_a_scale_of_its_own_and_leaves_the_runs():
 def test_the_scale_is_saved_with_the_training_state(tmp_path):
     engine = _engine("llama", Grid(), 0, {}, {})
     for _ in range(2):
-        engine.step(micro_batches("llama"), RATE, DECAY)
+        step(engine, micro_batches("llama"), RATE, DECAY)
     engine.save(tmp_path)
     other = _engine("llama", Grid(), 0, {}, {})
     other.load(tmp_path)
@@ -193,6 +192,6 @@ def test_the_scale_is_saved_with_the_training_state(tmp_path):
         == engine.optimizer.scaler.state()
         == {"scale": 4096.0, "grown": 2, "forgiven": 0}
     )
-    ours, theirs = (each.step(micro_batches("llama"), RATE, DECAY) for each in (engine, other))
+    ours, theirs = (step(each, micro_batches("llama"), RATE, DECAY) for each in (engine, other))
     assert ours == theirs and other.optimizer.scaler.scale == 2.0**13
     assert all(map(torch.equal, engine.optimizer.state().values(), other.optimizer.state().values()))

@@ -13,7 +13,7 @@ from megatron_merak.plan import TensorSharding
 from megatron_merak.planner import plan
 from megatron_merak.stages import init_native as materialize
 from megatron_merak.stages.init_native import draw, initialise, initialise_all
-from megatron_merak.stages.native import build_model
+from megatron_merak.stages.native_model import NativeModel
 from megatron_merak.tensor_parallel.layout import Init, ParameterLayout, Piece
 from tests.models.families import FAMILIES
 from tests.ranks import run_ranks
@@ -94,7 +94,7 @@ def owned(name, rank, world_size, tp, pp, bf16=False):
     """What this rank owns of the freshly built model, and of padding."""
     config = config_of(name, tp, pp, bf16)
     made = plan(config, world_size)
-    model = build_model(config, made, build_mesh(made.grid, rank, torch.device("cpu")))
+    model = NativeModel(config, made, build_mesh(made.grid, rank, torch.device("cpu")))
     return [(s.name, s.shape, s.dim, s.intervals, s.tensor.clone()) for s in model.shards(model.buffer.data) if s.owner]
 
 

@@ -13,7 +13,7 @@ from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from tests.engines import engine_of
+from tests.engines import engine_of, step
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 from tests.stages.test_captured import part
@@ -108,12 +108,12 @@ def routed(rank, world_size, grid, root):
     trainer.gradients([batch()])
     shards = list(trainer.shards(trainer.buffer.main_grad))
     grads = {s.name: (s, s.tensor.clone()) for s in shards}
-    trainer.step([batch()], 1e-2, 0.0)
+    step(trainer, [batch()], 1e-2, 0.0)
     trainer.save(root)
     resumed.load(root)
     for one, other in zip(trainer.exported(), resumed.exported(), strict=True):
         assert torch.equal(one.tensor, other.tensor) and one.tensor.dtype == other.tensor.dtype
-    assert trainer.step([batch()], 1e-2, 0.0) == resumed.step([batch()], 1e-2, 0.0)
+    assert step(trainer, [batch()], 1e-2, 0.0) == step(resumed, [batch()], 1e-2, 0.0)
     trainer.save_hf(f"{root}/saved")
     return grads
 

@@ -11,7 +11,7 @@ from megatron_merak.graph.capture.empty import init_empty_weights
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages import deliver
-from tests.engines import engine_of
+from tests.engines import engine_of, step
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 from tests.stages.test_captured import part, trainer_of
@@ -119,16 +119,16 @@ def drift(rank, world_size):
     for interval, harm in ((0, "gradients"), (2, "weight"), (0, "save")):
         mesh = build_mesh(Grid(dp=2), rank, torch.device("cpu"))
         trainer = engine_of(Scaled(), plain[0], mesh, others={"replica_check_interval": interval})
-        trainer.step(plain[rank : rank + 1], 1e-2, 0.0)
+        step(trainer, plain[rank : rank + 1], 1e-2, 0.0)
         if harm == "gradients":
             trainer.parameters.reducer.group = None
         elif rank == 1:
             trainer.buffer.data[3] += 2**-10
         try:
-            trainer.step(plain[rank : rank + 1], 1e-2, 0.0)
+            step(trainer, plain[rank : rank + 1], 1e-2, 0.0)
             if harm == "save":
                 trainer.save("unused")
-            trainer.step(plain[rank : rank + 1], 1e-2, 0.0)
+            step(trainer, plain[rank : rank + 1], 1e-2, 0.0)
             told.append("")
         except PlanError as error:
             told.append(str(error))
@@ -155,7 +155,7 @@ def drift_of_twins(rank, world_size):
         names = {"data_parallel_sharding_strategy": sharding, "num_distributed_optimizer_instances": 2}
         wishes = {"parallel": ParallelConfig(**names), "microbatches": 1, "dtype": "bfloat16"}
         trainer = engine_of(Words(), batch, mesh, **wishes)
-        trainer.step([batch], 1e-2, 0.0)
+        step(trainer, [batch], 1e-2, 0.0)
         trainer.replicas.check()
         if rank == 2:
             trainer.optimizer.master[3] += 2**-20

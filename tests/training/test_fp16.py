@@ -10,7 +10,7 @@ from megatron_merak.config.checks import check_precision
 from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.stages.saved_run import SavedRun
-from megatron_merak.training.trainer import Trainer
+from tests.engines import native_trainer
 from tests.parity.batches import replica_batch
 from tests.parity.cases import Case
 from tests.parity.rig import disturb, mesh_of, new_trainer
@@ -25,8 +25,8 @@ def _overflows_once(trainer, rank):
     def finish_step():
         parameters.finish_step = finish
         if trainer.mesh.rank == rank:
-            name = next(reversed(trainer.buffer.slots))
-            trainer.buffer.grad(name).view(-1)[0] = torch.inf
+            name = next(reversed(trainer.model.buffer.slots))
+            trainer.model.buffer.grad(name).view(-1)[0] = torch.inf
         finish()
 
     parameters.finish_step = finish_step
@@ -120,10 +120,10 @@ def test_a_state_that_makes_no_sense_is_refused():
 def _gradients(case, **flags):
     config = case.config()
     config = replace(config, train=replace(config.train, **flags), optimizer=OptimizerConfig(lr=1e-3))
-    trainer = Trainer(config, make_plan(config, 1), mesh_of(case))
+    trainer = native_trainer(config, make_plan(config, 1), mesh_of(case))
     disturb(trainer)
-    loss = trainer.gradients(replica_batch(case, 0, 0))
-    return loss, trainer.buffer.main_grad.clone()
+    loss = trainer.model.gradients(replica_batch(case, 0, 0))
+    return loss, trainer.model.buffer.main_grad.clone()
 
 
 def test_the_scale_saves_small_gradients_and_changes_no_other():

@@ -20,7 +20,7 @@ from megatron_merak.config import HFConfig
 from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_merak.errors import CheckpointError, DataError, DirectoryLockedError, NumericsError
 from megatron_merak.parallel import launch
-from megatron_merak.training.trainer import Trainer
+from megatron_merak.stages.native_model import NativeModel
 from tests.ranks import RankFailure, run_ranks
 from tests.training.jobs import job
 
@@ -42,7 +42,7 @@ def refused(kind: type[Exception], flags: str, ranks: int = 1) -> str:
 
 def _with_nan(rank: int, world: int, flags: str, first: int) -> str:
     """A job in which one weight gradient is NaN from iteration ``first`` on."""
-    backward = Trainer.backward
+    backward = NativeModel.backward
 
     def spoiled(self, batches):
         loss = backward(self, batches)
@@ -50,7 +50,7 @@ def _with_nan(rank: int, world: int, flags: str, first: int) -> str:
             self.buffer.grad("layer.1.mlp.fc1.weight")[0] = math.nan
         return loss
 
-    Trainer.backward = spoiled
+    NativeModel.backward = spoiled
     return job(rank, world, flags)
 
 

@@ -14,7 +14,7 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid, held_parameters
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.stages.optimizer_state import optimizer_of_run
-from megatron_merak.training.trainer import Trainer
+from tests.engines import native_trainer
 from tests.ranks import run_ranks
 from tests.training.jobs import RUN, SHAPE, job
 
@@ -41,8 +41,9 @@ def test_steps_are_those_of_torch(name):
     made = make_plan(config, 1)
     (kept,), (adam,) = made.predicted_bytes, make_plan(config_of(""), 1).predicted_bytes
     assert made.state_bytes == 4 and adam - kept == 4 * held_parameters(made.units)
-    trainer = Trainer(config, made, build_mesh(Grid(), 0, torch.device("cpu")), optimizer_of_run(config.optimizer))
-    buffer, drawn = trainer.buffer, torch.Generator().manual_seed(0)
+    mesh = build_mesh(Grid(), 0, torch.device("cpu"))
+    trainer = native_trainer(config, made, mesh, optimizer_of_run(config.optimizer))
+    buffer, drawn = trainer.model.buffer, torch.Generator().manual_seed(0)
     named = {key: nn.Parameter(buffer.parameter(key).clone()) for key in buffer.slots}
     numbers = {slot.group for slot in buffer.slots.values()}
     groups = [{"params": [named[key] for key, slot in buffer.slots.items() if slot.group == n]} for n in range(4)]

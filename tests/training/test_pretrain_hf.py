@@ -21,7 +21,9 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.pipeline_parallel.pictures.trace import from_trace
 from megatron_merak.plan import Grid
 from megatron_merak.training.hf_model import build_model
-from megatron_merak.training.pretrain_hf import TokenTrainer, with_tokenizer
+from megatron_merak.training.pretrain_hf import with_tokenizer
+from megatron_merak.training.token_model import TokenModel
+from megatron_merak.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = """--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --log-interval 1
@@ -150,15 +152,13 @@ def test_a_micro_batch_without_targets_counts_nothing(shape):
     config, _ = resolved(shape, mock_data=True)
     changes = {"micro_batch_size": 2, "global_batch_size": 4, "calculate_per_token_loss": True, "train_iters": 1}
     config = replace(config, train=replace(config.train, **changes), optimizer=OptimizerConfig(lr=0.1))
-    trainer = TokenTrainer(
-        build_model(config.model), config, build_mesh(Grid(), 0, torch.device("cpu")), CLUSTERS["cpu"]
-    )
+    model = TokenModel(build_model(config.model), config, build_mesh(Grid(), 0, torch.device("cpu")), CLUSTERS["cpu"])
     tokens = torch.arange(32).view(2, 16)
     full = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(2, 16)}
     empty = full | {"loss_mask": torch.zeros(2, 16)}
-    assert trainer.evaluate([full, empty]) == trainer.evaluate([full]) == pytest.approx(4.9, abs=0.1)
-    assert trainer.evaluate([empty]) == 0
-    assert not trainer.step([full, empty]).skipped
+    assert model.mean_loss([full, empty]) == model.mean_loss([full]) == pytest.approx(4.9, abs=0.1)
+    assert model.mean_loss([empty]) == 0
+    assert not Trainer(config, model).step([full, empty]).skipped
 
 
 def write_tokenizer(directory: Path, ids: int) -> None:

@@ -13,8 +13,9 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages import traced as traces
 from megatron_merak.stages.blueprint import make_blueprint
-from megatron_merak.stages.captured import CapturedTrainer
+from megatron_merak.stages.captured import CapturedModel
 from megatron_merak.stages.precision import DTYPES
+from tests.engines import step
 
 from .chain import Subject
 from .compare import Cell, judge, loss_difference
@@ -27,8 +28,8 @@ STEPS, MICRO_BATCHES, RATE = 3, 2, 1e-3
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, clip_grad=1.0)
 
 
-def batch_of(specimen: Specimen, dtype: torch.dtype, step: int, replica: int, micro: int) -> dict:
-    return specimen.batch(seed=(step * GRID.dp + replica) * MICRO_BATCHES + micro, dtype=dtype)
+def batch_of(specimen: Specimen, dtype: torch.dtype, number: int, replica: int, micro: int) -> dict:
+    return specimen.batch(seed=(number * GRID.dp + replica) * MICRO_BATCHES + micro, dtype=dtype)
 
 
 def eager_curve(specimen: Specimen, dtype: torch.dtype) -> list[float]:
@@ -41,11 +42,11 @@ def eager_curve(specimen: Specimen, dtype: torch.dtype) -> list[float]:
     betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=betas, eps=OPTIMIZER.adam_eps)
     curve, count = [], GRID.dp * MICRO_BATCHES
-    for step in range(STEPS):
+    for number in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
         for index in range(count):
-            loss = loss_of(model(**batch_of(specimen, dtype, step, *divmod(index, MICRO_BATCHES)))) / count
+            loss = loss_of(model(**batch_of(specimen, dtype, number, *divmod(index, MICRO_BATCHES)))) / count
             loss.backward()
             total += float(loss)
         clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
@@ -70,14 +71,15 @@ def check_curve(specimen: Specimen, subject: Subject) -> Cell:
     def train(rank: int, world_size: int) -> list[float]:
         mesh = build_mesh(GRID, rank, torch.device("cpu"))
         with promoted:
-            trainer = CapturedTrainer(blueprint, mesh, optimizer=OPTIMIZER)
+            trainer = CapturedModel(blueprint, mesh, optimizer=OPTIMIZER)
         return [
-            trainer.step(
-                [batch_of(specimen, dtype, step, mesh.dp_rank, micro) for micro in range(MICRO_BATCHES)],
+            step(
+                trainer,
+                [batch_of(specimen, dtype, number, mesh.dp_rank, micro) for micro in range(MICRO_BATCHES)],
                 RATE,
                 OPTIMIZER.weight_decay,
             ).loss
-            for step in range(STEPS)
+            for number in range(STEPS)
         ]
 
     curves = fork_ranks(train, GRID.size, timeout=90.0)

@@ -18,6 +18,7 @@ from ..partition.cut import Chain
 from ..sharding import local
 from ..sharding.placement import Decision, Layout, ShardSpec
 from ..sharding.shard import Sharding
+from ..sharding.writer import Writer
 from .collectives import move_collectives
 
 aten = torch.ops.aten
@@ -59,7 +60,7 @@ def rewrite(
     partial: replicated parameters whose gradients must be partial sums even where they could be complete on each rank.
     """
     assert sharding.tp == tp and 0 <= tp_rank < tp
-    writer = Writer(captured, chain, sharding, tp_rank)
+    writer = GraphWriter(captured, chain, sharding, tp_rank)
     outputs = writer.run()
     move_collectives(writer.graph, tp)
     summed = _separate_partial_parameters(writer.graph, captured, sharding, tp_rank, partial) if tp > 1 else ()
@@ -79,7 +80,7 @@ def _attribute(captured: Captured, path: str) -> Any:
     return value
 
 
-class Writer:
+class GraphWriter(Writer):
     """Writes the graph of one rank node by node; ``Decision.write`` functions build new nodes with it."""
 
     def __init__(self, captured: Captured, chain: Chain, sharding: Sharding, rank: int):
@@ -149,13 +150,10 @@ class Writer:
             new.meta["val"] = self._shard_of(node.meta["val"], layout)
         return new
 
-    # ---- used by Decision.write --------------------------------------------------------------------------------
     def get(self, node: Node) -> Node:
-        """Return the new node of a captured node, in whatever layout it has."""
         return self.new[node]
 
     def operand(self, node: Node) -> Node:
-        """Return a value as the decision wants it as an operand of sharded work: this rank's shard, or all of it."""
         assert self.decision is not None
         split = self.sharding.layouts.get(node)
         if split is not None and node not in self.decision.gathered:
@@ -175,7 +173,6 @@ class Writer:
         sharded: bool = True,
         kwargs: dict[str, Any] | None = None,
     ) -> Node:
-        """Add a node; its value is that of the captured node ``like``, or computed by ``target`` on fake values."""
         new = self.graph.call_function(target, args, kwargs)
         if like is None:
             with torch.no_grad(), self.mode:
@@ -198,11 +195,9 @@ class Writer:
         node.meta.update(unit=self.unit, sharded=sharded, grad=grad)
 
     def sum(self, node: Node) -> Node:
-        """All-reduce a partial sum over the tensor-parallel ranks."""
         return self._mark(reduce_sum, node, False)
 
     def stack(self, node: Node) -> Node:
-        """Stack the values that a node has on all ranks: [tp, ...]."""
         new = self._mark(stack, node, False)
         with self.mode:
             new.meta["val"] = node.meta["val"].new_empty(self.tp, *node.meta["val"].shape)

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.fx import Node
 
+from .writer import Writer
+
 PaddingValue = float | int | bool | None  # what every padding entry of a shard contains; None: not known
 
 
@@ -83,7 +85,7 @@ class Decision:
     reduce:   the result is a partial sum, to be all-reduced.
     scale:    multiplies a partial sum before the all-reduce.
     common:   nothing that the node still reads depends on parameters.
-    write:    if set, does all of this itself, given the ``Writer`` of lowering/rewrite.py and the node.
+    write:    if set, does all of this itself, given a ``Writer`` and the node.
     """
 
     layout: NodeLayout
@@ -95,7 +97,7 @@ class Decision:
     reduce: bool = False
     scale: float = 1.0
     common: bool = False
-    write: Callable[[Any, Node], Node] | None = None
+    write: Callable[[Writer, Node], Node] | None = None
 
 
 class CannotShard(Exception):

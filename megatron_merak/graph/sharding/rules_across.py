@@ -13,6 +13,7 @@ from . import across, rules_shape
 from .placement import Decision, Layout, PaddingValue
 from .propagate import VOCABULARY_ROWS, Propagation
 from .rules_value import along, argument, dims_of, reduction
+from .writer import Writer
 
 aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ def logsumexp(p: Propagation, node: Node) -> Decision:
         return reduction(p, node)
     keepdim, dtype = bool(argument(node, "keepdim")), values(node)[0].dtype
 
-    def write(writer: Any, node: Node) -> Node:
+    def write(writer: Writer, node: Node) -> Node:
         own = writer.call(across.log_sum_exp, (writer.operand(node.args[0]), dims, keepdim))
         return writer.call(across.combined_log_sum_exp, (writer.stack(own), dtype), like=node, sharded=False)
 
@@ -52,7 +53,7 @@ def softmax(p: Propagation, node: Node) -> Decision:
     wide = torch.promote_types(dtype, torch.float32)
     function = across.log_softmax_shard if "log" in op_name(node) else across.softmax_shard
 
-    def write(writer: Any, node: Node) -> Node:
+    def write(writer: Writer, node: Node) -> Node:
         shard = writer.operand(node.args[0])
         if shard.meta["val"].dtype.itemsize < dtype.itemsize:
             shard = writer.call(aten.to.dtype, (shard, dtype))
@@ -69,7 +70,7 @@ def amax(p: Propagation, node: Node) -> Decision:
     if not _along_vocabulary(p, node, dims):
         return reduction(p, node)
 
-    def write(writer: Any, node: Node) -> Node:
+    def write(writer: Writer, node: Node) -> Node:
         shard = writer.operand(node.args[0])
         detached = writer.call(aten.detach.default, (shard,))
         maxima = writer.stack(writer.call(aten.amax.default, (detached, dims, True)))
@@ -83,11 +84,11 @@ def amax(p: Propagation, node: Node) -> Decision:
     return Decision(None, fills=_fill_lowest(node, p.input_layout(node)), write=write)
 
 
-def _reduced(p: Propagation, layout: Layout, function: Callable, *args: Any) -> Callable[[Any, Node], Node]:
+def _reduced(p: Propagation, layout: Layout, function: Callable, *args: Any) -> Callable[[Writer, Node], Node]:
     """Return a ``Decision.write`` for the all-reduce of function(shard of the first operand, *args, start of the
     shard)."""
 
-    def write(writer: Any, node: Node) -> Node:
+    def write(writer: Writer, node: Node) -> Node:
         operands = [[writer.get(x) for x in a] if isinstance(a, list) else a for a in args]
         operands = [writer.get(a) if isinstance(a, Node) else a for a in operands]
         start = writer.rank * layout.extent(p.tp)
@@ -113,7 +114,7 @@ def index(p: Propagation, node: Node) -> Decision:
     if not full or len(layout.blocks) > 1 or any(values(i)[0].dtype in (torch.bool, torch.uint8) for i in indices):
         return rules_shape.index(p, node)
 
-    def write(writer: Any, node: Node) -> Node:
+    def write(writer: Writer, node: Node) -> Node:
         start, extent = writer.rank * layout.extent(p.tp), sum(layout.blocks)
         args = (writer.operand(x), [writer.get(i) for i in indices], layout.dim, start, extent)
         return writer.sum(writer.call(across.index_own, args))
@@ -130,7 +131,7 @@ def nll_loss(p: Propagation, node: Node) -> Decision:
         raise p.cannot_shard(node, "weights the classes")
     write_log_probs = _reduced(p, layout, across.gather_own_classes, target)
 
-    def write(writer: Any, node: Node) -> Node:
+    def write(writer: Writer, node: Node) -> Node:
         log_probs = write_log_probs(writer, node)
         args = (log_probs, writer.get(target), argument(node, "reduction"), argument(node, "ignore_index"))
         return writer.call(across.nll_of_log_probs, args, like=node, sharded=False)
@@ -146,7 +147,7 @@ def maximum(p: Propagation, node: Node) -> Decision:
         return reduction(p, node)
     shape, dim = list(p.shape(node)), layout.dim
 
-    def write(writer: Any, node: Node) -> Node:
+    def write(writer: Writer, node: Node) -> Node:
         shard, start = writer.operand(x), writer.rank * layout.extent(p.tp)
         detached = writer.call(aten.detach.default, (shard,))
         maxima = writer.stack(writer.call(aten.amax.default, (detached, [dim], True)))

@@ -12,6 +12,7 @@ from .padding import zeros
 from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
 from .rules_value import argument
+from .writer import Writer
 
 aten = torch.ops.aten
 
@@ -175,8 +176,8 @@ def _row(p: Propagation, m: Product) -> Decision | None:
     return Decision(None, to_shard, fills=zeros(p, m.node, to_shard), reduce=True, write=write)
 
 
-def _write_row(m: Product) -> Callable[[Any, Node], Node]:
-    def write(writer: Any, node: Node) -> Node:
+def _write_row(m: Product) -> Callable[[Writer, Node], Node]:
+    def write(writer: Writer, node: Node) -> Node:
         partial = writer.call(m.bare, (writer.operand(m.a), writer.operand(m.b)), like=node)
         return writer.call(aten.add.Tensor, (writer.sum(partial), writer.get(m.added)), like=node, sharded=False)
 

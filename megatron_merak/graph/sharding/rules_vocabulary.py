@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -12,6 +11,7 @@ from . import local
 from .placement import Decision, ShardSpec
 from .propagate import VOCABULARY_ROWS, Propagation
 from .rules_value import argument
+from .writer import Writer
 
 aten = torch.ops.aten
 VOCABULARY = "vocabulary parallel: the rows of the table are sharded"
@@ -45,8 +45,8 @@ def embedding(p: Propagation, node: Node) -> Decision | None:
     return Decision(None, reduce=True, write=_write_embedding(layout.extent(p.tp)))
 
 
-def _write_embedding(rows: int) -> Callable[[Any, Node], Node]:
-    def write(writer: Any, node: Node) -> Node:
+def _write_embedding(rows: int) -> Callable[[Writer, Node], Node]:
+    def write(writer: Writer, node: Node) -> Node:
         weight, index = argument(node, "weight"), argument(node, "indices")
         padding = argument(node, "padding_idx")
         args = (writer.get(weight), writer.get(index), writer.rank * rows, padding if padding >= 0 else None)
@@ -69,8 +69,8 @@ def cross_entropy(p: Propagation, node: Node) -> Decision:
     return Decision(None, fills=fills, write=write)
 
 
-def _write_cross_entropy(classes: int, valid: int) -> Callable[[Any, Node], Node]:
-    def write(writer: Any, node: Node) -> Node:
+def _write_cross_entropy(classes: int, valid: int) -> Callable[[Writer, Node], Node]:
+    def write(writer: Writer, node: Node) -> Node:
         logits, target = writer.operand(argument(node, "self")), writer.get(argument(node, "target"))
         start = writer.rank * classes
         if len(logits.meta["val"].shape) > 2:

@@ -1,7 +1,6 @@
 """Rules of tensors that are created and then written piece by piece, and of solvers over batches."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -12,6 +11,7 @@ from .padding import equal_padding, zeros
 from .placement import Decision, ShardSpec
 from .propagate import Propagation
 from .rules_value import argument
+from .writer import Writer
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ def new_tensor(p: Propagation, node: Node) -> Decision:
     """new_zeros and the like: the result is replicated, as only the dtype of the sharded operand matters."""
     fill = {"new_ones": 1, "new_full": argument(node, "fill_value")}.get(op_name(node), 0)
 
-    def write(writer: Any, node: Node) -> Node:
+    def write(writer: Writer, node: Node) -> Node:
         value = values(node)[0]
         kwargs = {"dtype": value.dtype, "device": value.device}
         return writer.call(aten.full.default, (list(value.shape), fill), like=node, sharded=False, kwargs=kwargs)

@@ -17,7 +17,7 @@ from ...errors import ConfigError, DataError, MerakError
 from ...parallel.agree import gather_json, raise_together, together
 from ...parallel.mesh import Mesh
 from ...stages.blueprint import shapes_of
-from ...stages.captured import CapturedTrainer
+from ...stages.captured import CapturedModel
 from ..arguments.merak_arguments import MerakArguments
 from .leaner import Leaner, in_one_row, without_masks
 from .model_facts import ModelFacts
@@ -156,7 +156,7 @@ class Feed:
                 raise DataError("dataset", f"(on rank {rank})", reason, remedy)
 
     def prepare(
-        self, batches: Sequence[Batch], count_items: bool, engine: CapturedTrainer | None = None
+        self, batches: Sequence[Batch], count_items: bool, engine: CapturedModel | None = None
     ) -> tuple[list[Batch], int, int]:
         """A step's micro-batches, without padding, with more or without masks of it, as far as ``engine`` shows that to
         be neutral (None: not at all); and, over all replicas, the elements of their main input and, by
@@ -185,7 +185,7 @@ class Feed:
             changed = self._settled([engine.read(batch) | counted for batch in batches], engine)
         return [batch | counted for batch in changed], counts[1], counts[2]
 
-    def _changes(self, engine: CapturedTrainer | None) -> list[tuple[Callable, Callable]]:
+    def _changes(self, engine: CapturedModel | None) -> list[tuple[Callable, Callable]]:
         """How each change to training batches is proposed and settled, in their order."""
         rows, masks = (
             (partial(leaner.propose, engine=engine), partial(leaner.settle, engine))
@@ -198,7 +198,7 @@ class Feed:
         return [rows, padding, masks]
 
     def _propose(
-        self, batches: Sequence[Batch], engine: CapturedTrainer | None
+        self, batches: Sequence[Batch], engine: CapturedModel | None
     ) -> tuple[list[Batch], bool, MerakError | None]:
         """The batches with every change, and whether one of these is to be settled before that is used."""
         changed, open_ = list(batches), False
@@ -213,7 +213,7 @@ class Feed:
             return list(batches), False, error
         return changed, open_, None
 
-    def _settled(self, batches: list[Batch], engine: CapturedTrainer) -> list[Batch]:
+    def _settled(self, batches: list[Batch], engine: CapturedModel) -> list[Batch]:
         """Micro-batches as they run, where some replica has one that is to be settled. Collective.
 
         A replica that has none lets the others have their turn.

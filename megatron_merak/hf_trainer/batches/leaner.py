@@ -48,7 +48,7 @@ class Leaner:
     def propose(self, batches: Sequence[Batch], engine: Any) -> tuple[list[Batch], int | None]:
         """The batches, changed where that fits, and the place of one that is to be settled before that is used.
 
-        engine: a CapturedTrainer, or None: nothing is changed.
+        engine: a CapturedModel, or None: nothing is changed.
         """
         if engine is None or self.refused or not engine.is_causal:
             return list(batches), None

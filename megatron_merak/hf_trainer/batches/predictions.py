@@ -89,7 +89,7 @@ class Report:
 class Evaluation:
     """One evaluation. ``run`` is collective over all ranks.
 
-    engine: a CapturedTrainer, whose ``evaluate`` gives outputs, and whose ``output_rank`` tells whose outputs count.
+    engine: a CapturedModel, whose ``evaluate`` gives outputs, and whose ``output_rank`` tells whose outputs count.
     loss_only: predictions are not asked for. everyone: all ranks keep predictions, else the first. after_batch: called
     once per batch, for progress. report: takes outputs that are no predictions.
     """

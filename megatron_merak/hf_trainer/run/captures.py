@@ -6,7 +6,7 @@ MANY = 16
 
 
 class Captures:
-    """Watches an engine, a CapturedTrainer, on a rank that speaks (``aloud``)."""
+    """Watches an engine, a CapturedModel, on a rank that speaks (``aloud``)."""
 
     def __init__(self, engine, aloud: bool):
         self.engine, self.aloud, self._warned = engine, aloud, False

@@ -15,7 +15,7 @@ from ...checkpoint.hf import source_of
 from ...errors import ConfigError
 from ...parallel.agree import gather_json, together
 from ...parallel.scattered import Scattered
-from ...stages.captured import CapturedTrainer
+from ...stages.captured import CapturedModel
 from ...stages.model_fingerprint import Change
 
 _ANEW = "Make the change before the trainer is first used, or make a new MerakTrainer with the changed model"
@@ -28,16 +28,16 @@ _DIVIDED = (
 class Moments:
     """Of an engine that has trained, what another one for the same parameters goes on with."""
 
-    def __init__(self, engine: CapturedTrainer):
+    def __init__(self, engine: CapturedModel):
         self.buffer, self.optimizer, self.gatherer = engine.buffer, engine.optimizer, engine.parameters.gatherer
 
-    def fit(self, engine: CapturedTrainer) -> bool:
+    def fit(self, engine: CapturedModel) -> bool:
         shapes = [{name: slot.shape for name, slot in each.slots.items()} for each in (self.buffer, engine.buffer)]
         alike = self.optimizer.name == engine.optimizer.name and self.buffer.dtype == engine.buffer.dtype
         return alike and shapes[0] == shapes[1]
 
     @torch.no_grad()
-    def give(self, engine: CapturedTrainer) -> None:
+    def give(self, engine: CapturedModel) -> None:
         """Let ``engine`` go on with them. Its weights stay: a master copy is taken where it rounds to them.
 
         Collective over all ranks.
@@ -68,7 +68,7 @@ def check_model(trainer: Any, saves: bool = False) -> None:
     saves: only the weights matter. Raises ConfigError, on every rank, for a change that cannot be followed.
     """
     engine = trainer._engine
-    if not isinstance(engine, CapturedTrainer) or engine.user_model is None:
+    if not isinstance(engine, CapturedModel) or engine.user_model is None:
         return
     group = trainer.mesh.control
     with together(group, "cpu"):
@@ -118,7 +118,7 @@ def lost_writes(trainer: Any) -> ConfigError | None:
     return ConfigError(f"model.{held.written_parameter()}", "(written)", reason, "Leave the weights to the optimizer")
 
 
-def _change(trainer: Any, engine: CapturedTrainer, saves: bool) -> Change | None:
+def _change(trainer: Any, engine: CapturedModel, saves: bool) -> Change | None:
     held = engine.user_model
     assert held is not None
     if engine.model is not trainer.model:
@@ -132,7 +132,7 @@ def _change(trainer: Any, engine: CapturedTrainer, saves: bool) -> Change | None
     return change
 
 
-def _refuse(trainer: Any, engine: CapturedTrainer, change: Change) -> None:
+def _refuse(trainer: Any, engine: CapturedModel, change: Change) -> None:
     """Raises ConfigError unless the model can be captured anew and nothing is lost."""
     held, now = engine.user_model, _short(change.now)
     assert held is not None
@@ -148,7 +148,7 @@ def _refuse(trainer: Any, engine: CapturedTrainer, change: Change) -> None:
         raise ConfigError(f"model.{edited}", now, reason, _ANEW)
 
 
-def _capture_anew(trainer: Any, engine: CapturedTrainer) -> None:
+def _capture_anew(trainer: Any, engine: CapturedModel) -> None:
     """Another engine, of the model as it is. The moments of one that has trained are kept until they fit again."""
     assert engine.user_model is not None
     if engine.iteration and trainer._moments is None:

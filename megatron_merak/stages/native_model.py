@@ -1,0 +1,92 @@
+"""The native model on this rank, with its optimizer."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint.store import Shard
+from ..config import Config
+from ..optimizer.loss_scale import scaler_of_run
+from ..parallel.agree import together
+from ..parallel.buffers import Flat
+from ..parallel.mesh import Mesh
+from ..plan import Plan
+from ..runtime.executor import StepLoss
+from .kernels import check_kernels
+from .native import build_stages
+from .optimizer_state import OptimizerOf, adamw_of
+from .same_plan import check_same_plan
+from .trained_model import TrainedModel
+
+
+class NativeModel(TrainedModel):
+    """The native model of ``config``, built by ``plan``. Collective over all ranks. For the base see `TrainedModel`.
+
+    layouts: per parameter, which HuggingFace tensors its storage consists of.
+    """
+
+    def __init__(self, config: Config, plan: Plan, mesh: Mesh, optimizer_of: OptimizerOf = adamw_of):
+        with together(mesh.control, "cpu"):
+            check_kernels(mesh.device)
+        check_same_plan(plan, mesh.control)
+        built, train = build_stages(config, plan, mesh), config.train
+        self.layouts, self.per_token = built.layouts, train.calculate_per_token_loss
+        settings = (config.optimizer, scaler_of_run(train), optimizer_of)
+        interval = train.check_weight_hash_across_dp_replicas_interval
+        super().__init__(plan, mesh, built.stages, built.parameters, *settings, interval)
+
+    def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+        self.parameters.start_step()
+        executor, scale = self.executor(len(batches)), self.optimizer.begin()
+        loss = executor.run(batches, self.iteration, loss_scale=scale, sum_losses=self.per_token)
+        self.parameters.finish_step()
+        if self.per_token:
+            tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
+            tokens = tokens.to(self.mesh.device, non_blocking=True)
+            divisor = self._over_replicas(tokens).clamp(min=1)
+            for own in self.buffer.own_grads:
+                own.div_(divisor)
+        return self._sums(loss, len(batches))
+
+    def loss(self, values: Sequence[float]) -> float:
+        total, tokens, mean, micro_batches = values
+        return total / max(tokens, 1.0) if self.per_token else mean / micro_batches
+
+    def mean_loss(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
+        loss = self.executor(len(batches), False).run(batches, self.iteration, training=False)
+        sums = self._sums(loss, len(batches))
+        return None if sums is None else self.loss(sums.tolist())
+
+    def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
+        """See `TrainedModel`. Exactly one rank owns each shard: in the first replica, on the first stage that has it,
+        and on tensor-parallel rank 0 if it is replicated."""
+        mesh, tp = self.mesh, self.mesh.grid.tp
+        for name, layout in self.layouts.items():
+            if names is not None and name not in names:
+                continue
+            owner = mesh.dp_rank == 0 and self.buffer.slots[name].counted
+            for piece, view in layout.views(self.buffer.view(flat, name), mesh.tp_rank, tp):
+                tensor = piece.sharding
+                yield Shard(tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), view, owner)
+
+    def _over_replicas(self, value: Tensor) -> Tensor:
+        if self.mesh.dp is not None:
+            dist.all_reduce(value, group=self.mesh.dp)
+        return value
+
+    def _sums(self, loss: StepLoss | None, micro_batches: int) -> Tensor | None:
+        """Return what `loss` takes, summed over replicas: on ranks of the last stage, and on the last pipeline rank,
+        which reports."""
+        schedule, device = self.plan.schedule, self.mesh.device
+        elsewhere = schedule.rank_of(schedule.stages - 1) != self.mesh.grid.pp - 1
+        if loss is None and not elsewhere:
+            return None
+        sums = torch.zeros(4, device=device)
+        if loss is not None:
+            count = torch.full_like(loss.mean, micro_batches)
+            sums = torch.stack((loss.total, loss.tokens, loss.mean, count))
+        if elsewhere:
+            dist.all_reduce(sums, group=self.mesh.pp)
+        return self._over_replicas(sums)

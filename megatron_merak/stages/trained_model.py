@@ -1,0 +1,119 @@
+"""A model on this rank with its optimizer: what native and captured models have in common."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.store import Shard
+from ..config import OptimizerConfig
+from ..optimizer.base import Rates, StepResult
+from ..optimizer.loss_scale import LossScaler
+from ..parallel.buffers import Flat
+from ..parallel.mesh import Mesh
+from ..plan import Plan
+from ..runtime.executor import Executor
+from ..runtime.executors import Executors
+from ..runtime.parameters import RankParameters
+from ..runtime.stage import Stage
+from .optimizer_state import OptimizerOf
+from .replicas import Replicas
+
+
+class TrainedModel:
+    """This rank's stages of a model, their parameters, the executors of its plan, and its optimizer.
+
+    stages:                 by global index.
+    parameters:             of all these stages.
+    optimizer, scaler:      settings of the optimizer, and the loss scaler in fp16.
+    optimizer_of:           makes the optimizer.
+    replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
+
+    ``iteration``: optimizer steps done.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        stages: Mapping[int, Stage],
+        parameters: RankParameters,
+        optimizer: OptimizerConfig,
+        scaler: LossScaler | None,
+        optimizer_of: OptimizerOf,
+        replica_check_interval: int,
+    ):
+        self.plan, self.mesh, self.stages, self.parameters = plan, mesh, stages, parameters
+        self.buffer, self.gatherer = parameters.buffer, parameters.gatherer
+        self.optimizer = optimizer_of(parameters, optimizer, scaler)
+        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, replica_check_interval)
+        self.executors = Executors(stages, plan.schedule, mesh)
+        self.iteration = 0
+
+    def executor(self, micro_batches: int, training: bool = True) -> Executor:
+        """Return the executor of steps of this many micro-batches; of forwards only where not ``training``."""
+        return self.executors.of(micro_batches, training)
+
+    def from_samples(self, batches: Sequence[Mapping[str, Tensor]]) -> Sequence[Mapping[str, Tensor]]:
+        """Return what `backward` takes, given micro-batches of a GPT data set."""
+        return batches
+
+    def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+        """Compute one step's gradient, and return what its loss is made of without waiting for the device.
+
+        batches: this replica's micro-batches, on every rank of the replica.
+
+        The result is for `update`; None on ranks that do not learn the loss. In fp16 the gradient stays multiplied by
+        the loss scale.
+        """
+        raise NotImplementedError
+
+    def loss(self, values: Sequence[float]) -> float:
+        """Return the loss of a step from the values of what `backward` returned."""
+        raise NotImplementedError
+
+    def gradients(self, *arguments: Any) -> float | None:
+        """Return the loss of one step, and leave its gradient in ``buffer.main_grad``. For arguments see `backward`."""
+        reduced = self.backward(*arguments)
+        self.optimizer.unscale()
+        return None if reduced is None else self.loss(reduced.tolist())
+
+    def update(self, rates: Rates, reduced: Tensor | None = None, zeros: Tensor | None = None) -> StepResult:
+        """Update the parameters by the gradient: the second half of a step.
+
+        rates:   per parameter group, learning rate and weight decay.
+        reduced: what ``backward`` returned.
+        zeros:   0-d, the number of zeros in the gradient.
+
+        ``reduced`` and ``zeros`` are read together with the gradient norm, in the step's only host synchronisation.
+        """
+        self.gatherer.restore_gradient()
+        values, counts, result = self.optimizer.reduce_and_step(reduced, zeros, rates)
+        loss = self.loss(values) if values else None
+        self.gatherer.launch()
+        self.iteration += 1
+        self.replicas.record_norm(result.grad_norm, self.iteration)
+        return replace(result, loss=loss, zeros=int(counts[0]) if counts else None)
+
+    def mean_loss(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
+        """Return the mean loss per token of one global batch without dropout; None on ranks that do not learn it."""
+        raise NotImplementedError
+
+    def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterable[Shard]:
+        """Return ``flat`` ([buffer.size]: weights, gradients or optimizer state) as shards of HuggingFace tensors.
+
+        names: of parameters; None: all.
+        """
+        raise NotImplementedError
+
+    def others(self) -> Sequence[Shard]:
+        """Shards of what checkpoints have beside the trained parameters."""
+        return ()
+
+    def settings(self) -> dict[str, Any] | None:
+        """The model's own configuration, JSON-safe; None if the configuration of the run says it all."""
+        return None
+
+    def after_load(self) -> None:
+        """Called when a checkpoint has been loaded into the shards."""

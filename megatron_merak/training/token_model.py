@@ -1,0 +1,82 @@
+"""A captured causal language model that trains on samples of GPT data sets."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..cluster import Cluster
+from ..config import HFConfig, of_worker
+from ..graph.ir.operators import flops
+from ..optimizer.loss_scale import scaler_of_run
+from ..parallel.agree import together
+from ..parallel.mesh import Mesh
+from ..pipeline_parallel.search.progress import SEARCHING, Progress
+from ..stages.captured import CapturedModel
+from ..stages.optimizer_state import OptimizerOf, adamw_of
+from ..stages.parameter_groups import groups_of_run
+from .hf_batches import token_count
+from .hf_model import blueprint_of, outer_names, traced_of
+
+
+class TokenModel(CapturedModel):
+    """Captures, plans and builds ``model``; its batches are those of GPT data sets. Collective over all ranks.
+
+    cluster:      what it is planned for.
+    optimizer_of: makes the optimizer.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: HFConfig, mesh: Mesh, cluster: Cluster, optimizer_of: OptimizerOf = adamw_of
+    ):
+        traced, self.batches = traced_of(model, config, mesh)
+        with together(mesh.control, "cpu"), Progress(SEARCHING, shown=mesh.rank == 0) as progress:
+            blueprint = blueprint_of(traced, of_worker(config, mesh.workers), mesh.grid.size, cluster, progress)
+        self.per_token = config.train.calculate_per_token_loss
+        super().__init__(
+            blueprint,
+            mesh,
+            optimizer=config.optimizer,
+            seed=config.train.seed,
+            group_of=groups_of_run(config.optimizer, outer_names(model)),
+            replica_check_interval=config.train.check_weight_hash_across_dp_replicas_interval,
+            scaler=scaler_of_run(config.train),
+            optimizer_of=optimizer_of,
+        )
+
+    def flops(self) -> int:
+        """Of a step's forward and backward as the plan has it, over all ranks; work that ranks repeat counts once."""
+        forward = sum(map(flops, self.blueprint.traced.captured.module.graph.nodes))
+        return 3 * forward * self.plan.num_microbatches * self.plan.grid.dp
+
+    def from_samples(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """See `TrainedModel`. With --calculate-per-token-loss all targets count alike, whatever their micro-batch."""
+        if not self.per_token:
+            return [self.batches(batch) for batch in batches]
+        count = torch.tensor(float(sum(map(token_count, batches))), device=self.mesh.device)
+        if self.mesh.dp is not None:
+            dist.all_reduce(count, group=self.mesh.dp)
+        return [self.batches(batch, count.clamp(min=1).cpu()) for batch in batches]
+
+    def mean_loss(self, batches: Sequence[Mapping[str, Tensor]]) -> float:
+        """See `TrainedModel`. All ranks learn it."""
+        outputs = self.evaluate([self.batches(batch) for batch in batches])
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if outputs is not None:
+            losses = torch.stack([output["loss"].double() for output in outputs])
+            counts = torch.ones_like(losses)
+            if self.per_token:
+                counts = losses.new_tensor([token_count(batch) for batch in batches])
+                losses = losses.where(counts > 0, 0.0)  # a mean over no targets is no number
+            sums += torch.stack([(losses * counts).sum(), counts.sum()])
+        for group in (self.mesh.dp, self.mesh.pp):  # only one pipeline rank has the last stage, and any may report
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+        return (sums[0] / sums[1].clamp(min=1)).item()
+
+    def settings(self) -> dict[str, Any] | None:
+        config = getattr(self.model, "config", None)
+        return None if config is None else json.loads(config.to_json_string(use_diff=False))
