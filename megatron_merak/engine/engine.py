@@ -25,6 +25,7 @@ from ..parallel.attendance import attend
 from ..parallel.launch import leave
 from ..parallel.nodes import find_nodes
 from ..plan import Plan
+from ..stages.blueprint import Task
 from ..stages.captured import CapturedModel
 from ..stages.placed import refuse_placed
 from ..stages.traced import OwnLoss
@@ -125,10 +126,10 @@ class Engine:
         captured, replicas = self._captured, self.mesh.grid.dp
         earlier = [] if self._told is None else [own.clone() for own in captured.buffer.own_grads]
         self._told = None
-        with captured.computing(None if loss is self._first else loss):
-            self._admit(batches, True)
-            told = captured.backward(batches, [1 / replicas] * len(batches))
-            found = captured.reported(batches)
+        task = Task(None if loss is self._first else loss)
+        self._admit(batches, True, task)
+        told = captured.backward(batches, [1 / replicas] * len(batches), task)
+        found = captured.reported(batches, task)
         for own, before in zip(captured.buffer.own_grads, earlier, strict=bool(earlier)):
             own.add_(before)
         self._told = told
@@ -169,9 +170,8 @@ class Engine:
         with together(self.mesh.control, "cpu"):
             question = self._losses.logprobs(temperature)
         batches = self._checked(batches)
-        with self._captured.computing(question):
-            self._admit(batches, False, (LOGPROBS,))
-            found = self._captured.evaluate(batches, (LOGPROBS,))
+        self._admit(batches, False, Task(question, (LOGPROBS,)))
+        found = self._captured.evaluate(batches, (LOGPROBS,), question)
         found = None if found is None else [{LOGPROBS: each[LOGPROBS]} for each in found]
         return [each[LOGPROBS] for each in self._everywhere(found if batches else [])]
 
@@ -256,12 +256,10 @@ class Engine:
                 raise ConfigError("batches", "(a dictionary)", "it is one batch", "Give a list of them")
             return [_plain(batch) for batch in batches]
 
-    def _admit(self, batches: Sequence[Batch], training: bool, outputs: Sequence[str] = ()) -> None:
+    def _admit(self, batches: Sequence[Batch], training: bool, task: Task) -> None:
         """Capture what is new, so that what fails does so on all ranks."""
         with together(self.mesh.control, "cpu"):
-            for programs in self._captured.programs.values():
-                for batch in batches:
-                    programs(self._captured.blueprint.traced.prepared(batch), training, tuple(outputs) or None)
+            self._captured.admit(batches, training, task)
 
     def _everywhere(self, found: list[dict[str, Tensor]] | None) -> list[dict[str, Tensor]]:
         """What the last stage has found, on every rank of its replica."""

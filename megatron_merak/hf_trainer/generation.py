@@ -63,8 +63,8 @@ class Generator:
         self.inner: Any = model.get_base_model() if has_adapters(model) else model  # type: ignore[operator]
         self._columns = forward_parameters(_Signature(type(self.inner)))[0]
         self._masked = not engine.is_causal and MASK in self._columns
-        self._neutral = NeutralPadding(replace(padding, mask=False), self.mesh)
         self._question = OwnLoss(_logits_at_place)
+        self._neutral = NeutralPadding(replace(padding, mask=False), self.mesh, self._question)
         self._vocabulary: int | None = None
 
     def generate(self, inputs: Tensor | None, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
@@ -168,8 +168,7 @@ class Generator:
             first = (self.mesh.dp_rank * count + number) * size if divides else 0
             which = torch.arange(first, first + size).clamp(max=rows - 1)
             mine.append({name: value[which] if divides else value for name, value in batch.items()} | {PLACE: place})
-        with self.engine.computing(self._question):
-            outputs = self.engine.evaluate(self._padded(mine), (NEXT,))
+        outputs = self.engine.evaluate(self._padded(mine), (NEXT,), self._question)
         found = None if outputs is None else torch.cat([output[NEXT] for output in outputs]).float()
         return self._everywhere(found, count * size)[:rows]
 

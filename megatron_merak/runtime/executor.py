@@ -90,6 +90,7 @@ class Executor:
         weights: Sequence[float] | None = None,
         loss_scale: float = 1.0,
         sum_losses: bool = False,
+        task: Any = None,
     ) -> StepLoss | None:
         """Run every op in order. Return the losses on the last stage, None elsewhere.
 
@@ -103,8 +104,9 @@ class Executor:
         loss_scale: factor of all gradients, not of losses.
         sum_losses: whether gradients are those of the sum of the micro-batches' losses (a caller divides sums over
                     tokens by the step's tokens); else those of the mean over micro-batches and replicas of their means.
+        task:       what the stages' programs compute, see `Stage`; None: the model's loss.
         """
-        self.batches, self.step, self.training, self.losses = batches, step, training, []
+        self.batches, self.step, self.training, self.task, self.losses = batches, step, training, task, []
         self.weights, self.loss_scale, self.sum_losses = weights, loss_scale, sum_losses
         self.results: list[dict[str, Tensor]] = []
         for stage in self.stages.values():
@@ -172,7 +174,7 @@ class Executor:
         stage = self.stages[op.stage]
         if op.microbatch in stage.parts:
             return stage.parts[op.microbatch]
-        return stage.begin(op.microbatch, self.batches[op.microbatch], self.step, self.training)
+        return stage.begin(op.microbatch, self.batches[op.microbatch], self.step, self.training, self.task)
 
     def _passes(self, op: Op) -> list[Pass]:
         """Return the passes of a forward, recomputation or backward op, one per part of its micro-batch."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class Stage:
     """Runs forwards, recomputations, backwards and weight gradients of one stage's units.
 
     index:       of the stage in the pipeline.
-    program_for: (batch, training) -> the program for a micro-batch of that shape, the same object at each call.
+    program_for: (batch, training, task) -> the program for a micro-batch of that shape, the same object at each call.
     recompute:   groups of consecutive units that are recomputed.
     mode:        called with ``training`` before a schedule runs.
     split:       splits a training micro-batch into parts whose segments are interleaved; None: no split.
@@ -85,7 +86,7 @@ class Stage:
     def __init__(
         self,
         index: int,
-        program_for: Callable[[Batch, bool], Program],
+        program_for: Callable[[Batch, bool, Any], Program],
         parameters: RankParameters,
         recompute: Collection[Sequence[int]],
         mesh: Mesh,
@@ -109,18 +110,21 @@ class Stage:
             self.mode(training)
         self.parts.clear()
 
-    def begin(self, microbatch: int, batch: Batch, step: int, training: bool) -> list[Part]:
-        """Create the parts of a micro-batch. ``batch`` comes from this rank's data, not from another stage."""
+    def begin(self, microbatch: int, batch: Batch, step: int, training: bool, task: Any = None) -> list[Part]:
+        """Create the parts of a micro-batch. ``batch`` comes from this rank's data, not from another stage.
+
+        task: for ``program_for``.
+        """
         batches = [batch] if self.split is None or not training else self.split(batch)
         position = (step, microbatch * self.mesh.replicas + self.mesh.replica)
         halves = range(len(batches)) if len(batches) > 1 else (None,)
         self.parts[microbatch] = [
-            self._new_part(part, (*position, half), training) for part, half in zip(batches, halves, strict=True)
+            self._new_part(part, (*position, half), training, task) for part, half in zip(batches, halves, strict=True)
         ]
         return self.parts[microbatch]
 
-    def _new_part(self, batch: Batch, position: tuple[int, int, int | None], training: bool) -> Part:
-        program = self.program_for(batch, training)
+    def _new_part(self, batch: Batch, position: tuple[int, int, int | None], training: bool, task: Any) -> Part:
+        program = self.program_for(batch, training, task)
         if program not in self._runners:
             self._runners[program] = _Runner(program, self.recompute, self.parameters, self.mesh, self.overlap)
         if training:

@@ -165,6 +165,20 @@ class Role:
     compute: LossFunction | None = None
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a training step or an evaluation computes.
+
+    loss:    computes losses and outputs; None: the model does, with the loss that it was traced with.
+    outputs: names of the outputs of an evaluation.
+    dropout: whether training applies dropout.
+    """
+
+    loss: OwnLoss | None = None
+    outputs: tuple[str, ...] = ("loss",)
+    dropout: bool = True
+
+
 class Blueprint:
     """A plan with the captured model that it is for, its cut into units and its sharding; the same on every rank.
 
@@ -248,33 +262,25 @@ class Blueprint:
 
 
 class Programs:
-    """The programs of one stage. Called with a batch, returns its program.
+    """The programs of one stage. Called with a batch and a task, returns the program.
 
     A batch is captured if it has a new shape, or breaks the guards of all programs for its shape.
-
-    outputs: the names of the outputs of evaluation.
-    drops:   whether training applies dropout.
-    loss:    computes losses and outputs; None: the model does, with the loss that it was traced with.
 
     Raises TraceError where a model branches on values that differ in every batch.
     """
 
     def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, parameters: Mapping[str, nn.Parameter], sink):
         self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
-        self.outputs: tuple[str, ...] = ("loss",)
-        self.drops = True
-        self.loss: OwnLoss | None = None
         self._random = any(map(is_random, blueprint.traced.captured.module.graph.nodes))
         self._programs: dict[tuple, list[tuple[Guards | None, Program]]] = {}
 
-    def __call__(self, batch: Batch, training: bool, outputs: tuple[str, ...] | None = None) -> Program:
-        """The program for batches like this one. outputs: of an evaluation; None: ``self.outputs``."""
-        evaluated = self.outputs if outputs is None else outputs
+    def __call__(self, batch: Batch, training: bool, task: Task | None = None) -> Program:
+        task = task or Task()
         role = Role(
             training,
-            (self.loss or self.blueprint.traced).trained if training else evaluated,
-            self.drops or not (training and self._random),
-            None if self.loss is None else self.loss.compute,
+            (task.loss or self.blueprint.traced).trained if training else task.outputs,
+            task.dropout or not (training and self._random),
+            None if task.loss is None else task.loss.compute,
         )
         cases = self._programs.setdefault((role, shapes_of(batch)), [])
         line = ""

@@ -1,8 +1,8 @@
 """Train any captured model on this rank: its parameter shards, its programs, its optimizer."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..parallel.mesh import Mesh
 from ..runtime.halves import halve
 from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
-from .blueprint import Blueprint, Programs
+from .blueprint import Blueprint, Programs, Task
 from .documents import without
 from .guard import unguarded
 from .kernels import check_kernels
@@ -114,14 +114,14 @@ class CapturedModel(TrainedModel):
         """The parts in which a prepared micro-batch runs: its halves if the plan says so and their losses add up."""
         return halve(batch) if self.halves and "num_items_in_batch" in batch else [batch]
 
-    def _try_halves(self, batches: Sequence[Batch]) -> None:
+    def _try_halves(self, batches: Sequence[Batch], task: Task | None) -> None:
         """Decide whether micro-batches run in halves: if the loss and gradient of one are the sums of its halves'."""
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         batch = max(prepared, key=lambda batch: len(halve(batch)))
         if 1 in gather_json(len(halve(batch)), self.mesh.control, "cpu"):
             return
         self.halves = False
-        mismatch = difference(self, batch, halve(batch))
+        mismatch = difference(self, batch, halve(batch), None if task is None else task.loss)
         self.halves = None if mismatch is None else not mismatch
         if mismatch and self.mesh.rank == 0:
             what = "micro-batches run whole, although sub-pipeline splits them in halves"
@@ -131,23 +131,26 @@ class CapturedModel(TrainedModel):
         """The batch without the entries that the model does not read."""
         return without(batch, self.blueprint.traced.unread)
 
-    def backward(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> Tensor:
+    def backward(
+        self, batches: Sequence[Batch], weights: Sequence[float] | None = None, task: Task | None = None
+    ) -> Tensor:
         """Compute one step's gradient, and return its loss without waiting for the device.
 
         batches: this replica's micro-batches.
         weights: factors of their losses.
+        task:    what is computed; None: the loss that the model was traced with.
 
         Returns what `Replicas.reduce` does, for ``update`` to read beside the gradient norm. The loss of the step is
         the weighted sum of those of its micro-batches if ``weights`` are given; their sum if they are shares of it (see
         `Traced.adds_up`); else their mean. In fp16 the gradient stays multiplied by the loss scale.
         """
         if self.halves is None:
-            self._try_halves(batches)
+            self._try_halves(batches, task)
         self.parameters.start_step()
         executor = self.executor(len(batches), True)
         sums = weights is not None or self.blueprint.traced.adds_up(batches[0])
         prepared, scale = [*map(self.blueprint.traced.prepared, batches)], self.optimizer.begin()
-        loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale, sum_losses=sums)
+        loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale, sum_losses=sums, task=task)
         self.parameters.finish_step()
         self.running.count(len(batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -172,31 +175,32 @@ class CapturedModel(TrainedModel):
             self.gatherer.finish()  # the user may read the model
         return result
 
-    def evaluate(self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",)) -> list[dict[str, Tensor]] | None:
+    def evaluate(
+        self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",), loss: OwnLoss | None = None
+    ) -> list[dict[str, Tensor]] | None:
         """Run forward without dropout; return the outputs by name per micro-batch, None but on ranks of the last stage.
 
         outputs: names. "*" means all but the loss, "!name" excludes one. A tensor inside a tuple or dictionary has its
                  index or key appended: "hidden_states.0".
+        loss:    computes the loss and the outputs; None: the model does.
 
         Collective over data-parallel ranks that shard parameters; these may have fewer batches than others, or none.
         """
-        for programs in self.programs.values():
-            programs.outputs = tuple(outputs)
         count = self._most(len(batches))
         if not count:
             return None
-        executor = self.executor(count, False)
+        executor, task = self.executor(count, False), Task(loss, tuple(outputs))
         prepared = [*map(self.blueprint.traced.prepared, batches)]
-        executor.run(prepared, self.iteration, training=False)
-        return named_outputs(executor, self.programs, prepared, False)
+        executor.run(prepared, self.iteration, training=False, task=task)
+        return named_outputs(executor, self.programs, prepared, False, task)
 
-    def reported(self, batches: Sequence[Batch]) -> list[dict[str, Tensor]] | None:
-        """Return what the last `backward` computed, in the form of `evaluate`.
+    def reported(self, batches: Sequence[Batch], task: Task | None = None) -> list[dict[str, Tensor]] | None:
+        """Return what the last `backward`, of these arguments, computed, in the form of `evaluate`.
 
         Per micro-batch its loss times its weight, and the outputs that an ``OwnLoss`` reports.
         """
         prepared = [*map(self.blueprint.traced.prepared, batches)]
-        return named_outputs(self.executor(len(batches)), self.programs, prepared, True)
+        return named_outputs(self.executor(len(batches)), self.programs, prepared, True, task)
 
     def _most(self, batches: int) -> int:
         """The largest number of batches of any replica where replicas shard parameters, else this one's."""
@@ -206,22 +210,14 @@ class CapturedModel(TrainedModel):
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.shard_group)
         return int(most)
 
-    @contextmanager
-    def computing(self, loss: OwnLoss | None) -> Iterator[None]:
-        """Let steps and evaluations inside compute ``loss``; None: the loss that the model was traced with."""
-        for programs in self.programs.values():
-            programs.loss = loss
-        try:
-            yield
-        finally:
-            for programs in self.programs.values():
-                programs.loss = None
+    def admit(self, batches: Sequence[Batch], training: bool, task: Task | None = None) -> None:
+        """Capture the programs that ``batches`` need and that do not exist yet. Raises TraceError.
 
-    def admit(self, batches: Sequence[Batch], outputs: Sequence[str]) -> None:
-        """Capture the programs that an evaluation of ``batches`` needs and that do not exist yet. Raises TraceError."""
+        training: whether they are for training or for evaluation. task: what is computed; None: the loss.
+        """
         for programs in self.programs.values():
             for batch in batches:
-                programs(self.blueprint.traced.prepared(batch), False, tuple(outputs))
+                programs(self.blueprint.traced.prepared(batch), training, task)
 
     def difference(self, one: Batch, others: Sequence[Batch]) -> str | None:
         """How loss and gradients of batch ``one`` differ from the sums of those of ``others``; see ``proofs``."""

@@ -6,18 +6,19 @@ from torch import Tensor
 
 from ..graph.capture.outputs import SAME
 from ..runtime.executor import Executor
-from .blueprint import Programs
+from .blueprint import Programs, Task
 from .traced import Batch
 
 
 def named_outputs(
-    executor: Executor, programs: Mapping[int, Programs], batches: Sequence[Batch], training: bool
+    executor: Executor, programs: Mapping[int, Programs], batches: Sequence[Batch], training: bool, task: Task | None
 ) -> list[dict[str, Tensor]] | None:
     """Return loss and outputs of each micro-batch of the executor's last run, None except on ranks of the last stage.
 
     programs: of this rank's stages.
     batches:  the prepared micro-batches of that run.
     training: whether it was a training step.
+    task:     of that run.
 
     Removes the outputs from the executor.
     """
@@ -26,7 +27,7 @@ def named_outputs(
     results, executor.results = executor.results, []  # logits may be the largest tensors of all
     last, outputs = programs[executor.schedule.stages - 1], []
     for batch, loss, result in zip(batches, executor.losses, results, strict=True):
-        program = last(batch, training)
+        program = last(batch, training, task)
         named = zip(program.results, program.named, strict=True)
         by_name = {each: result[value] for value, names in named if value in result for each in names.split(SAME)}
         outputs.append({"loss": loss[0]} | by_name)

@@ -203,7 +203,7 @@ class _Programs:
         self.segments = tuple(s for u in units for s in ([fuse(u.segments())] if one else u.segments()))
         self._programs: dict[int, Program] = {}
 
-    def __call__(self, batch: Mapping[str, torch.Tensor], training: bool) -> Program:
+    def __call__(self, batch: Mapping[str, torch.Tensor], training: bool, task: None = None) -> Program:
         samples = len(batch["tokens"])
         if samples not in self._programs:
             self._programs[samples] = self._make(samples)

@@ -18,6 +18,8 @@ from torch import Tensor
 from ..errors import MerakError
 from ..graph.capture.empty import is_fake
 from ..parallel.agree import gather_json, together
+from .blueprint import Task
+from .traced import OwnLoss
 
 
 @dataclass(frozen=True)
@@ -43,39 +45,38 @@ TOLERANCES: Mapping[str, Tolerance] = {
 }
 
 
-def difference(engine, one: Mapping, others: Sequence[Mapping]) -> str | None:
+def difference(engine, one: Mapping, others: Sequence[Mapping], loss: OwnLoss | None = None) -> str | None:
     """How loss and gradient of batch ``one`` differ from the sums of those of ``others``: "" if only by rounding.
 
     engine: a CapturedModel. Its gradient is overwritten; weights and running statistics stay.
+    loss:   to compute; None: the one that the model was traced with.
 
     None if all gradients are zero, which proves nothing. Collective over all ranks, which get the same answer.
     """
-    mesh, buffer = engine.mesh, engine.buffer
+    mesh, buffer, task = engine.mesh, engine.buffer, Task(loss, dropout=False)
     with _undisturbed(engine):
         try:
             with together(mesh.control, "cpu"):
-                for programs in engine.programs.values():
-                    for batch in (one, *others):
-                        programs(engine.blueprint.traced.prepared(batch), True)
+                engine.admit((one, *others), True, task)
         except MerakError as error:
             return f"{error.what} {error.value}: {error.reason}"
-        loss = _finite_gradients(engine, one)
+        total = _finite_gradients(engine, one, task)
         sizes = _norms(buffer)
-        gap = engine.gradients([one, *others], [1.0, *[-1.0] * len(others)])
-        mismatch = _mismatch(loss, gap, sizes, _norms(buffer), TOLERANCES[engine.dtype])
+        gap = engine.gradients([one, *others], [1.0, *[-1.0] * len(others)], task)
+        mismatch = _mismatch(total, gap, sizes, _norms(buffer), TOLERANCES[engine.dtype])
     reports = gather_json([mismatch, sum(sizes.values())], mesh.control, "cpu")
     if not any(size for _, size in reports):
         return None
     return next((text for text, _ in reports if text), "")
 
 
-def _finite_gradients(engine, batch: Mapping) -> float:
+def _finite_gradients(engine, batch: Mapping, task: Task) -> float:
     """The loss of a batch and, in ``main_grad``, its gradient; lowers the fp16 loss scale until that is finite."""
     optimizer = engine.optimizer
-    loss = engine.gradients([batch], [1.0])
+    loss = engine.gradients([batch], [1.0], task)
     while optimizer.scaler.scale > 1 and not math.isfinite(optimizer.grad_norm()):
         optimizer.scaler.scale = max(optimizer.scaler.scale / _STEP, 1.0)
-        loss = engine.gradients([batch], [1.0])
+        loss = engine.gradients([batch], [1.0], task)
     return loss
 
 
@@ -110,19 +111,15 @@ def _share(gap: float, size: float) -> str:
 
 @contextmanager
 def _undisturbed(engine) -> Iterator[None]:
-    """Disable dropout inside; restore running statistics, loss scale and preludes afterwards."""
+    """Restore running statistics, loss scale and preludes afterwards."""
     scaler = engine.optimizer.scaler
     scale = scaler.scale
     statistics = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers() if not is_fake(buffer)]
     preludes = {prelude: prelude.state() for prelude in _preludes(engine)}
-    for programs in engine.programs.values():
-        programs.drops = False
     try:
         yield
     finally:
         scaler.scale = scale
-        for programs in engine.programs.values():
-            programs.drops = True
         with torch.no_grad():
             for buffer, saved in statistics:
                 if not torch.equal(buffer, saved):

@@ -68,7 +68,7 @@ class EagerEngine:
         return StepResult(norm.item(), False, told.item())
 
     @torch.no_grad()
-    def evaluate(self, batches, outputs=("loss",)):
+    def evaluate(self, batches, outputs=("loss",), loss=None):
         self.model.eval()
         found = [self.model(**batch) for batch in batches]
         if self.mesh.pp_rank != self.mesh.grid.pp - 1:
@@ -79,7 +79,7 @@ class EagerEngine:
             for output in found
         ]
 
-    def admit(self, batches, outputs):
+    def admit(self, batches, training, task):
         pass
 
     def difference(self, one, others):

@@ -93,7 +93,7 @@ def _train(rank, stages, schedule, recompute, count):
     parameters = RankParameters(buffer, held, mesh)
     programs = {rows: program(rank, stages, w, rows) for rows in (2, 3)}
     kept = [(unit,) for unit in mine] if recompute else ()
-    stage = Stage(rank, lambda batch, training: programs[len(batch["x"])], parameters, kept, mesh, 0)
+    stage = Stage(rank, lambda batch, training, task: programs[len(batch["x"])], parameters, kept, mesh, 0)
     executor = Executor({rank: stage}, add_communication(build_schedule(schedule, stages, count)), mesh)
     parameters.start_step()
     loss = executor.run(batches(count), 0, sum_losses=True)

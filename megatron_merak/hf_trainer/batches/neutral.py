@@ -19,7 +19,9 @@ from torch import Tensor
 from ...errors import DataError, MerakError
 from ...parallel.agree import gather_json, together
 from ...parallel.mesh import Mesh
+from ...stages.blueprint import Task
 from ...stages.proofs import outputs_differ
+from ...stages.traced import OwnLoss
 from .padding import Padding
 
 Batch = Mapping[str, object]
@@ -34,10 +36,12 @@ class NeutralPadding:
 
     A purpose is TRAINING or the names of the outputs that an evaluation asks for. ``settle`` is collective over all
     ranks, ``anywhere`` over the replicas.
+
+    loss: computes the outputs of evaluations; None: the model does.
     """
 
-    def __init__(self, padding: Padding, mesh: Mesh):
-        self.padding, self.mesh = padding, mesh
+    def __init__(self, padding: Padding, mesh: Mesh, loss: OwnLoss | None = None):
+        self.padding, self.mesh, self.loss = padding, mesh, loss
         self.refused: dict[tuple, str] = {}  # purpose -> why nothing is padded for it
         self._reach: dict[tuple, float] = {}
         self._axes: dict[tuple, Axes] = {}
@@ -123,10 +127,10 @@ class NeutralPadding:
         control, batches = self.mesh.control, [] if plain is None else [plain, padded]
         try:
             with together(control, "cpu"):
-                engine.admit(batches, names)
+                engine.admit(batches, False, Task(self.loss, names))
         except MerakError as error:
             return f"{error.what} {error.value}: {error.reason}", {}
-        found = engine.evaluate(batches, names)
+        found = engine.evaluate(batches, names, self.loss)
         reason, axes = ("", {}) if not found else self._axes_of(engine, plain, padded, *found)
         return next((text for text in gather_json(reason, control, "cpu") if text), ""), axes
 
