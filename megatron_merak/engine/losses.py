@@ -1,7 +1,7 @@
-"""Functions of a model's outputs and a batch, as a capture takes them: traced once, in the last stage.
+"""Loss functions of a model's outputs and a batch, traced once as part of the last stage.
 
-A function is traced with the values that its closure, defaults and globals have then. Where these are others at a later
-call, or the function is another one, it is traced again; what changes at every step belongs into the batch.
+A function is traced with the values that its closure, defaults and globals have at that time. It is traced again if
+these change, or if it is another function; what changes at every step belongs in the batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,11 +28,13 @@ _KNOWN = (Tensor, nn.Module, Mapping, list, tuple, set, type)  # whose picture i
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """[rows, length] fp32: of each label the log-probability after the tokens before it.
+    """Return the log-probability of each label given the tokens before it: [rows, length] fp32.
 
-    logits: [rows, length, vocabulary], of any float dtype, divided by ``temperature``. labels: [rows, length] int64,
-    the tokens themselves; 0 is what the first of each row gets, and those that are -100. With tensor parallelism the
-    vocabulary stays sharded: per token a few statistics travel.
+    logits: [rows, length, vocabulary], any float dtype; divided by ``temperature``.
+    labels: [rows, length] int64, the tokens themselves. The result is 0 at the first position of a row and where a
+            label is -100.
+
+    With tensor parallelism the vocabulary stays sharded: only a few statistics per token are communicated.
     """
     scores = logits[:, :-1].float()
     scores = scores if temperature == 1.0 else scores / temperature
@@ -41,7 +43,7 @@ def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> 
 
 
 def loss_of_model(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
-    """What the model's own forward returns as its loss."""
+    """Return the loss that the model's own forward returns."""
     loss = (
         outputs.get("loss") if isinstance(outputs, Mapping) else outputs if isinstance(outputs, Tensor) else outputs[0]
     )
@@ -53,7 +55,7 @@ def loss_of_model(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @dataclass
 class _Script:
-    """What `surroundings` looks at: a function, and the model that it may read."""
+    """A function and the model that it may read, as `surroundings` looks at them."""
 
     compute_loss: LossFn
     model: nn.Module
@@ -63,7 +65,10 @@ class _Script:
 
 @dataclass
 class Losses:
-    """Those of an engine. mixed: the model computes in 16 bits, and a function gets its outputs in fp32."""
+    """The traced loss functions of an engine.
+
+    mixed: whether the model computes in 16 bits; functions then get its outputs in fp32.
+    """
 
     model: nn.Module
     mixed: bool
@@ -71,7 +76,9 @@ class Losses:
     _logprobs: dict[float, OwnLoss] = field(default_factory=dict)
 
     def of(self, function: LossFn) -> OwnLoss:
-        """What traces ``function``; the same object as long as it reads the same. Raises ConfigError."""
+        """Return what traces ``function``; the same object as long as the values it reads are the same. Raises
+        ConfigError.
+        """
         if not callable(function):
             raise ConfigError("loss_fn", repr(function), "it cannot be called", "Give a function of (outputs, batch)")
         plain = isinstance(function, FunctionType)
@@ -79,8 +86,8 @@ class Losses:
         read = surroundings(_Script(function, self.model))
         picture = _picture(function, read)
         known = self._known.setdefault(getattr(function, "__code__", function), [])
-        for held, seen, loss in known:
-            if seen == picture and (plain or _same(held[0], function)):
+        for objects, seen, loss in known:
+            if seen == picture and (plain or _same(objects[0], function)):
                 return loss
         if len(known) == MOST:
             name = getattr(function, "__qualname__", type(function).__name__)
@@ -88,12 +95,12 @@ class Losses:
             raise ConfigError(
                 "loss_fn", name, reason, "Define it once, and put what changes into the batch, as tensors"
             )
-        held = (function, read)  # so that no other object gets the identity of one of these
-        known.append((held, picture, OwnLoss(self._traced(function), adds_up=True, reports=("*",))))
+        objects = (function, read)  # so that no other object gets the identity of one of these
+        known.append((objects, picture, OwnLoss(self._traced(function), adds_up=True, reports=("*",))))
         return known[-1][2]
 
     def logprobs(self, temperature: float) -> OwnLoss:
-        """What computes ``LOGPROBS``, [rows, length] fp32, of a batch's labels, or of its tokens where it has none."""
+        """Return what computes ``LOGPROBS``, [rows, length] fp32, of a batch's labels, or tokens if it has none."""
         if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
             reason = "the labels of a decoder with an encoder are not its own tokens, one place on"
             raise ConfigError("logprobs", type(self.model).__name__, reason, "Report them from a loss_fn")
@@ -108,7 +115,7 @@ class Losses:
         return self._logprobs.setdefault(temperature, OwnLoss(compute))
 
     def _forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
-        """The model's outputs for those entries that its forward names."""
+        """Return the model's outputs for the entries that its forward names."""
         named, _ = forward_parameters(model)
         if has_adapters(model):  # peft's forward hands on what it does not name
             named = named | forward_parameters(model.get_base_model())[0]  # type: ignore[operator]
@@ -126,24 +133,24 @@ class Losses:
 
 
 def _same(one: LossFn, other: LossFn) -> bool:
-    """A method of an object is another one each time that it is looked up."""
+    """Whether two functions are the same; looking up a method creates a new object each time."""
     return one == other if isinstance(one, MethodType) else one is other
 
 
 def _picture(function: LossFn, read: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells whether the values that a function reads have changed; of objects, the attributes that it names."""
+    """Return a fingerprint of the values that a function reads; of objects, the attributes that it names."""
     names, owner = names_read(function), getattr(function, "__self__", None)
-    found = {}
+    picture = {}
     for name, value in read.items():
         holder, _, attribute = name.rpartition(".")
         if owner is not None and holder == type(owner).__name__ and attribute not in names:
             continue
         if isinstance(value, _KNOWN) or not hasattr(value, "__dict__"):
-            found[name] = Picture().of(value)
+            picture[name] = Picture().of(value)
             continue
-        found[name] = id(value)
-        found |= {f"{name}.{key}": Picture().of(each) for key, each in vars(value).items() if key in names}
-    return found
+        picture[name] = id(value)
+        picture |= {f"{name}.{key}": Picture().of(each) for key, each in vars(value).items() if key in names}
+    return picture
 
 
 def _in_fp32(x: Any) -> Any:

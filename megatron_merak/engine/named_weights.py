@@ -1,6 +1,6 @@
-"""Weights of a divided model brought to every rank, a bucket of whole tensors at a time.
+"""All-gather the weights of a sharded model to every rank, a bucket of full tensors at a time.
 
-Every rank that holds parts of a bucket's tensors sends them in one message to the ranks of its replica:
+Every rank that has shards of a bucket's tensors broadcasts them in one message to the ranks of its replica:
 
     bucket   embed [96, 32]    rank 0: rows 0-48 | rank 1: rows 48-96
              norm [32]         rank 0
@@ -22,19 +22,19 @@ _ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank of a replica sends of a tensor."""
+    """The shard of a tensor that one rank of a replica sends."""
 
     rank: int
     dim: int | None
     intervals: Intervals
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        return local_shape(whole, self.dim, self.intervals)
+    def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
+        return local_shape(full, self.dim, self.intervals)
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A tensor of the model."""
+class FullTensor:
+    """A full tensor of the model."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,80 +47,83 @@ class Whole:
 
 
 class NamedWeights:
-    """The tensors that ``shards`` are parts of, in the order of ``names`` and what they do not name behind.
+    """The full tensors of which ``shards`` are parts: first those of ``names``, in that order, then the others.
 
-    shards: of this rank. dtype: what floating tensors are cast to, before they travel; None: they are as they are.
-    ``wholes``: of all tensors. Making it, and iterating over `buckets` to the end, is collective over all ranks.
+    shards: of this rank.
+    dtype:  to which floating-point tensors are cast before they are sent; None: they keep theirs.
+
+    ``tensors``: name, dtype and shape of each. Creating the object, and iterating over `buckets` to the end, is
+    collective over all ranks.
     """
 
     def __init__(self, shards: Sequence[Shard], names: Sequence[str], mesh: Mesh, dtype: torch.dtype | None = None):
-        self.mesh, self._mine = mesh, {shard.name: shard for shard in shards}
-        told = [
+        self.mesh, self._own_shards = mesh, {shard.name: shard for shard in shards}
+        owned = [
             (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), s.dim, s.intervals) for s in shards if s.owner
         ]
         kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         parts: dict[str, list[_Part]] = {}
-        for rank, reports in enumerate(gather_json(told, mesh.control, "cpu")):
-            tp, cp, _, pp = mesh.grid.coordinates(rank)  # owners are of the first replica; this one is divided alike
+        for rank, reports in enumerate(gather_json(owned, mesh.control, "cpu")):
+            tp, cp, _, pp = mesh.grid.coordinates(rank)  # owners are in the first replica; this one is sharded alike
             for name, shape, kind, dim, intervals in reports:
-                held = getattr(torch, kind)
-                kinds[name] = tuple(shape), held if dtype is None or not held.is_floating_point else dtype
+                stored = getattr(torch, kind)
+                kinds[name] = tuple(shape), stored if dtype is None or not stored.is_floating_point else dtype
                 part = _Part(mesh.grid.rank(tp, cp, mesh.dp_rank, pp), dim, tuple(map(tuple, intervals)))
                 parts.setdefault(name, []).append(part)
         order = [name for name in names if name in parts]
         order += sorted(parts.keys() - {*order})
-        self.wholes = tuple(Whole(name, *kinds[name], tuple(parts[name])) for name in order)
+        self.tensors = tuple(FullTensor(name, *kinds[name], tuple(parts[name])) for name in order)
 
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Names and tensors, on this rank's device, of at most ``nbytes`` together unless a single one has more."""
-        bucket: list[Whole] = []
-        for whole in self.wholes:
-            if bucket and sum(each.nbytes for each in bucket) + whole.nbytes > nbytes:
-                yield self._brought(bucket)
+        """Yield lists of names and tensors on this rank's device, ``nbytes`` at most, or one larger tensor."""
+        bucket: list[FullTensor] = []
+        for tensor in self.tensors:
+            if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > nbytes:
+                yield self._gather(bucket)
                 bucket = []
-            bucket.append(whole)
+            bucket.append(tensor)
         if bucket:
-            yield self._brought(bucket)
+            yield self._gather(bucket)
 
     @torch.no_grad()
-    def _brought(self, bucket: list[Whole]) -> list[tuple[str, Tensor]]:
+    def _gather(self, bucket: list[FullTensor]) -> list[tuple[str, Tensor]]:
         device = self.mesh.device
-        found = {whole.name: torch.empty(whole.shape, dtype=whole.dtype, device=device) for whole in bucket}
-        for rank in sorted({part.rank for whole in bucket for part in whole.parts}):
-            sent = [(whole, part) for whole in bucket for part in whole.parts if part.rank == rank]
-            message, views = _laid_out(sent, device)
-            for (whole, _), view in zip(sent, views, strict=True) if rank == self.mesh.rank else ():
-                shard = self._mine[whole.name]
+        gathered = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in bucket}
+        for rank in sorted({part.rank for tensor in bucket for part in tensor.parts}):
+            sent = [(tensor, part) for tensor in bucket for part in tensor.parts if part.rank == rank]
+            message, views = _message_and_views(sent, device)
+            for (tensor, _), view in zip(sent, views, strict=True) if rank == self.mesh.rank else ():
+                shard = self._own_shards[tensor.name]
                 if shard.fetch is not None:
                     shard.fetch()
                 view.copy_(shard.tensor.detach())
             if self.mesh.model is not None:
                 dist.broadcast(message, rank, group=self.mesh.model)
-            for (whole, part), view in zip(sent, views, strict=True):
-                _place(found[whole.name], part, view)
-        return list(found.items())
+            for (tensor, part), view in zip(sent, views, strict=True):
+                _place(gathered[tensor.name], part, view)
+        return list(gathered.items())
 
 
-def _laid_out(sent: Sequence[tuple[Whole, _Part]], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """One message, and where in it each part lies."""
+def _message_and_views(sent: Sequence[tuple[FullTensor, _Part]], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Return one message, and views of it for each shard."""
     starts, end = [], 0
-    sizes = [torch.Size(part.shape(whole.shape)).numel() * whole.dtype.itemsize for whole, part in sent]
+    sizes = [torch.Size(part.shape(tensor.shape)).numel() * tensor.dtype.itemsize for tensor, part in sent]
     for size in sizes:
         starts.append(end)
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
     message = torch.zeros(end, dtype=torch.uint8, device=device)
     views = [
-        message[start : start + size].view(whole.dtype).view(part.shape(whole.shape))
-        for start, size, (whole, part) in zip(starts, sizes, sent, strict=True)
+        message[start : start + size].view(tensor.dtype).view(part.shape(tensor.shape))
+        for start, size, (tensor, part) in zip(starts, sizes, sent, strict=True)
     ]
     return message, views
 
 
-def _place(whole: Tensor, part: _Part, values: Tensor) -> None:
+def _place(full: Tensor, part: _Part, values: Tensor) -> None:
     if part.dim is None:
-        whole.copy_(values)
+        full.copy_(values)
         return
     offset = 0
     for start, stop in part.intervals:
-        whole.narrow(part.dim, start, stop - start).copy_(values.narrow(part.dim, offset, stop - start))
+        full.narrow(part.dim, start, stop - start).copy_(values.narrow(part.dim, offset, stop - start))
         offset += stop - start

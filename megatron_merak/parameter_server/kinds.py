@@ -1,4 +1,4 @@
-"""Optimizer state that parameter servers keep, to be saved and loaded as any other: a checkpoint does not show it."""
+"""Optimizer state on parameter servers, saved and loaded like any other: checkpoints do not differ."""
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -13,11 +13,11 @@ Parts = Callable[[Flat, Collection[str]], Iterable[Shard]]
 
 
 def served_kinds(optimizer: ServedAdamW, parts: Parts) -> dict[str, Kind]:
-    """What is saved beside the weights, by kind: each is brought into the gradient's memory."""
+    """Return what is saved beside the weights, by kind: each is fetched into the gradient's memory."""
     buffer = optimizer.buffer
-    found = {}
+    kinds = {}
     for kind in KINDS if buffer.rounds else KINDS[1:]:
         flat = buffer.main_grad
         shards = list(parts(flat, list(buffer.slots)))
-        found[kind] = Kind([Turn(shards, partial(optimizer.fetch, kind, flat), partial(optimizer.store, kind, flat))])
-    return found
+        kinds[kind] = Kind([Turn(shards, partial(optimizer.fetch, kind, flat), partial(optimizer.store, kind, flat))])
+    return kinds

@@ -1,4 +1,4 @@
-"""What a server must know of the parameters that it keeps a piece of."""
+"""What a server must know of the parameters of its piece."""
 
 import json
 from collections.abc import Iterable
@@ -11,12 +11,17 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """Elements of a flat buffer, numbered from the piece's start, and how they are updated.
+    """Elements of a flat buffer, numbered from the start of the piece, and how they are updated.
 
-    elements: of the piece. dtype: of the weights that workers compute with. groups: (start, stop, group), those of a
-    group have the same learning rate and weight decay. counted: spans whose gradient counts in the norm; copies: those
-    that another place counts. betas, eps: AdamW's. workers: how many train. sync: they step together. max_staleness:
-    of a gradient that is still applied, counted in updates of the piece since its weights were read.
+    elements:      of the piece.
+    dtype:         of the weights that workers compute with.
+    groups:        (start, stop, group); elements of a group have the same learning rate and weight decay.
+    counted:       spans whose gradient counts in the norm.
+    copies:        spans that count at another place.
+    betas, eps:    of AdamW.
+    workers:       how many there are.
+    sync:          whether they take steps together.
+    max_staleness: of a gradient that is still applied, in updates of the piece since its weights were read.
     """
 
     elements: int
@@ -42,7 +47,7 @@ class Layout:
 
 
 def pieces_of(size: int, servers: int) -> list[Span]:
-    """Elements [start, stop) of a buffer for each of its servers: equal parts, but for alignment."""
+    """Return the elements [start, stop) of a buffer for each of its servers: equal parts, up to alignment."""
     step = -(-size // (servers * ALIGNMENT)) * ALIGNMENT
     return [(min(number * step, size), min((number + 1) * step, size)) for number in range(servers)]
 
@@ -58,7 +63,7 @@ def layout_of(
     sync: bool,
     max_staleness: int,
 ) -> Layout:
-    """The layout of elements ``piece`` of a buffer that is not sharded."""
+    """Return the layout of elements ``piece`` of a buffer that is not sharded."""
     groups = tuple((*span, group) for low, high, group in buffer.ranges for span in _within((low, high), piece))
     counted, copies = (
         tuple(span for low_high in _spans(buffer, which) for span in _within(low_high, piece))

@@ -1,4 +1,4 @@
-"""A server's piece of the parameters: fp32 weights, both moments, and how a gradient changes them."""
+"""A server's piece of the parameters: fp32 weights, both moments, and how a gradient updates them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +14,24 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")  # of a piece's state, in the order 
 
 @dataclass(frozen=True)
 class Update:
-    """How a gradient is applied. scale: a factor of it. rates: (learning rate, weight decay) of each group."""
+    """How a gradient is applied.
+
+    scale: a factor of the gradient.
+    rates: (learning rate, weight decay) of each group.
+    """
 
     scale: float
     rates: Sequence[tuple[float, float]]
 
 
 class Piece:
-    """state: each of KINDS, fp32 [layout.elements]. weights: ``master`` in the layout's dtype, the same memory where
-    that is fp32. version: updates so far, in this job. steps: the t of Adam's bias correction."""
+    """The parameters and optimizer state of one server.
+
+    state:   each of KINDS, fp32 [layout.elements].
+    weights: ``master`` in the layout's dtype; the same memory in fp32.
+    version: number of updates in this job.
+    steps:   t of Adam's bias correction.
+    """
 
     def __init__(self, layout: Layout):
         self.layout = layout
@@ -33,13 +42,13 @@ class Piece:
         self.version = self.steps = 0
 
     def refresh(self) -> None:
-        """Let ``weights`` follow a state that was stored."""
+        """Round ``weights`` from a state that was stored."""
         if self.rounds:
             self.weights.copy_(self.state["master"])
 
     @torch.no_grad()
     def update(self, gradient: Tensor, update: Update) -> None:
-        """One step of AdamW by ``gradient``, fp32 [layout.elements]."""
+        """Take one step of AdamW. gradient: fp32 [layout.elements]."""
         self.version += 1
         self.steps += 1
         master, exp_avg, exp_avg_sq = (self.state[kind] for kind in KINDS)
@@ -62,7 +71,7 @@ class Piece:
 
     @torch.no_grad()
     def square_norm(self, gradient: Tensor) -> float:
-        """Of what this piece counts of a gradient. Not finite where a copy is not, which is counted elsewhere."""
+        """Return the squared norm of what this piece counts of a gradient; not finite if a copy is not."""
         total = torch.zeros((), dtype=torch.float64)
         for start, stop in self.layout.counted:
             total += ops.sum_of_squares(gradient[start:stop])
@@ -71,7 +80,7 @@ class Piece:
         return total.item()
 
     def copy(self) -> "Piece":
-        """As it is now, in memory of its own."""
+        """Return a copy in memory of its own."""
         other = Piece.__new__(Piece)
         other.layout, other.rounds = self.layout, self.rounds
         other.version, other.steps = self.version, self.steps

@@ -1,4 +1,4 @@
-"""Steps that all workers take together: their gradients are added in the order of the workers, and applied once."""
+"""Steps that all workers take together: their gradients are added in the order of workers, and applied once."""
 
 import threading
 from collections.abc import Callable
@@ -15,28 +15,37 @@ Wait = Callable[[Callable[[], bool]], None]
 
 @dataclass
 class _Round:
-    """step: the workers' count of steps, of the newest that contributed."""
+    """The sum of one step.
+
+    step:     of the newest contribution.
+    reported: numbers that came with the gradients, by worker.
+    square:   squared norm of the sum, once it is complete.
+    """
 
     step: int = -1
-    told: dict[int, tuple[float, ...]] = field(default_factory=dict)  # worker -> numbers that came with its gradient
-    square: float | None = None  # of the sum, once it is complete
+    reported: dict[int, tuple[float, ...]] = field(default_factory=dict)  # by worker
+    square: float | None = None
     applied: bool = False
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What became of a round: the squared norm of the sum of gradients, and what came with them, by worker. Empty
-    where the worker's step was lost: others are past it, since the server was started again."""
+    """The result of a round; empty if the worker's step was lost because the server restarted and others are past it.
+
+    square:   squared norm of the sum of gradients.
+    reported: numbers that came with them, by worker.
+    """
 
     square: float = 0.0
-    told: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    reported: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
 
 class Rounds:
-    """One piece, and the workers that step together. Safe to be called by a thread for each worker.
+    """The rounds of one piece. Safe to use from one thread per worker.
 
     changed: notified by whoever changes ``live``, the workers that the next round waits for; its lock protects the
-    piece. done: called with the lock held after each update.
+             piece.
+    done:    called with the lock held after each update.
     """
 
     def __init__(self, piece: Piece, changed: threading.Condition, live: set[int], done: Callable[[], None]):
@@ -46,37 +55,41 @@ class Rounds:
         self._incoming = 0  # gradients that are coming in, or wait to be added
 
     def contribute(
-        self, worker: int, step: int, told: tuple[float, ...], receive: Callable[[], Tensor], wait: Wait
+        self, worker: int, step: int, reported: tuple[float, ...], receive: Callable[[], Tensor], wait: Wait
     ) -> tuple[_Round | None, Sum]:
-        """Add a worker's gradient, which ``receive`` brings, behind those of the workers before it; return when all of
-        the round's are there. ``wait`` returns when something holds, of which ``changed`` is notified. The round is
-        None where the step was lost."""
+        """Add a worker's gradient after those of the workers before it; return when the round is complete.
+
+        receive: returns the gradient.
+        wait:    returns when a condition holds; ``changed`` is notified of changes.
+
+        The round is None if the step was lost.
+        """
         wait(lambda: self._admits(worker))
         try:
             gradient = receive()
             wait(lambda: self._is_next(worker))
             with self.changed:
-                mine = self._add(worker, step, told, gradient)
+                joined = self._add(worker, step, reported, gradient)
         finally:
             with self.changed:
                 self._incoming -= 1
                 self.changed.notify_all()
-        if mine is None:
+        if joined is None:
             return None, Sum()
-        wait(lambda: mine is not self.round or mine.square is not None or self._complete(mine))
+        wait(lambda: joined is not self.round or joined.square is not None or self._complete(joined))
         with self.changed:
-            if mine is not self.round and mine.square is None:
+            if joined is not self.round and joined.square is None:
                 return None, Sum()
-            if mine.square is None:
-                mine.square = self.piece.square_norm(self.sum)
-            return mine, Sum(mine.square, tuple(sorted(mine.told.items())))
+            if joined.square is None:
+                joined.square = self.piece.square_norm(self.sum)
+            return joined, Sum(joined.square, tuple(sorted(joined.reported.items())))
 
-    def apply(self, mine: _Round | None, update: Update | None) -> None:
-        """Apply the sum of a round, by the first worker that says so; they all say the same. None: skip it."""
+    def apply(self, finished: _Round | None, update: Update | None) -> None:
+        """Apply the sum of a round at the first call, which all workers make alike. update: None: skip the step."""
         with self.changed:
-            if mine is None or mine.applied:
+            if finished is None or finished.applied:
                 return
-            mine.applied = True
+            finished.applied = True
             self.round = _Round()
             if update is not None:
                 self.piece.update(self.sum, update)
@@ -84,7 +97,7 @@ class Rounds:
             self.changed.notify_all()
 
     def _admits(self, worker: int) -> bool:
-        """Whether a gradient may come in, which counts then: so many at a time, and the next one in any case."""
+        """Whether another gradient may be received now: only so many at a time, but always the next in order."""
         admits = self._incoming < AHEAD or self._is_next(worker)
         self._incoming += admits
         return admits
@@ -92,19 +105,21 @@ class Rounds:
     def _is_next(self, worker: int) -> bool:
         """Whether every live worker before this one has contributed to the round."""
         earlier = {other for other in self.live if other < worker}
-        return worker not in self.round.told and earlier <= self.round.told.keys()
+        return worker not in self.round.reported and earlier <= self.round.reported.keys()
 
-    def _add(self, worker: int, step: int, told: tuple[float, ...], gradient: Tensor) -> _Round | None:
-        """The round that a gradient was added to; None where its step is over for others."""
+    def _add(self, worker: int, step: int, reported: tuple[float, ...], gradient: Tensor) -> _Round | None:
+        """Return the round that a gradient was added to; None if other workers are past its step."""
         if step < self.round.step:
             return None
-        if step > self.round.step and self.round.told:  # those that contributed are late: their step is over elsewhere
+        if (
+            step > self.round.step and self.round.reported
+        ):  # those that contributed are late: their step is over elsewhere
             self.round = _Round()
-        mine = self.round
-        mine.step = step
-        self.sum.add_(gradient) if mine.told else self.sum.copy_(gradient)
-        mine.told[worker] = told
-        return mine
+        current = self.round
+        current.step = step
+        self.sum.add_(gradient) if current.reported else self.sum.copy_(gradient)
+        current.reported[worker] = reported
+        return current
 
-    def _complete(self, mine: _Round) -> bool:
-        return self.live <= mine.told.keys()
+    def _complete(self, current: _Round) -> bool:
+        return self.live <= current.reported.keys()

@@ -1,4 +1,4 @@
-"""A serving rank: a thread for every rank that it serves, from its first message until it leaves or is gone."""
+"""A serving rank: one thread for every rank that it serves, until that leaves or dies."""
 
 import secrets
 import threading
@@ -18,22 +18,26 @@ from .snapshot import snapshot_path
 from .wire import CLIENT, SERVER, Connection, ConnectionLost, Kind, comes
 
 _JOB = "word for this job"
-BEATS = 4  # signs of life within the time after which a side that is silent counts as gone
+HEARTBEATS = 4  # signs of life within the time after which a side that is silent counts as gone
 
 
-def born_key(server: int) -> str:
-    """Counts in the job's store how often the server of that rank was started."""
+def starts_key(server: int) -> str:
+    """The key of the job's store that counts the starts of that rank's server."""
     return f"parameter server {server} started"
 
 
-def connection_name(server: int, birth: int, client: int) -> str:
-    return f"parameter server {server}, start {birth}, rank {client}"
+def connection_name(server: int, start: int, client: int) -> str:
+    return f"parameter server {server}, start {start}, rank {client}"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """directory: of snapshots, None: there are none. interval: updates between two. timeout: how long a worker may be
-    silent until it counts as dead."""
+    """Settings of a server.
+
+    directory: of snapshots; None: there are none.
+    interval:  updates between two snapshots.
+    timeout:   how long a worker may be silent until it counts as dead.
+    """
 
     directory: Path | None
     interval: int
@@ -41,11 +45,14 @@ class Settings:
 
 
 class Server:
-    """Serves the clients of ``role`` in threads, from the moment it is made. ``store``: the job's."""
+    """Serves the clients of ``role`` in threads, from its construction on.
+
+    store: the job's.
+    """
 
     def __init__(self, role: Role, store: dist.Store, settings: Settings):
         self.role, self.store, self.settings = role, store, settings
-        self.birth = store.add(born_key(role.rank), 1)
+        self.start = store.add(starts_key(role.rank), 1)
         self._job = store.compare_set(_JOB, "", secrets.token_hex(8)).decode()
         self.lost: list[int] = []
         self.failure: Exception | None = None
@@ -75,8 +82,8 @@ class Server:
             raise self.failure
         return True
 
-    def told(self) -> str:
-        """What it did, in one line."""
+    def summary(self) -> str:
+        """What the server did, in one line."""
         updates = max((service.piece.version for service in self.services.values() if service.piece), default=0)
         staleness = [(age, n) for service in self.services.values() for age, n in service.record.staleness.items()]
         count = sum(n for _, n in staleness)
@@ -97,14 +104,14 @@ class Server:
         if directory is not None:
             path = snapshot_path(directory, self.role.rank, place)
         say = partial(print, flush=True)
-        snapshots = Snapshots(path, self._job, self.settings.interval, self.birth > 1, say)
-        return Service(self.role.workers, snapshots, self._pool, self.settings.timeout.total_seconds() / BEATS)
+        snapshots = Snapshots(path, self._job, self.settings.interval, self.start > 1, say)
+        return Service(self.role.workers, snapshots, self._pool, self.settings.timeout.total_seconds() / HEARTBEATS)
 
     def _run(self, client: int) -> None:
         worker, service = client // self.role.places, self.services[self._place(client)]
         connection = None
         try:
-            name, timeout = connection_name(self.role.rank, self.birth, client), self.settings.timeout
+            name, timeout = connection_name(self.role.rank, self.start, client), self.settings.timeout
             if not comes(self.store.clone(), name, CLIENT, ended_key(client), timeout):
                 raise ConnectionLost(f"rank {client} did not come")
             connection = Connection(self.store, name, SERVER, timeout)

@@ -1,4 +1,4 @@
-"""What a server does for the workers' ranks at one place: keeps a piece of their parameters and answers messages."""
+"""What a server does for the workers' ranks at one place: keeps a piece of their parameters and replies to messages."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -20,8 +20,14 @@ from .wire import Connection, Kind, Message
 
 @dataclass(frozen=True)
 class Snapshots:
-    """path: of the piece's file, None: none are written. job: which one it is of. interval: updates between two.
-    restores: this server takes the place of one that ended. say: is told of one that cannot be written."""
+    """How a piece is written to disk.
+
+    path:     of its file; None: none are written.
+    job:      identifies the job.
+    interval: updates between two snapshots.
+    restores: whether this server replaces one that ended.
+    say:      called with a line for a snapshot that cannot be written.
+    """
 
     path: Path | None = None
     job: str = ""
@@ -32,8 +38,12 @@ class Snapshots:
 
 @dataclass
 class Record:
-    """What a server tells at its end. staleness: how many gradients were so many updates old. dropped: of those, the
-    ones that were too old. restored: the version of the snapshot that it began with."""
+    """What a server reports at its end.
+
+    staleness: number of gradients by staleness, in updates.
+    dropped:   gradients that were too stale.
+    restored:  version of the snapshot that it began with.
+    """
 
     staleness: dict[int, int] = field(default_factory=dict)
     dropped: int = 0
@@ -41,10 +51,12 @@ class Record:
 
 
 class Service:
-    """One piece, for the ranks at one place of all workers; a thread for each of them calls `answer`.
+    """One piece; one thread for each worker's rank at its place calls `serve`.
 
-    workers: how many there are. snapshots: when the piece goes to disk. pool: writes it. patience: seconds after which
-    a client that waits is told so.
+    workers:   how many there are.
+    snapshots: how the piece is written to disk.
+    pool:      writes it.
+    patience:  seconds after which a waiting client is told that it waits.
     """
 
     def __init__(self, workers: int, snapshots: Snapshots, pool: ThreadPoolExecutor, patience: float = 60.0):
@@ -72,16 +84,16 @@ class Service:
         }
 
     def serve(self, worker: int, connection: Connection) -> None:
-        """Answer one worker's rank until it leaves. Raises ConnectionLost when it is gone."""
-        mine = None  # the round that it contributed to
+        """Reply to one worker's rank until it leaves. Raises ConnectionLost if it dies."""
+        joined = None  # the round that it contributed to
         while (message := connection.receive()).kind is not Kind.LEAVE:
             try:
-                if message.kind is Kind.BEAT:
+                if message.kind is Kind.HEARTBEAT:
                     continue
                 if message.kind is Kind.CONTRIBUTE:
-                    mine = self._contribute(worker, connection, message)
+                    joined = self._contribute(worker, connection, message)
                 elif message.kind is Kind.APPLY:
-                    self._apply(mine, connection, message)
+                    self._apply(joined, connection, message)
                 else:
                     self._answers[message.kind](worker, connection, message)
             except MerakError as error:
@@ -89,7 +101,7 @@ class Service:
         self.complete = self.complete or bool(message.numbers[0])
 
     def gone(self, worker: int) -> None:
-        """A worker left, or died: nobody waits for it any more."""
+        """Record that a worker left or died: nobody waits for it any more."""
         with self.changed:
             self.live.discard(worker)
             self.frozen.pop(worker, None)
@@ -167,7 +179,7 @@ class Service:
         self._send_weights(Kind.PUSH, connection, worker, (staleness, late))
 
     def _contribute(self, worker: int, connection: Connection, message: Message):
-        step, told = int(message.numbers[0]), message.numbers[1:]
+        step, reported = int(message.numbers[0]), message.numbers[1:]
 
         def receive() -> Tensor:
             connection.send(Kind.CONTRIBUTE)  # it may come
@@ -175,15 +187,17 @@ class Service:
             connection.receive_tensor(gradient)
             return gradient
 
-        mine, total = self.rounds.contribute(worker, step, told, receive, partial(self._wait, connection))
-        connection.send(Kind.CONTRIBUTE, (total.square, len(total.told)))
-        if total.told:
-            connection.send_tensor(torch.tensor([numbers for _, numbers in total.told], dtype=torch.float64).flatten())
-        return mine
+        joined, total = self.rounds.contribute(worker, step, reported, receive, partial(self._wait, connection))
+        connection.send(Kind.CONTRIBUTE, (total.square, len(total.reported)))
+        if total.reported:
+            connection.send_tensor(
+                torch.tensor([numbers for _, numbers in total.reported], dtype=torch.float64).flatten()
+            )
+        return joined
 
-    def _apply(self, mine, connection: Connection, message: Message) -> None:
+    def _apply(self, joined, connection: Connection, message: Message) -> None:
         skip, scale, *rates = message.numbers
-        self.rounds.apply(mine, None if skip else Update(scale, _pairs(rates)))
+        self.rounds.apply(joined, None if skip else Update(scale, _pairs(rates)))
         self._send_weights(Kind.APPLY, connection)
 
     def _freeze(self, worker: int, connection: Connection, message: Message) -> None:
@@ -207,7 +221,7 @@ class Service:
         connection.send(Kind.FIRST, (self.complete,))
 
     def _wait(self, connection: Connection, until: Callable[[], bool]) -> None:
-        """Return when something holds, of which ``changed`` is notified; tell the client now and then that it waits."""
+        """Return when a condition holds; tell the client now and then that it waits."""
         while True:
             with self.changed:
                 if self.changed.wait_for(until, self.patience):
@@ -217,7 +231,7 @@ class Service:
     def _send_weights(
         self, kind: Kind, connection: Connection, worker: int = -1, numbers: Sequence[float] = ()
     ) -> None:
-        """Those of one moment: where workers do not step together they change while they travel, so a copy does."""
+        """Send the weights of one moment: a copy, where they may change while they are sent."""
         with self.changed:
             piece, sync = self.frozen.get(worker, self.piece), self.piece.layout.sync
             weights: Tensor = piece.weights if sync else piece.weights.clone()
@@ -230,8 +244,10 @@ class Service:
             self._snapshot()
 
     def _snapshot(self, wait: bool = False) -> None:
-        """Begin to write one, unless the last one is still on its way. wait: until it is there; raises CheckpointError
-        where it cannot be written."""
+        """Start to write a snapshot, unless the last one is still being written.
+
+        wait: until it is written; raises CheckpointError if it cannot be.
+        """
         if self.snapshots.path is None or (self._written is not None and not self._written.done()):
             return
         self._settle()
@@ -244,7 +260,7 @@ class Service:
             written.result()
 
     def _settle(self) -> None:
-        """Wait for the last snapshot. One that cannot be written is told, and training goes on with the one before."""
+        """Wait for the last snapshot. If it cannot be written, say so and keep the one before."""
         error = None if self._written is None else self._written.exception()
         self._written = None
         if error is not None:
@@ -252,10 +268,10 @@ class Service:
 
 
 def _pairs(rates: Sequence[float]) -> list[tuple[float, float]]:
-    """(learning rate, weight decay) of each group; the message may have more numbers behind them."""
+    """Return (learning rate, weight decay) of each group; the message may have more numbers after them."""
     return [*zip(rates[::2], rates[1::2], strict=False)]
 
 
 def _softened(rates: Sequence[float], staleness: int) -> list[float]:
-    """Learning rates divided by 1 + staleness (https://arxiv.org/abs/1511.05950); weight decay is as it was."""
+    """Divide learning rates by 1 + staleness (https://arxiv.org/abs/1511.05950); weight decay stays."""
     return [value / (1 + staleness) if place % 2 == 0 else value for place, value in enumerate(rates)]

@@ -1,4 +1,4 @@
-"""A server's pieces on disk, for the server that takes its place: one file for each, replaced in one move."""
+"""A server's pieces on disk, for the server that replaces it: one file each, replaced atomically."""
 
 import json
 import os
@@ -13,13 +13,22 @@ from .piece import KINDS, Piece
 
 
 def snapshot_path(directory: Path, server: int, place: int) -> Path:
-    """``server``: the rank that serves. ``place``: of the workers' ranks whose parameters it has a piece of."""
+    """Return the file of a snapshot.
+
+    server: the rank that serves.
+    place:  of the workers' ranks whose parameters it has a piece of.
+    """
     return directory / f"server-{server}-place-{place}.safetensors"
 
 
 def write_snapshot(path: Path, piece: Piece, sequences: dict[int, int], job: str) -> None:
-    """``sequences``: of each worker, the number of its last gradient that is in the piece. ``job``: a word that no
-    other job has. Raises CheckpointError; the file that was there before stays then."""
+    """Write a snapshot.
+
+    sequences: per worker, the number of its last gradient that is in the piece.
+    job:       identifies the job.
+
+    Raises CheckpointError; an earlier file then stays.
+    """
     words = {"job": job, "version": piece.version, "steps": piece.steps, "sequences": list(sequences.items())}
     metadata = {"layout": piece.layout.to_json(), "state": json.dumps(words)}
     partial = path.with_suffix(".partial")
@@ -35,7 +44,7 @@ def write_snapshot(path: Path, piece: Piece, sequences: dict[int, int], job: str
 
 
 def read_snapshot(path: Path, layout: Layout, job: str) -> tuple[Piece, dict[int, int]]:
-    """What `write_snapshot` was given. Raises CheckpointError for a file that is missing, damaged or of another job."""
+    """Return the arguments of `write_snapshot`. Raises CheckpointError for a damaged file or another job's."""
     piece = Piece(layout)
     remedy = "Start the job again from its last checkpoint"
     try:

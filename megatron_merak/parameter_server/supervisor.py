@@ -1,7 +1,7 @@
-"""Starts the ranks of a job with parameter servers on one host, and outlives those that die.
+"""Starts the ranks of a job with parameter servers on one host, and survives those that die.
 
-torchrun ends all ranks when one dies. Here a worker that dies is left: the others go on. A server that dies is started
-again, in its place, and goes on from its last snapshot.
+torchrun ends all ranks when one dies. Here the others go on when a worker dies. A server that dies is restarted in its
+place, and continues from its last snapshot.
 """
 
 import signal
@@ -23,8 +23,12 @@ _GRACE = 10.0  # seconds that ranks have to end when they are told to
 
 @dataclass(frozen=True)
 class Hosts:
-    """ranks_here: on this host. nodes, node: how many hosts of as many ranks there are, and which one this is. address,
-    port: of the first one, where ranks find each other."""
+    """The hosts of a job.
+
+    ranks_here:    ranks of this host.
+    nodes, node:   number of hosts, all with as many ranks, and the index of this one.
+    address, port: of the first one, where ranks meet.
+    """
 
     ranks_here: int
     nodes: int = 1
@@ -41,7 +45,7 @@ class Hosts:
         return range(self.node * self.ranks_here, (self.node + 1) * self.ranks_here)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What a rank reads, by torchrun's names."""
+        """Return the environment of a rank, by torchrun's names."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),
@@ -57,8 +61,14 @@ class Hosts:
 
 @dataclass
 class Supervisor:
-    """command, environment: of every rank. hosts: where they run. servers: how many ranks, the last ones, only serve.
-    restarts: how often each of these is started again. say: is told what happens to ranks."""
+    """Runs the ranks of this host.
+
+    command, environment: of every rank.
+    hosts:                where they run.
+    servers:              number of ranks, the last ones, that only serve.
+    restarts:             how often each of these is restarted.
+    say:                  called with a line for each event of a rank.
+    """
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -73,8 +83,10 @@ class Supervisor:
     _stopping: bool = False
 
     def run(self) -> int:
-        """Start the ranks of this host and return when all have ended: 0 where a worker came to its end, else the first
-        status that is none. A signal to end ends them."""
+        """Start the ranks of this host and return when all have ended.
+
+        Returns 0 if a worker finished, else the first status that is not 0. SIGINT and SIGTERM end the ranks.
+        """
         self.store = self._store()
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -96,7 +108,7 @@ class Supervisor:
         return self._status()
 
     def _store(self):
-        """The job's key-value store, which outlives every rank."""
+        """Create the job's key-value store, which outlives every rank."""
         first = self.hosts.node == 0
         try:
             store = TCPStore(self.hosts.address, self.hosts.port, is_master=first, wait_for_workers=False)
@@ -133,7 +145,7 @@ class Supervisor:
             self.say(f"{kind} {rank} was killed by signal {-status}{more}")
 
     def _end_servers(self) -> None:
-        """Once no worker of this host runs: servers end by themselves when none of any host does."""
+        """End the servers of this host once none of its workers runs, if they do not end by themselves."""
         if self.hosts.nodes == 1 and any(not self._serves(rank) for rank in self.hosts.ranks):
             deadline = time.monotonic() + _GRACE
             while self.running and time.monotonic() < deadline:
@@ -162,13 +174,13 @@ class Supervisor:
 
 
 def servers_of(arguments: Sequence[str]) -> int:
-    """How many ranks only serve, by the flags of a script. Raises LaunchError."""
-    flag, found = "--num-parameter-servers", 0
+    """Return the number of ranks that only serve, by the flags of a script. Raises LaunchError."""
+    flag, servers = "--num-parameter-servers", 0
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == flag:
             value = value if equals else next(iter(arguments[place + 1 :]), "")
             if not value.isdigit():
                 raise LaunchError(flag, value or "(missing)", "it is not a number", "Give a number of ranks")
-            found = int(value)
-    return found
+            servers = int(value)
+    return servers

@@ -1,7 +1,7 @@
 """Messages between one worker's rank and one server, over a process group of these two alone.
 
-A rank that dies takes down its own connections and no others; a server that was started again is connected to anew. A
-message is a kind, some numbers, and maybe text or a flat tensor of a length that both sides know.
+A rank that dies breaks its own connections only; a restarted server is connected to anew. A message is a kind, some
+numbers, and possibly text or a flat tensor of a length that both sides know.
 """
 
 import time
@@ -14,37 +14,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NUMBERS = 16  # that a message carries beside its kind
-_CHUNK = 1 << 26  # elements of a tensor that travel in one piece
+NUMBERS = 16  # of a message, beside its kind
+_CHUNK = 1 << 26  # elements of a tensor that are sent at a time
 
 CLIENT, SERVER = 0, 1
 POLL = 0.2  # seconds between two looks into the store
 
 
 class Kind(IntEnum):
-    """What a message says. The server answers each one but LEAVE and BEAT with a message of the same kind, or ERROR,
-    and maybe some WAIT before it. So whoever is silent for too long is gone, however long a step takes."""
+    """What a message says.
+
+    The server replies to each one, except LEAVE and HEARTBEAT, with a message of the same kind, or ERROR, and possibly some
+    WAIT before it. So a side that is silent for too long is gone, however long a step takes.
+    """
 
     HELLO = 1  # text: the client's layout
     STORE = 2  # a tensor of the state: one kind of it, from the client
     FETCH = 3  # and to the client
     READY = 4  # the state is complete: others may pull
     PULL = 5  # the newest weights
-    PUSH = 6  # asynchronous: a gradient, to be applied at once; answered with weights
-    CONTRIBUTE = 7  # synchronous: a gradient, to be added to those of the other workers; answered before it and behind
-    APPLY = 8  # synchronous: let the sum be applied; answered with weights
+    PUSH = 6  # asynchronous: a gradient to apply at once; the reply has weights
+    CONTRIBUTE = 7  # synchronous: a gradient to add to those of the other workers; replies come before and after it
+    APPLY = 8  # synchronous: apply the sum; the reply has weights
     FREEZE = 9  # keep a copy of the state, which FETCH and PULL then read
     THAW = 10
-    DONE = 11  # the worker takes no more steps; answered once no worker does
+    DONE = 11  # the worker takes no more steps; the reply comes once no worker does
     LEAVE = 12  # whether the job is complete: its final state is written
     ERROR = 13  # text: what is wrong
-    WAIT = 14  # from the server: the answer will come, others are waited for
-    BEAT = 15  # from the client: it is at work
-    FIRST = 16  # answered once no worker before this one is left, with whether the job is complete
+    WAIT = 14  # from the server: the reply will come, it waits for others
+    HEARTBEAT = 15  # from the client
+    FIRST = 16  # the reply comes once no worker before this one is left: whether the job is complete
 
 
 class Message(NamedTuple):
-    """``numbers``: NUMBERS of them, 0 where there is nothing to say."""
+    """A message. numbers: NUMBERS of them, 0 if unused."""
 
     kind: Kind
     numbers: tuple[float, ...] = ()
@@ -52,7 +55,7 @@ class Message(NamedTuple):
 
 
 class ConnectionLost(Exception):
-    """The other side is not there any more, or never came."""
+    """The other side has gone, or never came."""
 
 
 def comes(store: dist.Store, name: str, side: int, unless: str, timeout: timedelta) -> bool:
@@ -70,8 +73,13 @@ def _coming(name: str, side: int) -> str:
 
 
 class Connection:
-    """One end. ``store``: of the job. ``name``: the same on both ends, and never used before. ``side``: CLIENT or
-    SERVER. ``timeout``: how long the other side may take to come, and to answer."""
+    """One end of a connection.
+
+    store:   of the job.
+    name:    the same at both ends, and never used before.
+    side:    CLIENT or SERVER.
+    timeout: how long the other side may take to connect, and to reply.
+    """
 
     def __init__(self, store: dist.Store, name: str, side: int, timeout: timedelta):
         self.other = 1 - side
@@ -102,7 +110,7 @@ class Connection:
         return Message(Kind(int(kind)), tuple(numbers), data.numpy().tobytes().decode())
 
     def send_tensor(self, flat: Tensor) -> None:
-        """``flat``: contiguous, of one dimension, on the CPU."""
+        """Send ``flat``: contiguous, one dimension, on the CPU."""
         for part in flat.split(_CHUNK):
             self._send(part)
 
@@ -126,6 +134,6 @@ class Connection:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Of what gloo says, without the place in its sources."""
+    """Return the first sentence of an error of gloo, without the place in its sources."""
     text = str(error).partition("\n")[0]
     return (text.partition("] ")[2] or text).partition(". ")[0]

@@ -70,7 +70,7 @@ def serve(config: RunConfig, world: World) -> None:
         while not server.wait(_LOOK):
             if interruption.received:
                 stop.make(interruption.received)
-        print(server.told(), flush=True)
+        print(server.summary(), flush=True)
         interruption.agreed = interruption.received
     if interruption.agreed:
         raise Interrupted(interruption.agreed)

@@ -1,4 +1,4 @@
-"""What TRL's trainers ask of accelerate, answered by this library's ranks: a process is a replica of the model."""
+"""What TRL's trainers ask of accelerate: each replica of the model counts as one process."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from ..parallel.mesh import Mesh
 class Accelerator:
     """``trainer.accelerator`` of a parallelized trainer.
 
-    gather: what becomes of the tensors that metrics are made of; whoever computes them sets it.
+    gather: applied to the tensors that metrics are computed from; set by whoever computes them.
     """
 
     parallelism_config = None  # degrees are MerakArguments'
@@ -32,7 +32,7 @@ class Accelerator:
         return model
 
     def prepare_model(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
-        """A reference model, as it is: it is captured with the model that is trained."""
+        """Return a reference model unchanged: it is captured together with the trained model."""
         return model.eval() if evaluation_mode else model
 
     def autocast(self) -> AbstractContextManager:
@@ -43,15 +43,15 @@ class Accelerator:
 
 
 def over_replicas(mesh: Mesh) -> Callable[[Tensor], Tensor]:
-    """As accelerate gathers: the tensors of all replicas one after the other, of numbers a vector."""
+    """Concatenate the tensors of all replicas, as accelerate's ``gather`` does; numbers become a vector."""
 
     def gather(value: Tensor) -> Tensor:
         if mesh.dp is None:
             return value
-        mine = value.detach().reshape(value.shape or (1,)).contiguous()
-        sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
-        found = [torch.empty_like(sent) for _ in range(mesh.grid.dp)]
-        dist.all_gather(found, sent, group=mesh.dp)
-        return torch.cat(found).to(mine.dtype)
+        local = value.detach().reshape(value.shape or (1,)).contiguous()
+        sent = local.to(torch.uint8) if local.dtype == torch.bool else local
+        gathered = [torch.empty_like(sent) for _ in range(mesh.grid.dp)]
+        dist.all_gather(gathered, sent, group=mesh.dp)
+        return torch.cat(gathered).to(local.dtype)
 
     return gather

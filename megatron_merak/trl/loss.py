@@ -1,7 +1,7 @@
-"""The ``compute_loss`` of a TRL trainer: captured for its gradient, and run again on what that handed out, for metrics.
+"""The ``compute_loss`` of a TRL trainer: captured for the gradient, and run again on the captured outputs for metrics.
 
-capture    compute_loss(model)            -> loss; per forward log_probs, entropy, ... leave the graph beside it
-a step     compute_loss(what they were)   -> trainer._metrics, by TRL's own code, on real numbers
+capture    compute_loss(model)       -> loss; log_probs, entropy, ... of each forward become outputs of the graph
+a step     compute_loss(their values) -> trainer._metrics, by TRL's own code, on real numbers
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ _ASIDE = frozenset(f"trainer.{name}" for name in (*METRICS, "ref_model", "accele
 
 
 class LossOfTrl(LossOfTrainer):
-    """As of ``LossOfTrainer``, for a trainer of TRL.
+    """The loss of a TRL trainer; see ``LossOfTrainer``.
 
-    fields: what its fused LM head tells, or ("logits",) where it has none. reference: the name of the submodule that is
-    its reference model, "" without one.
+    fields:    what its fused LM head computes; ("logits",) if it has none.
+    reference: name of the submodule that is its reference model; "" without one.
     """
 
     def __init__(self, trainer: Any, fields: Sequence[str], reference: str = ""):
@@ -46,7 +46,7 @@ class LossOfTrl(LossOfTrainer):
         return not model.training and self.trainer.predicts
 
     def compute(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
-        trainer, told, batch = self.trainer, [], dict(batch)
+        trainer, computed, batch = self.trainer, [], dict(batch)
         if "attention_mask" not in batch and trainer.facts.main_input in batch:
             batch["attention_mask"] = Unread()  # of padding that the graph does without
         if not model.training and _evaluates_alone(trainer):
@@ -56,14 +56,14 @@ class LossOfTrl(LossOfTrainer):
         setattr(trainer, _STEPS, batch.pop(MICRO_BATCHES, before[_STEPS]))
         try:
             with ExitStack() as heads, self._referring(model), self._capturing(model.training):
-                heads.enter_context(head(base_model(model), self.fields, told))
+                heads.enter_context(head(base_model(model), self.fields, computed))
                 if self.reference:
-                    heads.enter_context(head(model.get_submodule(self.reference), self.fields, told))
+                    heads.enter_context(head(model.get_submodule(self.reference), self.fields, computed))
                 loss, outputs = super().compute(model, batch)
         finally:
             vars(trainer).update(before)
-        found = dict(outputs) if isinstance(outputs, Mapping) else {}
-        return loss, found | {REPORTS: {str(place): each for place, each in enumerate(told)}}
+        others = dict(outputs) if isinstance(outputs, Mapping) else {}
+        return loss, others | {REPORTS: {str(place): each for place, each in enumerate(computed)}}
 
     @contextmanager
     def _capturing(self, training: bool) -> Iterator[None]:
@@ -108,13 +108,13 @@ class LossOfTrl(LossOfTrainer):
 
     @torch.no_grad()
     def count(self, batch: Batch, reported: Mapping[str, Tensor], gather: Any) -> None:
-        """Let the trainer count its metrics of a micro-batch as it was loaded, from what its graph handed out.
+        """Let the trainer count its metrics of a micro-batch as it was loaded, from the outputs of its graph.
 
-        gather: over the replicas that compute micro-batches together; collective as that is.
+        gather: gathers over the replicas that compute micro-batches together; collective over them.
         """
-        trainer, told = self.trainer, _by_forward(reported)
+        trainer, computed = self.trainer, _by_forward(reported)
         inputs = {k: v for k, v in batch.items() if k not in ("num_items_in_batch", MICRO_BATCHES)}
-        answers = _Answers(trainer.model, told)
+        answers = _Answers(trainer.model, computed)
         before = {name: getattr(trainer, name) for name in ("model", "ref_model", *_LOSSES)}
         vars(trainer).update({"model": answers, "ref_model": answers})
         vars(trainer).update({name: _no_loss for name in _LOSSES if before[name] is not None})
@@ -130,24 +130,24 @@ def _no_loss(*args: Any, **kwargs: Any) -> Missing:
 
 
 class _Sink(dict):
-    """Metrics of a capture, which are none."""
+    """Metrics during a capture: everything is discarded."""
 
     def __missing__(self, name: str) -> list:
         return []
 
 
 class _Answers:
-    """In place of a model, what its captured forwards told, in their order."""
+    """Stands for a model: returns the outputs of its captured forwards, in order."""
 
-    def __init__(self, model: nn.Module, told: Sequence[Told]):
-        self._model, self._told = model, iter(told)
-        self._logits = any("logits" in each for each in told)
+    def __init__(self, model: nn.Module, computed: Sequence[Told]):
+        self._model, self._computed = model, iter(computed)
+        self._logits = any("logits" in each for each in computed)
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head:
-            return FusedCausalLMOutput(**of_tokens(next(self._told)))
+            return FusedCausalLMOutput(**of_tokens(next(self._computed)))
         outputs = Missing()  # of a forward without a fused head only logits can have been told
-        outputs.logits = next(self._told)["logits"] if self._logits else Missing()
+        outputs.logits = next(self._computed)["logits"] if self._logits else Missing()
         return outputs
 
     def __getattr__(self, name: str) -> Any:
@@ -155,21 +155,21 @@ class _Answers:
 
 
 def _evaluates_alone(trainer: Any) -> bool:
-    """Whether TRL evaluates with a ``prediction_step`` of its own, which counts no targets of a step."""
+    """Whether TRL evaluates with its own ``prediction_step``, which does not count the targets of a step."""
     return any("prediction_step" in vars(each) for each in trainer.adapted if each.__module__.startswith("trl."))
 
 
 def _by_forward(reported: Mapping[str, Tensor]) -> list[Told]:
     """reports.0.log_probs, ... -> [{log_probs: ...}, ...]"""
-    found: dict[int, Told] = {}
+    by_forward: dict[int, Told] = {}
     for name, value in reported.items():
         kind, _, rest = name.partition(".")
         if kind == REPORTS:
             place, field = rest.split(".")
-            found.setdefault(int(place), {})[field] = value
-    return [found[place] for place in sorted(found)]
+            by_forward.setdefault(int(place), {})[field] = value
+    return [by_forward[place] for place in sorted(by_forward)]
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """What of a model of peft has the LM head, or the model itself."""
+    """Return the part of a peft model that has the LM head, or the model itself."""
     return model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""A trainer of TRL whose model trains under a plan: data preparation, collators, losses and metrics are TRL's.
+"""A TRL trainer whose model trains under a plan: data preparation, collators, losses and metrics are TRL's.
 
 class Parallel(trl.SFTTrainer, _Adapter)      SFTTrainer.__init__ and log, its compute_loss, ...
-      _Adapter(MerakTrainer, Trainer)         what SFTTrainer calls by super() comes here, nothing reaches Trainer
+      _Adapter(MerakTrainer, Trainer)         SFTTrainer's super() calls end here; none reaches Trainer
 """
 
 from collections import defaultdict
@@ -45,8 +45,9 @@ SERIES = "1.16."  # of TRL: its heads, losses and overrides are known
 
 
 def parallelize(kind: type) -> type:
-    """``kind`` under a plan: one of TRL's trainers or a class derived from one, or its config, which gets the fields of
-    ``MerakArguments`` beside its own.
+    """Return ``kind`` under a plan.
+
+    kind: a TRL trainer or its config, or a class derived from one. A config gets the fields of ``MerakArguments`` too.
 
         Trainer, Config = parallelize(trl.SFTTrainer), parallelize(trl.SFTConfig)
         Trainer(model, Config("out", tensor_model_parallel_size=2), train_dataset=...).train()
@@ -69,9 +70,9 @@ def parallelize(kind: type) -> type:
         __doc__ = kind.__doc__
 
         def __init__(self, *args: Any, **kwargs: Any):
-            for given in (*args, *kwargs.values()):
-                if isinstance(given, TrainingArguments):
-                    _refuse(given)  # before TRL makes a config of its own of another one
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, TrainingArguments):
+                    _refuse(argument)  # before TRL makes a config of its own of another one
             super().__init__(*args, **kwargs)
             self._adopt()
 
@@ -106,25 +107,25 @@ def _config(kind: type) -> type:
 
         def __reduce__(self) -> tuple:
             values = {each.name: getattr(self, each.name) for each in fields(self)}
-            return _remade, (kind, values | {"_settled": self._settled})
+            return _unpickled, (kind, values | {"_settled": self._settled})
 
     return _named(dataclass(Parallel), kind)
 
 
-def _remade(kind: type, values: dict[str, Any]) -> TrainingArguments:
+def _unpickled(kind: type, values: dict[str, Any]) -> TrainingArguments:
     """A pickled config."""
-    made = object.__new__(_config(kind))
-    vars(made).update(values)
-    return made
+    config = object.__new__(_config(kind))
+    vars(config).update(values)
+    return config
 
 
-def _named(made: type, kind: type) -> type:
-    made.__name__ = made.__qualname__ = kind.__name__
-    return made
+def _named(derived: type, kind: type) -> type:
+    derived.__name__ = derived.__qualname__ = kind.__name__
+    return derived
 
 
 class _Adapter(MerakTrainer, Trainer):
-    """What stands behind a trainer of TRL in place of ``transformers.Trainer``."""
+    """The base class of a TRL trainer in place of ``transformers.Trainer``."""
 
     is_fsdp_enabled = is_deepspeed_enabled = can_return_loss = False
     accelerator: Any = None
@@ -149,7 +150,9 @@ class _Adapter(MerakTrainer, Trainer):
         self.current_gradient_accumulation_steps: int | Tensor = self.args.gradient_accumulation_steps
 
     def _adopt(self) -> None:
-        """After TRL has made all that it needs: models without its fused head, the reference a part of the other."""
+        """Take over what TRL created: models without its fused head, the reference model as a submodule of the trained
+        one.
+        """
         self._fields = take_head(base_model(self.model)) or ("logits",)
         if self.ref_model is not None:
             take_head(base_model(self.ref_model))
@@ -159,10 +162,10 @@ class _Adapter(MerakTrainer, Trainer):
             self.model.disable_input_require_grads()  # TRL's hook for torch.utils.checkpoint
 
     def _send_telemetry(self) -> None:
-        """TRL's count of its users is not taken part in."""
+        """Do nothing: no usage data is sent to TRL."""
 
     def get_tp_size(self) -> int:
-        """Ranks of accelerate that share a batch: its processes are replicas."""
+        """Processes of accelerate that share a batch: 1, since its processes are replicas."""
         return 1
 
     @property
@@ -188,7 +191,7 @@ class _Adapter(MerakTrainer, Trainer):
         return replace(facts, columns=columns, predictions=("logits",), label_names=labels, return_loss=True)
 
     def _sees_padding(self) -> bool:
-        """TRL masks what stands at padding."""
+        """Whether the loss reads padding: no, TRL masks it."""
         return False
 
     def _loss_of_script(self) -> LossOfTrainer:
@@ -205,11 +208,11 @@ class _Adapter(MerakTrainer, Trainer):
         for batch, ran, reported in zip(batches, prepared, self.engine.reported(prepared) or (), strict=False):
             self._count(batch, ran, reported, over_replicas(self.mesh))
 
-    def _evaluation(self, *given: Any) -> Evaluation:
+    def _evaluation(self, *arguments: Any) -> Evaluation:
         def take(batch: Batch, ran: Batch, reported: Mapping[str, Tensor]) -> None:
             self._count(batch, ran, reported, lambda value: value)
 
-        return replace(super()._evaluation(*given), report=Report(REPORTS, take))
+        return replace(super()._evaluation(*arguments), report=Report(REPORTS, take))
 
     def _count(self, batch: Batch, ran: Batch, reported: Mapping[str, Tensor], gather: Any) -> None:
         if "position_ids" in ran and "position_ids" not in batch:  # its rows were made one
@@ -219,18 +222,20 @@ class _Adapter(MerakTrainer, Trainer):
         self.own_loss.count({**ran, **counted}, reported, gather)
 
     def _share_metrics(self) -> None:
-        """Let every rank have the metrics that ranks of the last stage counted: in training replicas have gathered
-        them, in an evaluation each has those of its batches. Collective, but in
-        training with one stage."""
+        """Give every rank the metrics that ranks of the last stage counted.
+
+        In training, replicas have gathered them; in an evaluation, each has those of its batches. Collective, except in
+        training with one stage.
+        """
         mode = "train" if self.model.training else "eval"
         if self._engine is None or self.mesh.control is None or (mode == "train" and self.mesh.pp is None):
             return
         attend("log", self.mesh.control)
         replicas = range(1 if mode == "train" else self.mesh.grid.dp)
-        told = gather_json([dict(self._metrics[mode]), self._total_train_tokens], self.mesh.control, "cpu")
+        reports = gather_json([dict(self._metrics[mode]), self._total_train_tokens], self.mesh.control, "cpu")
         merged: dict[str, list] = defaultdict(list)
         for replica in replicas:
-            found, self._total_train_tokens = told[self.engine.output_rank(replica)]
-            for name, values in found.items():
+            metrics, self._total_train_tokens = reports[self.engine.output_rank(replica)]
+            for name, values in metrics.items():
                 merged[name] += values
         self._metrics[mode] = merged

@@ -1,7 +1,7 @@
-"""What TRL's fused LM head tells of each token, computed from the logits of the model's own forward.
+"""What TRL's fused LM head returns for each token, computed from the logits of the model's own forward.
 
-TRL multiplies hidden states by the head's weight itself, tile by tile, in an autograd function. A captured graph shards
-the head, and fuses what follows it, where it sees the operations.
+TRL multiplies hidden states by the head's weight itself, tile by tile, in an autograd function. A captured graph can
+shard the head, and fuse the operations after it, only if it sees them.
 """
 
 import functools
@@ -25,41 +25,43 @@ Told = dict[str, Tensor]  # field -> values of a forward
 
 
 def scores(logits: Tensor, labels: Tensor, fields: Sequence[str]) -> Told:
-    """Per token [b, s - 1], zero where the next one is no target: its log-probability and what else is asked for.
+    """Return per token, [b, s - 1], its log-probability and the other requested fields; 0 where the next token is no
+    target.
 
-    logits: [b, s, v]. labels: [b, s] int64. fields: as of ``FusedCausalLMOutput``. Entropy, mean_logits,
-    log_sum_sq_probs and is_top1 have no gradient.
+    logits: [b, s, v].
+    labels: [b, s] int64.
+    fields: names of ``FusedCausalLMOutput``. entropy, mean_logits, log_sum_sq_probs and is_top1 have no gradient.
     """
     logits, labels = logits[:, :-1].float(), labels[:, 1:]
     mask = labels != IGNORED
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
-    found = {"log_probs": -losses.view_as(labels), "label_mask": mask}
+    computed = {"log_probs": -losses.view_as(labels), "label_mask": mask}
     logits = logits.detach()
     if "entropy" in fields or "log_sum_sq_probs" in fields:
         logs = F.log_softmax(logits, dim=-1)
         if "entropy" in fields:
-            found["entropy"] = -(logs.exp() * logs).sum(-1)
+            computed["entropy"] = -(logs.exp() * logs).sum(-1)
         if "log_sum_sq_probs" in fields:
-            found["log_sum_sq_probs"] = torch.logsumexp(2 * logs, dim=-1)
+            computed["log_sum_sq_probs"] = torch.logsumexp(2 * logs, dim=-1)
     if "mean_logits" in fields:
-        found["mean_logits"] = logits.mean(-1)
+        computed["mean_logits"] = logits.mean(-1)
     if "is_top1" in fields:
-        found["is_top1"] = logits.argmax(-1) == labels
-    return {name: value if name == "log_probs" else value.masked_fill(~mask, 0) for name, value in found.items()}
+        computed["is_top1"] = logits.argmax(-1) == labels
+    return {name: value if name == "log_probs" else value.masked_fill(~mask, 0) for name, value in computed.items()}
 
 
-def at_tokens(found: Told) -> Told:
-    """Scores [b, s - 1] at the tokens that they are of, [b, s]: there an output can be padded with its batch."""
-    return {name: torch.cat((x.new_zeros(len(x), 1), x), 1) if x.dim() == 2 else x for name, x in found.items()}
+def at_tokens(computed: Told) -> Told:
+    """Return scores [b, s - 1] at the tokens that they are of, [b, s], so that they can be padded like their batch."""
+    return {name: torch.cat((x.new_zeros(len(x), 1), x), 1) if x.dim() == 2 else x for name, x in computed.items()}
 
 
-def of_tokens(told: Told) -> Told:
-    """What ``at_tokens`` was given."""
-    return {name: x[:, 1:] if x.dim() == 2 else x for name, x in told.items()}
+def of_tokens(computed: Told) -> Told:
+    """Undo ``at_tokens``."""
+    return {name: x[:, 1:] if x.dim() == 2 else x for name, x in computed.items()}
 
 
 def take_head(model: nn.Module) -> tuple[str, ...]:
-    """Give ``model`` back the forward it had before TRL's ``add_fused_lm_head``; returns which fields that computed."""
+    """Restore the forward that ``model`` had before TRL's ``add_fused_lm_head``; return the fields TRL computed."""
     forward = getattr(model.forward, "__func__", model.forward)
     if "fused_lm_head" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
         return ()
@@ -76,12 +78,13 @@ def take_head(model: nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def head(model: nn.Module, fields: Sequence[str], told: list[Told]) -> Iterator[None]:
-    """Let ``model`` answer ``fused_lm_head=True`` while its loss is captured.
+def head(model: nn.Module, fields: Sequence[str], computed: list[Told]) -> Iterator[None]:
+    """Let ``model`` accept ``fused_lm_head=True`` while its loss is captured.
 
-    The logits of one input are computed once, where TRL runs another forward for them. fields: what it tells; only
-    ("logits",): outputs as they are, without a fused head. told: takes what each forward tells, in order. What only
-    metrics read is ``Unread`` in the answer.
+    fields:   what to compute; ("logits",) alone: the model's outputs, without a fused head.
+    computed: takes what each forward computes, in order.
+
+    Where TRL runs two forwards of one input, logits are computed once. Outputs that only metrics read are ``Unread``.
     """
     own = vars(model).get("forward")
     forward = _once(model, model.forward)
@@ -92,15 +95,15 @@ def head(model: nn.Module, fields: Sequence[str], told: list[Told]) -> Iterator[
         if not fused_lm_head:
             outputs = forward(*args, **kwargs) if labels is None else forward(*args, labels=labels, **kwargs)
             if fields == ("logits",):
-                told.append({"logits": outputs.logits.detach()})
+                computed.append({"logits": outputs.logits.detach()})
             return outputs
         outputs = forward(*args, **kwargs)
-        found = scores(outputs.logits, labels, fields)
+        fused = scores(outputs.logits, labels, fields)
         if getattr(outputs, "aux_loss", None) is not None and kwargs.get("output_router_logits"):
-            found["aux_loss"] = outputs.aux_loss
-        told.append({name: value.detach() for name, value in at_tokens(found).items()})
-        seen = {name: Unread() for name in found if name not in TRAINED}
-        return FusedCausalLMOutput(**{name: found[name] for name in found if name in TRAINED}, **seen)
+            fused["aux_loss"] = outputs.aux_loss
+        computed.append({name: value.detach() for name, value in at_tokens(fused).items()})
+        seen = {name: Unread() for name in fused if name not in TRAINED}
+        return FusedCausalLMOutput(**{name: fused[name] for name in fused if name in TRAINED}, **seen)
 
     model.forward = answer  # type: ignore[method-assign]
     try:
@@ -113,18 +116,20 @@ def head(model: nn.Module, fields: Sequence[str], told: list[Told]) -> Iterator[
 
 
 def _once(model: nn.Module, forward: Callable) -> Callable:
-    """``forward``, which is not run again for the same tensors and arguments by the same weights: what a run without
-    gradients gave serves runs without gradients only."""
+    """Return ``forward`` with its results cached for equal tensors, arguments and weights.
+
+    A result without gradients is reused only where gradients are off.
+    """
     known: list[tuple[list[Any], bool, Any]] = []
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *(part for pair in sorted(kwargs.items()) for part in pair), _adapters(model)]
+        arguments = [*args, *(part for pair in sorted(kwargs.items()) for part in pair), _adapters(model)]
         for others, differentiable, outputs in known:
-            if (differentiable or not torch.is_grad_enabled()) and len(given) == len(others):
-                if all(map(_same, given, others)):
+            if (differentiable or not torch.is_grad_enabled()) and len(arguments) == len(others):
+                if all(map(_same, arguments, others)):
                     return outputs
-        known.append((given, torch.is_grad_enabled(), forward(*args, **kwargs)))
+        known.append((arguments, torch.is_grad_enabled(), forward(*args, **kwargs)))
         return known[-1][2]
 
     return run
@@ -136,6 +141,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _adapters(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Of each layer with adapters of peft, whether they are off and which are active."""
+    """Return, for each layer with peft adapters, whether they are disabled and which are active."""
     layers = [each for each in model.modules() if hasattr(each, "_disable_adapters")]
     return [(each._disable_adapters, getattr(each, "_active_adapter", None)) for each in layers]

@@ -1,4 +1,4 @@
-"""What stands for values that TRL computes for its metrics alone while a loss is captured."""
+"""Placeholders for values that TRL computes for its metrics alone, while a loss is captured."""
 
 import sys
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from ..errors import ConfigError, TraceError
 
 
 class Unread:
-    """Whatever is computed from one is another one; as a condition of TRL's it is true.
+    """A value whose every operation returns another one; as a condition of TRL's it is true.
 
-    A captured graph has no use for metrics, which TRL brings to the host at every step: they are computed afterwards,
-    from what the graph hands out. Code of a script that decides by one, or makes a number of it, raises TraceError.
+    A captured graph has no use for metrics, which TRL copies to the host at every step: they are computed later, from
+    the graph's outputs. A script that branches on one, or converts it to a number, gets a TraceError.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
@@ -59,8 +59,7 @@ def _number() -> Any:
 
 
 class Missing(Unread):
-    """Stands for outputs that a captured graph did not hand out, when metrics are computed: as a number it raises
-    ConfigError."""
+    """An output that a captured graph does not have, when metrics are computed: as a number it raises ConfigError."""
 
     def item(self) -> Any:
         remedy = "Let compute_loss make metrics of what TRL's own makes them of, or use compute_metrics"
