@@ -67,8 +67,8 @@ def field_texts(cls: type) -> dict[str, str]:
         (definition,) = ast.parse(inspect.getsource(base)).body
         assert isinstance(definition, ast.ClassDef)
         for field, below in zip(definition.body, definition.body[1:], strict=False):
-            told = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and told:
+            documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and documented:
                 texts[field.target.id] = " ".join(below.value.value.split())
     return texts
 
@@ -82,13 +82,13 @@ def sections(config: type[RunConfig] = Config) -> Iterator[tuple[str, type]]:
 @functools.cache
 def flags(config: type[RunConfig] = Config) -> tuple[Flag, ...]:
     """Every flag, section by section."""
-    found = []
+    declared = []
     for section, cls in sections(config):
         texts = field_texts(cls)
         for field in dataclasses.fields(cls):
             kind = value_type(cls, field.name)
-            found.append(Flag(section, field.name, kind, field.default, field.metadata, texts[field.name]))
-    return tuple(found)
+            declared.append(Flag(section, field.name, kind, field.default, field.metadata, texts[field.name]))
+    return tuple(declared)
 
 
 def deviations(config: type[RunConfig] = Config) -> list[tuple[str, Any, Any]]:
@@ -108,12 +108,12 @@ def deviation_report(config: RunConfig) -> str:
 
 def changed(config: RunConfig) -> dict[str, tuple[str, str]]:
     """The settings in ``config`` that are not the defaults, and the defaults, by flag."""
-    found = {}
+    settings = {}
     for flag in flags(type(config)):
         value = getattr(getattr(config, flag.section), flag.field)
         if flag.required or value != flag.default:
-            found[flag.name] = (shown(value), "required" if flag.required else shown(flag.default))
-    return found
+            settings[flag.name] = (shown(value), "required" if flag.required else shown(flag.default))
+    return settings
 
 
 def help_text(flag: Flag) -> str:
@@ -226,42 +226,46 @@ def expanded(argv: Sequence[str], config: type[RunConfig] | None = None) -> list
             close = nearest(section, names)
             hint = f"The nearest is {close}" if close else f"Use {', '.join(names)}, or no sections"
             raise Given(section, "", None, False, where).error("is not the name of a section", hint)
-    tokens = [token for given in contents.settings for token in _typed(given, config)]
+    tokens = [token for setting in contents.settings for token in _typed(setting, config)]
     at = next((place for place, token in enumerate(rest) if token.startswith("-")), len(rest))
     return [*rest[:at], *tokens, *rest[at:]]
 
 
-def _typed(given: Given, config: type[RunConfig]) -> list[str]:
+def _typed(setting: Given, config: type[RunConfig]) -> list[str]:
     """A setting of a file as it would be typed. Raises ConfigError."""
-    flag = next((flag for flag in flags(config) if flag.field == given.field), None)
-    if flag is None and given.value is None and not given.section and given.field in dict(sections(config)):
+    flag = next((flag for flag in flags(config) if flag.field == setting.field), None)
+    if flag is None and setting.value is None and not setting.section and setting.field in dict(sections(config)):
         return []  # a section without settings
     if flag is None:
-        name = flag_name(given.field)
-        if name in TAKEN and (not TAKEN[name].values or given.value in TAKEN[name].values):
-            raise given.error(f"changes nothing: {TAKEN[name].why}", "Leave it out")
+        name = flag_name(setting.field)
+        if name in TAKEN and (not TAKEN[name].values or setting.value in TAKEN[name].values):
+            raise setting.error(f"changes nothing: {TAKEN[name].why}", "Leave it out")
         (error,) = unknown_flags([name], [flag.name for flag in flags(config)], config)
-        raise given.error(error.reason, error.remedy)
-    if given.section not in ("", flag.section):
-        raise given.error(f"is in the section {given.section}", f"Put it into {flag.section}, or outside of sections")
-    value = given.value
+        raise setting.error(error.reason, error.remedy)
+    if setting.section not in ("", flag.section):
+        raise setting.error(
+            f"is in the section {setting.section}", f"Put it into {flag.section}, or outside of sections"
+        )
+    value = setting.value
     if value is None or value == ():
         if flag.default not in (None, ()):
-            raise given.error("has no value", "Give one, or leave it out")
+            raise setting.error("has no value", "Give one, or leave it out")
         return []
-    wanted = {bool: "true or false", tuple: "a list", str: "text", int: "a whole number", float: "a number"}[flag.kind]
+    expected = {bool: "true or false", tuple: "a list", str: "text", int: "a whole number", float: "a number"}[
+        flag.kind
+    ]
     if isinstance(value, bool) != (flag.kind is bool) or isinstance(value, tuple) != (flag.kind is tuple):
-        hint = {str: "Put it in quotes", tuple: "Write it like [a, b]"}.get(flag.kind, f"Give {wanted}")
-        raise given.error(f"is not {wanted}", hint, _shown(value))
-    if flag.kind in (int, float) and (given.quoted or re.match(r"[+-]?0[0-9]", value)):
-        raise given.error(f"is not {wanted}", f"Give {wanted}, without quotes and leading zeros", value)
+        hint = {str: "Put it in quotes", tuple: "Write it like [a, b]"}.get(flag.kind, f"Give {expected}")
+        raise setting.error(f"is not {expected}", hint, _shown(value))
+    if flag.kind in (int, float) and (setting.quoted or re.match(r"[+-]?0[0-9]", value)):
+        raise setting.error(f"is not {expected}", f"Give {expected}, without quotes and leading zeros", value)
     if isinstance(value, tuple) and (dashed := next((item for item in value if re.match(r"-[^0-9.]", item)), None)):
-        raise given.error("looks like a flag", "Use a value that does not begin with a dash", dashed)
+        raise setting.error("looks like a flag", "Use a value that does not begin with a dash", dashed)
     try:
         cls = dict(sections(config))[flag.section]
         checked(cls, cls.__dataclass_fields__[flag.field], convert(flag, value))
     except ConfigError as error:
-        raise given.error(error.reason, error.remedy, error.value) from None
+        raise setting.error(error.reason, error.remedy, error.value) from None
     if flag.kind is bool:
         return [flag.name] if value else []
     return [flag.name, *value] if isinstance(value, tuple) else [f"{flag.name}={value}"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_merak.cli.commands import COMMANDS
 from megatron_merak.cli.launcher import FLAG, without_flag
 from megatron_merak.cli.pretrain import check_command
-from megatron_merak.cli.words import told
+from megatron_merak.cli.words import error_text
 from megatron_merak.errors import MerakError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,7 +85,7 @@ def answer(command: str) -> str:
         try:
             check_command(TRAINING[program], without_flag(given), ranks)
         except MerakError as error:
-            return f"{told(error)}\n"
+            return f"{error_text(error)}\n"
         return ""
     module, _, function = COMMANDS[program.removeprefix("merak-")].target.partition(":")
     main = getattr(__import__(module, fromlist=[function]), function)

@@ -56,18 +56,18 @@ def listing() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Run the command named by the first argument with the other arguments; return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("--help", "-h", "help"):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("--help", "-h", "help"):
         print(listing())
         return 0
-    if given[0] == "--version":
+    if words[0] == "--version":
         print(__version__)
         return 0
-    if given[0] not in COMMANDS:
-        close = nearest(given[0], COMMANDS)
+    if words[0] not in COMMANDS:
+        close = nearest(words[0], COMMANDS)
         remedy = f"The nearest is {close}" if close else f"{MODULE} lists them"
-        sys.stderr.write(f"{ConfigError('command', given[0], 'is not known', remedy)}\n")
+        sys.stderr.write(f"{ConfigError('command', words[0], 'is not known', remedy)}\n")
         return 2
-    module, _, function = COMMANDS[given[0]].target.partition(":")
-    sys.argv = [f"{MODULE} {given[0]}", *given[1:]]
-    return getattr(import_module(module), function)(given[1:])
+    module, _, function = COMMANDS[words[0]].target.partition(":")
+    sys.argv = [f"{MODULE} {words[0]}", *words[1:]]
+    return getattr(import_module(module), function)(words[1:])

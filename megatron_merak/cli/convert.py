@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError, MerakError
-from .words import described, told
+from .words import described, error_text
 
 # Keys of a config.json without influence on what a model computes in training without dropout.
 _FREE = frozenset(
@@ -53,19 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="the checkpoint to convert [the newest]")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="save this tokenizer beside the weights [none]")
     parser.add_argument("--max-shard-size", default=_SHARDS, metavar="SIZE", help=f"largest weight file [{_SHARDS}]")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        if not _SIZE.fullmatch(given.max_shard_size):
+        if not _SIZE.fullmatch(options.max_shard_size):
             raise ConfigError(
-                "--max-shard-size", given.max_shard_size, "is not a size", "Give one such as 5GB or 500MB"
+                "--max-shard-size", options.max_shard_size, "is not a size", "Give one such as 5GB or 500MB"
             )
-        _check_target(given.source, given.target)
-        if (given.source / "config.json").is_file():
-            _to_checkpoint(given)
+        _check_target(options.source, options.target)
+        if (options.source / "config.json").is_file():
+            _to_checkpoint(options)
         else:
-            _to_hf(given)
+            _to_hf(options)
     except MerakError as error:
-        sys.stderr.write(told(error) + "\n")
+        sys.stderr.write(error_text(error) + "\n")
         return 1
     return 0
 
@@ -80,21 +80,21 @@ def _check_target(source: Path, target: Path) -> None:
         raise ConfigError("TO", target, reason, "Name an empty directory")
 
 
-def _to_hf(given: argparse.Namespace) -> None:
+def _to_hf(options: argparse.Namespace) -> None:
     from ..checkpoint.convert import to_hf
     from ..checkpoint.hf_build import build_empty
     from ..checkpoint.stored import StoredSource, chosen
 
-    directory = chosen(given.source, given.ckpt_step)
+    directory = chosen(options.source, options.ckpt_step)
     config, renamed = _config_of(directory)
-    tokenizer = None if given.tokenizer is None else _tokenizer(given.tokenizer)
+    tokenizer = None if options.tokenizer is None else _tokenizer(options.tokenizer)
     source = StoredSource(directory, lambda name: _replace(name, renamed))
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "config.json").write_text(json.dumps(config | _special(tokenizer)))
-        kept = next(iter(source.dtypes()))
-        model = build_empty(Path(place), None, False, {"dtype": kept})
-    to_hf(source, model, given.target, tokenizer, given.max_shard_size)
-    print(f"{directory} -> {given.target}: {type(model).__name__}, {_count(source)} weights, {str(kept)[6:]}")
+        stored_dtype = next(iter(source.dtypes()))
+        model = build_empty(Path(place), None, False, {"dtype": stored_dtype})
+    to_hf(source, model, options.target, tokenizer, options.max_shard_size)
+    print(f"{directory} -> {options.target}: {type(model).__name__}, {_count(source)} weights, {str(stored_dtype)[6:]}")
 
 
 def _config_of(directory: Path) -> tuple[dict[str, Any], Sequence[tuple[str, str]]]:
@@ -147,12 +147,12 @@ def _tokenizer(directory: Path) -> Any:
         raise ConfigError("--tokenizer", directory, reason, "Give a directory with tokenizer files") from error
 
 
-def _to_checkpoint(given: argparse.Namespace) -> None:
+def _to_checkpoint(options: argparse.Namespace) -> None:
     beside = (("--ckpt-step", None), ("--tokenizer", None), ("--max-shard-size", _SHARDS))
     for flag, default in beside:
-        value = getattr(given, flag[2:].replace("-", "_"))
+        value = getattr(options, flag[2:].replace("-", "_"))
         if value != default:
-            raise ConfigError(flag, value, f"{given.source} is a HuggingFace directory", "Leave it out")
+            raise ConfigError(flag, value, f"{options.source} is a HuggingFace directory", "Leave it out")
     from transformers import AutoModelForCausalLM
 
     from ..checkpoint.convert import to_checkpoint
@@ -160,11 +160,11 @@ def _to_checkpoint(given: argparse.Namespace) -> None:
     from ..models.hf_config import RENAMED
     from ..models.names import tensor_table
 
-    model = from_pretrained(given.source, auto_class=AutoModelForCausalLM)
+    model = from_pretrained(options.source, auto_class=AutoModelForCausalLM)
     if model.merak_source is None:
         remedy = "Give a directory with model.safetensors; merak-pretrain draws weights without a checkpoint"
-        raise CheckpointError("model directory", given.source, "it has no weights", remedy)
-    native = _settings(model, given.source)
+        raise CheckpointError("model directory", options.source, "it has no weights", remedy)
+    native = _settings(model, options.source)
     renamed = [(theirs, ours) for ours, theirs in RENAMED.get(model.config.model_type, ())]
     ours = {tensor.name for tensor in tensor_table(native, 1)}
     names = {name: _replace(name, renamed) for name in model.merak_source.names()}
@@ -172,9 +172,9 @@ def _to_checkpoint(given: argparse.Namespace) -> None:
     assert set(names.values()) == ours, ours - set(names.values())
     sections = {"model": _plain(native), "train": {}, "optimizer": {}, "data": {}}
     meta = {"consumed_samples": 0, "optimizer_steps": 0, "config": sections, "data": None, "model": None}
-    path = to_checkpoint(model.merak_source, names, given.target, meta)
-    print(f"{given.source} -> {path}: {_count(model.merak_source, names)} weights")
-    print(f"merak-pretrain --load {given.target} --finetune {_flags(native)} ...")
+    path = to_checkpoint(model.merak_source, names, options.target, meta)
+    print(f"{options.source} -> {path}: {_count(model.merak_source, names)} weights")
+    print(f"merak-pretrain --load {options.target} --finetune {_flags(native)} ...")
 
 
 def _settings(model: Any, directory: Path) -> Any:

@@ -64,19 +64,19 @@ def converted(tokens: Sequence[str], ranks: int | None = None) -> Converted:
     ranks: number of ranks of the job; None if it is not known.
     """
     result, ours = Converted(), {flag.name: flag for flag in flags(Config)}
-    given = list(_given(tokens, ours))
-    for each in given:
+    script_flags = list(_script_flags(tokens, ours))
+    for each in script_flags:
         if not each.name:
             result.flags.append(each)
             result.notes.append((str(each), "it is not known here, and what it holds is not converted"))
         elif each.name in (LAYERS, STAGES):
-            _virtual_stages(each, given, result)
+            _virtual_stages(each, script_flags, result)
         elif each.name in ours:
             _keep(each, ours[each.name], result)
-        elif (why := _without_effect(each, given)) is not None:
+        elif (why := _without_effect(each, script_flags)) is not None:
             result.dropped.append((str(each), why))
         elif each.name in RENAMED:
-            _rename(each, given, ours, result)
+            _rename(each, script_flags, ours, result)
         else:
             (error,) = unknown_flags([each.name], [*ours], Config)
             result.refused.append((str(each), consequence(error)))
@@ -89,12 +89,12 @@ def consequence(error: ConfigError) -> str:
     """What follows for a command line without the flag of ``error``, and what could be used."""
     if error.reason == "is not known":
         return f"it is no flag of Megatron-LM or of merak-pretrain. {error.remedy}"
-    told = error.remedy.removeprefix("Leave it out: ")
-    told = "there is no such setting" if told == "Leave it out" else told
-    return re.sub(r"^Leave it out, or (\w)", lambda match: match.group(1).upper(), told)
+    remedy = error.remedy.removeprefix("Leave it out: ")
+    remedy = "there is no such setting" if remedy == "Leave it out" else remedy
+    return re.sub(r"^Leave it out, or (\w)", lambda match: match.group(1).upper(), remedy)
 
 
-def _given(tokens: Sequence[str], ours: Mapping[str, Flag]) -> Iterator[Given]:
+def _script_flags(tokens: Sequence[str], ours: Mapping[str, Flag]) -> Iterator[Given]:
     """Flags with their values; a variable behind a flag that has all its values stands alone."""
     name, values = "", []
     for token in tokens:
@@ -135,8 +135,8 @@ def _keep(each: Given, flag: Flag, result: Converted) -> None:
         return
     result.flags.append(each)
     result.kept += 1
-    told = _OTHERWISE.get(each.name) or _OTHERWISE.get(str(each))
-    result.notes += [(str(each), told)] if told else []
+    note = _OTHERWISE.get(each.name) or _OTHERWISE.get(str(each))
+    result.notes += [(str(each), note)] if note else []
 
 
 def check(flag: Flag, each: Given) -> None:
@@ -160,19 +160,19 @@ def _sections() -> Iterator[type]:
     return (entry.type for entry in Config.__dataclass_fields__.values())
 
 
-def _without_effect(each: Given, given: Sequence[Given]) -> str | None:
+def _without_effect(each: Given, script_flags: Sequence[Given]) -> str | None:
     """Why a flag changes nothing; None if it does, or is no such flag."""
     taken = TAKEN.get(each.name)
-    if taken is None or (taken.beside and all(other.name != taken.beside for other in given)):
+    if taken is None or (taken.beside and all(other.name != taken.beside for other in script_flags)):
         return None
     fits = each.values[:1] in [(value,) for value in taken.values] if taken.values else not each.values
     return taken.why if fits and len(each.values) <= 1 else None
 
 
-def _rename(each: Given, given: Sequence[Given], ours: Mapping[str, Flag], result: Converted) -> None:
+def _rename(each: Given, script_flags: Sequence[Given], ours: Mapping[str, Flag], result: Converted) -> None:
     name, *value = RENAMED[each.name].split()
     now = Given(name, tuple(value) or each.values)
-    other = next((other for other in given if other.name == name), None)
+    other = next((other for other in script_flags if other.name == name), None)
     if other == now:
         result.dropped.append((str(each), f"{now} says the same"))
     elif other is not None:
@@ -185,7 +185,7 @@ def _rename(each: Given, given: Sequence[Given], ours: Mapping[str, Flag], resul
             result.renamed.append((str(each), str(now)))
 
 
-def _virtual_stages(each: Given, given: Sequence[Given], result: Converted) -> None:
+def _virtual_stages(each: Given, script_flags: Sequence[Given], result: Converted) -> None:
     """Layers of a virtual stage become stages of a rank, and either asks for the interleaved schedule."""
     if each.name == STAGES:
         result.flags += [each, Given(INTERLEAVED[0], INTERLEAVED[1:])]
@@ -194,7 +194,7 @@ def _virtual_stages(each: Given, given: Sequence[Given], result: Converted) -> N
         return
     numbers = {"--pipeline-model-parallel-size": 1} | {
         RENAMED.get(other.name, other.name): int(other.values[0])
-        for other in given
+        for other in script_flags
         if len(other.values) == 1 and other.values[0].isdecimal()
     }
     names = ("--num-layers", "--pipeline-model-parallel-size", LAYERS)
@@ -232,8 +232,8 @@ def _understood(result: Converted, ours: Mapping[str, Flag], ranks: int | None) 
     try:
         config = read(build_parser(), words, Config)[0]
     except ConfigError as error:
-        told = (error.what, f"it {error.reason}. {error.remedy}")
-        (result.notes if loose else result.refused).append(told)
+        line = (error.what, f"it {error.reason}. {error.remedy}")
+        (result.notes if loose else result.refused).append(line)
         return
     if ranks is None or unknown:
         return

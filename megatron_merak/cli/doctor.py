@@ -43,7 +43,7 @@ def findings() -> dict[str, tuple[bool | None, str]]:
         warnings.simplefilter("ignore")  # the warning says what this table says
         from ..ops import PROBLEMS, adds_in_product
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    found: dict[str, tuple[bool | None, str]] = {
+    parts: dict[str, tuple[bool | None, str]] = {
         "python": (None, platform.python_version()),
         "torch": (None, f"{torch.__version__}, {torch.get_num_threads()} threads{_cuda_versions()}"),
         "cpu": (None, torch.backends.cpu.get_cpu_capability()),
@@ -54,15 +54,15 @@ def findings() -> dict[str, tuple[bool | None, str]]:
         ),
     }
     for name, problem in PROBLEMS.items():
-        found[name] = (not problem, problem or f"loaded from {_native.library(name) or name}")
+        parts[name] = (not problem, problem or f"loaded from {_native.library(name) or name}")
     device = torch.device("cuda" if gpus else "cpu")
     fused = adds_in_product(device)
-    found["products"] = (
+    parts["products"] = (
         None,
         f"of bf16 are added to fp32 sums {'by' if fused else 'after'} the product on {device.type}",
     )
-    found["attention"] = (None, f"causal, bf16, heads of 128 features on {device.type}: {attention_kernel(device)}")
-    return found
+    parts["attention"] = (None, f"causal, bf16, heads of 128 features on {device.type}: {attention_kernel(device)}")
+    return parts
 
 
 def _cuda_versions() -> str:
@@ -86,15 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object: part -> active, detail")
     options = parser.parse_args(arguments)
-    found = findings()
+    parts = findings()
     if options.json:
-        print(json.dumps({part: {"active": active, "detail": detail} for part, (active, detail) in found.items()}))
+        print(json.dumps({part: {"active": active, "detail": detail} for part, (active, detail) in parts.items()}))
     else:
-        for part, (active, detail) in found.items():
+        for part, (active, detail) in parts.items():
             mark = {None: "", True: "active", False: "off"}[active]
             print(f"{ROWS[part]:<18} {mark:<7} {detail}")
-    needed = [part for part in ("torch", "_C", "_ops_cpu") if part in found]
-    broken = [part for part in needed if found[part][0] is False and found[part][1] != "MERAK_EXT=0"]
+    needed = [part for part in ("torch", "_C", "_ops_cpu") if part in parts]
+    broken = [part for part in needed if parts[part][0] is False and parts[part][1] != "MERAK_EXT=0"]
     if broken and "torch" not in broken and not options.json:
         print(f"\nFor the parts that are off: {REMEDY}.")
     return int(bool(broken))

@@ -20,7 +20,7 @@ from ..errors import ConfigError, LaunchError, MerakError
 from .converted import Converted, converted
 from .launch_script import PROGRAM, Launch, find
 from .shell_words import LITERAL, SEPARATORS, references
-from .words import described, program, told
+from .words import described, error_text, program
 
 NAME = "merak-from-megatron"
 WIDTH = 110
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             remedy = f"There is no counterpart of {other}" if other else remedy
             raise LaunchError("script", path, f"it has no command that starts {PROGRAM}", remedy)
     except MerakError as error:
-        print(f"{program()}: {told(error)}", file=sys.stderr)
+        print(f"{program()}: {error_text(error)}", file=sys.stderr)
         return 2
     launcher, changes = launcher_of(launch)
     result = converted(launch.flags, ranks_of(launch.before))

@@ -21,10 +21,10 @@ from ..arguments import expanded
 from ..errors import LaunchError, MerakError
 from .pretrain import check_command
 from .supervised import TRAINING, supervised
-from .words import described, program, told
+from .words import described, error_text, program
 
 
-def _arguments(given: Sequence[str]) -> argparse.Namespace:
+def _arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=program(),
         description=described(__doc__, "merak-launch"),
@@ -41,42 +41,44 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("script", help="pretrain, pretrain-hf, or a script like pretrain_gpt.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
-    return parser.parse_args(given)
+    return parser.parse_args(words)
 
 
-def _checked(asked: argparse.Namespace) -> argparse.Namespace:
+def _checked(options: argparse.Namespace) -> argparse.Namespace:
     """Return ``asked``; raise LaunchError if its numbers do not describe a job."""
     for flag, value, least in (
-        ("--nproc-per-node", asked.nproc_per_node, 1),
-        ("--nnodes", asked.nnodes, 1),
-        ("--node-rank", asked.node_rank, 0),
-        ("--max-restarts", asked.max_restarts, 0),
+        ("--nproc-per-node", options.nproc_per_node, 1),
+        ("--nnodes", options.nnodes, 1),
+        ("--node-rank", options.node_rank, 0),
+        ("--max-restarts", options.max_restarts, 0),
     ):
         if value < least:
             raise LaunchError(flag, value, f"it is below {least}", f"Use at least {least}")
-    if asked.node_rank >= asked.nnodes:
-        raise LaunchError("--node-rank", asked.node_rank, f"there are {asked.nnodes} hosts", "Count them from 0")
-    if not 0 < asked.master_port < 1 << 16:
+    if options.node_rank >= options.nnodes:
+        raise LaunchError("--node-rank", options.node_rank, f"there are {options.nnodes} hosts", "Count them from 0")
+    if not 0 < options.master_port < 1 << 16:
         remedy = "Use a free port from 1 to 65535"
-        raise LaunchError("--master-port", asked.master_port, "it is not a valid port", remedy)
-    if asked.script not in TRAINING and not Path(asked.script).is_file():
+        raise LaunchError("--master-port", options.master_port, "it is not a valid port", remedy)
+    if options.script not in TRAINING and not Path(options.script).is_file():
         raise LaunchError(
-            "script", asked.script, "the file does not exist", f"Use {', '.join(TRAINING)} or the path of a script"
+            "script", options.script, "the file does not exist", f"Use {', '.join(TRAINING)} or the path of a script"
         )
-    return asked
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run merak-launch (tools/launch.py); return the exit status of the job."""
     try:
-        asked = _checked(_arguments(sys.argv[1:] if arguments is None else arguments))
+        options = _checked(_arguments(sys.argv[1:] if arguments is None else arguments))
         from ..parameter_server.supervisor import Hosts, servers_of
 
-        hosts = Hosts(asked.nproc_per_node, asked.nnodes, asked.node_rank, asked.master_addr, asked.master_port)
-        if asked.script in TRAINING:
-            check_command(asked.script, asked.flags, hosts.size)
-        flags = expanded(asked.flags) if asked.script in TRAINING else asked.flags
-        return supervised(asked.script, asked.flags, hosts, servers_of(flags), asked.max_restarts)
+        hosts = Hosts(
+            options.nproc_per_node, options.nnodes, options.node_rank, options.master_addr, options.master_port
+        )
+        if options.script in TRAINING:
+            check_command(options.script, options.flags, hosts.size)
+        flags = expanded(options.flags) if options.script in TRAINING else options.flags
+        return supervised(options.script, options.flags, hosts, servers_of(flags), options.max_restarts)
     except MerakError as error:
-        print(f"{program()}: {told(error)}", file=sys.stderr)
+        print(f"{program()}: {error_text(error)}", file=sys.stderr)
         return 1

@@ -101,7 +101,7 @@ class Script:
 
     def read(self, text: str) -> Launch | None:
         """Read a script to its end; return the last launch that it has."""
-        found: Launch | None = None
+        last: Launch | None = None
         before, status = "", None  # what ended the command before, and whether it succeeded
         for command, following in itertools.pairwise([*commands(text), []]):
             self._defines(command, following)
@@ -112,24 +112,24 @@ class Script:
                     self.doubts |= dict.fromkeys(filter(None, self.unknown))
                 if self.active and self._runs(words, before, status, sets):
                     launch, status = self._simple(words), self._succeeds(words)
-                    if launch is not None and found is not None:
-                        self._doubts(f"line {found.line}: this command starts {PROGRAM} too, and is not converted")
-                    found = launch or found
+                    if launch is not None and last is not None:
+                        self._doubts(f"line {last.line}: this command starts {PROGRAM} too, and is not converted")
+                    last = launch or last
             before = command[-1].separator
-        return None if found is None else self._complete(found)
+        return None if last is None else self._complete(last)
 
-    def _complete(self, found: Launch) -> Launch:
+    def _complete(self, launch: Launch) -> Launch:
         """The launch, with what is to be told of it."""
         defaults = self.variables.assumed.items()
         assumed = ", ".join(f"{'$' * name.isdigit()}{name}={value or repr('')}" for name, value in defaults)
         self.notes |= {f"defaults of the script are used: {assumed}": None} if assumed else {}
         exports = tuple(f"{name}={value}" for name in self.exports if (value := self.variables.value(name)) is not None)
-        words = [*exports, *found.before, *found.flags, *found.shell]
-        words = [word.replace(LITERAL, "$") for word in words] if found.shell else words
+        words = [*exports, *launch.before, *launch.flags, *launch.shell]
+        words = [word.replace(LITERAL, "$") for word in words] if launch.shell else words
         for name in dict.fromkeys(each for word in words for each in self._left(word)):
             self._doubts(f"{name} is left as it is written, but the script sets it to what is not known here")
-        told = tuple(self.doubts), tuple(note for note in self.notes if note not in self.doubts)
-        return Launch(found.line, found.before, found.flags, found.shell, exports, *told)
+        messages = tuple(self.doubts), tuple(note for note in self.notes if note not in self.doubts)
+        return Launch(launch.line, launch.before, launch.flags, launch.shell, exports, *messages)
 
     def _left(self, word: str) -> list[str]:
         """The variables in what a word leaves to a shell that the script sets."""
@@ -306,9 +306,9 @@ class Script:
         plain = [word.plain for word in words]
         if "--" not in plain:
             return
-        given = [each for word in words[plain.index("--") + 1 :] for each in self.variables.fields(word)]
-        self.variables.values |= {"@": given, "*": given, "#": [str(len(given))]}
-        self.variables.values |= {str(place): [each] for place, each in enumerate(given, 1)}
+        arguments = [each for word in words[plain.index("--") + 1 :] for each in self.variables.fields(word)]
+        self.variables.values |= {"@": arguments, "*": arguments, "#": [str(len(arguments))]}
+        self.variables.values |= {str(place): [each] for place, each in enumerate(arguments, 1)}
 
     def _counts(self, words: Sequence[Word]) -> None:
         """let NAME=EXPRESSION, (( NAME = EXPRESSION )): the variable has a value, or one that is not known."""

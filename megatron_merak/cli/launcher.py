@@ -8,9 +8,9 @@ from collections.abc import Sequence
 FLAG = "--nproc-per-node"
 
 
-def without_flag(given: Sequence[str]) -> list[str]:
+def without_flag(arguments: Sequence[str]) -> list[str]:
     """A command line without the number of ranks."""
-    left, rest = list(given), []
+    left, rest = list(arguments), []
     while left:
         token = left.pop(0)
         if token == FLAG:
@@ -20,7 +20,7 @@ def without_flag(given: Sequence[str]) -> list[str]:
     return rest
 
 
-def start(ranks: int, command: str, given: Sequence[str], patience: int | None = None) -> int:
+def start(ranks: int, command: str, arguments: Sequence[str], patience: int | None = None) -> int:
     """Run this command once per rank, and return the exit status: that of the first rank that failed, 0 without.
 
     ranks:    how many there are
@@ -36,7 +36,7 @@ def start(ranks: int, command: str, given: Sequence[str], patience: int | None =
 
     logging.disable(logging.CRITICAL)  # the agent's own words on ranks that have spoken for themselves
     script = [sys.argv[0]] if sys.argv[0].endswith(".py") else ["-m", "megatron_merak", command]
-    options = run.parse_args(["--standalone", f"{FLAG}={ranks}", *script, *without_flag(given)])
+    options = run.parse_args(["--standalone", f"{FLAG}={ranks}", *script, *without_flag(arguments)])
     if patience is not None:
         options.shutdown_timeout = patience  # read by versions of torch that let it be chosen
     try:

@@ -36,7 +36,7 @@ from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
 from ..training.planned import Maker, configured, kind_of
 from ..training.planned import parser as planned_parser
-from .words import described, program, told
+from .words import described, error_text, program
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -57,14 +57,14 @@ def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
     return flags
 
 
-def shown(found: "Plan", notes: Sequence[str] = (), remake: "Remake | None" = None) -> str:
+def shown(plan: "Plan", notes: Sequence[str] = (), remake: "Remake | None" = None) -> str:
     """A plan, what was noted about it, its tables, and where it does not fit what would (see ``misfits``)."""
     from ..planner.remedies import misfits
     from ..planner.tables import memory_table, tensor_table
 
-    parts = [str(found), "\n".join(notes), memory_table(found)]
-    parts += [tensor_table(found)] if found.reasons else []
-    parts += ["\n".join(misfits(found, found.cluster.device, remake))]
+    parts = [str(plan), "\n".join(notes), memory_table(plan)]
+    parts += [tensor_table(plan)] if plan.reasons else []
+    parts += ["\n".join(misfits(plan, plan.cluster.device, remake))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -113,4 +113,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             show(arguments)
     except (MerakError, OSError) as error:
-        raise SystemExit(f"{program()}: {told(error)}") from None
+        raise SystemExit(f"{program()}: {error_text(error)}") from None

@@ -17,7 +17,7 @@ from ..megatron_flags import without_effect
 from ..parallel.position import launched, position, tell
 from .launcher import FLAG, start, without_flag
 from .supervised import supervise
-from .words import described, program, told
+from .words import described, error_text, program
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -70,20 +70,20 @@ def _command(
     command: str,
     arguments: Sequence[str] | None,
 ) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        config, ranks = _understood(kind, description, given)
+        config, ranks = _understood(kind, description, words)
         if ranks is None:
-            _train(config, job, without_effect(given)[1])
+            _train(config, job, without_effect(words)[1])
         else:
-            sys.exit(_start(config, ranks, command, given))
+            sys.exit(_start(config, ranks, command, words))
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal has sent already
         tell(f"{program()}: interrupted")
         _abandon(INTERRUPTED)
 
 
-def _understood(kind: type[Run], description: str, given: Sequence[str]) -> tuple[Run, int | None]:
+def _understood(kind: type[Run], description: str, words: Sequence[str]) -> tuple[Run, int | None]:
     """Return the configuration, and the number of ranks to start or None; exit with status 2 if the command line is
     invalid."""
     parser = build_parser(description, kind)
@@ -92,30 +92,30 @@ def _understood(kind: type[Run], description: str, given: Sequence[str]) -> tupl
     text = "start this many ranks on this host; use torchrun for several hosts [unset]"
     group.add_argument(FLAG, metavar="N", default=None, help=text)
     try:
-        flags = expanded(given, kind)
+        flags = expanded(words, kind)
         config, own = read(parser, flags, kind, _decided(kind, flags))
         ranks = None if own.nproc_per_node is None else _ranks(own.nproc_per_node)
         if ranks is not None:
             _check(config, ranks)
     except MerakError as error:
-        tell(told(error))
+        tell(error_text(error))
         sys.exit(2)
     return config, ranks
 
 
-def _start(config: RunConfig, ranks: int, command: str, given: Sequence[str]) -> int:
+def _start(config: RunConfig, ranks: int, command: str, words: Sequence[str]) -> int:
     """Start the ranks and return their exit status; with parameter servers the job survives failed ranks."""
     if not config.parallel.served:
         saves = config.checkpoint.save is not None  # a step and a checkpoint may take as long as a collective may
         patience = math.ceil(60 * config.parallel.distributed_timeout_minutes) if saves else None
-        return start(ranks, command, given, patience)
-    return supervise(ranks, command, without_flag(given), config.parallel.num_parameter_servers)
+        return start(ranks, command, words, patience)
+    return supervise(ranks, command, without_flag(words), config.parallel.num_parameter_servers)
 
 
-def check_command(command: str, given: Sequence[str], ranks: int) -> None:
+def check_command(command: str, words: Sequence[str], ranks: int) -> None:
     """Raise a MerakError if a command line of "pretrain" or "pretrain-hf" cannot run on ``ranks`` ranks."""
     kind = Config if command == "pretrain" else HFConfig
-    flags = expanded(given, kind)
+    flags = expanded(words, kind)
     _check(read(build_parser("", kind), flags, kind, _decided(kind, flags))[0], ranks)
 
 
@@ -132,13 +132,13 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
-def _decided(kind: type[RunConfig], given: Sequence[str]) -> dict[str, Any]:
+def _decided(kind: type[RunConfig], words: Sequence[str]) -> dict[str, Any]:
     """Return the settings that a stored plan decides."""
-    if not any(argument.partition("=")[0] == "--plan" for argument in given):
+    if not any(argument.partition("=")[0] == "--plan" for argument in words):
         return {}
     from ..training.plan_file import decided
 
-    return decided(kind, given)
+    return decided(kind, words)
 
 
 def _check(config: RunConfig, size: int) -> None:

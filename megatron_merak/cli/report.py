@@ -41,10 +41,10 @@ def write(directory: Path, output: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run merak-report (tools/report.py)."""
-    asked = parser().parse_args(arguments)
-    output = asked.directory / "report.html" if asked.output is None else Path(asked.output)
+    options = parser().parse_args(arguments)
+    output = options.directory / "report.html" if options.output is None else Path(options.output)
     try:
-        write(asked.directory, output)
+        write(options.directory, output)
     except (MerakError, OSError) as error:
         raise SystemExit(f"{program()}: {error}") from None
     print(f"wrote {output}")

@@ -33,7 +33,7 @@ from ..counting import counted
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
 from ..training.planned import Maker, configured, kind_of, parser
-from .words import described, program, told
+from .words import described, error_text, program
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -101,20 +101,20 @@ def show(arguments: Sequence[str]) -> None:
     alone.add_argument("--plan")
     alone.add_argument("--picture")
     alone.add_argument("--classic", action="store_true")
-    given, rest = alone.parse_known_args(arguments)
-    if given.classic or given.plan is not None:
+    options, rest = alone.parse_known_args(arguments)
+    if options.classic or options.plan is not None:
         if rest:
             reason = "training flags have no effect with it"
-            raise ConfigError("--classic" if given.classic else "--plan", " ".join(rest), reason, "Leave them out")
-    if given.classic:
+            raise ConfigError("--classic" if options.classic else "--plan", " ".join(rest), reason, "Leave them out")
+    if options.classic:
         print(classic())
         return
-    if given.picture is not None:
-        check_picture(given.picture)
-    if given.plan is not None:
+    if options.picture is not None:
+        check_picture(options.picture)
+    if options.plan is not None:
         from ..training.plan_file import stored
 
-        found, notes, limit, remake = stored(given.plan), (), 0.0, None
+        found, notes, limit, remake = stored(options.plan), (), 0.0, None
     else:
         config, values = configured(flags, arguments)
         maker = Maker(config, values)
@@ -122,11 +122,11 @@ def show(arguments: Sequence[str]) -> None:
         limit = (config.parallel.device_memory_gb or 0) * GIB
     limit = limit or found.cluster.device.memory
     print("\n\n".join(part for part in (looked_at(found, limit, remake), "\n".join(notes)) if part))
-    if given.picture is not None:
+    if options.picture is not None:
         from ..planner.memory_picture import draw_memory
 
-        draw_memory(found, given.picture, limit)
-        print(f"wrote {given.picture}", file=sys.stderr)
+        draw_memory(found, options.picture, limit)
+        print(f"wrote {options.picture}", file=sys.stderr)
 
 
 def check_picture(path: str) -> None:
@@ -143,4 +143,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         show(sys.argv[1:] if arguments is None else arguments)
     except (MerakError, OSError) as error:
-        raise SystemExit(f"{program()}: {told(error)}") from None
+        raise SystemExit(f"{program()}: {error_text(error)}") from None

@@ -196,7 +196,7 @@ class Variables:
 
     def fields(self, word: Word) -> list[str]:
         """The words that a word becomes: variables replaced, and split at blanks outside of quotes."""
-        found, open_ = [""], bool(word.pieces) and all(piece.quote for piece in word.pieces)
+        fields, open_ = [""], bool(word.pieces) and all(piece.quote for piece in word.pieces)
         for piece in word.pieces:
             array = re.fullmatch(r"\$(?:\{(\w+)\[@\]\}|(@))", piece.text) if piece.quote == '"' else None
             if array and (array[1] or array[2]) in self.values:
@@ -207,14 +207,14 @@ class Variables:
             else:
                 value = self._replaced(piece)
                 parts = [value] if value == piece.text else _PART.findall(value)
-                if value[:1].isspace() and found[-1]:
-                    found.append("")
+                if value[:1].isspace() and fields[-1]:
+                    fields.append("")
                 if value[-1:].isspace():
                     parts.append("")
             if parts:
-                found[-1] += parts[0]
-                found += parts[1:]
-        return found if open_ else [each for each in found if each]
+                fields[-1] += parts[0]
+                fields += parts[1:]
+        return fields if open_ else [each for each in fields if each]
 
     def _replaced(self, piece: Piece) -> str:
         """The value of a piece; a variable that is not known, and what is no variable, as it stands."""

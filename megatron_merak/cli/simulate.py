@@ -87,11 +87,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="stages per rank, for schedules that support it [the schedule's default; a search tries 1 to 3]",
     )
     size.add_argument("--group", type=int, help="micro-batches per group of an interleaved schedule [--ranks]")
-    held = (
+    in_flight = (
         "micro-batches that a rank may hold in a searched schedule: one number, or one per rank; with several stages "
     )
-    held += "per rank each counts for its share [for every rank, the most that a rank holds in 1F1B]"
-    size.add_argument("--in-flight", metavar="N", help=held)
+    in_flight += "per rank each counts for its share [for every rank, the most that a rank holds in 1F1B]"
+    size.add_argument("--in-flight", metavar="N", help=in_flight)
     costs = parser.add_argument_group("costs")
     for name, default, text in (
         ("forward", "10", "forward"),
@@ -148,22 +148,22 @@ def of_borders(flag: str, text: str, borders: int) -> tuple[float, ...]:
 
 def stage_costs(arguments: argparse.Namespace, schedule: Schedule) -> StageCosts:
     size = schedule.stages, len(schedule.ranks)
-    found = {name: of_stages(f"--{name}", getattr(arguments, name), *size) for name in ("forward", "backward")}
+    costs = {name: of_stages(f"--{name}", getattr(arguments, name), *size) for name in ("forward", "backward")}
     if arguments.weight is None:
-        found["weight"] = tuple(value / 2 for value in found["backward"])
+        costs["weight"] = tuple(value / 2 for value in costs["backward"])
     else:
-        found["weight"] = of_stages("--weight", arguments.weight, *size)
-    found["recompute"] = of_stages("--recompute", arguments.recompute, *size)
+        costs["weight"] = of_stages("--weight", arguments.weight, *size)
+    costs["recompute"] = of_stages("--recompute", arguments.recompute, *size)
     for name in ("transfer", "latency"):
-        found[name] = of_borders(f"--{name}", getattr(arguments, name), schedule.stages - 1)
-    return StageCosts(**found)
+        costs[name] = of_borders(f"--{name}", getattr(arguments, name), schedule.stages - 1)
+    return StageCosts(**costs)
 
 
 def words(arguments: argparse.Namespace) -> str:
     """The costs as they were given, those that are not 0."""
-    given = {name: getattr(arguments, name) for name in ("forward", "backward", "weight", "recompute", "transfer")}
-    given["latency"] = arguments.latency
-    return ", ".join(f"{name} {value} ms" for name, value in given.items() if value not in (None, "0"))
+    values = {name: getattr(arguments, name) for name in ("forward", "backward", "weight", "recompute", "transfer")}
+    values["latency"] = arguments.latency
+    return ", ".join(f"{name} {value} ms" for name, value in values.items() if value not in (None, "0"))
 
 
 def cap(arguments: argparse.Namespace) -> tuple[tuple[int, ...], str]:
@@ -172,45 +172,47 @@ def cap(arguments: argparse.Namespace) -> tuple[tuple[int, ...], str]:
     if arguments.in_flight is None:
         most = max(peak_in_flight(build_schedule("1f1b", ranks, arguments.microbatches)))
         return (most,) * ranks, f"{most} micro-batches per rank, as many as 1f1b holds"
-    given = tuple(round(1e3 * value) for value in numbers("--in-flight", arguments.in_flight))
-    if len(given) not in (1, ranks):
-        reason = f"{len(given)} values, {ranks} or 1 are needed"
+    limits = tuple(round(1e3 * value) for value in numbers("--in-flight", arguments.in_flight))
+    if len(limits) not in (1, ranks):
+        reason = f"{len(limits)} values, {ranks} or 1 are needed"
         raise ConfigError("--in-flight", arguments.in_flight, reason, "Correct the list")
-    return (given * ranks if len(given) == 1 else given), f"--in-flight {arguments.in_flight}"
+    return (limits * ranks if len(limits) == 1 else limits), f"--in-flight {arguments.in_flight}"
 
 
 def searched(arguments: argparse.Namespace) -> View:
     """The best schedule found for the costs, wherever stages may be, within the micro-batches that ranks may hold."""
-    held, why = cap(arguments)
+    limits, why = cap(arguments)
     places = placements(arguments.ranks, arguments.chunks)
-    found: list[tuple[Timeline, str]] = []
+    candidates: list[tuple[Timeline, str]] = []
     others = []
-    with Progress(SEARCHING) as told:
+    with Progress(SEARCHING) as progress:
         for done, place in enumerate(places):
-            told.part(done, len(places))
+            progress.part(done, len(places))
             try:
-                timeline, text = found_at(arguments, place, Limits.in_flight(held, place.chunks), told)
+                timeline, text = found_at(arguments, place, Limits.in_flight(limits, place.chunks), progress)
             except ScheduleError as error:
                 if len(places) == 1:
                     raise
                 others.append(f"{place.name}: none fits ({error.reason})")
                 continue
-            found.append((timeline, f"{place.name}: {text}"))
-    if not found:
+            candidates.append((timeline, f"{place.name}: {text}"))
+    if not candidates:
         raise ScheduleError("--in-flight", arguments.in_flight, "; ".join(others), "Allow more micro-batches per rank")
-    best, text = min(found, key=lambda pair: pair[0].makespan)
-    others = [other for timeline, other in found if timeline is not best] + others
+    best, text = min(candidates, key=lambda pair: pair[0].makespan)
+    others = [other for timeline, other in candidates if timeline is not best] + others
     return View(best, detail="; ".join([words(arguments), f"within {why}", text, *others]))
 
 
-def found_at(arguments: argparse.Namespace, place: Placement, limits: Limits, told: Progress) -> tuple[Timeline, str]:
+def found_at(
+    arguments: argparse.Namespace, place: Placement, limits: Limits, progress: Progress
+) -> tuple[Timeline, str]:
     """The best schedule found for one placement of the stages, and what it takes beside a bound and builders."""
     microbatches, ranks = arguments.microbatches, tuple(() for _ in range(place.ranks))
     costs = stage_costs(arguments, Schedule(AUTO, len(place.home), microbatches, ranks, place.home))
-    found = search(costs, microbatches, limits=limits, split_weights=True, placement=place.home, told=told)
-    text = f"{time_text(found.makespan)}, no schedule is below {time_text(found.bound)}"
-    text += f", {found.builder} takes {time_text(found.builder_makespan)}" if found.builder else ", no builder fits"
-    return simulate(found.schedule, costs, arguments.overlap), text
+    result = search(costs, microbatches, limits=limits, split_weights=True, placement=place.home, progress=progress)
+    text = f"{time_text(result.makespan)}, no schedule is below {time_text(result.bound)}"
+    text += f", {result.builder} takes {time_text(result.builder_makespan)}" if result.builder else ", no builder fits"
+    return simulate(result.schedule, costs, arguments.overlap), text
 
 
 def scheduled(arguments: argparse.Namespace, name: str) -> View:
@@ -267,8 +269,8 @@ def report(shown: View, arguments: argparse.Namespace) -> str:
     return "\n\n".join([*parts, aligned(rank_rows(shown))])
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(given)
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(words)
     outputs = {flag: path for flag in OUTPUTS if (path := getattr(arguments, flag[2:])) is not None}
     try:
         for flag, path in outputs.items():

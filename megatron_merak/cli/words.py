@@ -16,6 +16,6 @@ def described(text: str, command: str) -> str:
     return text.replace(command, started)
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """An error and its notes, as one text."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])

@@ -24,8 +24,8 @@ class Profile:
 
     def to_json(self, path: str | Path) -> None:
         """Write a file that ``read_profile`` reads."""
-        found = {"version": VERSION, **asdict(self)}
-        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        content = {"version": VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -33,22 +33,24 @@ def read_profile(path: str | Path) -> Profile:
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is not a regular file")
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(FLAG, path, error.strerror or str(error), "Name a readable file") from error
     except ValueError as error:
         raise ConfigError(FLAG, path, f"it is not JSON: {error}", _REMEDY) from error
-    if not isinstance(found, dict) or "version" not in found:
+    if not isinstance(content, dict) or "version" not in content:
         raise ConfigError(FLAG, path, "it is no profile of a device", _REMEDY)
-    if found["version"] != VERSION:
-        reason = f"it is of version {found['version']}, and this library reads version {VERSION}"
+    if content["version"] != VERSION:
+        reason = f"it is of version {content['version']}, and this library reads version {VERSION}"
         raise ConfigError(FLAG, path, reason, _REMEDY)
-    if wrong := sorted({*found} ^ {*_KEYS}):
-        raise ConfigError(FLAG, path, f"the key {wrong[0]} is {'unknown' if wrong[0] in found else 'missing'}", _REMEDY)
-    device = device_of(found["device"], f"{path}: device")
+    if wrong := sorted({*content} ^ {*_KEYS}):
+        raise ConfigError(
+            FLAG, path, f"the key {wrong[0]} is {'unknown' if wrong[0] in content else 'missing'}", _REMEDY
+        )
+    device = device_of(content["device"], f"{path}: device")
     if device.rates is None or not device.rates.products:
         raise ConfigError(FLAG, path, "it holds no measured product", _REMEDY)
-    return Profile(device, *(str(found[key]) for key in _KEYS[2:]))
+    return Profile(device, *(str(content[key]) for key in _KEYS[2:]))
 
 
 def profiled(cluster: Cluster, path: str | None) -> Cluster:

@@ -62,20 +62,20 @@ class Rates:
 _Row = TypeVar("_Row", ProductRate, AttentionRate)
 
 
-def rates_of(found: Any, where: str) -> Rates:
+def rates_of(content: Any, where: str) -> Rates:
     """Rates from what JSON gives. ``where`` names them in errors. Raises ConfigError."""
-    if not isinstance(found, dict) or not {"products"} <= found.keys() <= {field.name for field in fields(Rates)}:
+    if not isinstance(content, dict) or not {"products"} <= content.keys() <= {field.name for field in fields(Rates)}:
         raise ConfigError(where, "(keys)", "it is not an object of products, attention and source", "Measure it again")
-    products = _rows(ProductRate, found["products"], f"{where}: products")
-    attention = _rows(AttentionRate, found.get("attention", ()), f"{where}: attention")
-    return Rates(products, attention, str(found.get("source", "")))
+    products = _rows(ProductRate, content["products"], f"{where}: products")
+    attention = _rows(AttentionRate, content.get("attention", ()), f"{where}: attention")
+    return Rates(products, attention, str(content.get("source", "")))
 
 
-def _rows(kind: type[_Row], found: Any, where: str) -> tuple[_Row, ...]:
-    if not isinstance(found, Sequence) or isinstance(found, str):
-        raise ConfigError(where, repr(found)[:60], "it is not a list", "Measure it again")
+def _rows(kind: type[_Row], content: Any, where: str) -> tuple[_Row, ...]:
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        raise ConfigError(where, repr(content)[:60], "it is not a list", "Measure it again")
     types = {field.name: field.type for field in fields(kind)}
-    for place, row in enumerate(found):
+    for place, row in enumerate(content):
         if not isinstance(row, dict) or row.keys() != types.keys():
             reason = f"it has not the keys {', '.join(types)}"
             raise ConfigError(f"{where}: row {place}", repr(row)[:60], reason, "Measure it again")
@@ -84,4 +84,4 @@ def _rows(kind: type[_Row], found: Any, where: str) -> tuple[_Row, ...]:
             if not (isinstance(value, str) if types[name] is str else number):
                 reason = "it is not text" if types[name] is str else "it is not a finite number above 0"
                 raise ConfigError(f"{where}: row {place}: {name}", repr(value), reason, "Measure it again")
-    return tuple(kind(**row) for row in found)
+    return tuple(kind(**row) for row in content)

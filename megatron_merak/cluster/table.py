@@ -95,8 +95,8 @@ class Cluster:
 
         Source: NCCL's own model of a ring, src/graph/tuning.cc (the sum of its channels; the steps between nodes).
         """
-        held = Counter(rank // self.ranks_per_node for rank in ranks)
-        nodes, fewest, steps = len(held), min(held.values()), len(ranks) - 1
+        ranks_of_node = Counter(rank // self.ranks_per_node for rank in ranks)
+        nodes, fewest, steps = len(ranks_of_node), min(ranks_of_node.values()), len(ranks) - 1
         if nodes == 1:
             return self.inside
         cards = fewest * (self.nics / self.ranks_per_node if self.nics else 1)
@@ -120,21 +120,21 @@ class Cluster:
         try:
             if Path(path).exists() and not Path(path).is_file():
                 raise OSError("it is not a regular file")
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError("cluster file", path, error.strerror or str(error), "Name a readable file") from error
         except ValueError as error:
             raise ConfigError("cluster file", path, f"it is not JSON: {error}", "Correct it") from error
-        named = {"name": Path(path).stem, **found} if isinstance(found, dict) else found
+        named = {"name": Path(path).stem, **content} if isinstance(content, dict) else content
         return cls.from_dict(named, str(path))
 
     @classmethod
-    def from_dict(cls, found: Any, where: str) -> Self:
+    def from_dict(cls, content: Any, where: str) -> Self:
         """A cluster from what JSON gives: an object as ``from_json`` describes it. ``where`` names it in errors.
 
         Raises ConfigError as ``from_json`` does.
         """
-        values = _fields(cls, found, where, {"name", "nics"})
+        values = _fields(cls, content, where, {"name", "nics"})
         values["device"] = device_of(values["device"], f"{where}: device")
         for key in ("inside", "between"):
             values[key] = _row(values[key], LINKS, f"{where}: {key}")
@@ -145,27 +145,27 @@ _ZERO_IS_FINE = ("memory", "dispatch", "latency", "nics")
 _KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
 
-def _fields(kind: type, found: Any, where: str, optional: Sequence[str] = ()) -> dict[str, Any]:
+def _fields(kind: type, content: Any, where: str, optional: Sequence[str] = ()) -> dict[str, Any]:
     """The values of a dataclass as JSON gives them, checked by name, type and range. Raises ConfigError."""
     types = {field.name: field.type for field in fields(kind)}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError("cluster", where, "it is not an object", f"Give {', '.join(types)}")
-    for key, value in found.items():
-        wanted = types.get(key)
-        if wanted is None:
+    for key, value in content.items():
+        expected = types.get(key)
+        if expected is None:
             raise ConfigError(f"{where}: key", key, "it is unknown", f"Use {', '.join(types)}")
-        accepted = (int, float) if wanted is float else wanted
-        if wanted in _KINDS and (isinstance(value, bool) != (wanted is bool) or not isinstance(value, accepted)):
-            raise ConfigError(f"{where}: {key}", repr(value), f"it is not {_KINDS[wanted]}", "Correct it")
-        if wanted in (int, float) and not (0 < value < math.inf or (value == 0 and key in _ZERO_IS_FINE)):
+        accepted = (int, float) if expected is float else expected
+        if expected in _KINDS and (isinstance(value, bool) != (expected is bool) or not isinstance(value, accepted)):
+            raise ConfigError(f"{where}: {key}", repr(value), f"it is not {_KINDS[expected]}", "Correct it")
+        if expected in (int, float) and not (0 < value < math.inf or (value == 0 and key in _ZERO_IS_FINE)):
             least = "a finite number, at least 0" if key in _ZERO_IS_FINE else "a finite number above 0"
             raise ConfigError(f"{where}: {key}", value, "it cannot be", f"Use {least}")
-    missing = [key for key in types if key not in found and key not in optional]
+    missing = [key for key in types if key not in content and key not in optional]
     if missing:
         raise ConfigError(f"{where}: key", missing[0], "it is missing", f"Give {', '.join(missing)}")
-    if found.get("matmul_efficiency", 1) > 1:
-        raise ConfigError(f"{where}: matmul_efficiency", found["matmul_efficiency"], "it exceeds 1", "Use at most 1")
-    return dict(found)
+    if content.get("matmul_efficiency", 1) > 1:
+        raise ConfigError(f"{where}: matmul_efficiency", content["matmul_efficiency"], "it exceeds 1", "Use at most 1")
+    return dict(content)
 
 
 def _row(value: Any, table: Mapping[str, Any], where: str) -> Any:
@@ -180,12 +180,12 @@ def _row(value: Any, table: Mapping[str, Any], where: str) -> Any:
     return kind(**_fields(kind, value, where, ("dispatch", "fused_attention", "rates")))
 
 
-def device_of(found: Any, where: str) -> Device:
+def device_of(content: Any, where: str) -> Device:
     """A device from what JSON gives: the name of one in the table, or its fields. ``where`` names it in errors.
 
     Raises ConfigError for a name that is unknown, a key that is unknown or missing, a number that cannot be.
     """
-    device = _row(found, DEVICES, where)
+    device = _row(content, DEVICES, where)
     return device if device.rates is None else replace(device, rates=rates_of(device.rates, f"{where}: rates"))
 
 

@@ -6,7 +6,7 @@ from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
 from .run import Config, HFConfig, RunConfig
 from .sections import CheckpointConfig, DataConfig, HFCheckpointConfig, LoggingConfig, ModelConfig, TrainConfig
-from .servers import SNAPSHOT_INTERVAL, of_worker, told_of_worker
+from .servers import SNAPSHOT_INTERVAL, of_worker, worker_note
 from .settings import flag_name, nearest, value_type
 
 __all__ = [
@@ -30,6 +30,6 @@ __all__ = [
     "flag_name",
     "nearest",
     "of_worker",
-    "told_of_worker",
+    "worker_note",
     "value_type",
 ]

@@ -72,17 +72,17 @@ def batches_of(train: TrainConfig, sequence_length: int, replicas: int) -> Batch
 def check_sizes(train: TrainConfig, batches: Batches, replicas: int, consumed: int = 0) -> None:
     """Raise ConfigError where a step after ``consumed`` samples is not made of whole micro-batches of all replicas."""
     unit = train.micro_batch_size * replicas
-    made = f"--micro-batch-size {train.micro_batch_size} x data-parallel size {replicas} = {unit}"
+    product = f"--micro-batch-size {train.micro_batch_size} x data-parallel size {replicas} = {unit}"
     later = [after for after, _ in batches.sizes[1:]] + [consumed + 1]
     for (_, size), after in zip(batches.sizes, later, strict=True):
         if after > consumed and (size % unit or size == 0):
-            flag, value = _given(train, size)
+            flag, value = _present(train, size)
             subject = "is" if flag == "--global-batch-size" else f"has a batch size of {size}, which is"
             if size == 0:
-                raise ConfigError(flag, value, f"is smaller than {made}", f"Use at least {unit}, or fewer replicas")
+                raise ConfigError(flag, value, f"is smaller than {product}", f"Use at least {unit}, or fewer replicas")
             near = " or ".join(str(near) for near in (size // unit * unit, (size // unit + 1) * unit) if near)
             remedy = f"Use {near}" if flag == "--global-batch-size" else f"Use multiples of {unit}, such as {near}"
-            raise ConfigError(flag, value, f"{subject} not a multiple of {made}", remedy)
+            raise ConfigError(flag, value, f"{subject} not a multiple of {product}", remedy)
 
 
 def check_length(train: TrainConfig, batches: Batches) -> None:
@@ -104,7 +104,7 @@ def check_length(train: TrainConfig, batches: Batches) -> None:
         raise ConfigError("--train-samples", train.train_samples, reason, "Raise it")
 
 
-def _given(train: TrainConfig, size: int) -> tuple[str, object]:
+def _present(train: TrainConfig, size: int) -> tuple[str, object]:
     """The flag that asks for a batch size, and its value."""
     for flag in (RAMP, STEPS):
         if (value := _value(train, flag)) is not None and size != train.global_batch_size:

@@ -82,13 +82,13 @@ def contents_of(path: str) -> Contents:
     if not isinstance(root, yaml.MappingNode) or root.tag != f"{_PLAIN}map":
         raise ConfigError(FLAG, path, "it is not a mapping", "Write a setting per line, such as 'lr: 1e-4'")
     sections: dict[str, str] = {}
-    found = tuple(_settings(root, path, "", sections))
+    settings = tuple(_settings(root, path, "", sections))
     before: dict[str, Given] = {}
-    for each in found:
+    for each in settings:
         first = before.setdefault(each.field, each)
         if first is not each:
             raise each.error(f"is also given in {first.where}", "Give it once")
-    return Contents(found, MappingProxyType(sections))
+    return Contents(settings, MappingProxyType(sections))
 
 
 def _settings(mapping: Any, path: str, section: str, sections: dict[str, str]) -> Iterator[Given]:
@@ -98,27 +98,27 @@ def _settings(mapping: Any, path: str, section: str, sections: dict[str, str]) -
         if key.id != "scalar" or key.tag != f"{_PLAIN}str":
             shown = key.value if key.id == "scalar" else f"({key.id})"
             raise ConfigError(f"{FLAG} {where}:", shown, "is not a name", "Use the name of a flag, without the dashes")
-        given = Given(key.value, section, None, False, where)
+        setting = Given(key.value, section, None, False, where)
         if value.id == "mapping" and not section and value.tag == f"{_PLAIN}map":
             if key.value in sections:
-                raise given.error(f"is also given in {sections[key.value]}", "Put its settings together")
+                raise setting.error(f"is also given in {sections[key.value]}", "Put its settings together")
             sections[key.value] = where
             yield from _settings(value, path, key.value, sections)
         else:
-            yield Given(key.value, section, *_value(value, given), where)
+            yield Given(key.value, section, *_value(value, setting), where)
 
 
-def _value(node: Any, given: Given) -> tuple[bool | None | str | tuple[str, ...], bool]:
+def _value(node: Any, setting: Given) -> tuple[bool | None | str | tuple[str, ...], bool]:
     """The value of a node, and whether it is in quotes. Raise ConfigError for what no setting has."""
     if node.id == "sequence" and node.tag == f"{_PLAIN}seq":
-        items = [_value(item, given)[0] if item.id == "scalar" else None for item in node.value]
+        items = [_value(item, setting)[0] if item.id == "scalar" else None for item in node.value]
         if not all(isinstance(item, str) for item in items):
-            raise given.error("has an entry that is not text or a number", "Write a list like [0.3, a, 0.7, b]")
+            raise setting.error("has an entry that is not text or a number", "Write a list like [0.3, a, 0.7, b]")
         return tuple(items), False
     if node.id == "mapping" and node.tag == f"{_PLAIN}map":
-        raise given.error("is a mapping", "Give a value, a list, true or false")
+        raise setting.error("is a mapping", "Give a value, a list, true or false")
     if node.id != "scalar" or node.tag not in _SCALARS:
-        raise given.error(f"has the tag {node.tag}", "Give a value without a tag")
+        raise setting.error(f"has the tag {node.tag}", "Give a value without a tag")
     if node.tag == f"{_PLAIN}null":
         return None, False
     if node.tag == f"{_PLAIN}bool" and node.value.lower() in ("true", "false"):

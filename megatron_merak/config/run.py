@@ -123,20 +123,20 @@ class RunConfig:
     def ignored(self) -> tuple[str, ...]:
         """What was asked for and has no effect, in sentences."""
         parallel = self.parallel
-        alone, asked = parallel.tensor_model_parallel_size == 1, parallel.tp_comm_overlap
+        alone, overlap = parallel.tensor_model_parallel_size == 1, parallel.tp_comm_overlap
         flags = {
             "--sequence-parallel": parallel.sequence_parallel,
-            f"--tp-comm-overlap {asked}": asked not in ("weight-gradient", "auto"),
+            f"--tp-comm-overlap {overlap}": overlap not in ("weight-gradient", "auto"),
         }
         why = "has no effect: --tensor-model-parallel-size is 1."
-        told = [f"{flag} {why}" for flag, given in flags.items() if alone and given]
+        lines = [f"{flag} {why}" for flag, present in flags.items() if alone and present]
         if parallel.ddp_bucket_size is not None and parallel.sharding in ("optim_grads", "optim_grads_params"):
             why = "has no effect: sharded gradients are reduced one unit of the model at a time."
-            told.append(f"--ddp-bucket-size {parallel.ddp_bucket_size} {why}")
+            lines.append(f"--ddp-bucket-size {parallel.ddp_bucket_size} {why}")
         if parallel.data_parallel_strategy == "ps-async" and self.data.num_workers:
             why = "has no effect: a worker of --data-parallel-strategy ps-async loads the part that it claimed."
-            told.append(f"--num-workers {self.data.num_workers} {why}")
-        return tuple(told)
+            lines.append(f"--num-workers {self.data.num_workers} {why}")
+        return tuple(lines)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

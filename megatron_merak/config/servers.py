@@ -43,11 +43,11 @@ def check_servers(
     if parallel.ps_snapshot_interval is not None and checkpoint.save is None:
         reason = "has no effect without --save, which contains the snapshots"
         raise ConfigError("--ps-snapshot-interval", parallel.ps_snapshot_interval, reason, "Give --save DIRECTORY")
-    kept = "parameter servers keep the optimizer's state, and workers replicate weights and gradients"
+    replicated = "parameter servers keep the optimizer's state, and workers replicate weights and gradients"
     steps = "workers of parameter servers use one batch size and count in --train-iters"
     refused = {
-        "use_distributed_optimizer": (parallel.use_distributed_optimizer, kept),
-        "data_parallel_sharding_strategy": (parallel.sharding != "no_shard" and parallel.sharding, kept),
+        "use_distributed_optimizer": (parallel.use_distributed_optimizer, replicated),
+        "data_parallel_sharding_strategy": (parallel.sharding != "no_shard" and parallel.sharding, replicated),
         "plan": (parallel.plan, "a plan does not hold what parameter servers need"),
         "train_samples": (train.train_samples, steps),
         "rampup_batch_size": (" ".join(train.rampup_batch_size), steps),
@@ -97,7 +97,7 @@ def _fewer_servers(servers: int, replica: int, world_size: int) -> str:
     return f"Use {near}, or {more}"
 
 
-def told_of_worker(parallel: ParallelConfig, workers: int) -> str:
+def worker_note(parallel: ParallelConfig, workers: int) -> str:
     """What a plan made by `of_worker` does not say."""
     servers = counted(parallel.num_parameter_servers, "parameter server")
     where = servers if parallel.num_parameter_servers else "servers beside the workers' ranks"

@@ -81,16 +81,16 @@ def checked(cls: type, field: dataclasses.Field, value: Any) -> Any:
     return value
 
 
-def known_keys(kind: str, given: Any, names: Iterable[str]) -> Mapping[str, Any]:
+def known_keys(kind: str, mapping: Any, names: Iterable[str]) -> Mapping[str, Any]:
     """``given``, when it is a mapping with no key outside ``names``. Raises ConfigError."""
     names = list(names)
-    if not isinstance(given, Mapping):
-        raise ConfigError(kind, repr(given), "is not a mapping", f"Give a mapping with the keys {', '.join(names)}")
-    for key in given:
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(kind, repr(mapping), "is not a mapping", f"Give a mapping with the keys {', '.join(names)}")
+    for key in mapping:
         if key not in names:
             close = nearest(str(key), names)
             raise ConfigError(kind, key, "is not a known key", f"The nearest is {close}" if close else "Remove it")
-    return given
+    return mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

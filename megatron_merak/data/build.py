@@ -40,14 +40,14 @@ def build_tokenizer(config: Config) -> Tokenizer:
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
     """The number of token ids that the model has to know, before padding: --vocab-size where it is larger than the
     tokenizer's. Raises `DataError` where it is smaller."""
-    given = config.model.vocab_size
+    size = config.model.vocab_size
     # The vocabulary of a NullTokenizer is --vocab-size and the end of a document.
-    if given is None or isinstance(tokenizer, NullTokenizer):
+    if size is None or isinstance(tokenizer, NullTokenizer):
         return tokenizer.vocab_size
-    if given < tokenizer.vocab_size:
+    if size < tokenizer.vocab_size:
         reason = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}"
-        raise DataError("--vocab-size", given, reason, f"Leave it out, or give at least {tokenizer.vocab_size}")
-    return given
+        raise DataError("--vocab-size", size, reason, f"Leave it out, or give at least {tokenizer.vocab_size}")
+    return size
 
 
 def samples_wanted(config: Config, world_size: int) -> tuple[int, int, int]:
@@ -78,7 +78,7 @@ def build_datasets(config: Config, tokenizer: Tokenizer, world_size: int) -> Dat
         masked_eod=tokenizer.eod if config.data.eod_mask_loss else None,
     )
     parts = Parts(config, tokenizer, shared)
-    return Datasets(*(parts.build(i, wanted) for i, wanted in enumerate(samples_wanted(config, world_size))))
+    return Datasets(*(parts.build(i, samples) for i, samples in enumerate(samples_wanted(config, world_size))))
 
 
 class Parts:
@@ -89,12 +89,12 @@ class Parts:
         self._mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod) if config.data.mock_data else None
         self._sources: dict[str, IndexedDataset] = {}
 
-    def build(self, part: int, wanted: int) -> Dataset | None:
+    def build(self, part: int, samples: int) -> Dataset | None:
         """The part `SPLITS[part]` with at least `wanted` samples."""
-        if wanted == 0:
+        if samples == 0:
             return None
         if self._mock is not None:
-            return self._single(self._mock, part, wanted)
+            return self._single(self._mock, part, samples)
         data = self.data
         own = (data.train_data_path, data.valid_data_path, data.test_data_path)
         flag, values = ("--data-path", data.data_path)
@@ -104,8 +104,8 @@ class Parts:
             return None
         prefixes, weights = parse_blend(flag, values)
         if len(prefixes) == 1 and (weights is None or any(own)):
-            return self._single(self._source(prefixes[0]), part, wanted)
-        return self._blend(flag, [self._source(prefix) for prefix in prefixes], weights, part, wanted)
+            return self._single(self._source(prefixes[0]), part, samples)
+        return self._blend(flag, [self._source(prefix) for prefix in prefixes], weights, part, samples)
 
     def _source(self, prefix: str) -> IndexedDataset:
         if prefix not in self._sources:
@@ -140,25 +140,27 @@ class Parts:
         return bounds
 
     def _blend(
-        self, flag: str, sources: Sequence[TokenSource], weights: Sequence[float] | None, part: int, wanted: int
+        self, flag: str, sources: Sequence[TokenSource], weights: Sequence[float] | None, part: int, samples: int
     ) -> BlendedDataset | None:
         cache = None if self.data.data_cache_path is None else Path(self.data.data_cache_path)
         if weights is not None:
             shares = normalized(weights)
-            sizes = samples_per_dataset(shares, wanted, self.data.mid_level_dataset_surplus)
+            sizes = samples_per_dataset(shares, samples, self.data.mid_level_dataset_surplus)
             datasets = [self._single(source, part, size) for source, size in zip(sources, sizes, strict=True)]
             if not any(datasets):
                 return None
             self._complete(flag, sources, datasets, part)
-            return BlendedDataset(datasets, shares, sum(samples_per_dataset(shares, wanted)), cache)
+            return BlendedDataset(datasets, shares, sum(samples_per_dataset(shares, samples)), cache)
         datasets = [dataset for source in sources if (dataset := self._single(source, part, None)) is not None]
         if not datasets:
             return None
         sizes = [len(dataset) for dataset in datasets]
-        if sum(sizes) < wanted:
-            reason = f"without weights they are read once, {sum(sizes)} {SPLITS[part]} samples, but {wanted} are needed"
+        if sum(sizes) < samples:
+            reason = (
+                f"without weights they are read once, {sum(sizes)} {SPLITS[part]} samples, but {samples} are needed"
+            )
             raise DataError(flag, f"of {len(sources)} prefixes", reason, "Give weights, to read them repeatedly")
-        return BlendedDataset(datasets, sizes, wanted, cache)
+        return BlendedDataset(datasets, sizes, samples, cache)
 
     def _complete(
         self, flag: str, sources: Sequence[TokenSource], datasets: Sequence[GPTDataset | None], part: int

@@ -9,9 +9,9 @@ def token_counts(dataset: IndexedDataset) -> np.ndarray:
     """int64[largest id + 1]: how often each token id occurs."""
     counts = np.zeros(0, dtype=np.int64)
     for index in range(len(dataset)):
-        found = np.bincount(dataset[index], minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        more = np.bincount(dataset[index], minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
     return counts
 
 

@@ -55,8 +55,8 @@ def count_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length
     80 % of it is needed, so that its samples come last and no document is seen more than one time too often."""
     if num_samples is None:
         return Epochs(1, None)
-    wanted = num_samples * sequence_length + 1
-    count = max(1, -(-wanted // tokens_per_epoch))
+    tokens = num_samples * sequence_length + 1
+    count = max(1, -(-tokens // tokens_per_epoch))
     if count == 1:
         return Epochs(1, None)
     sans_last = ((count - 1) * tokens_per_epoch - 1) // sequence_length
@@ -90,7 +90,7 @@ def count_tokens(sequence_lengths: np.ndarray, documents: np.ndarray) -> int:
     host = _native.host()
     if host is None:
         return int(sequence_lengths[documents].sum(dtype=np.int64))
-    return host.count_tokens(_whole(sequence_lengths), _whole(documents), _threads())
+    return host.count_tokens(_full(sequence_lengths), _full(documents), _threads())
 
 
 def sample_starts(
@@ -104,7 +104,7 @@ def sample_starts(
     """
     host = _native.host()
     if host is not None:
-        lengths, order = _whole(sequence_lengths), _whole(documents)
+        lengths, order = _full(sequence_lengths), _full(documents)
         return host.sample_starts(lengths, order, sequence_length, drop_last, _threads())
     lengths = sequence_lengths[documents]
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -119,7 +119,7 @@ def sample_starts(
     return np.stack([positions, offsets], axis=1).astype(dtype)
 
 
-def _whole(values: np.ndarray) -> np.ndarray:
+def _full(values: np.ndarray) -> np.ndarray:
     """Dense, of int32 or int64."""
     return np.ascontiguousarray(values if values.dtype in (np.int32, np.int64) else values.astype(np.int64))
 

@@ -324,5 +324,5 @@ def remedy(name: str) -> str | None:
 
     name: the flag, which is no setting here.
     """
-    family = (told for start, told in FAMILIES.items() if name.startswith(start))
+    family = (text for start, text in FAMILIES.items() if name.startswith(start))
     return NOT_YET.get(name) or next(family, None)

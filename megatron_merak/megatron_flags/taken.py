@@ -119,12 +119,12 @@ def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Remove the flags that change nothing from a command line; return the rest, and a notice for each removed flag."""
     rest: list[str] = []
     notices: dict[str, None] = {}
-    left, given = list(tokens), {token.partition("=")[0] for token in tokens}
+    left, names = list(tokens), {token.partition("=")[0] for token in tokens}
     while left:
         token = left.pop(0)
         name, equals, value = token.partition("=")
         taken = TAKEN.get(name)
-        if taken is None or bool(equals) > bool(taken.values) or not taken.fits(given):
+        if taken is None or bool(equals) > bool(taken.values) or not taken.fits(names):
             rest.append(token)
             continue
         if taken.values:

@@ -117,8 +117,8 @@ class Embedding(Unit):
     def _positions(self, ids: Tensor) -> Tensor:
         if self.place.on_parts and self.place.edges:
             return self.positions(own_part(ids, self.place.group))
-        found = self.positions(ids)
-        return scatter_to_sequence_parallel_region(found, self.place.group) if self.place.on_parts else found
+        embedded = self.positions(ids)
+        return scatter_to_sequence_parallel_region(embedded, self.place.group) if self.place.on_parts else embedded
 
 
 class TransformerLayer(Unit):

@@ -48,11 +48,11 @@ def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _gated_merged_backward(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     forward, backward = _ACTIVATIONS[activation]
-    made = _like(gate_up)
-    grad_gate, grad_up = made.chunk(2, -1)
+    grad_gate_up = _like(gate_up)
+    grad_gate, grad_up = grad_gate_up.chunk(2, -1)
     torch.mul(forward(gate), grad, out=grad_up)
     grad_gate.copy_(backward(grad * up, gate))
-    return made
+    return grad_gate_up
 
 
 def _setup_gated_merged(ctx, inputs, output) -> None:

@@ -137,7 +137,7 @@ def attention(
 
 def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, rows: list) -> Tensor:
     """Attention inside each document, with causal kernels where the mask says nothing else. rows: of ``spans``."""
-    made = []
+    outputs = []
     for place, (causal, bounds) in enumerate(rows):
         here, parts = slice(place, place + 1), []
         sizes = [end - begin for begin, end in bounds]
@@ -149,8 +149,8 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
                 parts.append(joined.unflatten(2, (query.shape[1], -1)).transpose(1, 2))
             else:
                 parts.append(_masked(*operands, hidden[..., begin:end, begin:end], 0.0, scale))
-        made.append(torch.cat(parts, 2))
-    return made[0] if len(made) == 1 else torch.cat(made)
+        outputs.append(torch.cat(parts, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _masked(

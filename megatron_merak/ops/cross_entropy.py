@@ -30,9 +30,9 @@ def _local(target: Tensor, start: int, classes: int) -> tuple[Tensor, Tensor]:
 def _cross_entropy_grad(
     logits: Tensor, target: Tensor, stats: Tensor, grad: Tensor, start: int, classes: int
 ) -> Tensor:
-    found = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    grad_logits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
     if classes <= 0:
-        return found
+        return grad_logits
     known = logits[:, :classes].to(_wide(logits))
     maximum = stats[:, :1].masked_fill(stats[:, :1] == -torch.inf, 0.0)
     each = (known - maximum).exp_().mul_(grad[:, 1:2])
@@ -41,8 +41,8 @@ def _cross_entropy_grad(
     place, outside = _local(target, start, classes)
     each.scatter_add_(-1, place, grad[:, 2:3].masked_fill(outside, 0.0))
     empty = (grad[:, 1:4:1] == 0).all(-1, keepdim=True)
-    found[:, :classes] = each.masked_fill_(empty, 0.0)
-    return found
+    grad_logits[:, :classes] = each.masked_fill_(empty, 0.0)
+    return grad_logits
 
 
 @operation("cross_entropy_grad_", lambda *arguments: None)
@@ -57,8 +57,8 @@ def _setup_stats(ctx, inputs, output) -> None:
 
 def _backward_stats(ctx, grad):
     logits, target, stats = ctx.saved_tensors
-    found = kernels(logits).cross_entropy_grad(logits, target, stats, grad, ctx.start, ctx.classes)
-    return found, None, None, None, None
+    grad_logits = kernels(logits).cross_entropy_grad(logits, target, stats, grad, ctx.start, ctx.classes)
+    return grad_logits, None, None, None, None
 
 
 @operation(
@@ -121,10 +121,10 @@ def cross_entropy_stats(
     of exp(x - maximum), the target's x (-inf: in another shard); with ``smoothing`` also sum and number of the x that
     are not -inf. ``owned``: no one else reads the logits, so the backward, of which there may be one, overwrites them.
     """
-    flat, wanted = logits.reshape(target.numel(), logits.shape[-1]), target.flatten()
-    arguments = flat, wanted, start, logits.shape[-1] if classes is None else classes, smoothing
-    found = _OwnedStats.apply(*arguments) if owned else kernels(logits).cross_entropy_stats(*arguments)
-    return found.view(*target.shape, found.shape[-1])
+    flat, targets = logits.reshape(target.numel(), logits.shape[-1]), target.flatten()
+    arguments = flat, targets, start, logits.shape[-1] if classes is None else classes, smoothing
+    stats = _OwnedStats.apply(*arguments) if owned else kernels(logits).cross_entropy_stats(*arguments)
+    return stats.view(*target.shape, stats.shape[-1])
 
 
 class _LossOfStats(torch.autograd.Function):
@@ -231,8 +231,8 @@ class _ChunkedStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target, start, classes, chunk, sink):
         parts = [
-            kernels(x).cross_entropy_stats(F.linear(rows, weight), wanted, start, classes, False)
-            for rows, wanted in zip(x.split(chunk), target.split(chunk), strict=True)
+            kernels(x).cross_entropy_stats(F.linear(rows, weight), targets, start, classes, False)
+            for rows, targets in zip(x.split(chunk), target.split(chunk), strict=True)
         ]
         stats = torch.cat(parts)
         ctx.save_for_backward(x, weight, target, stats)
@@ -246,9 +246,9 @@ class _ChunkedStats(torch.autograd.Function):
         if ctx.sink is None:
             grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
         parts = (tensor.split(ctx.chunk) for tensor in (x, target, stats, grad, grad_x))
-        for rows, wanted, found, of_stats, into in zip(*parts, strict=True):
+        for rows, targets, stats_of_chunk, of_stats, into in zip(*parts, strict=True):
             logits = F.linear(rows, weight)
-            kernels(logits).cross_entropy_grad_(logits, wanted, found, of_stats, ctx.start, ctx.classes)
+            kernels(logits).cross_entropy_grad_(logits, targets, stats_of_chunk, of_stats, ctx.start, ctx.classes)
             torch.mm(logits, weight, out=into)
             if ctx.sink is not None:
                 ctx.sink.matmul(weight, logits, rows, now=True)

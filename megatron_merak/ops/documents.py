@@ -23,22 +23,22 @@ def documents(mask: Tensor) -> Tensor:
     kernels do not go by documents, where a token sees nothing at all, and in a mask without values.
     """
     rows, length = mask.shape[0], mask.shape[-1]
-    whole = torch.tensor([[0, 0, length]]).expand(rows, -1)
+    one_document = torch.tensor([[0, 0, length]]).expand(rows, -1)
     if mask.device.type != "cpu" or isinstance(mask, FakeTensor):
-        return whole
+        return one_document
     seen = mask[:, 0].to(torch.uint8)
     count = seen.sum(-1)
     if not bool(count.all()):
-        return whole
+        return one_document
     first, last = seen.argmax(-1), length - 1 - seen.flip(-1).argmax(-1)
     place = torch.arange(length)
     ahead = torch.cat((first.new_full((rows, 1), -1), last.cummax(-1).values[:, :-1]), -1)
     begins = (ahead < place) & (first.flip(-1).cummin(-1).values.flip(-1) >= place)
     start = torch.where(begins, place, 0).cummax(-1).values
     causal = ((first == start) & (last == place) & (count == place - start + 1)).all(-1)
-    found = [[int(c), *b.nonzero().flatten().tolist()] for c, b in zip(causal, begins, strict=True)]
-    width = max(map(len, found)) + 1
-    return torch.tensor([row + [length] * (width - len(row)) for row in found])
+    starts = [[int(c), *b.nonzero().flatten().tolist()] for c, b in zip(causal, begins, strict=True)]
+    width = max(map(len, starts)) + 1
+    return torch.tensor([row + [length] * (width - len(row)) for row in starts])
 
 
 def spans(apart: Tensor) -> list[tuple[bool, list[tuple[int, int]]]]:
@@ -46,5 +46,5 @@ def spans(apart: Tensor) -> list[tuple[bool, list[tuple[int, int]]]]:
     where no row has two documents."""
     if isinstance(apart, FakeTensor):
         return []
-    found = [(bool(c), [p for p in pairwise(places) if p[0] < p[1]]) for c, *places in apart.tolist()]
-    return found if any(len(bounds) > 1 for _, bounds in found) else []
+    bounds_of = [(bool(c), [p for p in pairwise(places) if p[0] < p[1]]) for c, *places in apart.tolist()]
+    return bounds_of if any(len(bounds) > 1 for _, bounds in bounds_of) else []

@@ -26,15 +26,15 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx, *grads):
         cos, sin = ctx.saved_tensors
         batch, length, _, dim = grads[0].shape
-        made = grads[0].new_empty((batch, length, sum(ctx.sizes), dim))
-        into = made.split(ctx.sizes, 2)
+        grad_merged = grads[0].new_empty((batch, length, sum(ctx.sizes), dim))
+        into = grad_merged.split(ctx.sizes, 2)
         for part, grad in zip(into[:2], grads[:2], strict=True):
             if cos is None:
                 part.copy_(grad)
             else:
                 rotary_(part, grad, cos, sin, inverse=True)
         into[2].copy_(grads[2])
-        return made.flatten(2), None, None, None, None
+        return grad_merged.flatten(2), None, None, None, None
 
 
 def split_heads(qkv: Tensor, heads: int, groups: int, angles: Angles | None = None) -> tuple[Tensor, Tensor, Tensor]:

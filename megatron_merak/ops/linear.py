@@ -112,6 +112,6 @@ def embedding_part(
     """
     rows = index - start
     outside = (rows < 0) | (rows >= weight.shape[0])
-    held = padding is not None and start <= padding < start + weight.shape[0]
-    found = embedding(rows.masked_fill(outside, 0), weight, sink, padding - start if held else None)
-    return found.masked_fill(outside.unsqueeze(-1), 0.0)
+    pads_here = padding is not None and start <= padding < start + weight.shape[0]
+    output = embedding(rows.masked_fill(outside, 0), weight, sink, padding - start if pads_here else None)
+    return output.masked_fill(outside.unsqueeze(-1), 0.0)

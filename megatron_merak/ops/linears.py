@@ -36,24 +36,24 @@ class _Linears(torch.autograd.Function):
         rows = [None if grad is None else grad.reshape(count, -1) for grad in grads]
         grad_input = None
         if ctx.together and rows[0] is not None:
-            whole = _joined(weights)
-            if whole is not None and ctx.needs_input_grad[0]:
-                grad_input = rows[0] @ whole
+            merged = _joined(weights)
+            if merged is not None and ctx.needs_input_grad[0]:
+                grad_input = rows[0] @ merged
             rows = rows[0].split([len(weight) for weight in weights], 1)
         pairs = [(grad, weight) for grad, weight in zip(rows, weights, strict=True) if grad is not None]
         if grad_input is None and ctx.needs_input_grad[0] and pairs:
             grad_input = _sum_of_products(pairs)
-        made = [None] * (2 * ctx.count)
+        grad_parameters = [None] * (2 * ctx.count)
         for place, (grad, weight) in enumerate(zip(rows, weights, strict=True)):
             if grad is None:
                 continue
             if ctx.sink is not None:
                 ctx.sink.matmul(weight, grad, inputs)
             elif ctx.needs_input_grad[4 + place]:
-                made[place] = grad.t() @ inputs
+                grad_parameters[place] = grad.t() @ inputs
             if ctx.needs_input_grad[4 + ctx.count + place]:
-                made[ctx.count + place] = grad.sum(0)
-        return None if grad_input is None else grad_input.view(ctx.shape), None, None, None, *made
+                grad_parameters[ctx.count + place] = grad.sum(0)
+        return None if grad_input is None else grad_input.view(ctx.shape), None, None, None, *grad_parameters
 
 
 def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -65,9 +65,9 @@ def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _side_by_side(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    whole = _joined(weights)
-    if whole is not None:
-        return F.linear(input, whole)
+    merged = _joined(weights)
+    if merged is not None:
+        return F.linear(input, merged)
     sizes = [len(weight) for weight in weights]
     out = input.new_empty((*input.shape[:-1], sum(sizes)))
     rows = input.reshape(-1, input.shape[-1])

@@ -142,8 +142,8 @@ def _backward_add_layer_norm(ctx, grad, grad_sum, *_):
     sum, weight, mean, rstd = ctx.saved_tensors
     if grad is None:
         return grad_sum, grad_sum, None, None, None
-    found = kernels(sum, weight).add_layer_norm_backward(grad, grad_sum, sum, weight, mean, rstd)
-    return found[0], *found, None
+    computed = kernels(sum, weight).add_layer_norm_backward(grad, grad_sum, sum, weight, mean, rstd)
+    return computed[0], *computed, None
 
 
 @operation(

@@ -39,10 +39,10 @@ class AsOneKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        wanted = [x for x in ctx.leaves if x is not None and x.requires_grad]
+        inputs = [x for x in ctx.leaves if x is not None and x.requires_grad]
         operands = (*ctx.leaves, ctx.out, grad)
-        found = iter(_priced(lambda: torch.autograd.grad(ctx.out, wanted, grad), operands, ctx.causal, back=True))
-        return None, None, *(next(found) if x is not None and x.requires_grad else None for x in ctx.leaves)
+        computed = iter(_priced(lambda: torch.autograd.grad(ctx.out, inputs, grad), operands, ctx.causal, back=True))
+        return None, None, *(next(computed) if x is not None and x.requires_grad else None for x in ctx.leaves)
 
 
 def _priced(run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool) -> Any:

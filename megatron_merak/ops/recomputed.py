@@ -30,8 +30,8 @@ class _LinearOf(torch.autograd.Function):
         inputs = [x.detach().requires_grad_(needs) for x, needs in zip(inputs, needed, strict=True)]
         with torch.enable_grad():
             activation = ctx.make(*inputs)
-        made, rows = activation.detach().reshape(-1, activation.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        of_weight = (made, rows) if ctx.transposed else (rows, made)
+        recomputed, rows = activation.detach().reshape(-1, activation.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        of_weight = (recomputed, rows) if ctx.transposed else (rows, recomputed)
         grad_weight = grad_bias = None
         if ctx.sink is not None:
             ctx.sink.matmul(weight, *of_weight)
@@ -39,12 +39,12 @@ class _LinearOf(torch.autograd.Function):
             grad_weight = of_weight[0].t() @ of_weight[1]
         if ctx.needs_input_grad[4]:
             grad_bias = rows.sum(0)
-        wanted = [x for x in inputs if x.requires_grad]
-        found = iter(())
-        if wanted:
+        differentiable = [x for x in inputs if x.requires_grad]
+        computed = iter(())
+        if differentiable:
             grad_activation = grad @ weight.t() if ctx.transposed else grad @ weight
-            found = iter(torch.autograd.grad(activation, wanted, grad_activation))
-        return None, None, None, grad_weight, grad_bias, *(next(found) if needs else None for needs in needed)
+            computed = iter(torch.autograd.grad(activation, differentiable, grad_activation))
+        return None, None, None, grad_weight, grad_bias, *(next(computed) if needs else None for needs in needed)
 
 
 def gated_linear(

@@ -26,15 +26,15 @@ def operation(
     ``torch.library.register_autograd``.
     """
 
-    def register(twin: Callable) -> Callable:
+    def register(reference: Callable) -> Callable:
         for library in (MERAK, MERAK_TORCH):
             library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-            library.impl(name, twin, "CompositeExplicitAutograd")
+            library.impl(name, reference, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
             if backward is not None:
                 overload = getattr(getattr(torch.ops, library.ns), name).default
                 library.impl(name, _differentiable(overload, setup, backward), "Autograd", with_keyset=True)
-        return twin
+        return reference
 
     return register
 
@@ -58,14 +58,14 @@ def _differentiable(overload: Any, setup: Callable[..., None], backward: Callabl
 
         @staticmethod
         def backward(ctx, *grads):
-            found = backward(ctx, *grads)
-            return (None, *found) if isinstance(found, tuple) else (None, found)
+            grads_in = backward(ctx, *grads)
+            return (None, *grads_in) if isinstance(grads_in, tuple) else (None, grads_in)
 
     Operation.__name__ = f"{overload._opname}Backward"
 
     def run(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-        wanted = torch._C._any_requires_grad(*args) and torch.is_grad_enabled()
-        return Operation.apply(keys, *args) if wanted else below(keys, *args)
+        needed = torch._C._any_requires_grad(*args) and torch.is_grad_enabled()
+        return Operation.apply(keys, *args) if needed else below(keys, *args)
 
     return run
 

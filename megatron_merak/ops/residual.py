@@ -29,8 +29,8 @@ def _dropped(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
     """Zero where an element's bits are below p 2^32, scaled by 1 / (1 - p) elsewhere."""
     if seed is None:
         return x
-    kept = _random_bits(seed, x.numel()).view(x.shape) >= math.ceil(p * 2**32)
-    return torch.where(kept, x * (1 / (1 - p)) if p < 1 else 0.0, 0.0).to(x.dtype)
+    survives = _random_bits(seed, x.numel()).view(x.shape) >= math.ceil(p * 2**32)
+    return torch.where(survives, x * (1 / (1 - p)) if p < 1 else 0.0, 0.0).to(x.dtype)
 
 
 def _empty(x: Tensor, bias: bool) -> Tensor:
@@ -65,9 +65,9 @@ def _backward(ctx, grad):
 
 @operation("bias_dropout_add", lambda x, bias, residual, p, seed: x.new_empty(x.shape), _setup, _backward)
 def _bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor | None) -> Tensor:
-    made = _dropped(x if bias is None else (x + bias).to(x.dtype), p, seed)
-    made = made if residual is None else residual + made
-    return made.clone(memory_format=torch.contiguous_format) if made is x else made.contiguous()
+    output = _dropped(x if bias is None else (x + bias).to(x.dtype), p, seed)
+    output = output if residual is None else residual + output
+    return output.clone(memory_format=torch.contiguous_format) if output is x else output.contiguous()
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: float, training: bool) -> Tensor:

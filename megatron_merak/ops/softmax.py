@@ -21,8 +21,8 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad):
     (probabilities,) = ctx.saved_tensors
-    found = kernels(probabilities).masked_softmax_backward(grad, probabilities, ctx.scale, ctx.causal)
-    return found, None, None, None
+    grad_scores = kernels(probabilities).masked_softmax_backward(grad, probabilities, ctx.scale, ctx.causal)
+    return grad_scores, None, None, None
 
 
 @operation("masked_softmax", lambda scores, mask, scale, causal: scores.new_empty(scores.shape), _setup, _backward)

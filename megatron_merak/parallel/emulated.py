@@ -133,18 +133,18 @@ class Wire:
     def post(self, receive: "Receive") -> None:
         self._posted.setdefault(receive.tag, deque()).append(receive)
 
-    def find_end(self, wanted: "Receive") -> None:
+    def find_end(self, last: "Receive") -> None:
         """Read time stamps, which come in the order of the sends, up to that of ``wanted``; then let through what was
         ready before it.
         """
         self._meet()
-        while wanted.ready is None:
+        while last.ready is None:
             stamp = Stamp(0.0, 0.0)
             self.gloo.recv([stamp.tensor], self.source, _STAMP_TAG).wait()
             self._sent.append(stamp)
             self._meet()
         self._met.sort(key=lambda receive: receive.ready)
-        while wanted.end is None:
+        while last.end is None:
             receive = self._met.pop(0)
             self.free = max(receive.ready, self.free) + receive.nbytes / self.link.bandwidth
             receive.end = self.free + self.link.latency

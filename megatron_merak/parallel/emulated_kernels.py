@@ -111,16 +111,16 @@ def _signature(func) -> Signature:
 def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
     """Bytes read and written."""
     outs = out if len(signature.returns_new) > 1 else (out,) * len(signature.returns_new)
-    made = sum(_bytes(value) for value, new in zip(outs, signature.returns_new, strict=True) if new)
+    written = sum(_bytes(value) for value, new in zip(outs, signature.returns_new, strict=True) if new)
     values = {signature.names[place]: value for place, value in enumerate(args)} | kwargs
     if packet in _GATHER:
         table, *others = args
-        return min(_bytes(table), made) + made + sum(map(_bytes, others))
+        return min(_bytes(table), written) + written + sum(map(_bytes, others))
     if packet in _SCATTER:
         table, *others = args
         touched = 2 * sum(_bytes(value) for value in others[-1:])
         return touched + sum(map(_bytes, others)) + sum(map(_bytes, kwargs.values()))
-    moved = made
+    moved = written
     for place, name in enumerate(signature.names):
         if name in values:
             read = signature.read[place] and not (name == "self" and values.get("beta") == 0)

@@ -172,9 +172,10 @@ def launch(
         place = {} if job == MPI else {"rank": rank, "world_size": size}  # MPI assigns them itself
         place |= {} if role is None else {"store": dist.PrefixStore(f"worker {role.worker}", store)}
         dist.init_process_group(job, timeout=timedelta(minutes=timeout_minutes), device_id=bound, **place)
-        if (found := (dist.get_rank(), dist.get_world_size())) != (rank, size):
+        if (current := (dist.get_rank(), dist.get_world_size())) != (rank, size):
             reason = f"{launcher().name} says rank {rank} of {size}"
-            raise LaunchError("place in the job", f"(rank {found[0]} of {found[1]})", reason, "Use torch's own MPI")
+            place = "(rank {} of {})".format(*current)
+            raise LaunchError("place in the job", place, reason, "Use torch's own MPI")
         atexit.register(_end)
         if job != "nccl":
             dist.barrier()  # all connect before any can fail; else some would report a lost connection, not the error
@@ -200,9 +201,9 @@ def _job_store(rank: int, timeout_minutes: float) -> dist.Store:
     """Return a key-value store for all ranks of the job, of its launcher or of rank 0. Raises LaunchError."""
     _check_rendezvous("gloo")
     host, port, timeout = os.environ["MASTER_ADDR"], _number("MASTER_PORT", ""), timedelta(minutes=timeout_minutes)
-    mine = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    creates = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(host, port, is_master=mine, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(host, port, is_master=creates, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         reason = f"no store answers there ({str(error).splitlines()[0]})"
         raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, "Start ranks with torchrun") from error

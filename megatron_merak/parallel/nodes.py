@@ -48,8 +48,8 @@ def find_nodes(world: World, control: dist.ProcessGroup | None) -> Nodes:
     if world.role is not None:
         return Nodes()  # a worker may have only some of a host's ranks
     if world.cluster is not None:
-        whole, rest = divmod(world.size, world.cluster.ranks_per_node)
-        return Nodes((world.cluster.ranks_per_node,) * whole + (rest,) * (rest > 0))
+        full, rest = divmod(world.size, world.cluster.ranks_per_node)
+        return Nodes((world.cluster.ranks_per_node,) * full + (rest,) * (rest > 0))
     return nodes_of(gather_json([world.ranks_here, world.local_rank], control, "cpu"))
 
 
@@ -66,8 +66,8 @@ def nodes_of(reports: Sequence[Sequence[int]]) -> Nodes:
             return Nodes(doubt=f"rank {first} was not told how many ranks its host has, and others were")
         if odd:
             other, place = here[odd[0]]
-            said = f"as {place} of {other}" if place >= 0 else f"among {other}"
-            reason = f"rank {first + odd[0]} should be rank {odd[0]} of {size} on its host, and was started {said}"
+            seen = f"as {place} of {other}" if place >= 0 else f"among {other}"
+            reason = f"rank {first + odd[0]} should be rank {odd[0]} of {size} on its host, and was started {seen}"
             return Nodes(doubt=reason)
         if len(here) < size:
             last = len(reports) - 1

@@ -62,16 +62,16 @@ def register(settings: Settings | None = None, one_host: bool = True) -> None:
 class SharedMemoryWork(FinishedByWaiting):
     """A collective under way. Waiting a second time does nothing."""
 
-    def __init__(self, group: "SharedMemoryGroup", outputs: list[Tensor], held: Sequence[Tensor], copies: Copies):
+    def __init__(self, group: "SharedMemoryGroup", outputs: list[Tensor], alive: Sequence[Tensor], copies: Copies):
         super().__init__(outputs)
         self.number = 0
-        self._group, self._held, self._copies = group, held, copies
+        self._group, self._alive, self._copies = group, alive, copies
 
     def settle(self) -> None:
         """Once it is done: nothing needs to stay for it any more."""
         for tensor, dense in self._copies:
             tensor.detach().copy_(dense)
-        self._group, self._held, self._copies = None, (), ()
+        self._group, self._alive, self._copies = None, (), ()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Finish it, within the group's timeout unless another is given. Raises RuntimeError, saying who is missing."""
@@ -145,35 +145,35 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allgather(self, outputs, inputs, opts=None):
         if len(inputs) != 1 or not self._divides(outputs[0], inputs[0]):
             return self.gloo.allgather(outputs, inputs)
-        given, parts = inputs[0].contiguous(), [_dense(part) for part in outputs[0]]
-        held, copies = [given, *(dense for dense, _ in parts)], [pair for _, pairs in parts for pair in pairs]
-        arguments = given.data_ptr(), [dense.data_ptr() for dense, _ in parts], given.nbytes
-        return self._launch(self._core.all_gather, arguments, outputs[0], held, copies, opts is None or opts.asyncOp)
+        source, parts = inputs[0].contiguous(), [_dense(part) for part in outputs[0]]
+        alive, copies = [source, *(dense for dense, _ in parts)], [pair for _, pairs in parts for pair in pairs]
+        arguments = source.data_ptr(), [dense.data_ptr() for dense, _ in parts], source.nbytes
+        return self._launch(self._core.all_gather, arguments, outputs[0], alive, copies, opts is None or opts.asyncOp)
 
     def all_gather_single(self, output, input, opts=None, **_):
         if not self._holds(output, input):
             return self.gloo._allgather_base(output, input)
-        given, (dense, copies) = input.contiguous(), _dense(output)
-        arguments = given.data_ptr(), self._places(dense, given.nbytes), given.nbytes
+        source, (dense, copies) = input.contiguous(), _dense(output)
+        arguments = source.data_ptr(), self._places(dense, source.nbytes), source.nbytes
         later = opts is None or opts.asyncOp
-        return self._launch(self._core.all_gather, arguments, [output], [given, dense], copies, later)
+        return self._launch(self._core.all_gather, arguments, [output], [source, dense], copies, later)
 
     def reduce_scatter(self, outputs, inputs, opts=None):
         opts = opts or dist.ReduceScatterOptions()
         suits = len(outputs) == 1 and self._divides(inputs[0], outputs[0])
         if not suits or (how := self._how(outputs[0], opts.reduceOp)) is None:
             return self.gloo.reduce_scatter(outputs, inputs, opts)
-        given, (dense, copies) = [part.contiguous() for part in inputs[0]], _dense(outputs[0])
-        arguments = [part.data_ptr() for part in given], dense.data_ptr(), dense.nbytes, *how
-        return self._launch(self._core.reduce_scatter, arguments, outputs, [*given, dense], copies, opts.asyncOp)
+        sources, (dense, copies) = [part.contiguous() for part in inputs[0]], _dense(outputs[0])
+        arguments = [part.data_ptr() for part in sources], dense.data_ptr(), dense.nbytes, *how
+        return self._launch(self._core.reduce_scatter, arguments, outputs, [*sources, dense], copies, opts.asyncOp)
 
     def reduce_scatter_single(self, output, input, opts=None, **_):
         opts = opts or dist.ReduceScatterOptions()
         if not self._holds(input, output) or (how := self._how(output, opts.reduceOp)) is None:
             return self.gloo._reduce_scatter_base(output, input, opts)
-        given, (dense, copies) = input.contiguous(), _dense(output)
-        arguments = self._places(given, dense.nbytes), dense.data_ptr(), dense.nbytes, *how
-        return self._launch(self._core.reduce_scatter, arguments, [output], [given, dense], copies, opts.asyncOp)
+        source, (dense, copies) = input.contiguous(), _dense(output)
+        arguments = self._places(source, dense.nbytes), dense.data_ptr(), dense.nbytes, *how
+        return self._launch(self._core.reduce_scatter, arguments, [output], [source, dense], copies, opts.asyncOp)
 
     # By gloo, and not by the base class: that one keeps the interpreter while it waits for gloo's lock, which a thread
     # of gloo may hold that waits for the interpreter to let go of a tensor.
@@ -229,11 +229,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         launch: Callable[..., int],
         arguments: tuple,
         outputs: list[Tensor],
-        held: Sequence[Tensor],
+        alive: Sequence[Tensor],
         copies: Copies,
         later: bool,
     ) -> SharedMemoryWork:
-        work = SharedMemoryWork(self, outputs, held, copies)
+        work = SharedMemoryWork(self, outputs, alive, copies)
         with self._lock:  # works stand in the order of their numbers
             work.number = launch(*arguments, self._seconds)
             self._works.append(work)
@@ -260,12 +260,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         same = all(one.numel() == part.numel() and one.dtype == part.dtype for one in parts)
         return len(parts) == self.size() and same and _plain(part, *parts)
 
-    def _holds(self, whole: Tensor, part: Tensor) -> bool:
+    def _holds(self, full: Tensor, part: Tensor) -> bool:
         """Whether ``whole`` is a part like ``part`` for every rank, in one tensor."""
-        return whole.numel() == part.numel() * self.size() and whole.dtype == part.dtype and _plain(whole, part)
+        return full.numel() == part.numel() * self.size() and full.dtype == part.dtype and _plain(full, part)
 
-    def _places(self, whole: Tensor, nbytes: int) -> list[int]:
-        return [whole.data_ptr() + place * nbytes for place in range(self.size())]
+    def _places(self, full: Tensor, nbytes: int) -> list[int]:
+        return [full.data_ptr() + place * nbytes for place in range(self.size())]
 
 
 def _plain(*tensors: Tensor) -> bool:

@@ -53,23 +53,23 @@ def connect(gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, setti
     Collective over ``gloo``, whose ranks are ``ranks`` of the job.
     """
     part = getattr(_native.host(), "shared_memory", None)
-    told = _agree(gloo, _introduction(part, len(ranks), settings))
-    if len({one["host"] for one in told}) > 1:
+    introductions = _agree(gloo, _introduction(part, len(ranks), settings))
+    if len({one["host"] for one in introductions}) > 1:
         raise SeveralHosts("they are on several hosts")
     cores = 0
-    for one in told:
+    for one in introductions:
         cores |= int(one["cores"], 16)
     crowded = 0 < cores.bit_count() < max(len(ranks), settings.ranks_here)
     seat = part.Seat(gloo.rank(), list(ranks), group, crowded)
-    core, made = _first(part, seat, len(ranks), settings) if gloo.rank() == 0 else (None, {})
+    core, created = _first(part, seat, len(ranks), settings) if gloo.rank() == 0 else (None, {})
     try:
-        segment, joined = _agree(gloo, made)[0], {}
+        segment, joined = _agree(gloo, created)[0], {}
         if core is None:
             core, joined = _join(part, seat, len(ranks), segment)
         _agree(gloo, joined)
     finally:
-        if "name" in made:
-            part.unlink(made["name"])
+        if "name" in created:
+            part.unlink(created["name"])
     core.watch()
     _exchange(gloo, {})  # none may end before the others watch it
     return core
@@ -79,19 +79,19 @@ def _exchange(gloo: dist.ProcessGroupGloo, value: dict) -> list[dict]:
     """All ranks' values, in rank order."""
     text = json.dumps(value).encode()
     assert len(text) <= _MESSAGE, text
-    mine = torch.frombuffer(bytearray(text.ljust(_MESSAGE)), dtype=torch.uint8)
-    every = [torch.empty_like(mine) for _ in range(gloo.size())]
-    gloo.allgather([every], [mine]).wait()
+    local = torch.frombuffer(bytearray(text.ljust(_MESSAGE)), dtype=torch.uint8)
+    every = [torch.empty_like(local) for _ in range(gloo.size())]
+    gloo.allgather([every], [local]).wait()
     return [json.loads(one.numpy().tobytes()) for one in every]
 
 
 def _agree(gloo: dist.ProcessGroupGloo, value: dict) -> list[dict]:
     """As ``_exchange``; raises where a rank told of a "problem"."""
-    told = _exchange(gloo, value)
-    for one in told:
+    messages = _exchange(gloo, value)
+    for one in messages:
         if "problem" in one:
             raise NotHere(one["problem"])
-    return told
+    return messages
 
 
 def _problem(text: object) -> dict:
@@ -149,10 +149,10 @@ def _join(part, seat, ranks: int, segment: dict) -> tuple:
 def _room() -> int:
     """Bytes left in the mount of shared memory; no end where it is no mount."""
     try:
-        found = os.statvfs(MOUNT)
+        stats = os.statvfs(MOUNT)
     except OSError:
         return 2**62
-    return found.f_bavail * found.f_frsize
+    return stats.f_bavail * stats.f_frsize
 
 
 def sweep(mount: Path = MOUNT) -> None:

@@ -24,8 +24,8 @@ POLL = 0.2  # seconds between two looks into the store
 class Kind(IntEnum):
     """What a message says.
 
-    The server replies to each one, except LEAVE and HEARTBEAT, with a message of the same kind, or ERROR, and possibly some
-    WAIT before it. So a side that is silent for too long is gone, however long a step takes.
+    The server replies to each one, except LEAVE and HEARTBEAT, with a message of the same kind, or ERROR, and possibly
+    some WAIT before it. So a side that is silent for too long is gone, however long a step takes.
     """
 
     HELLO = 1  # text: the client's layout

@@ -47,14 +47,14 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     Ops that run together count as if the forward came first.
     """
     has_weight = {(op.stage, op.microbatch) for op in _all_ops(schedule) if op.kind is Kind.W}
-    held, peak = [0] * schedule.stages, [0] * schedule.stages
+    in_flight, peak = [0] * schedule.stages, [0] * schedule.stages
     for entry in schedule.entries():
         for op in sorted(ops_of(entry), key=lambda op: op.kind is not Kind.F):
             if op.kind is Kind.F:
-                held[op.stage] += 1
-                peak[op.stage] = max(peak[op.stage], held[op.stage])
+                in_flight[op.stage] += 1
+                peak[op.stage] = max(peak[op.stage], in_flight[op.stage])
             elif op.kind is Kind.W or (op.kind is Kind.B and (op.stage, op.microbatch) not in has_weight):
-                held[op.stage] -= 1
+                in_flight[op.stage] -= 1
     return tuple(peak)
 
 

@@ -38,9 +38,9 @@ def resize(schedule: Schedule, microbatches: int) -> Schedule:
         for past in range(0, rounds * schedule.microbatches, schedule.microbatches):
             for entry in program:
                 moved = [replace(op, microbatch=op.microbatch + past) for op in ops_of(entry)]
-                kept = tuple(op for op in moved if op.microbatch < microbatches)
-                if kept:
-                    yield kept if len(kept) > 1 else kept[0]
+                remaining = tuple(op for op in moved if op.microbatch < microbatches)
+                if remaining:
+                    yield remaining if len(remaining) > 1 else remaining[0]
 
     programs = tuple(tuple(program_of(program)) for program in schedule.ranks)
     return replace(schedule, microbatches=microbatches, ranks=programs)

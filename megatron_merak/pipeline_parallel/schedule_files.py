@@ -59,8 +59,8 @@ def executable(schedule: Schedule, what: str, path: str | Path) -> Schedule:
     other places than where they are derived to be, groups that are not a forward and a backward, and forwards that are
     out of order (statistics which forwards update, as those of batch norm, would depend on it).
     """
-    kept = tuple(tuple(e for e in program if ops_of(e)[0].kind.is_compute) for program in schedule.ranks)
-    bare = replace(schedule, ranks=kept)
+    compute = tuple(tuple(e for e in program if ops_of(e)[0].kind.is_compute) for program in schedule.ranks)
+    bare = replace(schedule, ranks=compute)
     if schedule.has_communication and add_communication(bare) != schedule:
         reason = "its transfers stand elsewhere than where this library derives them from the compute ops"
         raise ScheduleError(what, path, reason, "Remove the SEND and RECV ops")
@@ -92,8 +92,8 @@ def _content(path: Path) -> str:
 
 def _where(reason: str, places: Mapping[str, str]) -> str:
     """The places of the ops that a reason names."""
-    found = [f"{op}: {places[op]}" for op in dict.fromkeys(_OP.findall(reason)) if op in places]
-    return f" ({'; '.join(found)})" if found else ""
+    named = [f"{op}: {places[op]}" for op in dict.fromkeys(_OP.findall(reason)) if op in places]
+    return f" ({'; '.join(named)})" if named else ""
 
 
 def _places_of_text(text: str) -> Iterator[tuple[str, str]]:
@@ -177,9 +177,9 @@ def _step(text: str, row: int, column: int) -> tuple[int, str, int]:
 
 def _check_backwards(steps: Mapping[tuple[int, int], Mapping[str, str]], name: str) -> None:
     """A backward is whole (B), or in two steps (I and W)."""
-    for (stage, microbatch), found in steps.items():
-        if found.keys() in ({"B"}, {"I", "W"}):
+    for (stage, microbatch), kinds in steps.items():
+        if kinds.keys() in ({"B"}, {"I", "W"}):
             continue
-        told = ", ".join(f"{place} ({_BACKWARDS[kind]})" for kind, place in sorted(found.items()))
-        reason = f"of stage {stage} and micro-batch {microbatch} it has {told}"
+        listed = ", ".join(f"{place} ({_BACKWARDS[kind]})" for kind, place in sorted(kinds.items()))
+        reason = f"of stage {stage} and micro-batch {microbatch} it has {listed}"
         raise ScheduleError("schedule", name, reason, "Give each a B, or both an I and a W")

@@ -80,8 +80,8 @@ def _compiled(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline
     if host is None or not 0 <= overlap <= 1 or not are_doubles(chain.from_iterable(astuple(costs))):
         return None
     home = list(map(schedule.rank_of, range(schedule.stages)))
-    found = host.simulate(tuple(schedule.ranks), KINDS, schedule.microbatches, home, astuple(costs), overlap)
-    return None if found is None else CompiledTimeline(found, schedule)
+    compiled = host.simulate(tuple(schedule.ranks), KINDS, schedule.microbatches, home, astuple(costs), overlap)
+    return None if compiled is None else CompiledTimeline(compiled, schedule)
 
 
 def _walked(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline:
@@ -157,20 +157,20 @@ class _Wire:
         else:
             self.posted[op.counterpart()] = time
 
-    def arrival(self, wanted: Op) -> float:
+    def arrival(self, op_wanted: Op) -> float:
         """When the message of a send, whose receive is posted, has arrived. What its receiver waits for it knows of
         this and all earlier sends, as in a run; that is all there is to know where it waits in the order of posting.
         """
-        if wanted not in self.delivered:
-            while wanted not in self.read:
+        if op_wanted not in self.delivered:
+            while op_wanted not in self.read:
                 op, time = self.sent.popleft()
                 self.read[op] = time
             ready = {op: max(time, self.posted[op]) for op, time in self.read.items() if op in self.posted}
             for op in sorted(ready, key=ready.__getitem__):
                 self._deliver(op, ready[op])
-                if op == wanted:
+                if op == op_wanted:
                     break
-        return self.delivered[wanted].end
+        return self.delivered[op_wanted].end
 
     def _deliver(self, send: Op, ready: float) -> None:
         del self.read[send]

@@ -66,9 +66,10 @@ class CompiledTimeline(Timeline):
     found: a ``Simulated`` of ``csrc/py/simulate.cpp``. given: the schedule that it was made from.
     """
 
-    def __init__(self, found: Any, given: Schedule):
-        values = {"makespan": found.makespan, "busy": tuple(found.busy), "peak_in_flight": tuple(found.peak_in_flight)}
-        vars(self).update(values, _found=found, _given=given)
+    def __init__(self, compiled: Any, schedule: Schedule):
+        values = {"makespan": compiled.makespan, "busy": tuple(compiled.busy)}
+        values["peak_in_flight"] = tuple(compiled.peak_in_flight)
+        vars(self).update(values, _found=compiled, _given=schedule)
 
     def __reduce__(self) -> tuple[type[Timeline], tuple[Any, ...]]:
         return Timeline, tuple(getattr(self, field.name) for field in fields(Timeline))

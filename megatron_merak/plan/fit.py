@@ -22,9 +22,9 @@ def check_chain(plan: Plan, names: Sequence[str]) -> None:
 
     names: of the model's units, in order.
     """
-    for index, (planned, found) in enumerate(zip_longest((unit.name for unit in plan.units), names)):
-        if planned != found:
-            has = "the model has none there" if found is None else f"the model's is {found}"
+    for index, (planned, actual) in enumerate(zip_longest((unit.name for unit in plan.units), names)):
+        if planned != actual:
+            has = "the model has none there" if actual is None else f"the model's is {actual}"
             reason = f"{has}; the plan has {len(plan.units)} units, the model {len(names)}"
             value = "(missing)" if planned is None else planned
             raise PlanError(f"plan: unit {index}", value, reason, "Make a plan of this model")

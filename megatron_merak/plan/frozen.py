@@ -232,8 +232,8 @@ def _cluster(plain: Mapping[str, Any]) -> Cluster:
     if "cluster" not in plain:
         reason = "a plan is priced for one"
         raise PlanError("plan: cluster", "(missing)", reason, f"Give its fields, or one of {', '.join(CLUSTERS)}")
-    found = plain["cluster"]
+    content = plain["cluster"]
     try:
-        return CLUSTERS[found] if found in tuple(CLUSTERS) else Cluster.from_dict(found, "cluster")
+        return CLUSTERS[content] if content in tuple(CLUSTERS) else Cluster.from_dict(content, "cluster")
     except ConfigError as error:
         raise PlanError(f"plan: {error.what}", error.value, error.reason, error.remedy) from error

@@ -206,5 +206,5 @@ def optimizer_state(units: Sequence[Unit], usual: float) -> float:
     """Bytes that the optimizer keeps of some units on one rank. usual: of a value of which its unit says nothing."""
     tied = {name: (values, dict(unit.tied_state_bytes)) for unit in units for name, values in trained_tied(unit)}
     own = ((unit.parameters - unit.frozen, unit.state_bytes) for unit in units)
-    kept = sum(values * (usual if each is None else each) for values, each in own)
-    return kept + sum(values * each.get(name, usual) for name, (values, each) in tied.items())
+    own_bytes = sum(values * (usual if each is None else each) for values, each in own)
+    return own_bytes + sum(values * each.get(name, usual) for name, (values, each) in tied.items())

@@ -29,10 +29,10 @@ def placement(grid: Grid, ranks_per_node: int) -> str:
 
 def _spread(grid: Grid, axis: str, ranks_per_node: int) -> str:
     counts = [Counter(rank // ranks_per_node for rank in group) for group in placed_groups(grid, axis, ranks_per_node)]
-    nodes, held = max(map(len, counts)), {ranks for count in counts for ranks in count.values()}
+    nodes, spreads = max(map(len, counts)), {ranks for count in counts for ranks in count.values()}
     if nodes == 1:
         return "inside a node"
-    if len({len(count) for count in counts}) > 1 or len(held) > 1:
+    if len({len(count) for count in counts}) > 1 or len(spreads) > 1:
         return f"over up to {nodes} nodes"
-    (each,) = held
+    (each,) = spreads
     return f"{each} rank{'s' * (each > 1)} in each of {nodes} nodes"

@@ -34,7 +34,7 @@ class TensorSharding:
             reason = f"dimension {self.dim} of {self.shape} does not consist of them"
             raise PlanError(f"blocks of {self.name}", self.blocks, reason, "Let them add up to it")
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return how it is sharded, as text for a message."""
         if self.dim is None:
             return "replicated"
@@ -78,5 +78,5 @@ class TensorSharding:
         """Return the shape of a rank's shard, without padding."""
         if self.dim is None:
             return self.shape
-        held = sum(stop - start for start, stop in self.intervals(tp_rank, tp))
-        return self.shape[: self.dim] + (held,) + self.shape[self.dim + 1 :]
+        extent = sum(stop - start for start, stop in self.intervals(tp_rank, tp))
+        return self.shape[: self.dim] + (extent,) + self.shape[self.dim + 1 :]

@@ -153,7 +153,7 @@ class Automatic:
                 split_weights=task.split,
                 evaluations=evaluations,
                 placement=home,
-                told=report_progress,
+                report_progress=report_progress,
             )
         except ScheduleError:  # no micro-batch runs under these limits
             return None

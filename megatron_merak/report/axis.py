@@ -18,8 +18,8 @@ class Axis:
     @classmethod
     def around(cls, values: Iterable[float], log: bool = False, zero: bool = False) -> "Axis":
         """An axis with some room on both sides of ``values``. zero: it starts at 0 where no value is below."""
-        found = [value for value in values if value > 0] if log else list(values)
-        low, high = min(found, default=0.0), max(found, default=1.0)
+        shown = [value for value in values if value > 0] if log else list(values)
+        low, high = min(shown, default=0.0), max(shown, default=1.0)
         if log:
             room = max(high / low, 1.5) ** 0.04
             return cls(low / room, high * room, True)

@@ -161,23 +161,23 @@ def _line(points: Points, axis: Axis, across: _Across) -> str:
 
 def _envelope(points: Points) -> Points:
     """The lowest and the highest point of each of so many parts, in order: a line through them looks the same."""
-    size, found = -(-2 * len(points) // MOST), []
+    size, envelope = -(-2 * len(points) // MOST), []
     for start in range(0, len(points), size):
         part = [(value, at) for at, value in points[start : start + size] if value is not None]
         if not part:
-            found.append((points[start][0], None))
+            envelope.append((points[start][0], None))
             continue
         ends = {min(part), max(part)}
-        found += [(at, value) for value, at in sorted(ends, key=lambda end: end[1])]
-    return found
+        envelope += [(at, value) for value, at in sorted(ends, key=lambda end: end[1])]
+    return envelope
 
 
 def running_mean(points: Points, window: int) -> Points:
     """Means over the last ``window`` values that are known, in front of each point."""
-    found, kept = [], []
+    means, recent = [], []
     for iteration, value in points:
         if value is not None:
-            kept.append(value)
-            del kept[:-window]
-        found.append((iteration, math.fsum(kept) / len(kept) if kept else None))
-    return found
+            recent.append(value)
+            del recent[:-window]
+        means.append((iteration, math.fsum(recent) / len(recent) if recent else None))
+    return means

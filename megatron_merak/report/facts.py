@@ -47,8 +47,8 @@ class Facts:
     @property
     def iterations(self) -> int:
         """Those of the whole run; 0 where nobody said."""
-        asked = self.start.get("iterations") or self.state.get("max_steps")
-        return asked if type(asked) is int else 0
+        planned = self.start.get("iterations") or self.state.get("max_steps")
+        return planned if type(planned) is int else 0
 
 
 def facts_of(directory: Path) -> Facts:

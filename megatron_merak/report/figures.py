@@ -14,31 +14,31 @@ _KINDS = {"valid": ("validation", 2), "test": ("test", 3)}
 
 def span(history: History) -> tuple[int, int]:
     """The first and the last iteration of all charts."""
-    found = [*history.steps, *(at for points in history.evaluations.values() for at in points)]
-    found += [at for points in history.metrics.values() for at in points]
-    return (min(found), max(found)) if found else (0, 1)
+    places = [*history.steps, *(at for points in history.evaluations.values() for at in points)]
+    places += [at for points in history.metrics.values() for at in points]
+    return (min(places), max(places)) if places else (0, 1)
 
 
 def charts(facts: Facts) -> list[Chart]:
     """The charts of what there are values of."""
     history = facts.history
     steps = [history.steps[at] for at in sorted(history.steps)]
-    found = [_loss(history, steps)]
+    shown = [_loss(history, steps)]
     rows = (
         ("learning_rate", "Learning rate", "in each iteration", {"zero": True}),
         ("grad_norm", "Gradient norm", "before clipping", {"zero": True, "logs": True}),
     )
     for name, title, unit, more in rows:
         line = Line(title.lower(), [(one.iteration, getattr(one, name)) for one in steps])
-        found.append(Chart(name, title, unit, (line,), **more))
-    found.append(_throughput(facts, steps))
+        shown.append(Chart(name, title, unit, (line,), **more))
+    shown.append(_throughput(facts, steps))
     if any(one.loss_scale not in (None, 1.0) for one in steps):
         line = Line("loss scale", [(one.iteration, one.loss_scale) for one in steps])
-        found.append(Chart("loss_scale", "Loss scale", "of the next iteration", (line,), zero=True, logs=True))
+        shown.append(Chart("loss_scale", "Loss scale", "of the next iteration", (line,), zero=True, logs=True))
     for name, points in history.metrics.items():
         line = Line(name, sorted(points.items()), colour=2, dots=True)
-        found.append(Chart(f"eval_{name}", name.replace("_", " ").capitalize(), "in evaluations", (line,)))
-    return [chart for chart in found if any(line.values() for line in chart.lines)]
+        shown.append(Chart(f"eval_{name}", name.replace("_", " ").capitalize(), "in evaluations", (line,)))
+    return [chart for chart in shown if any(line.values() for line in chart.lines)]
 
 
 def _loss(history: History, steps: list[Step]) -> Chart:
@@ -121,22 +121,22 @@ def time(seconds: float) -> str:
 
 def notes(facts: Facts) -> list[str]:
     """What a reader has to know, in sentences."""
-    history, found = facts.history, list(facts.notes)
-    last, asked = history.last, facts.iterations
-    if asked and last < asked and history.steps:
-        found.append(f"The run has done {last:,} of {counted(asked, 'iteration')}.")
+    history, lines = facts.history, list(facts.notes)
+    last, planned = history.last, facts.iterations
+    if planned and last < planned and history.steps:
+        lines.append(f"The run has done {last:,} of {counted(planned, 'iteration')}.")
     for start in history.starts[1:]:
         repeated = f"; {counted(start.repeated, 'iteration')} done before were repeated, and the later values are shown"
-        found.append(f"The run was restarted after iteration {start.iteration:,}{repeated * bool(start.repeated)}.")
+        lines.append(f"The run was restarted after iteration {start.iteration:,}{repeated * bool(start.repeated)}.")
     skipped = [step.iteration for step in history.steps.values() if step.skipped]
     if skipped:
         named = ", ".join(f"{at:,}" for at in sorted(skipped)[:8]) + (", ..." if len(skipped) > 8 else "")
-        found.append(
+        lines.append(
             f"{counted(len(skipped), 'iteration')} skipped, as the gradient was not finite ({named}): "
             "marked below the loss."
         )
     if history.modelled:
-        found.append("Times are modelled: the run emulated a cluster on this machine.")
+        lines.append("Times are modelled: the run emulated a cluster on this machine.")
     if facts.starts and facts.measured is None:
-        found.append("No step was measured; --timeline FILE measures the last one.")
-    return found
+        lines.append("No step was measured; --timeline FILE measures the last one.")
+    return lines

@@ -23,8 +23,8 @@ _SPEED = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_prepar
 
 def newest_state(directory: Path) -> Path | None:
     """The trainer_state.json that went furthest, of a run's directory or a checkpoint; None without any."""
-    found = [path for path in (directory / STATE, *directory.glob(f"checkpoint-*/{STATE}")) if path.is_file()]
-    return max(found, key=lambda path: (_steps_of(path), path.parent == directory), default=None)
+    paths = [path for path in (directory / STATE, *directory.glob(f"checkpoint-*/{STATE}")) if path.is_file()]
+    return max(paths, key=lambda path: (_steps_of(path), path.parent == directory), default=None)
 
 
 def _steps_of(path: Path) -> int:
@@ -70,10 +70,10 @@ def plan_beside(path: Path) -> Plan | None:
     """The plan in the newest training state beside or below a trainer_state.json; None where there is none, or where it
     is one of another version."""
     state = "training_state/iter_*/manifest.json"
-    found = [*path.parent.glob(state), *path.parent.glob(f"checkpoint-*/{state}")]
-    if not found:
+    manifests = [*path.parent.glob(state), *path.parent.glob(f"checkpoint-*/{state}")]
+    if not manifests:
         return None
-    newest = max(found, key=lambda manifest: manifest.parent.name)
+    newest = max(manifests, key=lambda manifest: manifest.parent.name)
     try:
         return Plan.from_dict(json.loads(newest.read_text(encoding="utf-8"))["meta"]["plan"])
     except (OSError, ValueError, KeyError, TypeError, MerakError):
@@ -83,11 +83,15 @@ def plan_beside(path: Path) -> Plan | None:
 def arguments_beside(path: Path) -> dict[str, Any]:
     """The arguments of the run that are not empty; none where there is no training_args.json beside ``path``."""
     try:
-        found = json.loads((path.parent / ARGUMENTS).read_text(encoding="utf-8"))
+        arguments = json.loads((path.parent / ARGUMENTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     empty = (None, False, "", [], {})
-    return {name: value for name, value in found.items() if value not in empty} if isinstance(found, Mapping) else {}
+    return (
+        {name: value for name, value in arguments.items() if value not in empty}
+        if isinstance(arguments, Mapping)
+        else {}
+    )
 
 
 def _number(value: Any) -> float | None:

@@ -58,15 +58,15 @@ class History:
     @property
     def last(self) -> int:
         """The last iteration that a line tells of."""
-        places = [*self.steps, *(place for found in self.evaluations.values() for place in found)]
+        places = [*self.steps, *(place for points in self.evaluations.values() for place in points)]
         return max(places, default=self.starts[-1].iteration if self.starts else 0)
 
     def begin(self, iteration: int, number: int | None = None, consumed: int | None = None) -> None:
         """Training begins behind ``iteration``."""
         lost = [place for place in self.steps if place > iteration]
-        for found in (self.steps, *self.evaluations.values()):
-            for place in [place for place in found if place > iteration]:
-                del found[place]
+        for points in (self.steps, *self.evaluations.values()):
+            for place in [place for place in points if place > iteration]:
+                del points[place]
         self.starts.append(Start(iteration, number, len(lost)))
         self.consumed = consumed
 

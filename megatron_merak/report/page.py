@@ -54,8 +54,8 @@ def about(facts: Facts) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _notes(found: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in found)
+def _notes(lines: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(note)}</li>" for note in lines)
     return f'<ul class="notes">{items}</ul>' if items else ""
 
 
@@ -83,8 +83,8 @@ def _tables(facts: Facts) -> str:
         parts.append(f"<h2>Plan</h2>{_table(rows, left=(2,))}<p>{escape(note)}</p>")
     settings = facts.start.get("settings")
     if isinstance(settings, Mapping) and settings:
-        found = [(name, *map(str, pair)) for name, pair in settings.items() if isinstance(pair, list)]
-        rows = [("setting", "value", "default"), *found]
+        changed = [(name, *map(str, pair)) for name, pair in settings.items() if isinstance(pair, list)]
+        rows = [("setting", "value", "default"), *changed]
         parts.append(f"<h2>Settings that differ from defaults</h2>{_table(rows, left=(1, 2))}")
     if facts.arguments:
         rows = [("argument", "value"), *((name, str(value)) for name, value in sorted(facts.arguments.items()))]
@@ -104,8 +104,10 @@ def _tables(facts: Facts) -> str:
 def _starts(facts: Facts) -> Iterable[tuple[str, ...]]:
     trained = {start.number: start for start in facts.history.starts}
     for number, start in enumerate(facts.starts):
-        found = trained.get(number)
-        iteration, repeated = ("-", "-") if found is None else (f"{found.iteration:,}", f"{found.repeated:,}")
+        trained_from = trained.get(number)
+        iteration, repeated = (
+            ("-", "-") if trained_from is None else (f"{trained_from.iteration:,}", f"{trained_from.repeated:,}")
+        )
         time = str(start.get("time", ""))[:19].replace("T", " ")
         yield str(number + 1), time, iteration, str(start.get("ranks", "-")), str(start.get("layout", "-")), repeated
 

@@ -63,7 +63,7 @@ def _boxes(view: View, rank: int) -> str:
         low, wide = 100 * event.start / total, 100 * (event.end - event.start) / total
         part = f"top:{100 * event.part / event.parts:.0f}%;height:{100 / event.parts:.0f}%;" if event.parts > 1 else ""
         boxes.append(
-            f'<b class="op-{event.op.kind.value}{shades[event.op.stage]}" title="{_told(event)}" '
+            f'<b class="op-{event.op.kind.value}{shades[event.op.stage]}" title="{_text(event)}" '
             f'style="{part}left:{low:.3f}%;width:{wide:.3f}%"><span>{event.op.microbatch}</span></b>'
         )
     return "".join(boxes)
@@ -80,7 +80,7 @@ def _shapes(events: Sequence[Event], shades: dict[int, int], total: float) -> st
     return f'<svg viewBox="0 0 1000 100" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
 
 
-def _told(event: Event) -> str:
+def _text(event: Event) -> str:
     op = event.op
     return f"{NAMES[op.kind]} of micro-batch {op.microbatch}, stage {op.stage}: {time_text(event.end - event.start)}"
 
@@ -106,8 +106,8 @@ def rank_rows(predicted: View | None, measured: View | None) -> list[tuple[str, 
 def memory(plan: Plan) -> str:
     """A bar per pipeline rank of what fills its memory at its peak, as predicted."""
     ranks, names = rank_memory(plan), [part.name for part in fields(StageMemory)]
-    held, most = plan.cluster.device.memory, max(one.total for one in ranks) or 1
-    full = held if 0 < held < 4 * most else most
+    capacity, most = plan.cluster.device.memory, max(one.total for one in ranks) or 1
+    full = capacity if 0 < capacity < 4 * most else most
     rows = []
     for rank, one in enumerate(ranks):
         parts = "".join(
@@ -122,7 +122,11 @@ def memory(plan: Plan) -> str:
         )
     used = [index for index in range(len(names)) if any(astuple(one)[index] for one in ranks)]
     legend = "".join(f'<span><i class="part-{index}"></i>{names[index]}</span>' for index in used)
-    of = f"of {bytes_text(held)} of {escape(plan.cluster.device.name)}" if full == held else "of one rank at its peak"
+    of = (
+        f"of {bytes_text(capacity)} of {escape(plan.cluster.device.name)}"
+        if full == capacity
+        else "of one rank at its peak"
+    )
     return (
         f'<figure class="card step"><figcaption><b>Memory, predicted</b> <small>{of}</small>'
         f'<span class="legend boxes">{legend}</span></figcaption><div class="lanes">{"".join(rows)}</div></figure>'

@@ -23,10 +23,10 @@ FORMAT = 1
 
 def parse_run(text: str) -> list[dict[str, Any]]:
     """The starts in the text of a run.json, first to last. Raises ValueError for any other text."""
-    found = json.loads(text)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    record = json.loads(text)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"it is no object of format {FORMAT}")
-    starts = found.get("starts")
+    starts = record.get("starts")
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
         raise ValueError("it has no list of starts")
     return starts

@@ -115,9 +115,9 @@ class Initialiser:
         with _stream(derive_seed(seed, name)):
             return self._construct(numbers[name])[0].get(name)
 
-    def _construct(self, wanted: int | None = None) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    def _construct(self, number: int | None = None) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """Construct the model again. Returns its small parameters and number ``wanted``; and the number of each."""
-        with _almost_empty(wanted) as registered, _uninitialised_is_nan():
+        with _almost_empty(number) as registered, _uninitialised_is_nan():
             model = type(self._model)._from_config(copy.deepcopy(self._model.config))
         named = dict(model.named_parameters())
         real = {name: parameter.detach() for name, parameter in named.items() if not is_fake(parameter)}
@@ -162,7 +162,7 @@ def _is_set(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _almost_empty(wanted: int | None) -> Iterator[dict[int, tuple[int, nn.Parameter]]]:
+def _almost_empty(full: int | None) -> Iterator[dict[int, tuple[int, nn.Parameter]]]:
     """`init_empty_weights` except for parameters of up to `_SMALL` elements and that registered as number ``wanted``.
 
     Yields id of a registered parameter -> (its number, the parameter itself, so that its id is not reused).
@@ -176,7 +176,7 @@ def _almost_empty(wanted: int | None) -> Iterator[dict[int, tuple[int, nn.Parame
             if parameter is None:
                 return register_real(module, name, None)
             number, _ = registered.get(id(parameter), (len(registered), None))
-            keep = number == wanted or parameter.numel() <= _SMALL
+            keep = number == full or parameter.numel() <= _SMALL
             (register_real if keep else register_fake)(module, name, parameter)
             result = module._parameters[name]
             registered.setdefault(id(result), (number, result))

@@ -63,13 +63,14 @@ def check_native_shardings(plan: Sequence[TensorSharding], table: Sequence[Tenso
     planned, native = {tensor.name: tensor for tensor in plan}, {tensor.name: tensor for tensor in table}
     for name, tensor in native.items():
         if name not in planned:
-            reason = f"the plan does not say how it is sharded; the native model has it {tensor.told()}"
+            reason = f"the plan does not say how it is sharded; the native model has it {tensor.describe()}"
             raise PlanError("sharding of", name, reason, "Restore its row in the plan")
         if planned[name].shape != tensor.shape:
             reason = f"its shape is {planned[name].shape} in the plan, and {tensor.shape} in the model"
             raise PlanError("sharding of", name, reason, "Train the model that the plan was made for")
-        if planned[name].told() != tensor.told():
-            reason = f"the plan has it {planned[name].told()}, and the native model {tensor.told()}, never otherwise"
+        stored, expected = planned[name].describe(), tensor.describe()
+        if stored != expected:
+            reason = f"the plan has it {stored}, and the native model {expected}, never otherwise"
             raise PlanError("sharding of", name, reason, "Restore it, or train the model by pretrain_hf.py")
     unknown = next((name for name in planned if name not in native), None)
     if unknown is not None:
@@ -106,10 +107,10 @@ def tie_groups(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh)
     return {key: groups[ranks] for key, ranks in ranks_of.items() if ranks in groups and mesh.pp_rank in ranks}
 
 
-def shared_here(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, int]:
+def stages_sharing(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, int]:
     """The parameters that several stages of this rank use, and how many stages."""
-    mine = plan.stages_of(mesh.pp_rank)
-    counts = {key: sum(stage in mine for stage in stages) for key, stages in stages_of.items()}
+    own_stages = plan.stages_of(mesh.pp_rank)
+    counts = {key: sum(stage in own_stages for stage in stages) for key, stages in stages_of.items()}
     return {key: count for key, count in counts.items() if count > 1}
 
 
@@ -143,12 +144,12 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
         fp32_residual=plan.fp32_residual,
     )
     chain = [build_unit(index, model, place) for index in range(model.num_layers + 2)]
-    mine = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
-    units = [unit for stage in mine.values() for unit in stage]
+    units_of = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
+    units = [unit for stage in units_of.values() for unit in stage]
     stages_of = find_ties(chain, plan)
-    groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
+    groups, shared = tie_groups(stages_of, plan, mesh), stages_sharing(stages_of, plan, mesh)
     group_of = groups_of_run(config.optimizer, outer_names(config.model))
-    entries, layouts, names = _entries(units, stages_of, groups, mine, mesh, group_of)
+    entries, layouts, names = _entries(units, stages_of, groups, units_of, mesh, group_of)
     buffer = ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
     for buckets in buffer.filling():
         parts = [
@@ -178,7 +179,7 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
     prelude = Prelude(model, mesh.device)
     split = halve if plan.overlap == "sub-pipeline" else None
     stages = {}
-    for index, part in mine.items():
+    for index, part in units_of.items():
         modules = nn.ModuleList(part)
         for module in modules.modules():
             if hasattr(module, "sink"):
@@ -229,7 +230,7 @@ def _entries(
     units: list[Unit],
     stages_of: Mapping[Key, tuple[int, ...]],
     tied: Collection[Key],
-    mine: Collection[int],
+    own_stages: Collection[int],
     mesh: Mesh,
     group_of: GroupOf,
 ):
@@ -244,7 +245,7 @@ def _entries(
             if seen[key] != name:
                 continue
             layouts[name] = layout
-            first = stages_of[key][0] in mine
+            first = stages_of[key][0] in own_stages
             counted = first and (layout.sharded or mesh.tp_rank == 0)
             shape = tuple(parameter.shape)
             kind = group_of(layout.pieces[0].sharding.name, shape)

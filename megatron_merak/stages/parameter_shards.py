@@ -17,7 +17,7 @@ from .adapters import has_adapters, name_before
 from .blueprint import Blueprint
 from .deliver import deliver
 from .init_captured import Initialiser
-from .native import shard_of, shared_here, tie_groups
+from .native import shard_of, stages_sharing, tie_groups
 from .parameter_groups import GroupOf
 from .precision import DTYPES, HALVES
 
@@ -116,7 +116,7 @@ class ParameterShards:
         """
         names, plan, mesh = self.names, self.blueprint.plan, self.mesh
         stages_of = {(name,): stages for name, stages in self.stages_of.items()}
-        groups, shared = tie_groups(stages_of, plan, mesh), shared_here(stages_of, plan, mesh)
+        groups, shared = tie_groups(stages_of, plan, mesh), stages_sharing(stages_of, plan, mesh)
         trained = sorted(names.values())  # the same order on every rank
         return RankParameters(
             self.buffer,

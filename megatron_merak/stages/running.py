@@ -26,7 +26,7 @@ class RunningStatistics:
     def __init__(self, blueprint: Blueprint, mesh: Mesh):
         self.mesh, model = mesh, blueprint.traced.model
         stages = blueprint.plan.stages_of(mesh.pp_rank)
-        mine = {unit for stage in stages for unit in blueprint.plan.stages[stage].units}
+        own_units = {unit for stage in stages for unit in blueprint.plan.stages[stage].units}
         self._buffers: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -37,7 +37,7 @@ class RunningStatistics:
                 if getattr(norm, "momentum", 0.0) is None:
                     reason = "with momentum=None it depends on the number of batches, unknown to a graph"
                     raise TraceError("module", path, reason, "Give it a momentum, for example 0.1")
-                if unit not in mine:
+                if unit not in own_units:
                     continue
                 buffers[name].data = buffers[name].data.to(mesh.device)
                 self._buffers[name] = buffers[name]

@@ -115,9 +115,9 @@ def _code(kind: type) -> str:
         return "without source"
 
 
-def _difference(mine: dict[str, str], first: dict[str, str]) -> ConfigError | None:
-    for name in (*first, *mine):
-        own, expected = mine.get(name), first.get(name)
+def _difference(own_digests: dict[str, str], first: dict[str, str]) -> ConfigError | None:
+    for name in (*first, *own_digests):
+        own, expected = own_digests.get(name), first.get(name)
         if own != expected:
             reason = f"it is {expected} on the first rank"
             if expected is None:

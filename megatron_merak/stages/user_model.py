@@ -104,8 +104,8 @@ class UserModel:
         Parameters that never had memory are as before. Collective over all ranks.
         """
         control = self.mesh.control
-        mine = {name: p for name, p in self._withheld.items() if is_withheld(p)}
-        missing = gather_json([name for name, p in mine.items() if not is_fake(p)], control, "cpu")
+        withheld = {name: p for name, p in self._withheld.items() if is_withheld(p)}
+        missing = gather_json([name for name, p in withheld.items() if not is_fake(p)], control, "cpu")
         names = dict.fromkeys(chain(*missing) if everywhere else missing[0])
         gather = Gather(self.exported() if names else (), {}, control, "cpu")
         for name in names:
@@ -113,9 +113,9 @@ class UserModel:
             if everywhere and control is not None:
                 values = values if gather.first else torch.empty(values.shape, dtype=values.dtype)
                 dist.broadcast(values, group=control, group_src=0)
-            if name in mine and not (is_fake(mine[name]) or values.is_meta):
-                restore(mine[name], values.to(mine[name].device))
-        for parameter in filter(is_fake, mine.values()):
+            if name in withheld and not (is_fake(withheld[name]) or values.is_meta):
+                restore(withheld[name], values.to(withheld[name].device))
+        for parameter in filter(is_fake, withheld.values()):
             restore(parameter, None)
         unguard(self.model)
 

@@ -40,7 +40,7 @@ class ParallelLayer(nn.Module):
         self.group, self.calls, self.sequence_parallel = group, collectives == "call", sequence_parallel
         self.sink: ops.WeightGradientSink | None = None
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _full(self, x: Tensor) -> Tensor:
         """What a 'call' layer computes with: its input on all positions, whose gradient is partial on each rank."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(x, self.group)
@@ -84,7 +84,7 @@ class ColumnParallelLinear(ParallelLayer):
 
     def entering(self, x: Tensor) -> Tensor:
         """What the weight is multiplied with."""
-        return self._whole(x) if self.calls else x
+        return self._full(x) if self.calls else x
 
     def forward(self, x: Tensor) -> Tensor:
         y = ops.linear(self.entering(x), self.weight, self.bias if self.adds_bias else None, self.sink)

@@ -63,18 +63,18 @@ def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, d
 
     model: see ``TrainedModel.settings``. data: see ``data.identity``. batch: samples per step.
     """
-    refused, told = _model_changes(config, saved, model)
+    refused, changes = _model_changes(config, saved, model)
     for change in refused:
         reason = f"the checkpoint's run had {_text(change.saved)}; another value makes another model"
         raise CheckpointError(change.flag, _text(change.now), reason, change.undone())
     lines = []
     if not config.checkpoint.finetune:
         lines += _check_seed_and_data(config, saved, data)
-        told += _run_changes(config, saved)
+        changes += _run_changes(config, saved)
         if saved.global_batch_size not in (None, batch):
-            told.append(Change("--global-batch-size", batch, saved.global_batch_size))
-    if told:
-        lines.insert(0, f"Changed since the checkpoint was written: {'; '.join(map(str, told))}")
+            changes.append(Change("--global-batch-size", batch, saved.global_batch_size))
+    if changes:
+        lines.insert(0, f"Changed since the checkpoint was written: {'; '.join(map(str, changes))}")
     return lines
 
 
@@ -108,12 +108,12 @@ def _model_changes(
     changes = [Change(flag_name(name), now[name], then[name]) for name in _differing(now, then) if name not in _FREE]
     may_change = _TOLD | _OF_A_RUN if config.checkpoint.finetune else _TOLD
     refused = [change for change in changes if change.flag[2:].replace("-", "_") not in may_change]
-    told = [change for change in changes if change not in refused]
+    allowed = [change for change in changes if change not in refused]
     for name in _differing(model or {}, saved.model or {}):
         change = Change(f"config.json {name}", model[name], saved.model[name])
         if name not in _CONFIG_FREE:
-            (told if any(part in name for part in _CONFIG_TOLD) else refused).append(change)
-    return refused, told
+            (allowed if any(part in name for part in _CONFIG_TOLD) else refused).append(change)
+    return refused, allowed
 
 
 def _effective(model: ModelConfig) -> dict[str, Any]:

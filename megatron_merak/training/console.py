@@ -127,16 +127,16 @@ def fitted(text: str, width: int = WIDTH) -> str:
     lines: list[str] = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        whole = len(line) <= width
+        fits = len(line) <= width
         lines += (
             [line]
-            if whole
+            if fits
             else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         )
     return "\n".join(lines)
 
 
-def told(text: str) -> None:
+def print_fitted(text: str) -> None:
     """Print a text, on a terminal in lines that fit."""
     print(fitted(text) if sys.stdout.isatty() else text, flush=True)
 

@@ -44,16 +44,16 @@ class TokenBatches:
     def __call__(self, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> dict[str, Tensor]:
         """``num_items`` (float, 0-dim): what the sum of the targets' losses is divided by, instead of their number."""
         tokens, labels = batch["tokens"], targets(batch)
-        made = {"input_ids": tokens, "labels": labels}
+        prepared = {"input_ids": tokens, "labels": labels}
         if self.way == "shifted":
-            made["shift_labels"] = labels
+            prepared["shift_labels"] = labels
         elif self.way == "longer":
             first = torch.full_like(labels[:, :1], IGNORED)
-            made = {
+            prepared = {
                 "input_ids": torch.cat([tokens, batch["labels"][:, -1:]], 1),
                 "labels": torch.cat([first, labels], 1),
             }
-        return made if num_items is None else made | {"num_items_in_batch": num_items}
+        return prepared if num_items is None else prepared | {"num_items_in_batch": num_items}
 
     def example(self, samples: int, length: int, num_items: bool = False) -> dict[str, Tensor]:
         """A batch of ``samples`` sequences of ``length`` tokens, for what depends on shapes alone."""

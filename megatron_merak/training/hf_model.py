@@ -72,15 +72,15 @@ def known_tokens(model: nn.Module) -> int:
     return model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
 
 
-def rules_text(given: str | None) -> str:
+def rules_text(text: str | None) -> str:
     """The rules that ``--tensor-parallel-rules`` gives or that the file it names holds, # starting a comment."""
-    if given is None or "=" in given and not Path(given).is_file():
-        return given or ""
+    if text is None or "=" in text and not Path(text).is_file():
+        return text or ""
     try:
-        lines = Path(given).read_text(encoding="utf-8").splitlines()
+        lines = Path(text).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = f"it is neither a rule like '*.o_proj.weight=row' nor a file that can be read ({error})"
-        raise ConfigError("--tensor-parallel-rules", given, reason, "Give rules, or a file of them") from error
+        raise ConfigError("--tensor-parallel-rules", text, reason, "Give rules, or a file of them") from error
     return "\n".join(line.partition("#")[0].strip() for line in lines)
 
 
@@ -91,7 +91,7 @@ def traced_of(model: nn.Module, config: HFConfig, mesh: Mesh | None = None) -> t
 
 
 def blueprint_of(
-    traced: Traced, config: HFConfig, world_size: int, cluster: Cluster, told: ProgressCallback = lambda share: None
+    traced: Traced, config: HFConfig, world_size: int, cluster: Cluster, progress: ProgressCallback = lambda share: None
 ) -> Blueprint:
     """The plan of a run: that of ``--plan``, or one made for ``cluster``. Raises PlanError.
 
@@ -111,7 +111,7 @@ def blueprint_of(
         vocabulary_multiple=config.model.make_vocab_size_divisible_by,
         loss_chunk=config.model.cross_entropy_chunk_size,
         sequence_length=config.model.seq_length,  # without the token more that some models get
-        progress=told,
+        progress=progress,
     )
 
 

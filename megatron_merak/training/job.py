@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..arguments import deviation_report
 from ..checkpoint import store
 from ..checkpoint.lock import DirectoryLock
-from ..config import RunConfig, check_sizes, flag_name, told_of_worker
+from ..config import RunConfig, check_sizes, flag_name, worker_note
 from ..data.build import Datasets
 from ..data.identity import difference, identity
 from ..data.loader import BatchLoader
@@ -81,7 +81,7 @@ def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Se
         stand_in(world),
         "\n".join((*config.ignored(), *notes)),
         "\n".join(notices(plan.grid, nodes)),
-        "" if world.role is None else told_of_worker(config.parallel, world.role.workers),
+        "" if world.role is None else worker_note(config.parallel, world.role.workers),
         str(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -103,7 +103,7 @@ class Job:
     def __init__(self, trainer: Trainer, datasets: Datasets):
         self.config, self.plan, self.mesh = trainer.config, trainer.plan, trainer.mesh
         self.trainer, self.datasets = trainer, datasets
-        self.asked: RunConfig = trainer.config  # the settings as they were given, which --save stores
+        self.settings: RunConfig = trainer.config  # the settings as they were given, which --save stores
         self.report: Report | None = None
         trainer.data = identity(datasets)
         agree_on_data(trainer.data, self.mesh)
@@ -125,7 +125,7 @@ class Job:
         rank."""
         with together(self.mesh.control, "cpu"):
             if self.report is not None:
-                store_settings(self.asked, self.config.checkpoint.save)
+                store_settings(self.settings, self.config.checkpoint.save)
 
     def _run(self) -> None:
         self.resume()
@@ -213,10 +213,10 @@ class Job:
             while trainer.iteration < trainer.iterations:
                 batches = next(loader, None)
                 if batches is None:
-                    asked = ("--train-iters", train.train_iters)
-                    asked = asked if train.train_samples is None else ("--train-samples", train.train_samples)
+                    setting = ("--train-iters", train.train_iters)
+                    setting = setting if train.train_samples is None else ("--train-samples", train.train_samples)
                     reason = f"the training data ends at {loader.consumed_samples} samples"
-                    raise DataError(*asked, reason, "Lower it, or give more data")
+                    raise DataError(*setting, reason, "Lower it, or give more data")
                 interruption.before_step()
                 self.train_step(batches, trainer.consumed_samples)
                 stops = interruption.after_step() > 0

@@ -77,15 +77,15 @@ def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
     if path is None:
         return {}
     plan, known = stored(path), {flag.field for flag in flags(kind)}
-    given = {argument.partition("=")[0] for argument in arguments}
+    names = {argument.partition("=")[0] for argument in arguments}
     for name in MAKES:
-        if flag_name(name) in given and name in known:
+        if flag_name(name) in names and name in known:
             raise ConfigError(flag_name(name), "(given)", f"it is decided by the plan {path}", "Leave it out")
-    if given & {RAMP, STEPS}:  # they say the sizes, of which the plan has the largest
+    if names & {RAMP, STEPS}:  # they say the sizes, of which the plan has the largest
         known -= {"global_batch_size"}
-    if "--use-distributed-optimizer" in given:  # it says so alone
+    if "--use-distributed-optimizer" in names:  # it says so alone
         known -= {"data_parallel_sharding_strategy"}
-    if "--use-tp-pp-dp-mapping" in given:
+    if "--use-tp-pp-dp-mapping" in names:
         known -= {"rank_order"}
     return {name: value(plan) for name, value in DECIDES.items() if name in known}
 
@@ -132,7 +132,7 @@ def compare(plan: Plan, settings: Mapping[str, Any], named: Callable[[str], str]
 def check_memory(plan: Plan, cluster: Cluster) -> None:
     """Raises PlanError when a rank of ``cluster`` has less memory than the plan needs."""
     for rank in overflowing_ranks(plan, cluster.device):
-        held = cluster.device.memory / 2**30
-        reason = f"pipeline rank {rank} does not fit into the {held:.0f} GiB of {cluster.device.name}"
+        capacity = cluster.device.memory / 2**30
+        reason = f"pipeline rank {rank} does not fit into the {capacity:.0f} GiB of {cluster.device.name}"
         remedy = "Make a plan for this device"
         raise PlanError("plan", f"(priced for {plan.cluster.device.name})", reason, remedy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import build_parser, read
 from ..cluster import CLUSTERS, DEVICES, find_cluster, profiled
-from ..config import Config, HFConfig, RunConfig, check_sizes, of_worker, told_of_worker
+from ..config import Config, HFConfig, RunConfig, check_sizes, of_worker, worker_note
 from ..errors import ConfigError, MerakError, PlanError
 from ..pipeline_parallel.search.progress import SEARCHING, Progress
 
@@ -54,11 +54,11 @@ class Maker:
     def __init__(self, config: RunConfig, own: argparse.Namespace):
         self.ranks = world_size(own.world_size)
         self.cluster = profiled(find_cluster(own.device), config.parallel.device_profile)
-        self.told: tuple[str, ...] = ()
+        self.worker_notes: tuple[str, ...] = ()
         if config.parallel.served:
             config.validate(self.ranks, training=False)
             workers = config.data_parallel_size(self.ranks)
-            self.told = (told_of_worker(config.parallel, workers),)
+            self.worker_notes = (worker_note(config.parallel, workers),)
             config, self.ranks = of_worker(config, workers), config.parallel.ranks_of_replica
         if config.parallel.plan is not None:
             raise ConfigError("--plan", config.parallel.plan, "it is already a plan", "Use: plan.py show FILE")
@@ -68,7 +68,7 @@ class Maker:
     def plan(self) -> "Plan":
         """Raises as planning does."""
         try:
-            return self._made(self.config, self.ranks)
+            return self._make(self.config, self.ranks)
         except PlanError as error:
             for line in self.fitting():
                 error.add_note(line)
@@ -76,11 +76,11 @@ class Maker:
 
     def notes(self) -> tuple[str, ...]:
         """What making the plan brought to light."""
-        told = self.told
+        notes = self.worker_notes
         if not isinstance(self.config, Config):
             captured = self._traced.captured
-            told += (f"Captured {captured.how}.", *captured.notes)
-        return told + _growth(self.plan, self.config, self.ranks)
+            notes += (f"Captured {captured.how}.", *captured.notes)
+        return notes + _growth(self.plan, self.config, self.ranks)
 
     def remade(self, changes: Mapping[str, Any]) -> "Plan | None":
         """The plan with other values of settings of parallelism, and of ``world_size``; None where it is refused with
@@ -91,7 +91,7 @@ class Maker:
             changes["use_distributed_optimizer"] = False
         parallel = dataclasses.replace(self.config.parallel, **changes)
         try:
-            return self._made(dataclasses.replace(self.config, parallel=parallel), ranks)
+            return self._make(dataclasses.replace(self.config, parallel=parallel), ranks)
         except MerakError:
             return None
 
@@ -107,17 +107,17 @@ class Maker:
         lines = misfits(plan, device, lambda changes: self.remade(changes) or self.remade({**changes, **anyhow}))
         return [line for line in lines if line.endswith("it fits")]
 
-    def _made(self, config: RunConfig, ranks: int) -> "Plan":
+    def _make(self, config: RunConfig, ranks: int) -> "Plan":
         if isinstance(config, Config):
             from ..planner import plan  # here and below, so that a command line is answered before planning is loaded
 
-            with Progress(SEARCHING) as told:
-                return plan(config, ranks, self.cluster, report_progress=told)
+            with Progress(SEARCHING) as progress:
+                return plan(config, ranks, self.cluster, report_progress=progress)
         from .hf_model import blueprint_of
 
         config.validate(ranks, training=False)
-        with Progress(SEARCHING) as told:
-            return blueprint_of(self._traced, config, ranks, self.cluster, told).plan
+        with Progress(SEARCHING) as progress:
+            return blueprint_of(self._traced, config, ranks, self.cluster, progress).plan
 
     @functools.cached_property
     def _traced(self) -> "Traced":
@@ -127,11 +127,11 @@ class Maker:
         return traced_of(build_model(self.config.model), self.config)[0]
 
 
-def _growth(found: "Plan", config: RunConfig, ranks: int) -> tuple[str, ...]:
+def _growth(plan: "Plan", config: RunConfig, ranks: int) -> tuple[str, ...]:
     from ..planner.growth import growth_table
 
-    check_sizes(config.train, config.batches(ranks), found.grid.dp)
-    table = growth_table(found, config.phases(ranks))
+    check_sizes(config.train, config.batches(ranks), plan.grid.dp)
+    table = growth_table(plan, config.phases(ranks))
     return (f"\n{table}",) if table else ()
 
 

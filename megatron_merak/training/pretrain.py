@@ -19,7 +19,7 @@ from ..planner.predict import priced
 from ..stages.devices import cluster_of
 from ..stages.native import check_native_shardings, tensors
 from ..stages.native_model import NativeModel
-from .console import told
+from .console import print_fitted
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
 from .plan_file import plan_of
@@ -35,7 +35,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     """
     role, workers = world.role, 1 if world.role is None else world.role.workers
     of_worker(config, workers).validate(world.size)
-    tokenizer, asked = build_tokenizer(config), config
+    tokenizer, as_passed = build_tokenizer(config), config
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
     )
@@ -56,7 +56,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     mesh = build_mesh(plan.grid, *where, plan.sharding_instances)
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     if world.rank == 0 and mesh.worker == 0:
-        told(opening(config, plan, world, nodes, notices))
+        print_fitted(opening(config, plan, world, nodes, notices))
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)
@@ -65,7 +65,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
         config,
         world,
         lambda trainer: throughput(config, plan, world, model_flops(config.model, plan.global_batch_size)),
-        asked,
+        as_passed,
     )
 
 

@@ -18,7 +18,7 @@ from ..parallel.nodes import find_nodes, located
 from ..planner.make import grid_of
 from ..stages.devices import cluster_of
 from ..stages.optimizer_state import OptimizerOf
-from .console import told
+from .console import print_fitted
 from .hf_model import build_model, known_tokens
 from .job import Job, agree, opening, throughput
 from .outputs import check_outputs
@@ -38,7 +38,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     """
     role, workers = world.role, 1 if world.role is None else world.role.workers
     of_worker(config, workers).validate(world.size)
-    model, asked = build_model(config.model), config
+    model, as_passed = build_model(config.model), config
     config, tokenizer = with_tokenizer(config, model)
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     control = control_group(world.size, timeout)
@@ -57,13 +57,13 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     def make(optimizer_of: OptimizerOf) -> HFJob:
         trained = TokenModel(model, config, mesh, cluster, optimizer_of)
         if world.rank == 0 and mesh.worker == 0:
-            told(opening(config, trained.plan, world, nodes, (*notices, *trained.notes)))
+            print_fitted(opening(config, trained.plan, world, nodes, (*notices, *trained.notes)))
         return HFJob(Trainer(config, trained), datasets)
 
     def work(trainer: Trainer) -> Throughput:
         return throughput(config, trainer.plan, world, trainer.model.flops())
 
-    run_job(make, config, world, work, asked)
+    run_job(make, config, world, work, as_passed)
 
 
 def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokenizer]:
@@ -108,9 +108,9 @@ class HFJob(Job):
 
     def _tokenizer(self):
         """The tokenizer that belongs to the model, to be saved with it."""
-        given = self.config.data.tokenizer_model or self.config.model.model
-        if self.mesh.rank > 0 or not any((Path(given) / name).is_file() for name in TOKENIZER_FILES):
+        source = self.config.data.tokenizer_model or self.config.model.model
+        if self.mesh.rank > 0 or not any((Path(source) / name).is_file() for name in TOKENIZER_FILES):
             return None
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(given, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)

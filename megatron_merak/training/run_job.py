@@ -18,7 +18,7 @@ def run_job(
     config: RunConfig,
     world: World,
     work: Callable[[Trainer], Throughput],
-    asked: RunConfig,
+    as_passed: RunConfig,
 ) -> None:
     """Make and run a job; ``make`` is given who keeps the optimizer's state. ``work``: of a sample, for the report.
     ``asked``: the settings as they were given, before what data and model decide was filled in.
@@ -26,7 +26,7 @@ def run_job(
     Raises a MerakError on every rank of the job, or of the worker, alike."""
     worker = None if world.role is None else Worker(config, world)
     job = make(optimizer_of_run(config.optimizer) if worker is None else worker.optimizer)
-    job.asked = asked
+    job.settings = as_passed
 
     def report() -> Report | None:
         if not world.is_last:

@@ -18,10 +18,10 @@ def check_same_files(paths: Mapping[str, str], control: dist.ProcessGroup | None
     with together(control, "cpu"):
         digests = {name: _digest(Path(path)) for name, path in paths.items()}
     first, *others = gather_json(digests, control, "cpu")
-    for rank, found in enumerate(others, 1):
-        for name, digest in found.items():
+    for rank, theirs in enumerate(others, 1):
+        for name, digest in theirs.items():
             if digest != first[name]:
-                absent = [each for each, held in ((0, first[name]), (rank, digest)) if held is None]
+                absent = [each for each, value in ((0, first[name]), (rank, digest)) if value is None]
                 reason = f"rank {absent[0]} finds no such file" if absent else f"rank {rank} finds another than rank 0"
                 raise ConfigError(name, paths[name], reason, "Provide the same file on all hosts")
 

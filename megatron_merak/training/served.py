@@ -94,12 +94,12 @@ class Worker:
         self.server = Server(self.role, self.store, server_settings(config)) if self.role.clients else None
         self.stop = StopRequest(self.store)
 
-    def optimizer(self, held: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> ServedAdamW:
+    def optimizer(self, parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> ServedAdamW:
         """An optimizer of this rank's parameters, connected to its servers; an ``OptimizerOf``."""
-        parallel, buffer, workers = self.config.parallel, held.buffer, self.role.workers
+        parallel, buffer, workers = self.config.parallel, parameters.buffer, self.role.workers
         most = 4 * workers if parallel.ps_max_staleness is None else parallel.ps_max_staleness
         settings = {
-            "dtype": str(wire_dtype(held)).removeprefix("torch."),
+            "dtype": str(wire_dtype(parameters)).removeprefix("torch."),
             "betas": (config.adam_beta1, config.adam_beta2),
             "eps": config.adam_eps,
             "workers": workers,
@@ -109,15 +109,15 @@ class Worker:
         pieces = pieces_of(buffer.size, len(self.role.endpoints))
         layouts = [(piece, layout_of(buffer, piece, **settings)) for piece in pieces]
         client = Client(self.role, self.store, layouts, timedelta(minutes=parallel.distributed_timeout_minutes))
-        return ServedAdamW(held, config, client, workers, self.sync, scaler)
+        return ServedAdamW(parameters, config, client, workers, self.sync, scaler)
 
     def agree(self, mesh: Mesh, data: object) -> None:
         """Raise ConfigError on all ranks of a worker whose settings or data are not those of the worker that came
         first."""
         with together(mesh.control, "cpu"):
             if self.role.place == 0:
-                mine = json.dumps([self.config.to_dict(), data], sort_keys=True)
-                digest = hashlib.sha256(mine.encode()).hexdigest()
+                content = json.dumps([self.config.to_dict(), data], sort_keys=True)
+                digest = hashlib.sha256(content.encode()).hexdigest()
                 first = self.store.compare_set(_JOB, "", digest).decode()
                 if first != digest:
                     reason = "its flags or its data differ from those of the first worker"

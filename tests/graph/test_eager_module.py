@@ -134,9 +134,7 @@ class OfOtherShapes(Experts):
 
 @pytest.mark.parametrize("block", [Remembering, Counting, OfOtherShapes])
 def test_what_does_more_or_returns_other_shapes_is_refused(block):
-    with pytest.raises(
-        TraceError, match=r"eager_module.py.* (decides by the values|whose shape depends on values)"
-    ):
+    with pytest.raises(TraceError, match=r"eager_module.py.* (decides by the values|whose shape depends on values)"):
         capture(Model(block), {"x": torch.randn(6, 4)})
 
 

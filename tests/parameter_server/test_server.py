@@ -92,7 +92,7 @@ def test_old_gradients_count_less_and_too_old_ones_nothing():
         slow.leave()
     record = servers[0].services[0].record
     assert (record.staleness, record.dropped) == ({0: 5, 1: 1, 2: 1, 3: 1}, 1)
-    assert "8 gradients" not in servers[0].told() and "1 gradient too old" in servers[0].told()
+    assert "8 gradients" not in servers[0].summary() and "1 gradient too old" in servers[0].summary()
 
 
 def test_a_gradient_that_comes_a_second_time_is_applied_once():
@@ -127,7 +127,7 @@ def test_workers_wait_for_each_other_and_gradients_are_added_in_their_order():
         for sums, answer, weights in results:
             assert torch.equal(weights, expected)
             assert sums.square == pytest.approx(counted, rel=1e-6)
-            assert [row[:2] for row in sums.told] == [(0, 0.5), (1, 0.5), (2, 0.5)]
+            assert [row[:2] for row in sums.reported] == [(0, 0.5), (1, 0.5), (2, 0.5)]
             assert (answer.version, answer.steps) == (1, 1)
         for client in clients:
             client.leave()
@@ -225,7 +225,7 @@ def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(
 
     with ThreadPoolExecutor(2) as pool:
         for total in pool.map(step, [0, 1]):
-            assert [row[0] for row in total.told] == [0, 1]
+            assert [row[0] for row in total.reported] == [0, 1]
     for client in clients[:2]:
         client.leave()
     server.wait()

@@ -259,7 +259,7 @@ def test_a_deep_pipeline_of_many_micro_batches_is_bounded():
     """The work is counted, not timed: so many schedules, whatever the machine."""
     costs = StageCosts.uniform(16, 1, 2, 1, 1)
     shares = []
-    found = search(costs, 64, limits=Limits.in_flight([16] * 16), split_weights=True, told=shares.append)
+    found = search(costs, 64, limits=Limits.in_flight([16] * 16), split_weights=True, report_progress=shares.append)
     assert found.evaluations <= default_evaluations(16, 64) == 500
     assert default_evaluations(64, 512) == 50 and default_evaluations(2, 4) == 2000
     assert shares == sorted(shares) and len(shares) >= found.evaluations

@@ -54,10 +54,10 @@ def _check_pin(name: str, pin: TensorSharding, shape: tuple[int, ...], tp: int) 
     if pin.dim is None:
         return
     if tp == 1:
-        reason = f"the plan has it {pin.told()}, and there is one tensor-parallel rank, which holds all of it"
+        reason = f"the plan has it {pin.describe()}, and there is one tensor-parallel rank, which holds all of it"
         raise PlanError("sharding of", name, reason, "Let dim be null, or set the tensor-parallel size")
     if shape[pin.dim] == 1:
-        reason = f"the plan has it {pin.told()}, which is 1 long"
+        reason = f"the plan has it {pin.describe()}, which is 1 long"
         raise PlanError("sharding of", name, reason, "Shard another dimension, or let dim be null")
     blocks = [pin.blocks] if isinstance(pin.blocks, int) else pin.blocks
     uneven = isinstance(pin.blocks, int) and pin.blocks > 0 and shape[pin.dim] % pin.blocks
@@ -67,7 +67,8 @@ def _check_pin(name: str, pin: TensorSharding, shape: tuple[int, ...], tp: int) 
     evenly = (pin.padded,) if pin.padded else extents(pin)
     uneven_extents = [extent for extent in evenly if extent % tp]
     if uneven_extents:
-        reason = f"the plan has it {pin.told()}, and {uneven_extents[0]} is not divisible by {tp} tensor-parallel ranks"
+        extent = uneven_extents[0]
+        reason = f"the plan has it {pin.describe()}, and {extent} is not divisible by {tp} tensor-parallel ranks"
         remedy = f"Pad it to a multiple of {tp}, or let dim be null" if len(evenly) == 1 else "Let dim be null"
         raise PlanError("sharding of", name, reason, remedy)
 
@@ -80,9 +81,9 @@ def conflict_error(conflict: PlanConflict, pins: Pins, free: Pins, edited: Seque
     """
     name = next((origin for origin in conflict.origins if origin in edited), conflict.origins[0])
     node = conflict.node
-    reason = f"the plan has it {pins[name].told()}, but {op_name(node)} in {place(node)} {conflict.why}"
-    remedy = f"Let it be {free[name].told()}"
+    reason = f"the plan has it {pins[name].describe()}, but {op_name(node)} in {place(node)} {conflict.why}"
+    remedy = f"Let it be {free[name].describe()}"
     if name not in edited:
-        restored = ", ".join(f"{other} be {free[other].told()}" for other in edited[:3])
+        restored = ", ".join(f"{other} be {free[other].describe()}" for other in edited[:3])
         remedy = f"Let it be replicated, or let {restored}"
     return PlanError("sharding of", name, reason, remedy)

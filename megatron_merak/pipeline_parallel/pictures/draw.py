@@ -136,11 +136,11 @@ def _label(axes, event: Event, middle: tuple[float, float], points: float, digit
 def _margin(axes, view: View, span: float) -> None:
     columns: Sequence[tuple[float, str]] = ((0.62, "bubble"), (1.32, "in flight"))
     inch = span / (axes.get_position().width * axes.figure.get_size_inches()[0])
-    held = view.peak_in_flight()
+    peak = view.peak_in_flight()
     for offset, header in columns:
         axes.text(span + offset * inch, -0.62, header, ha="right", va="bottom", fontsize=8, color="#7A808A")
     for rank in range(view.ranks):
-        for (offset, _), text in zip(columns, (f"{view.timeline.bubbles[rank]:.1%}", str(held[rank])), strict=True):
+        for (offset, _), text in zip(columns, (f"{view.timeline.bubbles[rank]:.1%}", str(peak[rank])), strict=True):
             axes.text(span + offset * inch, rank, text, ha="right", va="center", fontsize=9, color="#3A3F47")
 
 

@@ -41,10 +41,10 @@ def page(views: Sequence[View], title: str = "") -> str:
 
 def views_of(html: str) -> tuple[View, ...]:
     """The views that a page was made of. Raises ScheduleError for a file that is no such page."""
-    found = _DATA.search(html)
-    if found is None:
+    match = _DATA.search(html)
+    if match is None:
         raise ScheduleError("page", "HTML", "it holds no timelines", "Give a page that tools/simulate.py wrote")
-    return decode(json.loads(found[1]))
+    return decode(json.loads(match[1]))
 
 
 def encode(views: Sequence[View]) -> dict:

@@ -15,13 +15,13 @@ def summary_rows(views: Sequence[View]) -> Rows:
     rows = [header[:3] + ("against the first",) * several + ("step",) * steps + header[3:] + ("peak bytes",) * known]
     first = views[0].timeline.makespan
     for view in views:
-        timeline, held = view.timeline, view.peak_in_flight()
+        timeline, peak = view.timeline, view.peak_in_flight()
         against = f"{timeline.makespan / first:.3f}x" if first else "-"
         rows.append(
             (view.name, view.clock, time_text(timeline.makespan))
             + (against,) * several
             + ((time_text(view.step) if view.step else "-"),) * steps
-            + (f"{timeline.bubble:.1%}", f"{min(timeline.bubbles):.1%} to {max(timeline.bubbles):.1%}", str(max(held)))
+            + (f"{timeline.bubble:.1%}", f"{min(timeline.bubbles):.1%} to {max(timeline.bubbles):.1%}", str(max(peak)))
             + ((bytes_text(max(view.peak_bytes())) if view.memory else "-"),) * known
         )
     return rows
@@ -29,14 +29,14 @@ def summary_rows(views: Sequence[View]) -> Rows:
 
 def rank_rows(view: View) -> Rows:
     """One row per pipeline rank."""
-    timeline, held = view.timeline, view.peak_in_flight()
+    timeline, peak = view.timeline, view.peak_in_flight()
     known = bool(view.memory)
     rows = [("rank", "stages", "busy", "idle", "bubble", "in flight") + ("peak bytes",) * known]
     for rank, busy in enumerate(timeline.busy):
         stages = ",".join(map(str, view.stages_of(rank)))
         times = (time_text(busy), time_text(timeline.makespan - busy), f"{timeline.bubbles[rank]:.1%}")
         size = (bytes_text(view.peak_bytes()[rank]),) if known else ()
-        rows.append((str(rank), stages, *times, str(held[rank]), *size))
+        rows.append((str(rank), stages, *times, str(peak[rank]), *size))
     return rows
 
 

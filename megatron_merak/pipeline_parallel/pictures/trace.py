@@ -26,7 +26,7 @@ _THREADS = {Kind.SEND_F: 100, Kind.SEND_B: 200}
 def to_trace(views: Sequence[View]) -> dict:
     """JSON-safe; inverse of ``from_trace`` up to the rounding of times."""
     events: list[dict] = []
-    told: list[dict] = []
+    headers: list[dict] = []
     process = 0
     for view in views:
         prefix = f"{view.name}, " if len(views) > 1 else ""
@@ -34,12 +34,12 @@ def to_trace(views: Sequence[View]) -> dict:
         events += _arrows(view.timeline, process) + _counters(view, process)
         words = {"title": view.title, "clock": view.clock, "detail": view.detail, "capacity": view.capacity}
         words |= {"timed": view.timed, "step": view.step}
-        told.append({**words, "process": process, "schedule": str(view.timeline.schedule)})
+        headers.append({**words, "process": process, "schedule": str(view.timeline.schedule)})
         process += view.ranks
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"producer": "megatron_merak", "format": FORMAT, "views": told},
+        "otherData": {"producer": "megatron_merak", "format": FORMAT, "views": headers},
     }
 
 
@@ -98,29 +98,30 @@ def messages_between(schedule: Schedule, events: Sequence[Event]) -> tuple[Trans
     """Of events whose messages were not timed: each from the end of the op that makes it to the start of its reader,
     which is the longest that it can have been under way."""
     placed = {event.op: event for event in events}
-    found = []
+    transfers = []
     for op, event in placed.items():
         step, kind = {Kind.F: (1, Kind.SEND_F), Kind.B: (-1, Kind.SEND_B)}.get(op.kind, (0, op.kind))
         reader = placed.get(Op(op.stage + step, op.kind, op.microbatch)) if step and op.stage + step >= 0 else None
         if reader is not None and reader.rank != event.rank:
-            found.append(Transfer(Op(op.stage, kind, op.microbatch), event.rank, reader.rank, event.end, reader.start))
-    return tuple(found)
+            sent = Op(op.stage, kind, op.microbatch)
+            transfers.append(Transfer(sent, event.rank, reader.rank, event.end, reader.start))
+    return tuple(transfers)
 
 
 def _names(view: View, process: int, prefix: str) -> list[dict]:
     rows = []
     for rank in range(view.ranks):
-        rows.append(_told(process + rank, "process_name", name=f"{prefix}pipeline rank {rank} ({view.clock})"))
-        rows.append(_told(process + rank, "process_sort_index", sort_index=process + rank))
+        rows.append(_headers(process + rank, "process_name", name=f"{prefix}pipeline rank {rank} ({view.clock})"))
+        rows.append(_headers(process + rank, "process_sort_index", sort_index=process + rank))
     threads = {
         (event.rank, event.part): "compute" + ", run together" * (event.part > 0) for event in view.timeline.events
     }
     for (rank, thread), name in sorted(threads.items()):
-        rows.append(_told(process + rank, "thread_name", thread, name=name))
+        rows.append(_headers(process + rank, "thread_name", thread, name=name))
     return rows
 
 
-def _told(process: int, what: str, thread: int = 0, **args) -> dict:
+def _headers(process: int, what: str, thread: int = 0, **args) -> dict:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
@@ -148,7 +149,7 @@ def _messages(timeline: Timeline, process: int) -> list[dict]:
         if lane == len(lanes):
             lanes.append(0.0)
             name = NAMES[kind] + f" ({lane + 1})" * (lane > 0)
-            rows.append(_told(process + rank, "thread_name", _THREADS[kind] + lane, name=name))
+            rows.append(_headers(process + rank, "thread_name", _THREADS[kind] + lane, name=name))
         lanes[lane] = message.end
         rows.append(_span(message.op, process + rank, _THREADS[kind] + lane, message.start, message.end))
     return rows

@@ -24,7 +24,7 @@ def lower_bound(problem: Problem) -> float:
     parts = _parts(problem)
     heads, tails = heads_and_tails(problem)
     of_stages = [_jobs(parts[stage], heads[stage], tails[stage]) for stage in range(problem.stages)]
-    return max(_one_machine([job for stage in mine for job in of_stages[stage]]) for mine in problem.stages_of)
+    return max(_one_machine([job for stage in own for job in of_stages[stage]]) for own in problem.stages_of)
 
 
 def heads_and_tails(problem: Problem) -> tuple[Heads, Heads]:
@@ -125,10 +125,10 @@ class _Load:
 
 def _jobs(parts: tuple[float, ...], heads: list[list[float]], tails: list[list[float]]) -> list[Job]:
     """Of a stage."""
-    found = [
+    rows = [
         zip(heads[p], tails[p], [seconds] * len(heads[p]), strict=True) for p, seconds in enumerate(parts) if seconds
     ]
-    return [job for part in found for job in part]
+    return [job for row in rows for job in row]
 
 
 def _one_machine(jobs: list[Job]) -> float:

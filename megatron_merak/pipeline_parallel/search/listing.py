@@ -183,10 +183,10 @@ class Rank:
             return self.code(favourite[1], kinds[0]), None
         if other is not None and other[0] <= now:
             place, chosen = other[1], kinds[1]
-        elif (found := self._recomputing()) is not None:
-            place, chosen = found, R
-        elif (found := self._weighing()) is not None:
-            place, chosen = found, W
+        elif (ready := self._recomputing()) is not None:
+            place, chosen = ready, R
+        elif (ready := self._weighing()) is not None:
+            place, chosen = ready, W
         else:
             return None, None
         stage = self.stages[place]

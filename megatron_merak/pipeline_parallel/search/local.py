@@ -26,9 +26,13 @@ class LocalSearch:
     """
 
     def __init__(
-        self, problem: Problem, programs: list[Program], seed: int = 0, told: Callable[[], object] = lambda: None
+        self,
+        problem: Problem,
+        programs: list[Program],
+        seed: int = 0,
+        report_progress: Callable[[], object] = lambda: None,
     ):
-        self.problem, self.random, self.told = problem, Random(seed), told
+        self.problem, self.random, self.report_progress = problem, Random(seed), report_progress
         self.programs = self.best = [list(program) for program in programs]
         self._clock()
         self.makespan = self.now
@@ -88,7 +92,7 @@ class LocalSearch:
         programs[rank], compiled[rank] = program, self.problem.compile(rank, program)
         ends = self._ends(programs, compiled)
         self.evaluations += 1
-        self.told()
+        self.report_progress()
         makespan = max((end[-1] for end in ends), default=float("inf"))
         if makespan > self.now * (1 + heat * self.random.random()):
             return False
@@ -138,8 +142,8 @@ def _moved(program: Program, width: int, source: int, target: int | None, code: 
     code = program[source]
     kind, item = code & 3, code >> 2
     place = item % width
-    passed = program[target:source] if target < source else program[source + 1 : target + 1]
-    for other in passed:
+    between = program[target:source] if target < source else program[source + 1 : target + 1]
+    for other in between:
         if other >> 2 == item or (other & 3 == kind and (other >> 2) % width == place):
             return None
     moved = program[:source] + program[source + 1 :]

@@ -28,14 +28,14 @@ def placements(ranks: int, chunks: int | None = None, most: int | None = None) -
     ranks: pipeline ranks. chunks: stages of each, None for a choice of one to three. most: stages that there may be,
     None for any number.
     """
-    found = []
+    usual = []
     for count in range(1, _MOST + 1) if chunks is None else (chunks,):
         if most is not None and count * ranks > most:
             break
         if count == 1:
-            found.append(Placement("one stage per rank", tuple(range(ranks))))
+            usual.append(Placement("one stage per rank", tuple(range(ranks))))
         elif ranks > 1 or chunks is not None:
-            found.append(Placement(f"{count} stages per rank, interleaved", tuple(range(ranks)) * count))
+            usual.append(Placement(f"{count} stages per rank, interleaved", tuple(range(ranks)) * count))
         if count == 2 and ranks > 1:
-            found.append(Placement("2 stages per rank, V-shaped", (*range(ranks), *reversed(range(ranks)))))
-    return tuple(found)
+            usual.append(Placement("2 stages per rank, V-shaped", (*range(ranks), *reversed(range(ranks)))))
+    return tuple(usual)

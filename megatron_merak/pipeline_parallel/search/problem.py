@@ -50,10 +50,10 @@ class Limits:
 
         home: the rank of each stage.
         """
-        held: list[float] = [0] * len(self.cap)
+        needed_by: list[float] = [0] * len(self.cap)
         for stage, rank in enumerate(home):
-            held[rank] += self.kept[stage]
-            needed = held[rank] + self.taped[stage]
+            needed_by[rank] += self.kept[stage]
+            needed = needed_by[rank] + self.taped[stage]
             if needed > self.cap[rank]:
                 reason = f"stage {stage} needs {needed} to run one micro-batch"
                 raise ScheduleError("memory cap", self.cap[rank], reason, "Raise the cap, or give the stage less")
@@ -140,42 +140,42 @@ class Problem:
 
     def fits(self, rank: int, program: Iterable[int]) -> bool:
         """Whether the program of a rank stays within its cap; see ``Limits``."""
-        limits, mine, cap = self.limits, self.stages_of[rank], self.limits.cap[rank]
-        sizes = [(limits.kept[stage], self.taped[stage], limits.weight_held[stage]) for stage in mine]
+        limits, own_stages, cap = self.limits, self.stages_of[rank], self.limits.cap[rank]
+        sizes = [(limits.kept[stage], self.taped[stage], limits.weight_held[stage]) for stage in own_stages]
         if cap >= sum(map(sum, sizes)) * self.microbatches:
             return True
-        program, width = list(program), len(mine)
+        program, width = list(program), len(own_stages)
         split = {code >> 2 for code in program if code & 3 == W}
         recomputed = set()
-        held = 0.0
+        in_use = 0.0
         for code in program:
             kind, item = code & 3, code >> 2
             kept, taped, weight_held = sizes[item % width]
             if kind == F:
-                held += kept
+                in_use += kept
             elif kind == R:
-                held += taped
+                in_use += taped
                 recomputed.add(item)
             elif kind == B:
                 early = item in recomputed
-                if held + (0 if early else taped) > cap:
+                if in_use + (0 if early else taped) > cap:
                     return False
-                held -= kept + (taped if early else 0)
-                held += weight_held if item in split else 0
+                in_use -= kept + (taped if early else 0)
+                in_use += weight_held if item in split else 0
             else:
-                held -= weight_held
-            if held > cap:
+                in_use -= weight_held
+            if in_use > cap:
                 return False
         return True
 
     def compile(self, rank: int, program: Program) -> list[Step]:
         """The steps of a program: the kind, stage, micro-batch and seconds of each op."""
-        costs, mine = self.costs, self.stages_of[rank]
-        separate, width = {code for code in program if code & 1}, len(mine)
+        costs, own_stages = self.costs, self.stages_of[rank]
+        separate, width = {code for code in program if code & 1}, len(own_stages)
         compiled = []
         for code in program:
             kind, (k, place) = code & 3, divmod(code >> 2, width)
-            stage = mine[place]
+            stage = own_stages[place]
             if kind == F:
                 seconds = costs.forward[stage]
             elif kind == B:
@@ -254,9 +254,9 @@ class Problem:
 
     def to_schedule(self, name: str, programs: Sequence[Program]) -> Schedule:
         ranks = []
-        for mine, program in zip(self.stages_of, programs, strict=True):
-            parts = [(code & 3, *divmod(code >> 2, len(mine))) for code in program]
-            ranks.append(tuple(Op(mine[place], KINDS[kind], k) for kind, k, place in parts))
+        for own_stages, program in zip(self.stages_of, programs, strict=True):
+            parts = [(code & 3, *divmod(code >> 2, len(own_stages))) for code in program]
+            ranks.append(tuple(Op(own_stages[place], KINDS[kind], k) for kind, k, place in parts))
         cyclic = all(rank == stage % self.ranks for stage, rank in enumerate(self.home))
         return Schedule(name, self.stages, self.microbatches, tuple(ranks), () if cyclic else self.home)
 
@@ -270,8 +270,8 @@ class Problem:
             return None
         programs = []
         for rank, entries in enumerate(schedule.ranks):
-            mine = self.stages_of[rank]
-            if any(not isinstance(op, Op) or op.stage not in mine or op.kind not in KINDS for op in entries):
+            own_stages = self.stages_of[rank]
+            if any(not isinstance(op, Op) or op.stage not in own_stages or op.kind not in KINDS for op in entries):
                 return None
             program = []
             last: dict[tuple[int, Kind], int] = {}
@@ -284,7 +284,8 @@ class Problem:
                 if refused or last.get((op.stage, op.kind), -1) >= op.microbatch:
                     return None
                 last[op.stage, op.kind] = op.microbatch
-                program.append(4 * (op.microbatch * len(mine) + mine.index(op.stage)) + KINDS.index(op.kind))
+                item = op.microbatch * len(own_stages) + own_stages.index(op.stage)
+                program.append(4 * item + KINDS.index(op.kind))
             if not self.allows(rank, program):
                 return None
             programs.append(program)

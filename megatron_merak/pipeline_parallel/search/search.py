@@ -28,7 +28,7 @@ _MOST = _FEW * 64 * 512  # stages x micro-batches that are timed
 _SHIFTS = 8  # evaluations for each stage whose forward the shift of recomputation moves
 _PATIENCE = (0.0, 0.5, 1.0, 4.0)
 _MUTATIONS = 4  # at most, tried ones included, for each evaluation
-Told = Callable[[float], object]  # is called with the share of the work that is done
+ProgressCallback = Callable[[float], object]  # called with the finished share of the work, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def search(
     split_weights: bool = False,
     evaluations: int | None = None,
     placement: Sequence[int] = (),
-    told: Told = lambda share: None,
+    report_progress: ProgressCallback = lambda share: None,
 ) -> Found:
     """The best schedule found.
 
@@ -74,7 +74,7 @@ def search(
     """
     problem = Problem(costs, microbatches, limits, recompute, split_weights, placement)
     evaluations = evaluations or default_evaluations(problem.stages, microbatches)
-    best = _Best(problem, lower_bound(problem), evaluations, told)
+    best = _Best(problem, lower_bound(problem), evaluations, report_progress)
     built = _built(problem)
     makespans = {name: best.offer(programs) for name, programs in built.items()}
     if any(problem.early) and problem.stages == problem.ranks and built:
@@ -88,7 +88,7 @@ def search(
         reason = f"no order of {problem.stages} stages on {problem.ranks} ranks was found within it"
         raise ScheduleError("memory cap", problem.limits.cap, reason, "Raise the cap, or use fewer stages per rank")
     if not best.is_optimal and best.evaluations < evaluations:
-        local = LocalSearch(problem, best.programs, told=best.count)
+        local = LocalSearch(problem, best.programs, report_progress=best.count)
         local.run(evaluations - best.evaluations, best.goal)
         best.take(local.best, local.makespan)
     times = {name: problem.simulated(programs) for name, programs in built.items()}
@@ -96,8 +96,8 @@ def search(
     programs, makespan = best.programs, problem.simulated(best.programs)
     if times and times[builder] < makespan:  # the clock of the search knows less than the simulator
         programs, makespan = built[builder], times[builder]
-    found = problem.to_schedule("auto", programs)
-    return Found(found, makespan, best.bound, best.evaluations, builder, times.get(builder, float("inf")))
+    schedule = problem.to_schedule("auto", programs)
+    return Found(schedule, makespan, best.bound, best.evaluations, builder, times.get(builder, float("inf")))
 
 
 def builder_makespans(problem: Problem) -> dict[str, float]:
@@ -107,7 +107,7 @@ def builder_makespans(problem: Problem) -> dict[str, float]:
 
 def _built(problem: Problem) -> dict[str, list[Program]]:
     """The programs of every such builder."""
-    found, chunks = {}, problem.stages // problem.ranks
+    built, chunks = {}, problem.stages // problem.ranks
     for name, row in BUILDERS.items():
         if row.chunks != chunks and not (row.chunked and chunks > 1):
             continue
@@ -117,15 +117,15 @@ def _built(problem: Problem) -> dict[str, list[Program]]:
             continue
         programs = problem.from_schedule(schedule)
         if programs is not None:
-            found[name] = programs
-    return found
+            built[name] = programs
+    return built
 
 
 class _Best:
     """The best programs so far of a problem, and how many were timed of as many as may be."""
 
-    def __init__(self, problem: Problem, bound: float, most: int, told: Told):
-        self.problem, self.bound, self.most, self.told = problem, bound, most, told
+    def __init__(self, problem: Problem, bound: float, most: int, report_progress: ProgressCallback):
+        self.problem, self.bound, self.most, self.report_progress = problem, bound, most, report_progress
         self.programs: list[Program] = []
         self.makespan = float("inf")
         self.evaluations = 0
@@ -150,7 +150,7 @@ class _Best:
 
     def count(self) -> None:
         self.evaluations += 1
-        self.told(min(1.0, self.evaluations / self.most))
+        self.report_progress(min(1.0, self.evaluations / self.most))
 
 
 def _search_rules(best: _Best) -> None:

@@ -52,9 +52,9 @@ def shift_recompute(
     for stage in earlier[:attempts]:
         advanced = _advance(unshifted, stage)
         if advanced is not None and problem.fits(stage, advanced[stage]):
-            found, shorter = _better(problem, advanced, best, makespan, drain, warmup)
+            improved, shorter = _better(problem, advanced, best, makespan, drain, warmup)
             if shorter < makespan:
-                unshifted, best, makespan = advanced, found, shorter
+                unshifted, best, makespan = advanced, improved, shorter
     return problem.to_schedule(schedule.name, best)
 
 
@@ -123,17 +123,17 @@ class _Fixed(Rank):
     def _has_memory(self) -> bool:
         """Whether the next R leaves enough for what follows, up to the B that frees its tape."""
         stage = self.stage
-        last, held = stage.done[R], self.held + stage.taped
+        last, in_use = stage.done[R], self.held + stage.taped
         for code in reversed(self.left):
-            if held > self.cap:
+            if in_use > self.cap:
                 return False
             kind = code & 3
             if kind == F:
-                held += stage.kept
+                in_use += stage.kept
             elif kind == W:
-                held -= stage.weight_held
+                in_use -= stage.weight_held
             elif code >> 2 == last:
                 return True
             else:
-                held += (stage.weight_held if stage.split else 0.0) - stage.kept - stage.taped
+                in_use += (stage.weight_held if stage.split else 0.0) - stage.kept - stage.taped
         return True
