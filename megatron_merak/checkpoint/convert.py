@@ -105,13 +105,13 @@ def _reader(source: Source, views: Mapping[str, torch.Tensor]) -> Callable[[], N
 def _groups(source: Source, names: Sequence[str]) -> Iterator[list[str]]:
     """Names in the order of the source's files, in groups of at most `_AT_ONCE` bytes of fp32 or of one tensor."""
     group: list[str] = []
-    held = 0
+    nbytes = 0
     for name in sorted(names, key=source.place):
         size = 4 * math.prod(source.shape(name))
-        if group and held + size > _AT_ONCE:
+        if group and nbytes + size > _AT_ONCE:
             yield group
-            group, held = [], 0
+            group, nbytes = [], 0
         group.append(name)
-        held += size
+        nbytes += size
     if group:
         yield group

@@ -136,10 +136,10 @@ def discard(directory: Path) -> None:
 def _keep(directory: Path) -> None:
     """Move a directory with somebody else's files out of the way of checkpoints."""
     base = directory.with_name(directory.name.partition(".")[0] + ".kept")
-    kept = next(path for n in count() if not os.path.lexists(path := base.with_name(f"{base.name}{n or ''}")))
-    os.rename(directory, kept)
-    names = ", ".join(sorted(os.listdir(kept))[:3])
-    logging.getLogger(__name__).warning("%s was removed, but for %s: now in %s", directory, names, kept)
+    backup = next(path for n in count() if not os.path.lexists(path := base.with_name(f"{base.name}{n or ''}")))
+    os.rename(directory, backup)
+    names = ", ".join(sorted(os.listdir(backup))[:3])
+    logging.getLogger(__name__).warning("%s was removed, but for %s: now in %s", directory, names, backup)
 
 
 def remove_older(root: Path, keep_every: int) -> list[int]:
@@ -203,13 +203,13 @@ def iteration_of(directory: Path) -> int:
 def _directories(root: Path) -> list[Path]:
     try:
         with os.scandir(root) as entries:
-            found = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+            directories = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError("checkpoint directory", root, reason, "Check --load and --save") from error
-    return [root / entry.name for entry in found if _DIRECTORY.fullmatch(entry.name)]
+    return [root / entry.name for entry in directories if _DIRECTORY.fullmatch(entry.name)]
 
 
 def _suffixed(plain: Path, suffix: str) -> Path:

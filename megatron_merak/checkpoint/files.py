@@ -124,13 +124,13 @@ def open_tensors(path: Path, size: int, save_id: str) -> Iterator[safe_open]:
     """Open a tensor file of exactly ``size`` bytes that belongs to the save ``save_id``; nothing else is opened."""
     with disk_errors(path, _RESTORE):
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
         except FileNotFoundError:
             raise damaged(path, "it is missing") from None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise damaged(path, "it is not a regular file (links are not followed)")
-        if found.st_size != size:
-            raise damaged(path, f"it has {found.st_size} bytes where {size} were written")
+        if status.st_size != size:
+            raise damaged(path, f"it has {status.st_size} bytes where {size} were written")
         open(path, "rb").close()  # says why it cannot be opened, where safetensors says that it does not exist
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("save_id") != save_id:

@@ -94,23 +94,23 @@ class HFSource(Source):
         are to be initialised); when one has no place in the model, but for ``allow_extra``; when a shape differs; and
         when names that are tied in the model are stored with different values.
         """
-        found, extra = hf_names.to_model(model, self._tensors)
-        wanted, aliases = hf_names.expected(model), hf_names.aliases(model)
+        stored, extra = hf_names.to_model(model, self._tensors)
+        expected, aliases = hf_names.expected(model), hf_names.aliases(model)
         for alias, canonical in aliases.items():
-            if alias in found and canonical in found:
-                self._check_tied(canonical, found[canonical], alias, found[alias])
-            elif alias in found:
-                found[canonical] = found[alias]
+            if alias in stored and canonical in stored:
+                self._check_tied(canonical, stored[canonical], alias, stored[alias])
+            elif alias in stored:
+                stored[canonical] = stored[alias]
         for alias, canonical in aliases.items():
-            if canonical in found:
-                found[alias] = found[canonical]
-        self._refuse_missing(model, [name for name in wanted if name not in found], allow_missing)
+            if canonical in stored:
+                stored[alias] = stored[canonical]
+        self._refuse_missing(model, [name for name in expected if name not in stored], allow_missing)
         self._refuse_extra(model, extra, allow_extra)
-        for name, tensor in found.items():
-            if tuple(tensor.shape) != tuple(wanted[name].shape):
-                reason = f"tensor {name} has shape {tuple(tensor.shape)}, and the model {tuple(wanted[name].shape)}"
+        for name, tensor in stored.items():
+            if tuple(tensor.shape) != tuple(expected[name].shape):
+                reason = f"tensor {name} has shape {tuple(tensor.shape)}, and the model {tuple(expected[name].shape)}"
                 raise CheckpointError("model directory", self.directory, reason, "Give the config of these weights")
-        self._tensors = {name: found[name] for name in wanted if name in found}
+        self._tensors = {name: stored[name] for name in expected if name in stored}
         return self
 
     def _refuse_missing(self, model: nn.Module, names: list[str], allowed: Sequence[str]) -> None:
@@ -145,7 +145,7 @@ class ModuleSource(Source):
     """The values that a module holds, by the same names and methods as those of a directory; it has the memory."""
 
     def __init__(self, model: nn.Module):
-        self._tensors = {name: held for name, held in hf_names.expected(model).items() if not is_fake(held)}
+        self._tensors = {name: tensor for name, tensor in hf_names.expected(model).items() if not is_fake(tensor)}
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
         """As `Source.read`; a view of the module's own tensor where that is possible."""
@@ -162,26 +162,26 @@ class JoinedSource(Source):
     """
 
     def __init__(self, sources: Mapping[str, Source]):
-        found = {f"{path}." * bool(path) + name: (s, name) for path, s in sources.items() for name in s.names()}
-        self._found, self._sources = found, list(sources.values())
+        places = {f"{path}." * bool(path) + name: (s, name) for path, s in sources.items() for name in s.names()}
+        self._places, self._sources = places, list(sources.values())
 
     def names(self) -> list[str]:
-        return list(self._found)
+        return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        source, inner = self._found[name]
+        source, inner = self._places[name]
         return source.shape(inner)
 
     def dtype(self, name: str) -> torch.dtype:
-        source, inner = self._found[name]
+        source, inner = self._places[name]
         return source.dtype(inner)
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        source, inner = self._found[name]
+        source, inner = self._places[name]
         return source.read(inner, dim, intervals)
 
     def place(self, name: str) -> tuple:
-        source, inner = self._found[name]
+        source, inner = self._places[name]
         return source.place(inner)
 
     def close(self) -> None:
@@ -191,8 +191,8 @@ class JoinedSource(Source):
 
 def source_of(model: nn.Module) -> Source | None:
     """Where the weights of a model of `from_pretrained`, and of such parts of it, are read from; None: nowhere."""
-    held = {path: vars(part).get("merak_source") for path, part in model.named_modules()}
-    sources = {path: source for path, source in held.items() if source is not None}
+    by_path = {path: vars(part).get("merak_source") for path, part in model.named_modules()}
+    sources = {path: source for path, source in by_path.items() if source is not None}
     return sources[""] if [*sources] == [""] else JoinedSource(sources) if sources else None
 
 
@@ -209,14 +209,14 @@ def fill(shards: Iterable[Shard], source: Source) -> None:
             reason = f"it has shape {source.shape(shard.name)}, but {tuple(shard.shape)} is needed"
             raise CheckpointError("tensor", shard.name, reason, "Give the weights of this model")
     for shard in sorted(shards, key=lambda shard: source.place(shard.name)):
-        held, offset = shard.tensor.detach(), 0
+        tensor, offset = shard.tensor.detach(), 0
         if shard.dim is None:
-            held.copy_(source.read(shard.name))
+            tensor.copy_(source.read(shard.name))
             continue
         for start, stop in shard.intervals:
             if start < stop:
                 values = source.read(shard.name, shard.dim, ((start, stop),))
-                held.narrow(shard.dim, offset, stop - start).copy_(values)
+                tensor.narrow(shard.dim, offset, stop - start).copy_(values)
             offset += stop - start
     source.close()
 

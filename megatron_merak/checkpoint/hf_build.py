@@ -69,12 +69,12 @@ def _keep_in_fp32(model: nn.Module) -> None:
         return
     pattern = re.compile("|".join(f"({each})".replace("*", ".*") for each in patterns))
     with torch.no_grad():
-        for name, held in list(model.named_parameters()):
-            if pattern.search(name) and held.dtype != torch.float32:
-                _put(model, name, nn.Parameter(held.float(), requires_grad=held.requires_grad))
-        for name, held in list(model.named_buffers()):
-            if pattern.search(name) and held.is_floating_point():
-                _put(model, name, held.float())
+        for name, tensor in list(model.named_parameters()):
+            if pattern.search(name) and tensor.dtype != torch.float32:
+                _put(model, name, nn.Parameter(tensor.float(), requires_grad=tensor.requires_grad))
+        for name, tensor in list(model.named_buffers()):
+            if pattern.search(name) and tensor.is_floating_point():
+                _put(model, name, tensor.float())
 
 
 def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -155,9 +155,9 @@ def _class_of(config, directory: Path, trust_remote_code: bool) -> type:
     import transformers
 
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and hasattr(found, "_from_config"):
-            return found
+        candidate = getattr(transformers, name, None)
+        if isinstance(candidate, type) and hasattr(candidate, "_from_config"):
+            return candidate
     autos = (
         transformers.AutoModelForCausalLM,
         transformers.AutoModelForSeq2SeqLM,

@@ -56,10 +56,10 @@ def has_weights(directory: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `CheckpointError` when it is unreadable, not JSON, or says one key twice."""
     with _readable(path):
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise bad("file", path, "it is not a regular file")
-        if found.st_size > _LARGEST_JSON:
+        if status.st_size > _LARGEST_JSON:
             raise bad("file", path, f"it is larger than {_LARGEST_JSON} bytes")
         return _parse(path, path.read_bytes())
 
@@ -90,12 +90,12 @@ class WeightFiles:
     def read(self, name: str, take: tuple[tuple[int, int], ...]) -> torch.Tensor:
         """The rectangle ``take``, [start, stop) per dimension, of the stored tensor ``name``."""
         entry = self.entries[name]
-        whole = all(bounds == (0, extent) for bounds, extent in zip(take, entry.shape, strict=True))
+        full = all(bounds == (0, extent) for bounds, extent in zip(take, entry.shape, strict=True))
         with _readable(entry.file):
             handle = self._handle(entry.file)
             if isinstance(handle, dict):
                 return handle[name][tuple(slice(*bounds) for bounds in take)].clone()
-            if whole:
+            if full:
                 return handle.get_tensor(name)
             return handle.get_slice(name)[tuple(slice(*bounds) for bounds in take)]
 
@@ -152,11 +152,11 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
+        mapping = dict(pairs)
+        if len(mapping) != len(pairs):
             keys = [key for key, _ in pairs]
             raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is there twice")
-        return made
+        return mapping
 
     try:
         value = json.loads(text, object_pairs_hook=once)

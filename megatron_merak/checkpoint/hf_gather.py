@@ -39,18 +39,18 @@ class Gather:
     def __init__(
         self,
         shards: Sequence[Shard],
-        whole: Mapping[str, torch.Tensor],
+        replicated: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup | None,
         device: torch.device | str,
     ):
         self._group, self._device = group, device
         self._rank = 0 if group is None else dist.get_rank(group)
         self.first = self._rank == 0
-        self._mine = {shard.name: shard for shard in shards if shard.owner}
+        self._own_shards = {shard.name: shard for shard in shards if shard.owner}
         self._fetch = {shard.name: shard.fetch for shard in shards if shard.fetch is not None}
         described = [
             (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), s.dim, s.intervals)
-            for s in self._mine.values()
+            for s in self._own_shards.values()
         ]
         self._parts: dict[str, list[tuple[int, int | None, Intervals]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -63,25 +63,25 @@ class Gather:
                     raise _misfit(name, f"the ranks disagree on its shape or dtype, {shape} and {dtype} on one of them")
         for name, parts in self._parts.items():
             self._check(name, parts)
-        self._whole = {name: tensor for name, tensor in whole.items() if name not in self._parts}
-        for name, tensor in self._whole.items():
+        self._replicated = {name: tensor for name, tensor in replicated.items() if name not in self._parts}
+        for name, tensor in self._replicated.items():
             self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
 
     def __call__(self, name: str, take: tuple[Range, ...]) -> torch.Tensor:
         shape, dtype = [stop - start for start, stop in take], self.dtypes[name]
-        made = torch.empty(shape, dtype=dtype, device="cpu" if self.first else "meta")
-        if name in self._whole:
-            return made.copy_(self._whole[name].detach()[tuple(slice(*bounds) for bounds in take)])
+        result = torch.empty(shape, dtype=dtype, device="cpu" if self.first else "meta")
+        if name in self._replicated:
+            return result.copy_(self._replicated[name].detach()[tuple(slice(*bounds) for bounds in take)])
         if name in self._fetch:
             self._fetch[name]()
         for rank, dim, intervals in self._parts[name]:
-            for held, wanted in _shared(take, dim, intervals):
+            for source, target in _shared(take, dim, intervals):
                 if rank == self._rank:
-                    values = self._mine[name].tensor.detach()[held]
-                    made[wanted].copy_(values) if self.first else self._send(values)
+                    values = self._own_shards[name].tensor.detach()[source]
+                    result[target].copy_(values) if self.first else self._send(values)
                 elif self.first:
-                    made[wanted].copy_(self._receive(made[wanted], rank))
-        return made
+                    result[target].copy_(self._receive(result[target], rank))
+        return result
 
     def _send(self, values: torch.Tensor) -> None:
         dist.send(_bytes(values.to(self._device)), group=self._group, group_dst=0)
@@ -122,8 +122,8 @@ def _shared(take: tuple[Range, ...], dim: int | None, intervals: Intervals) -> I
     for start, stop in intervals:
         first, last = max(start, take[dim][0]), min(stop, take[dim][1])
         if first < last:
-            held, wanted = list(every), [slice(0, b - a) for a, b in take]
-            held[dim] = slice(first - start + offset, last - start + offset)
-            wanted[dim] = slice(first - take[dim][0], last - take[dim][0])
-            yield tuple(held), tuple(wanted)
+            source, target = list(every), [slice(0, b - a) for a, b in take]
+            source[dim] = slice(first - start + offset, last - start + offset)
+            target[dim] = slice(first - take[dim][0], last - take[dim][0])
+            yield tuple(source), tuple(target)
         offset += stop - start

@@ -24,12 +24,12 @@ def is_hf(model: nn.Module) -> bool:
 def aliases(model: nn.Module) -> dict[str, str]:
     """Further names of tied parameters and buffers -> the first name of each, in the order of the state dict."""
     first: dict[int, str] = {}
-    found = {}
+    canonical_names = {}
     for name, tensor in _tensors(model).items():
         canonical = first.setdefault(id(tensor), name)
         if canonical != name:
-            found[name] = canonical
-    return found
+            canonical_names[name] = canonical
+    return canonical_names
 
 
 def expected(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -64,9 +64,9 @@ def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str
     Repeats ``convert_and_load_state_dict_in_model`` of transformers up to the point where it would set a parameter.
     Notes in the model which conversions were used, as transformers does, so that a save reverses just these.
     """
-    wanted = expected(model)
+    expected_names = expected(model)
     if not is_hf(model):
-        return {k: v for k, v in files.items() if k in wanted}, [k for k in files if k not in wanted]
+        return {k: v for k, v in files.items() if k in expected_names}, [k for k in files if k not in expected_names]
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -74,22 +74,22 @@ def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix, made, found = model.base_model_prefix, {}, {}
+    prefix, conversions, renamed = model.base_model_prefix, {}, {}
     for key in sorted(files, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted and key in wanted:
-            name, pattern = rename_source_key(key, [], [], prefix, wanted)
-        if name not in wanted:
-            found[name] = files[key]
+        name, pattern = rename_source_key(key, renamings, converters, prefix, expected_names)
+        if name not in expected_names and key in expected_names:
+            name, pattern = rename_source_key(key, [], [], prefix, expected_names)
+        if name not in expected_names:
+            renamed[name] = files[key]
             continue
-        if name not in made:
-            made[name] = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
-        made[name].add_tensor(name, key, key if pattern is None else pattern, files[key])
-    for name, rule in made.items():
+        if name not in conversions:
+            conversions[name] = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+        conversions[name].add_tensor(name, key, key if pattern is None else pattern, files[key])
+    for name, rule in conversions.items():
         for target, value in _convert(rule, name, model).items():
-            found[target] = value[0] if isinstance(value, list) else value
+            renamed[target] = value[0] if isinstance(value, list) else value
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
-    return {k: v for k, v in found.items() if k in wanted}, [k for k in found if k not in wanted]
+    return {k: v for k, v in renamed.items() if k in expected_names}, [k for k in renamed if k not in expected_names]
 
 
 def to_files(model: nn.Module, tensors: Mapping[str, Patchwork]) -> dict[str, Patchwork]:
@@ -125,8 +125,8 @@ def _convert(rule, name: str, model: nn.Module) -> dict:
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
-    found = []
+    patterns = []
     for prefix, module in model.named_modules():
         for name in getattr(module, "_tied_weights_keys", None) or ():
-            found.append(f"{prefix}.{name}" if prefix else name)
-    return found
+            patterns.append(f"{prefix}.{name}" if prefix else name)
+    return patterns

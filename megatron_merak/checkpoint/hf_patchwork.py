@@ -66,9 +66,9 @@ class Patchwork(torch.Tensor):
 
     @staticmethod
     def __new__(cls, pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype):
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")
-        made.pieces = tuple(pieces)
-        return made
+        patchwork = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")
+        patchwork.pieces = tuple(pieces)
+        return patchwork
 
     def __repr__(self) -> str:
         return f"Patchwork({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} pieces)"
@@ -77,13 +77,13 @@ class Patchwork(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         move = _MOVES.get(func)
-        made = NotImplemented if move is None or kwargs else move(*args)
-        return _compute(func, args, kwargs) if made is NotImplemented else made
+        moved = NotImplemented if move is None or kwargs else move(*args)
+        return _compute(func, args, kwargs) if moved is NotImplemented else moved
 
 
 def stored(name: str, shape: Sequence[int], dtype: torch.dtype) -> Patchwork:
     """All of a stored tensor."""
-    return _whole(name, shape, dtype)
+    return _everything(name, shape, dtype)
 
 
 def sources(tensor: Patchwork) -> list[str]:
@@ -107,16 +107,16 @@ def part(tensor: Patchwork, dim: int | None, intervals: Sequence[Range]) -> Patc
 
 def read(tensor: Patchwork, fetch: Fetch) -> torch.Tensor:
     """The values. ``fetch`` is called once per piece; if what it returns is on device "meta", so is the result."""
-    made = None
+    result = None
     for piece in tensor.pieces:
         values = _fetch(piece, fetch)
         if tuple(values.shape) == tuple(tensor.shape):
             return values
-        if made is None:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=values.device)
+        if result is None:
+            result = torch.empty(tensor.shape, dtype=tensor.dtype, device=values.device)
         region = tuple(slice(start, start + extent) for start, extent in zip(piece.at, values.shape, strict=True))
-        made[region].copy_(values)
-    return torch.empty(tensor.shape, dtype=tensor.dtype) if made is None else made
+        result[region].copy_(values)
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if result is None else result
 
 
 def _fetch(piece: Piece, fetch: Fetch) -> torch.Tensor:
@@ -146,7 +146,7 @@ def _compute(func: Callable, args: tuple, kwargs: dict) -> Any:
     result, numbers = func(*args_like, **kwargs_like), itertools.count()
 
     def later(output: torch.Tensor) -> Patchwork:
-        return _whole(Computed(func, args, kwargs, next(numbers)), output.shape, output.dtype)
+        return _everything(Computed(func, args, kwargs, next(numbers)), output.shape, output.dtype)
 
     return tree_map_only(torch.Tensor, later, result)
 
@@ -159,7 +159,7 @@ def _operands(computed: Computed) -> list[Patchwork]:
     return [leaf for leaf in tree_flatten((computed.args, computed.kwargs))[0] if isinstance(leaf, Patchwork)]
 
 
-def _whole(source: str | Computed, shape: Sequence[int], dtype: torch.dtype) -> Patchwork:
+def _everything(source: str | Computed, shape: Sequence[int], dtype: torch.dtype) -> Patchwork:
     dims = range(len(shape))
     pieces = [Piece(source, tuple((0, n) for n in shape), tuple(dims), (0,) * len(shape))] if 0 not in shape else []
     return Patchwork(pieces, shape, dtype)

@@ -93,13 +93,13 @@ def _tensors(model: nn.Module, gather: Tensors) -> dict[str, Patchwork]:
         names.setdefault(canonical, [canonical]).append(alias)
     for name, tensor in hf_names.saved(model).items():
         canonical = aliases.get(name, name)
-        held = next((other for other in names.get(canonical, [name]) if other in gather.dtypes), None)
-        if held is None:
+        source = next((other for other in names.get(canonical, [name]) if other in gather.dtypes), None)
+        if source is None:
             raise CheckpointError("tensor", name, "no rank has it", "Pass the shards of the complete model")
-        if gather.shapes[held] != tuple(tensor.shape):
-            reason = f"the ranks have shape {gather.shapes[held]}, and the model has {tuple(tensor.shape)}"
+        if gather.shapes[source] != tuple(tensor.shape):
+            reason = f"the ranks have shape {gather.shapes[source]}, and the model has {tuple(tensor.shape)}"
             raise CheckpointError("tensor", name, reason, "Pass the shards of this model")
-        state[name] = stored(held, gather.shapes[held], gather.dtypes[held])
+        state[name] = stored(source, gather.shapes[source], gather.dtypes[source])
     return hf_names.to_files(model, state)
 
 

@@ -58,40 +58,40 @@ def load(
     All but a read failure while copying is found before the first tensor is changed.
     """
     root, first = Path(root), group is None or dist.get_rank(group) == 0
-    kinds = {name: Kind.of(given) for name, given in shards.items()}
-    passed: list[str] = []
+    kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
+    messages: list[str] = []
     faults: list[DamagedError] = []
     candidates = _candidates(root, iteration, faults)
     while True:
-        found = None
+        candidate = None
         with together(group, device), disk_errors(root, _REMEDY):
             if first:
-                found = next(candidates, None)
-        found, seen = broadcast_json((found, [str(fault) for fault in faults]), group, device)
+                candidate = next(candidates, None)
+        candidate, seen = broadcast_json((candidate, [str(fault) for fault in faults]), group, device)
         faults.clear()
-        passed += seen
-        if found is None:
+        messages += seen
+        if candidate is None:
             break
         try:
-            manifest = parse_manifest(found[1].encode(), root / found[0] / NAME)
+            manifest = parse_manifest(candidate[1].encode(), root / candidate[0] / NAME)
             with together(group, device):
                 if check is not None:
                     check(dict(manifest.meta))
-            _load(root / found[0], manifest, kinds, group, device, verify)
+            _load(root / candidate[0], manifest, kinds, group, device, verify)
         except DamagedError as error:
             if iteration is not None:
                 raise
-            passed.append(str(error))
+            messages.append(str(error))
         else:
-            _tell(passed, manifest.iteration, say, first)
+            _tell(messages, manifest.iteration, say, first)
             return dict(manifest.meta)
-    if passed:
-        raise DamagedError("checkpoint directory", root, f"all of its checkpoints are damaged: {passed[0]}", _RESTORE)
+    if messages:
+        raise DamagedError("checkpoint directory", root, f"all of its checkpoints are damaged: {messages[0]}", _RESTORE)
     raise CheckpointError("checkpoint directory", root, "it has no complete checkpoint", _REMEDY)
 
 
-def _tell(passed: Sequence[str], loaded: int, say: Callable[[str], object] | None, first: bool) -> None:
-    for text in passed:
+def _tell(messages: Sequence[str], loaded: int, say: Callable[[str], object] | None, first: bool) -> None:
+    for text in messages:
         text = f"A damaged checkpoint was passed over, and iteration {loaded} was loaded. {text}"
         if say is not None:
             say(text)
@@ -111,9 +111,9 @@ def _load(
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     with together(group, device):
         _check_known(source, manifest, shards)
-    wanted = _check_all_wanted(source, manifest, shards, group, device)
+    needed = _check_complete(source, manifest, shards, group, device)
     if verify:
-        files = manifest.files_of(wanted)
+        files = manifest.files_of(needed)
         with together(group, device):
             for file in sorted(files)[rank::world]:
                 verify_tensors(source / file, manifest.files[file], files[file], manifest.save_id)
@@ -128,11 +128,11 @@ def _load(
 
 def _candidates(root: Path, iteration: int | None, faults: list[DamagedError]) -> Iterator[tuple[str, str]]:
     """Name and manifest of the directories to try; ``faults``: see `complete_ones`."""
-    for directory in complete_ones(root, faults) if iteration is None else [_asked(root, iteration)]:
+    for directory in complete_ones(root, faults) if iteration is None else [_requested_directory(root, iteration)]:
         yield directory.name, read_manifest(directory)[0].decode()
 
 
-def _asked(root: Path, iteration: int) -> Path:
+def _requested_directory(root: Path, iteration: int) -> Path:
     directory = locate(root, iteration)
     if directory is None:
         if directory_of(root, iteration).is_dir():
@@ -164,7 +164,7 @@ def _check_known(source: Path, manifest: Manifest, shards: Mapping[str, Sequence
                 raise CheckpointError("checkpoint", source, reason, "Load it into the model that saved it")
 
 
-def _check_all_wanted(
+def _check_complete(
     source: Path,
     manifest: Manifest,
     shards: Mapping[str, Sequence[Shard]],
@@ -180,17 +180,17 @@ def _check_all_wanted(
         for part in parts:
             mask |= 1 << place[part.name]
         masks[kind] = f"{mask:x}"
-    wanted: dict[str, int] = {}
+    needed: dict[str, int] = {}
     for theirs in gather_json(masks, group, device):
         for kind, mask in theirs.items():
-            wanted[kind] = wanted.get(kind, 0) | int(mask, 16)
-    for kind, mask in wanted.items():
+            needed[kind] = needed.get(kind, 0) | int(mask, 16)
+    for kind, mask in needed.items():
         extra = [name for index, name in enumerate(sorted(manifest.tensors[kind])) if not mask >> index & 1]
         if extra:
             named = ", ".join(extra[:_NAMED]) + (f" and {len(extra) - _NAMED} more" if len(extra) > _NAMED else "")
             reason = f"it has {kind} tensors that the model does not have: {named}"
             raise CheckpointError("checkpoint", source, reason, "Load it into the model that saved it")
-    return sorted(wanted)
+    return sorted(needed)
 
 
 def copy_parts(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> int:
@@ -212,9 +212,9 @@ def copy_parts(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[S
 
 def _copy_from(path: Path, size: int, save_id: str, copies: list[_Copy]) -> None:
     with open_tensors(path, size, save_id) as file:
-        held = set(file.keys())
+        names = set(file.keys())
         for name, entry, part, take, view in copies:
-            if name not in held:
+            if name not in names:
                 raise damaged(path, f"tensor {name} is missing")
             stored = file.get_slice(name)
             want = (list(stored_shape(entry, part)), DTYPE_CODES[DTYPE_NAMES[entry.dtype]])

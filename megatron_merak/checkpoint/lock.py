@@ -77,7 +77,7 @@ class _Claim:
 
     def __init__(self, path: Path, patience: float):
         self.path = path
-        self.mine = {**_this_process(), "token": secrets.token_hex(8)}
+        self.owned = {**_this_process(), "token": secrets.token_hex(8)}
         self._over = threading.Event()
         self.nested = True  # this process had the lock before
         watched = None  # an owner elsewhere that gave no sign of life
@@ -89,15 +89,15 @@ class _Claim:
         with _guarded(self.path) as file:
             owner = _read(file)
             if owner is not None and owner != presumed_dead:
-                if _same_process(owner, self.mine):
+                if _same_process(owner, self.owned):
                     return True
-                alive = _is_alive(owner, self.mine)
+                alive = _is_alive(owner, self.owned)
                 if alive:
                     raise _locked(self.path, owner)
                 if alive is None:
                     return False
             os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(self.mine).encode(), 0)
+            os.pwrite(file, json.dumps(self.owned).encode(), 0)
             os.fsync(file)
         if self.nested:
             self.nested = False
@@ -107,7 +107,7 @@ class _Claim:
     def _beat(self) -> None:
         while not self._over.wait(HEARTBEAT):
             with contextlib.suppress(OSError):
-                if _peek(self.path) == self.mine:
+                if _peek(self.path) == self.owned:
                     os.utime(self.path)
 
     def confirm(self) -> None:
@@ -115,15 +115,15 @@ class _Claim:
         if owner is None and self._take():  # somebody had removed the file
             return
         owner = owner or _peek(self.path) or {}
-        if not _same_process(owner, self.mine):
+        if not _same_process(owner, self.owned):
             raise _locked(self.path, owner)
 
     def release(self) -> None:
-        if self._over.is_set() or self.nested or os.getpid() != self.mine["pid"]:  # a fork of the owner does not own
+        if self._over.is_set() or self.nested or os.getpid() != self.owned["pid"]:  # a fork of the owner does not own
             return
         self._over.set()
         with contextlib.suppress(OSError), _guarded(self.path) as file:
-            if _read(file) == self.mine:
+            if _read(file) == self.owned:
                 self.path.unlink()
 
 
@@ -161,13 +161,13 @@ def _same_process(one: dict, other: dict) -> bool:
     return all(one.get(key) == other[key] for key in ("host", "boot", "pid_space", "pid", "started"))
 
 
-def _is_alive(owner: dict, mine: dict) -> bool | None:
+def _is_alive(owner: dict, this_process: dict) -> bool | None:
     """Whether the process that wrote a lock lives; None where it cannot be seen from here."""
-    here = all(owner.get(key) == mine[key] for key in ("host", "boot", "pid_space"))
+    here = all(owner.get(key) == this_process[key] for key in ("host", "boot", "pid_space"))
     pid, started = owner.get("pid"), owner.get("started")
     if not here or type(pid) is not int or pid <= 0:
         return None
-    if mine["started"] is not None:
+    if this_process["started"] is not None:
         return _started(pid) == started
     try:
         os.kill(pid, 0)

@@ -56,12 +56,12 @@ class Manifest:
 
     def files_of(self, kinds: Sequence[str]) -> dict[str, dict[str, str]]:
         """File name -> {tensor name: sha256} of every file that holds tensors of these kinds."""
-        found: dict[str, dict[str, str]] = {}
+        digests: dict[str, dict[str, str]] = {}
         for kind in kinds:
             for name, entry in self.tensors[kind].items():
                 for part in entry.parts:
-                    found.setdefault(part.file, {})[name] = part.sha256
-        return found
+                    digests.setdefault(part.file, {})[name] = part.sha256
+        return digests
 
     def render(self) -> bytes:
         """The bytes of the manifest file. Raises `ValueError` or `TypeError` where ``meta`` is not JSON."""

@@ -58,8 +58,8 @@ def locate(root: Path, step: int, faults: list[CheckpointError] | None = None) -
 
 def newest_first(root: Path, faults: list[CheckpointError] | None = None) -> Iterator[Path]:
     """The complete units, by step; an absent ROOT has none. ``faults``: see `locate`."""
-    found = (locate(root, step, faults) for step in sorted(_steps(root, plain, fresh, old), reverse=True))
-    return (path for path in found if path is not None)
+    located = (locate(root, step, faults) for step in sorted(_steps(root, plain, fresh, old), reverse=True))
+    return (path for path in located if path is not None)
 
 
 def settle(root: Path) -> None:
@@ -69,14 +69,14 @@ def settle(root: Path) -> None:
     """
     for step in sorted(_steps(root, fresh, old)):
         faults: list[CheckpointError] = []
-        place, found = plain(root, step), locate(root, step, faults)
+        place, located = plain(root, step), locate(root, step, faults)
         for fault in faults:
-            if found is None and not isinstance(fault, DamagedError):
+            if located is None and not isinstance(fault, DamagedError):
                 raise fault
-        if found is not None and found != place:
+        if located is not None and located != place:
             if os.path.lexists(place):
                 _set_aside(place)
-            os.rename(found, place)
+            os.rename(located, place)
             sync_directory(root)
         if fresh(root, step).is_dir():
             shutil.rmtree(fresh(root, step))

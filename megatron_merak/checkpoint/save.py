@@ -44,9 +44,9 @@ def save(
     rank = 0 if group is None else dist.get_rank(group)
     fresh = directories.directory_of(root, iteration).with_suffix(".new")
     check_finite(shards, group, device)
-    kinds = {name: Kind.of(given) for name, given in shards.items()}
-    mine = [part for kind in kinds.values() for part in kind.shards if _is_written(part)]
-    needed = sum(gather_json(sum(part.tensor.nbytes for part in mine), group, device))
+    kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
+    own_shards = [part for kind in kinds.values() for part in kind.shards if _is_written(part)]
+    needed = sum(gather_json(sum(part.tensor.nbytes for part in own_shards), group, device))
     with together(group, device), disk_errors(root, SAVE_REMEDY):
         if rank == 0:
             _prepare(root, iteration, needed)
@@ -54,11 +54,11 @@ def save(
     save_id = broadcast_json(secrets.token_hex(16), group, device)
     try:
         files, tensors = {}, {name: {} for name in kinds}
-        told = {"format": "pt", "save_id": save_id, "iteration": str(iteration)}
+        metadata = {"format": "pt", "save_id": save_id, "iteration": str(iteration)}
         for name, number, turn in in_turns(kinds, group, device):
             with together(group, device), disk_errors(fresh, SAVE_REMEDY):
                 file = f"{name}-rank-{rank:05d}" + (f"-{number:04d}" if len(kinds[name].turns) > 1 else "")
-                written, entries = _write(fresh, f"{file}.safetensors", name, turn.shards, told)
+                written, entries = _write(fresh, f"{file}.safetensors", name, turn.shards, metadata)
                 assert not entries.keys() & tensors[name].keys(), f"{name}: this rank owns two parts of one tensor"
                 files |= written
                 tensors[name] |= entries
@@ -80,7 +80,7 @@ def check_finite(
     shards: Mapping[str, Kind | Sequence[Shard]], group: dist.ProcessGroup | None, device: torch.device | str
 ) -> None:
     """Raise `NumericsError` on every rank for a trained parameter or its optimizer state that is NaN or infinite."""
-    kinds = {name: Kind.of(given) for name, given in shards.items()}
+    kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
     trained = {part.name for name, kind in kinds.items() if name != "model" for part in kind.shards} or None
     for name, _, turn in in_turns(kinds, group, device):
         with together(group, device):
@@ -107,7 +107,7 @@ def _prepare(root: Path, iteration: int, needed: int) -> None:
         raise CheckpointError("checkpoint directory", root, reason, "Free some space, or save elsewhere with --save")
 
 
-def _write(fresh: Path, file: str, kind: str, parts: Sequence[Shard], told: Mapping[str, str]) -> tuple[dict, dict]:
+def _write(fresh: Path, file: str, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str]) -> tuple[dict, dict]:
     """Write a file of what this rank owns of one kind. Returns, in JSON, what is to be said of files and of tensors."""
     assert _KIND.fullmatch(kind), kind
     fresh.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def _write(fresh: Path, file: str, kind: str, parts: Sequence[Shard], told: Mapp
         return {}, {}
     tensors = {part.name: part.tensor for part in parts}
     assert len(tensors) == len(parts), f"{kind}: this rank owns two parts of one tensor"
-    written, digests = write_tensors(fresh / file, tensors, {**told, "kind": kind})
+    written, digests = write_tensors(fresh / file, tensors, {**metadata, "kind": kind})
     entries = {
         part.name: {
             "shape": part.shape,

@@ -64,9 +64,9 @@ class Kind:
         return [shard for turn in self.turns for shard in turn.shards]
 
     @classmethod
-    def of(cls, given: "Kind | Sequence[Shard]") -> "Kind":
+    def of(cls, shards: "Kind | Sequence[Shard]") -> "Kind":
         """Parts whose tensors are always there are a kind, too."""
-        return given if isinstance(given, cls) else cls([Turn(given)])
+        return shards if isinstance(shards, cls) else cls([Turn(shards)])
 
 
 def in_turns(

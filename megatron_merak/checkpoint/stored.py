@@ -57,9 +57,9 @@ def chosen(path: Path, iteration: int | None) -> Path:
         return path
     faults: list[DamagedError] = []
     complete = list(complete_ones(path, faults))
-    wanted = [each for each in complete if iteration in (None, iteration_of(each))]
-    if wanted:
-        return wanted[0]
+    candidates = [each for each in complete if iteration in (None, iteration_of(each))]
+    if candidates:
+        return candidates[0]
     if faults:
         raise faults[0]
     if complete:

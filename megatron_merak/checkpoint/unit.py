@@ -65,8 +65,8 @@ def complete(directory: Path, step: int, known: Mapping[str, str]) -> None:
 def parse(path: Path) -> Unit:
     """Read and check a manifest file alone. Raises `CheckpointError` where anything in it is not sound."""
     try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_MANIFEST:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_MANIFEST:
             raise ValueError(f"it is not a regular file of at most {_LARGEST_MANIFEST} bytes")
         document = unseal(path.read_bytes(), FORMAT, VERSION)
         files = {_path(name): _file(written) for name, written in document["files"].items()}
@@ -98,15 +98,15 @@ def read(directory: Path, step: int | None = None) -> Unit:
         raise DamagedError("manifest", directory / NAME, f"it belongs to step {unit.step}", _REMEDY)
     for path, written in unit.files.items():
         try:
-            found = os.lstat(directory / path)
+            status = os.lstat(directory / path)
         except OSError as error:
             kind = DamagedError if isinstance(error, FileNotFoundError | NotADirectoryError) else CheckpointError
             raise kind("checkpoint file", directory / path, error.strerror or str(error), _REMEDY) from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             reason = "it is not a regular file (links are not followed)"
             raise DamagedError("checkpoint file", directory / path, reason, _REMEDY)
-        if found.st_size != written["bytes"]:
-            reason = f"it has {found.st_size} bytes but {written['bytes']} were written"
+        if status.st_size != written["bytes"]:
+            reason = f"it has {status.st_size} bytes but {written['bytes']} were written"
             raise DamagedError("checkpoint file", directory / path, reason, _REMEDY)
     return unit
 
@@ -127,17 +127,17 @@ def foreign(directory: Path, unit: Unit, *ours: str) -> list[str]:
 
     A file that is removed while a program has it open stays as .nfs... for as long, on a network file system.
     """
-    found = (path.relative_to(directory).as_posix() for path in _walk(directory) if not path.name.startswith(".nfs"))
-    return sorted(name for name in found if name not in unit.files and name not in ours)
+    names = (path.relative_to(directory).as_posix() for path in _walk(directory) if not path.name.startswith(".nfs"))
+    return sorted(name for name in names if name not in unit.files and name not in ours)
 
 
 def _walk(directory: Path) -> list[Path]:
     """Everything below that is no directory, links to directories included."""
-    found = []
+    paths = []
     for folder, folders, names in os.walk(directory):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        found += [Path(folder, name) for name in (*names, *links)]
-    return found
+        paths += [Path(folder, name) for name in (*names, *links)]
+    return paths
 
 
 def _hash_and_sync(path: Path, known: str | None) -> str:
@@ -169,11 +169,11 @@ def _path(name: object) -> str:
 
 
 def _file(value: dict) -> dict:
-    kept = {"bytes": _size(value["bytes"])}
+    entry = {"bytes": _size(value["bytes"])}
     key = SEALED_BY if SEALED_BY in value else "sha256"
     if not isinstance(value[key], str):
         raise ValueError(f"{value[key]!r} stands where a digest or a path belongs")
-    return kept | {key: value[key]}
+    return entry | {key: value[key]}
 
 
 def _size(value: object) -> int:

@@ -70,23 +70,23 @@ def build_engine(
 
     recipe: what steps which parameter. nodes: the hosts of the job, None where nobody asked.
     """
-    asked, adam = wishes(args), adam_of(recipe)
-    check_layout(recipe, mesh.grid.tp * mesh.grid.pp, asked["plan"]["parallel"].sharding != "no_shard")
-    asked["plan"]["state_bytes"] = recipe.state_bytes
-    asked["plan"]["cluster"] = located(asked["plan"]["cluster"], nodes or Nodes())
+    requested, adam = wishes(args), adam_of(recipe)
+    check_layout(recipe, mesh.grid.tp * mesh.grid.pp, requested["plan"]["parallel"].sharding != "no_shard")
+    requested["plan"]["state_bytes"] = recipe.state_bytes
+    requested["plan"]["cluster"] = located(requested["plan"]["cluster"], nodes or Nodes())
     traced = Traced(model, example, compute_dtype(model, args.bf16, args.fp16), args.bf16 or args.fp16, mesh, loss)
     with together(mesh.control, "cpu"):
-        stored = plan_of_arguments(args, traced.dtype, asked["plan"]["cluster"])
+        stored = plan_of_arguments(args, traced.dtype, requested["plan"]["cluster"])
         state_of = recipe.state_of if adam is None else None
         if stored is None:
-            with Progress(SEARCHING, shown=mesh.rank == 0) as told:
-                blueprint = make_blueprint(traced, mesh.grid, **asked["plan"], state_of=state_of, progress=told)
+            with Progress(SEARCHING, shown=mesh.rank == 0) as progress:
+                blueprint = make_blueprint(traced, mesh.grid, **requested["plan"], state_of=state_of, progress=progress)
         else:
             blueprint = blueprint_from_plan(traced, stored, state_of)
     return CapturedModel(
         blueprint,
         mesh,
-        optimizer=replace(asked["optimizer"], **(adam or {})),
+        optimizer=replace(requested["optimizer"], **(adam or {})),
         optimizer_of=torch_optimizer_of(recipe) if adam is None else adamw_of,
         seed=args.seed,
         group_of=recipe.group_of,

@@ -78,13 +78,13 @@ class Generator:
             kwargs |= self._instead_of_encoder(inputs, kwargs)
         self._failed = False
         try:
-            found = self._stand_in().generate(inputs, generation_config=config, **kwargs)
+            generated = self._stand_in().generate(inputs, generation_config=config, **kwargs)
         except Exception:
             if not self._failed:
                 self._agree(-2)
             raise
         self._agree(-1)
-        return found.to(device) if isinstance(found, Tensor) else found
+        return generated.to(device) if isinstance(generated, Tensor) else generated
 
     def _refuse(self, kwargs: Mapping[str, Any]) -> None:
         kind = type(self.inner)
@@ -104,36 +104,36 @@ class Generator:
     def _instead_of_encoder(self, inputs: Tensor | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The encoder runs with the decoder: what stands for its outputs, and is repeated for beams, is its input."""
         name = self.inner.main_input_name
-        given = kwargs.get(name) if inputs is None else inputs
-        if given is None:
+        main_input = kwargs.get(name) if inputs is None else inputs
+        if main_input is None:
             raise ConfigError("generate", f"(no {name})", "the encoder has no input", f"Give inputs or {name}")
-        return {"encoder_outputs": BaseModelOutput(last_hidden_state=given)}
+        return {"encoder_outputs": BaseModelOutput(last_hidden_state=main_input)}
 
     def _stand_in(self) -> Any:
         """A model of the same class and configuration without a forward of its own."""
         kind = type(self.inner)
-        found = object.__new__(type(kind.__name__, (_StandIn, kind), {"__module__": kind.__module__}))
-        vars(found).update({name: each for name, each in vars(self.inner).items() if not isinstance(each, Guard)})
-        vars(found)["merak_device"] = self.mesh.device
+        stand_in = object.__new__(type(kind.__name__, (_StandIn, kind), {"__module__": kind.__module__}))
+        vars(stand_in).update({name: each for name, each in vars(self.inner).items() if not isinstance(each, Guard)})
+        vars(stand_in)["merak_device"] = self.mesh.device
 
-        def forward(**given: Any) -> Any:
+        def forward(**arguments: Any) -> Any:
             self._failed = True  # unless all goes well: then ranks agree on what comes next
-            answer = self._forward(given)
+            answer = self._forward(arguments)
             self._failed = False
             return answer
 
         forward.__signature__ = inspect.signature(_Signature(kind).forward)  # type: ignore[attr-defined]
-        vars(found)["forward"] = forward
-        return found
+        vars(stand_in)["forward"] = forward
+        return stand_in
 
-    def _forward(self, given: Mapping[str, Any]) -> Any:
-        batch = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        for name, value in given.items():
+    def _forward(self, arguments: Mapping[str, Any]) -> Any:
+        batch = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        for name, value in arguments.items():
             if name not in batch and name not in _MANNER and value:
                 raise ConfigError("generate", name, "a captured forward takes tensors", "Leave it out")
         seq2seq = self.inner.config.is_encoder_decoder
         if seq2seq:
-            batch[self.inner.main_input_name] = given["encoder_outputs"].last_hidden_state
+            batch[self.inner.main_input_name] = arguments["encoder_outputs"].last_hidden_state
         tokens = batch["decoder_input_ids" if seq2seq else "input_ids"]
         self._agree(zlib.crc32(tokens.cpu().numpy().tobytes()))
         logits = self._logits(self._plain(batch, tokens), tokens)[:, None]
@@ -143,18 +143,18 @@ class Generator:
         """The batch without what says nothing: a mask that masks nothing, unless the model needs one for padding at the
         end, and positions that count from 0."""
         rows, length = tokens.shape
-        whole = MASK not in batch or bool((batch[MASK] == 1).all())
+        unpadded = MASK not in batch or bool((batch[MASK] == 1).all())
         if self.inner.config.is_encoder_decoder:
             source = batch[self.inner.main_input_name]
             return batch if MASK in batch or MASK not in self._columns else batch | {MASK: torch.ones_like(source)}
-        if whole:
+        if unpadded:
             batch.pop(MASK, None)
         positions = batch.get("position_ids")
-        if positions is not None and whole and torch.equal(positions, torch.arange(length).to(positions)[None]):
+        if positions is not None and unpadded and torch.equal(positions, torch.arange(length).to(positions)[None]):
             del batch["position_ids"]
         elif positions is not None and positions.dim() == 2:
             batch["position_ids"] = positions.expand(rows, -1)
-        return batch | ({MASK: torch.ones_like(tokens)} if whole and self._masked else {})
+        return batch | ({MASK: torch.ones_like(tokens)} if unpadded and self._masked else {})
 
     def _logits(self, batch: dict[str, Tensor], tokens: Tensor) -> Tensor:
         """[rows, vocabulary] fp32: of the last token of every row, on every rank."""
@@ -163,14 +163,14 @@ class Generator:
         size = -(-rows // (replicas * stages)) if divides else rows
         count = -(-rows // (replicas * size)) if divides else 1
         batch, place = {name: value.cpu() for name, value in batch.items()}, torch.tensor([tokens.shape[1] - 1])
-        mine = []
+        batches = []
         for number in range(count):
             first = (self.mesh.dp_rank * count + number) * size if divides else 0
             which = torch.arange(first, first + size).clamp(max=rows - 1)
-            mine.append({name: value[which] if divides else value for name, value in batch.items()} | {PLACE: place})
-        outputs = self.engine.evaluate(self._padded(mine), (NEXT,), self._question)
-        found = None if outputs is None else torch.cat([output[NEXT] for output in outputs]).float()
-        return self._everywhere(found, count * size)[:rows]
+            batches.append({name: value[which] if divides else value for name, value in batch.items()} | {PLACE: place})
+        outputs = self.engine.evaluate(self._padded(batches), (NEXT,), self._question)
+        logits = None if outputs is None else torch.cat([output[NEXT] for output in outputs]).float()
+        return self._everywhere(logits, count * size)[:rows]
 
     def _padded(self, batches: list[dict[str, Tensor]]) -> list:
         """At a length that few batches differ in, as far as that was shown to be neutral."""
@@ -180,31 +180,31 @@ class Generator:
             padded, unsettled = self._neutral.propose(batches, (NEXT,))
         return padded
 
-    def _everywhere(self, found: Tensor | None, rows: int) -> Tensor:
+    def _everywhere(self, logits: Tensor | None, rows: int) -> Tensor:
         """[replicas x rows, vocabulary]: what each replica's ``output_rank`` has found. Collective over all ranks."""
         mesh = self.mesh
         if self._vocabulary is None:
-            told = gather_json(None if found is None else found.shape[1], mesh.control, "cpu")
-            self._vocabulary = next(width for width in told if width is not None)
+            widths = gather_json(None if logits is None else logits.shape[1], mesh.control, "cpu")
+            self._vocabulary = next(width for width in widths if width is not None)
         source = self.engine.output_rank(mesh.dp_rank)
-        if found is None:
-            found = torch.empty(rows, self._vocabulary, device=mesh.device)
-        found = found.contiguous()
+        if logits is None:
+            logits = torch.empty(rows, self._vocabulary, device=mesh.device)
+        logits = logits.contiguous()
         if mesh.model is not None:
-            dist.broadcast(found, source, group=mesh.model)
+            dist.broadcast(logits, source, group=mesh.model)
         if mesh.dp is None:
-            return found
-        parts = [torch.empty_like(found) for _ in range(mesh.grid.dp)]
-        dist.all_gather(parts, found, group=mesh.dp)
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(mesh.grid.dp)]
+        dist.all_gather(parts, logits, group=mesh.dp)
         return torch.cat(parts)
 
     def _agree(self, code: int) -> None:
         """Raises ConfigError on every rank unless all are at the same tokens, or at the same end (below 0)."""
         if self.mesh.control is None:
             return
-        told = torch.tensor([code, -code])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.mesh.control)
-        if told[0] != -told[1]:
+        codes = torch.tensor([code, -code])
+        dist.all_reduce(codes, dist.ReduceOp.MAX, group=self.mesh.control)
+        if codes[0] != -codes[1]:
             raise ConfigError("generate", "(the next token)", "ranks computed different tokens", _TOGETHER)
 
 
@@ -240,10 +240,10 @@ class _StandIn:
         return config, rest
 
 
-def refuse(given: Mapping[str, Any]) -> None:
+def refuse(arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError for an argument of ``generate``, or a value of its configuration, that is not honoured."""
     for name, (reason, remedy) in _REFUSED.items():
-        value = given.get(name)
+        value = arguments.get(name)
         if value is not None and value is not False and not (name == "guidance_scale" and value == 1):
             shown = value if isinstance(value, str | int | float) else type(value).__name__
             raise ConfigError(f"generate: {name}", shown, reason, remedy)
@@ -251,9 +251,9 @@ def refuse(given: Mapping[str, Any]) -> None:
 
 def _logits_at_place(model: nn.Module, batch: dict[str, Any]) -> tuple[None, dict[str, Tensor]]:
     place = batch[PLACE]
-    given = {name: value for name, value in batch.items() if name != PLACE}
+    inputs = {name: value for name, value in batch.items() if name != PLACE}
     keeps = "logits_to_keep" in forward_parameters(model)[0]
-    outputs = model(**given, **({"logits_to_keep": place} if keeps else {}))
+    outputs = model(**inputs, **({"logits_to_keep": place} if keeps else {}))
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     return None, {NEXT: (logits if keeps else logits.index_select(1, place))[:, 0]}
 

@@ -195,13 +195,13 @@ def refuse_overrides(kind: type, base: type, adapted: Collection[type] = ()) -> 
         raise ConfigError(kind.__name__, "(a transformers.Trainer)", "its methods would not be called", remedy)
 
 
-def refuse_late(built: Mapping[str, Any], wanted: Mapping[str, Any], later: Collection[str]) -> None:
+def refuse_late(built: Mapping[str, Any], requested: Mapping[str, Any], later: Collection[str]) -> None:
     """Raises ConfigError for an argument that was changed since the model was captured by it.
 
     built, wanted: arguments by name, of the capture and of now; some together in a mapping or dataclass. later: those
     that a running model still follows.
     """
-    for name, new in wanted.items():
+    for name, new in requested.items():
         old = built[name]
         if isinstance(new, Mapping):
             refuse_late(old, new, later)

@@ -104,7 +104,7 @@ class LossOfTrainer:
 
     def compute(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
         """(loss, outputs) of a batch; outputs in evaluation only. Raises TraceError for what would not be the same."""
-        trainer, whole = self.trainer, self.wants_outputs(model)
+        trainer, with_outputs = self.trainer, self.wants_outputs(model)
         items = batch.get("num_items_in_batch")
         inputs = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         before = self._picture()
@@ -116,18 +116,18 @@ class LossOfTrainer:
                 _outputs_in_fp32(model, trainer.args.bf16 or trainer.args.fp16),
                 torch.set_grad_enabled(model.training),
             ):
-                result = trainer.compute_loss(model, inputs, return_outputs=whole, num_items_in_batch=items)
+                result = trainer.compute_loss(model, inputs, return_outputs=with_outputs, num_items_in_batch=items)
         finally:
             self._refuse(before)
-        if whole and not (isinstance(result, tuple | list) and len(result) == 2):
+        if with_outputs and not (isinstance(result, tuple | list) and len(result) == 2):
             reason = f"with return_outputs=True it returned a {type(result).__name__}"
             raise TraceError(self.name, "(return_outputs=True)", reason, "Return (loss, outputs)")
-        if whole and not isinstance(result[1], Mapping | tuple | list):
+        if with_outputs and not isinstance(result[1], Mapping | tuple | list):
             reason = f"with return_outputs=True its outputs are a {type(result[1]).__name__}"
             raise TraceError(
                 self.name, "(return_outputs=True)", reason, "Return the model's, a dict, or (loss, logits)"
             )
-        loss, outputs = result if whole else (result, None)
+        loss, outputs = result if with_outputs else (result, None)
         if not isinstance(loss, Tensor):
             raise TraceError(self.name, "(its loss)", *self._no_loss(loss))
         replicas, adds_up = trainer.mesh.grid.dp, self.own_loss().adds_up
@@ -165,10 +165,10 @@ class LossOfTrainer:
         """What the loss could read beside its arguments, by name. names: of the trainer's attributes; None: all."""
         trainer = self.trainer
         own = {k: v for k, v in vars(trainer).items() if k not in STAYS | CHANGES and (names is None or k in names)}
-        found = {f"trainer.{name}": value for name, value in own.items()}
+        values = {f"trainer.{name}": value for name, value in own.items()}
         for name in ("compute_loss_func", "label_smoother", "model_accepts_loss_kwargs", "loss_is_scaled_for_ga"):
-            found[name] = getattr(trainer, name)
-        return {name: Picture().of(value) for name, value in (found | surroundings(trainer)).items()}
+            values[name] = getattr(trainer, name)
+        return {name: Picture().of(value) for name, value in (values | surroundings(trainer)).items()}
 
 
 @contextmanager
@@ -239,10 +239,10 @@ def has_own_loss(trainer: Any, base: type) -> bool:
 
     base: MerakTrainer.
     """
-    given = trainer.label_smoother is not None or trainer.loss_is_scaled_for_ga is not None
-    given = given or trainer.args.neftune_noise_alpha is not None
+    configured = trainer.label_smoother is not None or trainer.loss_is_scaled_for_ga is not None
+    configured = configured or trainer.args.neftune_noise_alpha is not None
     counts = trainer.model_accepts_loss_kwargs != accepts_num_items(trainer.model)
-    return has_scripted_loss(trainer, base) or given or counts
+    return has_scripted_loss(trainer, base) or configured or counts
 
 
 def has_scripted_loss(trainer: Any, base: type) -> bool:

@@ -50,9 +50,9 @@ class MerakSeq2SeqArguments(MerakArguments):
         super().__post_init__()
 
     def to_dict(self) -> dict[str, Any]:
-        found = super().to_dict()
-        config = found["generation_config"]
-        return found | ({"generation_config": config.to_dict()} if isinstance(config, GenerationConfig) else {})
+        values = super().to_dict()
+        config = values["generation_config"]
+        return values | ({"generation_config": config.to_dict()} if isinstance(config, GenerationConfig) else {})
 
 
 MerakSeq2SeqArguments.__init__ = checked(MerakSeq2SeqArguments.__init__)
@@ -73,12 +73,12 @@ class GeneratedEvaluation(Evaluation):
         Evaluation._forward(replace(self, loss_only=True), first, batches)
         return []
 
-    def _collected(self, place: int, batches: list[Batch], found: list[dict]) -> dict:
+    def _collected(self, place: int, batches: list[Batch], outputs: list[dict]) -> dict:
         """Predictions and labels of a round's batch. Collective."""
         replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
         owner = self.engine.output_rank(replica)
-        mine = {name: x for name, x in batches[row].items() if isinstance(x, Tensor)} if self.rank == owner else None
-        batch: Any = from_rank(owner, mine, self.control)
+        tensors = {name: x for name, x in batches[row].items() if isinstance(x, Tensor)} if self.rank == owner else None
+        batch: Any = from_rank(owner, tensors, self.control)
         predictions, labels = self.lengthened(self.generate(batch).cpu()), self.facts.labels(batch)
         labels = None if labels is None else self.lengthened(labels)
         if self.preprocess is not None:
@@ -94,11 +94,11 @@ class MerakSeq2SeqTrainer(MerakTrainer):
     ``generate``, and predictions are tokens.
     """
 
-    def __init__(self, model: Any = None, args: MerakSeq2SeqArguments | None = None, *given: Any, **named: Any):
+    def __init__(self, model: Any = None, args: MerakSeq2SeqArguments | None = None, *arguments: Any, **named: Any):
         if args is not None and not isinstance(args, MerakSeq2SeqArguments):
             reason = "it has no predict_with_generate"
             raise ConfigError("args", type(args).__name__, reason, "Make MerakSeq2SeqArguments")
-        super().__init__(model, MerakSeq2SeqArguments("tmp_trainer") if args is None else args, *given, **named)
+        super().__init__(model, MerakSeq2SeqArguments("tmp_trainer") if args is None else args, *arguments, **named)
         self._generating: dict[str, Any] | None = None  # keywords of generate, in an evaluation
         with together(self.mesh.control, "cpu"):
             if (config := self.args.generation_config) is not None:
@@ -130,34 +130,34 @@ class MerakSeq2SeqTrainer(MerakTrainer):
     @contextmanager
     def _as_given(self, gen_kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Generate with these, and with the arguments; inside an evaluation of several datasets, with what that has."""
-        before, given = self._generating, dict(gen_kwargs)
-        if given.get("max_length") is None and given.get("max_new_tokens") is None:
-            given["max_length"] = self.args.generation_max_length
-        if given.get("num_beams") is None:
-            given["num_beams"] = self.args.generation_num_beams
+        before, settings = self._generating, dict(gen_kwargs)
+        if settings.get("max_length") is None and settings.get("max_new_tokens") is None:
+            settings["max_length"] = self.args.generation_max_length
+        if settings.get("num_beams") is None:
+            settings["num_beams"] = self.args.generation_num_beams
         if before is None:
-            self._generating = {name: value for name, value in given.items() if value is not None}
+            self._generating = {name: value for name, value in settings.items() if value is not None}
         try:
             yield
         finally:
             self._generating = before
 
-    def _evaluation(self, *given: Any) -> Evaluation:
-        plain = super()._evaluation(*given)
+    def _evaluation(self, *arguments: Any) -> Evaluation:
+        plain = super()._evaluation(*arguments)
         if not self.args.predict_with_generate or plain.loss_only:
             return plain
-        kept = {name: getattr(plain, name) for name in Evaluation.__dataclass_fields__}
-        return GeneratedEvaluation(**kept, generate=self._tokens, lengthened=self._lengthened)
+        fields = {name: getattr(plain, name) for name in Evaluation.__dataclass_fields__}
+        return GeneratedEvaluation(**fields, generate=self._tokens, lengthened=self._lengthened)
 
     def _tokens(self, batch: Batch) -> Tensor:
-        given, labels = dict(batch), batch.get("labels")
-        started = given.get("decoder_input_ids")
+        inputs, labels = dict(batch), batch.get("labels")
+        started = inputs.get("decoder_input_ids")
         if labels is not None and started is not None and started.shape == labels.shape:  # made of the labels
-            given = {
-                name: x for name, x in given.items() if name not in ("decoder_input_ids", "decoder_attention_mask")
+            inputs = {
+                name: x for name, x in inputs.items() if name not in ("decoder_input_ids", "decoder_attention_mask")
             }
-        given.pop("labels", None)
-        return self._generated(None, None, {**given, **(self._generating or {})})
+        inputs.pop("labels", None)
+        return self._generated(None, None, {**inputs, **(self._generating or {})})
 
     def _lengthened(self, tokens: Tensor) -> Tensor:
         """Padded to the longest that the model's generation config allows, as transformers has them."""
@@ -172,27 +172,27 @@ class MerakSeq2SeqTrainer(MerakTrainer):
     def _pad_id(self) -> int:
         known = self.processing_class
         if hasattr(known, "pad_token_id"):
-            found = known.eos_token_id if known.pad_token_id is None else known.pad_token_id
+            token = known.eos_token_id if known.pad_token_id is None else known.pad_token_id
         else:
-            found = getattr(self.model.config, "pad_token_id", None)
-        if found is None:
+            token = getattr(self.model.config, "pad_token_id", None)
+        if token is None:
             reason = "generated predictions are padded to one length"
             raise ConfigError("pad_token_id", None, reason, "Set it in the model's config, or give a processing_class")
-        return found
+        return token
 
 
-def _config(given: str | Path | GenerationConfig) -> GenerationConfig:
+def _config(source: str | Path | GenerationConfig) -> GenerationConfig:
     """Raises ConfigError where it cannot be read, or does not agree with itself."""
     try:
-        if isinstance(given, GenerationConfig):
-            config = copy.deepcopy(given)
-        elif Path(given).is_file():
-            config = GenerationConfig.from_pretrained(Path(given).parent, Path(given).name)
+        if isinstance(source, GenerationConfig):
+            config = copy.deepcopy(source)
+        elif Path(source).is_file():
+            config = GenerationConfig.from_pretrained(Path(source).parent, Path(source).name)
         else:
-            config = GenerationConfig.from_pretrained(given)
+            config = GenerationConfig.from_pretrained(source)
         config.validate(strict=True)
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        shown = "(given)" if isinstance(given, GenerationConfig) else str(given)
+        shown = "(given)" if isinstance(source, GenerationConfig) else str(source)
         raise ConfigError("generation_config", shown, reason, "Correct it, or leave it out") from error
     return config

@@ -32,7 +32,7 @@ _WHO = (type, FunctionType, MethodType, ModuleType, logging.Logger)
 
 def surroundings(trainer: Any) -> dict[str, Any]:
     """What the ``compute_loss`` and the ``compute_loss_func`` of a trainer can read, by name."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     names: set[str] = set()
     modules: dict[str, ModuleType] = {}
     waiting: list[object] = [trainer.compute_loss, trainer.compute_loss_func]
@@ -48,28 +48,29 @@ def surroundings(trainer: Any) -> dict[str, Any]:
             elif isinstance(value, FunctionType | MethodType | partial):
                 waiting.append(value)
             elif not isinstance(value, type):
-                found[name] = value
+                values[name] = value
         if isinstance(function, FunctionType | MethodType):
             names |= set(_names(function.__code__))
             for each in type(trainer).__mro__:  # methods, and what they call by super()
                 waiting += [v for k, v in vars(each).items() if k in names and isinstance(v, FunctionType)]
     holders = {"args": trainer.args, "model": trainer.model, "model.config": getattr(trainer.model, "config", None)}
     for path, holder in holders.items():
-        held = getattr(holder, "__dict__", {})
-        found |= {f"{path}.{name}": held[name] for name in sorted(names & held.keys()) if name not in _OTHERWISE}
+        attributes = getattr(holder, "__dict__", {})
+        shared = sorted(name for name in names & attributes.keys() if name not in _OTHERWISE)
+        values |= {f"{path}.{name}": attributes[name] for name in shared}
     for each in reversed(type(trainer).__mro__):
         if not _foreign(each):
-            held = {k: v for k, v in vars(each).items() if k in names and not callable(v)}
-            found |= {f"{each.__name__}.{k}": v for k, v in held.items() if not hasattr(v, "__get__")}
+            attributes = {k: v for k, v in vars(each).items() if k in names and not callable(v)}
+            values |= {f"{each.__name__}.{k}": v for k, v in attributes.items() if not hasattr(v, "__get__")}
     for path, module in modules.items():
-        held = {name: v for name in sorted(names) if not callable(v := getattr(module, name, None))}
-        found |= {f"{path}.{k}": v for k, v in held.items() if v is not None and not isinstance(v, ModuleType)}
-    return found
+        attributes = {name: v for name in sorted(names) if not callable(v := getattr(module, name, None))}
+        values |= {f"{path}.{k}": v for k, v in attributes.items() if v is not None and not isinstance(v, ModuleType)}
+    return values
 
 
 def names_read(function: object) -> set[str]:
     """Every name that a function, the functions of a script that it calls, and methods of what it reads, may use."""
-    found: set[str] = set()
+    read: set[str] = set()
     waiting, known = [function], []
     while waiting:
         each = waiting.pop()
@@ -86,8 +87,8 @@ def names_read(function: object) -> set[str]:
             methods = [getattr(kind, name, None) for kind in kinds for name in names]
             methods = [method.fget if isinstance(method, property) else method for method in methods]
             waiting += [method for method in methods if isinstance(method, FunctionType)]
-            found |= set(names)
-    return found
+            read |= set(names)
+    return read
 
 
 def _foreign(thing: object) -> bool:
@@ -110,7 +111,7 @@ def _reads(function: object) -> Iterator[tuple[str, Any]]:
     elif isinstance(function, MethodType):
         yield from _reads(function.__func__)
         if not hasattr(function.__self__, "compute_loss"):
-            yield from ((f"{type(function.__self__).__name__}.{k}", v) for k, v in _held(function.__self__))
+            yield from ((f"{type(function.__self__).__name__}.{k}", v) for k, v in _attributes(function.__self__))
     elif isinstance(function, FunctionType):
         name = function.__name__
         yield from (
@@ -123,7 +124,7 @@ def _reads(function: object) -> Iterator[tuple[str, Any]]:
             if k in function.__globals__ and not hasattr(builtins, k):
                 yield k, function.__globals__[k]
     elif callable(function) and not isinstance(function, type):
-        yield from ((f"{type(function).__name__}.{k}", v) for k, v in _held(function))
+        yield from ((f"{type(function).__name__}.{k}", v) for k, v in _attributes(function))
         if isinstance(call := getattr(type(function), "__call__", None), FunctionType):  # noqa: B004
             yield "__call__", call
 
@@ -138,10 +139,10 @@ def _names(code: CodeType) -> Iterator[str]:
             yield constant
 
 
-def _held(value: object) -> Iterable[tuple[str, Any]]:
-    slots = [name for kind in type(value).__mro__ for name in (vars(kind).get("__slots__") or ())]
-    held = {name: getattr(value, name) for name in slots if isinstance(name, str) and hasattr(value, name)}
-    return (held | getattr(value, "__dict__", {})).items()
+def _attributes(value: object) -> Iterable[tuple[str, Any]]:
+    slots = [name for kind in type(value).__mro__ for name in (vars(kind).get("__of_slots_") or ())]
+    of_slots = {name: getattr(value, name) for name in slots if isinstance(name, str) and hasattr(value, name)}
+    return (of_slots | getattr(value, "__dict__", {})).items()
 
 
 class Picture:
@@ -173,8 +174,8 @@ class Picture:
             return id(value), len(value), [self.of(each) for each in self._some(value)]
         if isinstance(value, set | frozenset):
             return id(value), len(value), hash(frozenset(map(id, value)))
-        held = {name: self.of(each) for name, each in _held(value)}
-        return id(value), held, repr(value) if isinstance(value, Iterator) else ""
+        attributes = {name: self.of(each) for name, each in _attributes(value)}
+        return id(value), attributes, repr(value) if isinstance(value, Iterator) else ""
 
     def _some(self, values: Iterable[Any]) -> list[Any]:
         return list(islice(values, max(self._left, 0)))

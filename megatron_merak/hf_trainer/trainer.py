@@ -172,8 +172,8 @@ class MerakTrainer(TrainerFace):
         padding = Padding(None) if sees else padding_of(self.model, self.facts, self.args, tokenizer)
         neutral = NeutralPadding(padding, self.mesh)
         named = "length_buckets names the lengths of rows" if isinstance(self.args.buckets, tuple) else ""
-        given = (self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer)
-        self.feed = Feed(*given, rows=in_one_row(sees or named, padding.limit), masks=without_masks(sees))
+        settings = (self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer)
+        self.feed = Feed(*settings, rows=in_one_row(sees or named, padding.limit), masks=without_masks(sees))
 
     def _sees_padding(self) -> bool:
         """Whether the loss may see what stands at padding."""
@@ -357,8 +357,8 @@ class MerakTrainer(TrainerFace):
         return output
 
     def _evaluation(self, batches: EvaluationBatches, facts: ModelFacts, loss_only: bool, everyone: bool) -> Evaluation:
-        given = (batches, self.engine, facts, self.feed.neutral, self.args, loss_only, everyone)
-        return Evaluation(*given, self._predicted, self.preprocess_logits_for_metrics)
+        arguments = (batches, self.engine, facts, self.feed.neutral, self.args, loss_only, everyone)
+        return Evaluation(*arguments, self._predicted, self.preprocess_logits_for_metrics)
 
     def _predicted(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -52,8 +52,8 @@ def config_of(args: Any) -> Mapping[str, Any]:
     for name, keys in SECTIONS.items():
         _check_keys(name, _section(config, name), keys)
     for name in _OFFLOADS:
-        given = _section(config, "zero_optimization").get(name)
-        device = given.get("device") if isinstance(given, Mapping) else given or None
+        offload = _section(config, "zero_optimization").get(name)
+        device = offload.get("device") if isinstance(offload, Mapping) else offload or None
         if device not in _NOWHERE:
             raise ConfigError(f"deepspeed: zero_optimization.{name}", device, *OFFLOAD)
     return config
@@ -85,18 +85,18 @@ def scaler_of(args: Any) -> LossScaler:
     """The loss scale of fp16: DeepSpeed's by its configuration, else that of torch."""
     if not args.deepspeed:
         return scaler_of_torch()
-    given = _section(config_of(args), "fp16")
-    found = {name: given.get(name, default) for name, default in _SCALE.items()}
-    for name, value in found.items():
+    section = _section(config_of(args), "fp16")
+    settings = {name: section.get(name, default) for name, default in _SCALE.items()}
+    for name, value in settings.items():
         least = 0 if name in ("loss_scale", "initial_scale_power") else 1
         if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
             remedy = f"Give {least} or more, or leave it out"
             raise ConfigError(f"deepspeed: fp16.{name}", repr(value), "it is not a valid number", remedy)
     setting = "deepspeed: fp16.min_loss_scale"
-    if found["loss_scale"]:
-        return LossScaler(found["loss_scale"], setting="deepspeed: fp16.loss_scale")
-    first, least = 2.0 ** found["initial_scale_power"], found["min_loss_scale"]
-    return LossScaler(first, least, found["loss_scale_window"], int(found["hysteresis"]), setting=setting)
+    if settings["loss_scale"]:
+        return LossScaler(settings["loss_scale"], setting="deepspeed: fp16.loss_scale")
+    first, least = 2.0 ** settings["initial_scale_power"], settings["min_loss_scale"]
+    return LossScaler(first, least, settings["loss_scale_window"], int(settings["hysteresis"]), setting=setting)
 
 
 def decayed_by_deepspeed(args: Any, model: nn.Module) -> list[str]:
@@ -146,7 +146,7 @@ def refuse_beside_deepspeed(trainer: Any, base: type) -> None:
 
     base: the class that the script's trainer is derived from.
     """
-    given = {
+    settings = {
         "optimizer": (trainer._given_optimizer, trainer.optimizer_cls_and_kwargs),
         "scheduler": (trainer._given_scheduler,),
     }
@@ -154,7 +154,7 @@ def refuse_beside_deepspeed(trainer: Any, base: type) -> None:
         if not trainer.args.deepspeed or section not in config_of(trainer.args):
             continue
         beside = [name for name in methods if getattr(type(trainer), name) is not getattr(base, name)]
-        if any(each is not None for each in given[section]):
+        if any(each is not None for each in settings[section]):
             beside.append(f"the {section} given to {type(trainer).__name__}")
         if beside:
             reason = f"deepspeed has a section {section}, which transformers uses instead"
@@ -188,20 +188,20 @@ def _check_adam(args: Any, section: Mapping[str, Any]) -> None:
         "eps": (args.adam_epsilon, "adam_epsilon"),
         "weight_decay": (args.weight_decay, "weight_decay"),
     }
-    given = {**_ADAM, **params}
+    settings = {**_ADAM, **params}
     for name, (value, argument) in ours.items():
-        _same(f"optimizer.params.{name}", given, value, argument, missing=name not in params)
+        _same(f"optimizer.params.{name}", settings, value, argument, missing=name not in params)
 
 
 def _same(path: str, section: Mapping[str, Any], value: Any, argument: str, missing: bool = False) -> None:
     """Raises ConfigError unless the last part of ``path`` is absent in its section, "auto" or ``value``."""
     name = path.rpartition(".")[2]
-    given = section.get(name)
-    given = list(given) if isinstance(given, tuple) else given
-    if given in (None, AUTO) or given == value:
+    configured = section.get(name)
+    configured = list(configured) if isinstance(configured, tuple) else configured
+    if configured in (None, AUTO) or configured == value:
         return
     reason = f"{argument} is {value}" + (", and DeepSpeed takes the former where it is missing" if missing else "")
-    raise ConfigError(f"deepspeed: {path}", repr(given), reason, _AGREE)
+    raise ConfigError(f"deepspeed: {path}", repr(configured), reason, _AGREE)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -211,8 +211,8 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section or {}
 
 
-def _check_keys(section: str, given: Mapping[str, Any], keys: Keys) -> None:
-    for name, value in given.items():
+def _check_keys(section: str, settings: Mapping[str, Any], keys: Keys) -> None:
+    for name, value in settings.items():
         what = f"deepspeed: {section}.{name}" if section else f"deepspeed: {name}"
         plain = name.removeprefix("stage3_") if section == "zero_optimization" else name
         if plain in keys.neutral:

@@ -32,9 +32,9 @@ _ALIKE = MappingProxyType({"WarmupLR": "constant_with_warmup", "WarmupDecayLR": 
 
 def check_schedule(args: Any) -> None:
     """Raises ConfigError for a schedule of the configuration that cannot be honoured, or that contradicts arguments."""
-    if (found := scheduler_of(args)) is None:
+    if (scheduler := scheduler_of(args)) is None:
         return
-    kind, params = found
+    kind, params = scheduler
     if kind not in _DEFAULTS:
         remedy = f"Use {', '.join(_DEFAULTS)}, or leave the section out and set lr_scheduler_type"
         raise ConfigError("deepspeed: scheduler.type", kind, "there is no such schedule here", remedy)
@@ -63,9 +63,9 @@ def check_schedule(args: Any) -> None:
 
 def schedule_of_deepspeed(args: Any, steps: int, optimizer: Optimizer) -> LRScheduler | None:
     """The schedule that a DeepSpeed configuration has for a run of ``steps``; None where it has none."""
-    if (found := scheduler_of(args)) is None:
+    if (scheduler := scheduler_of(args)) is None:
         return None
-    kind, params = found
+    kind, params = scheduler
     settings = _filled(args, steps, kind, params)
     bases = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     return LambdaLR(optimizer, [partial(_factor, kind, settings, args.learning_rate, base) for base in bases])
@@ -73,27 +73,27 @@ def schedule_of_deepspeed(args: Any, steps: int, optimizer: Optimizer) -> LRSche
 
 def _filled(args: Any, steps: int, kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters for a run of ``steps``. Raises ConfigError where they say something else."""
-    found = {**_DEFAULTS[kind], **params}
+    filled = {**_DEFAULTS[kind], **params}
     warmup = max(1, args.get_warmup_steps(steps))
-    found["warmup_num_steps"] = max(2, _agreed("warmup_num_steps", kind, params, warmup, "the number of warmup_steps"))
-    if "total_num_steps" in found:
+    filled["warmup_num_steps"] = max(2, _agreed("warmup_num_steps", kind, params, warmup, "the number of warmup_steps"))
+    if "total_num_steps" in filled:
         if params.get("total_num_steps") is None:
             what, reason = "deepspeed: scheduler.params.total_num_steps", f"{kind} has no default for it"
             raise ConfigError(what, "(missing)", reason, 'Set it to "auto"')
         _agreed("total_num_steps", kind, params, steps, "the number of steps of the run")
-        found["total_num_steps"] = steps
-    if found.get("warmup_min_lr") == AUTO:
-        found["warmup_min_lr"] = 0.0
-    return found
+        filled["total_num_steps"] = steps
+    if filled.get("warmup_min_lr") == AUTO:
+        filled["warmup_min_lr"] = 0.0
+    return filled
 
 
 def _agreed(name: str, kind: str, params: Mapping[str, Any], value: Any, argument: str) -> Any:
-    given = params.get(name, _DEFAULTS[kind][name])
-    if given in (None, AUTO) or given == value:
+    configured = params.get(name, _DEFAULTS[kind][name])
+    if configured in (None, AUTO) or configured == value:
         return value
     missing = "" if name in params else ", and DeepSpeed takes the former where it is missing"
     remedy = 'Set it to "auto", or make the two agree'
-    raise ConfigError(f"deepspeed: scheduler.params.{name}", given, f"{argument} is {value}{missing}", remedy)
+    raise ConfigError(f"deepspeed: scheduler.params.{name}", configured, f"{argument} is {value}{missing}", remedy)
 
 
 def _factor(kind: str, settings: Mapping[str, Any], rate: float, base: float, done: int) -> float:

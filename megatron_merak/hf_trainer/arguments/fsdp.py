@@ -104,8 +104,8 @@ def _after_forward(config: Mapping[str, Any], hybrid: bool) -> str | None:
         return value
     if str(value) in OPTIONS:
         raise ConfigError("fsdp_config: reshard_after_forward", value, *OPTIONS[value])
-    after, kept = HYBRID if hybrid else ("full_shard", "shard_grad_op")
-    return after if _truth("reshard_after_forward", config) else kept
+    after, unsharded = HYBRID if hybrid else ("full_shard", "shard_grad_op")
+    return after if _truth("reshard_after_forward", config) else unsharded
 
 
 def _truth(key: str, config: Mapping[str, Any]) -> bool:
@@ -118,13 +118,13 @@ def _truth(key: str, config: Mapping[str, Any]) -> bool:
     return TRUTH[str(value).lower()]
 
 
-def _config(given: Any) -> dict[str, Any]:
+def _config(config: Any) -> dict[str, Any]:
     """The keys of ``fsdp_config`` that mean something here. Raises ConfigError for those that are refused."""
-    found = {}
-    for name, value in settings_of("fsdp_config", given).items():
+    settings = {}
+    for name, value in settings_of("fsdp_config", config).items():
         key = name.removeprefix("fsdp_")
         if key in ("reshard_after_forward", "activation_checkpointing"):
-            found[key] = value
+            settings[key] = value
         elif key in NEUTRAL:
             harmless, reason, remedy = NEUTRAL[key]
             value = value.lower() if str(value).lower() == "false" and isinstance(value, str) else value
@@ -132,4 +132,4 @@ def _config(given: Any) -> dict[str, Any]:
                 raise ConfigError(f"fsdp_config: {name}", repr(value), reason, remedy)
         elif key not in WITHOUT_EFFECT:
             raise ConfigError(f"fsdp_config: {name}", repr(value), "there is no such key here", "Leave it out")
-    return found
+    return settings

@@ -26,30 +26,31 @@ def instances_of(args: Any) -> int:
 
     Raises ConfigError for what the replicas cannot be divided into, and where nothing says what a node is.
     """
-    given, hybrid, grid = getattr(args, NAME), fsdp.hybrid_of(args), grid_of(args)
-    told = parallelism.instances_of(args)
-    if given is not None and told not in (None, given):
-        raise ConfigError(NAME, given, f"parallelism_config has dp_replicate_size {told}", "Set only one of them")
-    given = told if given is None else given
-    if given is not None:
-        if type(given) is not int or given < 1:
-            raise ConfigError(NAME, repr(given), "it counts groups of ranks", "Give a whole number, 1 or more")
-        if refused := refused_instances(given, grid.dp, args.sharding or "no_shard"):
-            raise ConfigError(NAME, given, *refused)
-        return given
+    instances, hybrid, grid = getattr(args, NAME), fsdp.hybrid_of(args), grid_of(args)
+    replicate_size = parallelism.instances_of(args)
+    if instances is not None and replicate_size not in (None, instances):
+        reason = f"parallelism_config has dp_replicate_size {replicate_size}"
+        raise ConfigError(NAME, instances, reason, "Set only one of them")
+    instances = replicate_size if instances is None else instances
+    if instances is not None:
+        if type(instances) is not int or instances < 1:
+            raise ConfigError(NAME, repr(instances), "it counts groups of ranks", "Give a whole number, 1 or more")
+        if refused := refused_instances(instances, grid.dp, args.sharding or "no_shard"):
+            raise ConfigError(NAME, instances, *refused)
+        return instances
     return 1 if hybrid is None or grid.dp == 1 else _by_node(args, hybrid, grid)
 
 
 def _by_node(args: Any, hybrid: str, grid: Grid) -> int:
     node, counts = args.world.ranks_per_node, " or ".join(map(str, choices_of_instances(grid.dp)))
-    found = instances_by_node(grid, node) if node else grid.dp
-    if found == grid.dp:
+    instances = instances_by_node(grid, node) if node else grid.dp
+    if instances == grid.dp:
         plain = "full_shard" if hybrid == "hybrid_shard" else "shard_grad_op"
         reason = f"no two adjacent ones of the {grid.dp} data-parallel ranks are in one node of {node} ranks"
         reason = reason if node else "LOCAL_WORLD_SIZE is not set, so nothing says how many ranks a node has"
         remedy = f"Set {NAME}={counts}, or use {plain}" if node else f"Start ranks by torchrun, or set {NAME}={counts}"
         raise ConfigError(f"fsdp: {hybrid}", repr(args.fsdp), reason, remedy)
-    return found
+    return instances
 
 
 def check_instances(args: Any) -> None:

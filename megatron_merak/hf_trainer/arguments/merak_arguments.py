@@ -196,7 +196,7 @@ class MerakArguments(TrainingArguments):
         if self.plan is not None:
             take_from_plan(self)
         _check_numbers(self)
-        given = {name: getattr(self, name) for name in OF_ACCELERATE}
+        of_accelerate = {name: getattr(self, name) for name in OF_ACCELERATE}
         for name in OF_ACCELERATE:  # it is not needed
             setattr(self, name, None)
         optim, self.optim = self.optim, "adamw_torch" if self.optim == MUON else self.optim
@@ -205,7 +205,7 @@ class MerakArguments(TrainingArguments):
         except (ValueError, TypeError, ImportError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError("training arguments", "(together)", reason, "Correct them") from error
-        for name, value in given.items():
+        for name, value in of_accelerate.items():
             setattr(self, name, value)
         self.optim = MUON if optim == MUON else self.optim
         class_and_arguments(self)  # a name that is refused is told now
@@ -245,8 +245,8 @@ class MerakArguments(TrainingArguments):
     @property
     def recomputes(self) -> bool:
         """Whether units recompute; older releases of transformers have the second name alone."""
-        asked = getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing
-        return bool(asked) or fsdp.recomputes(self)
+        requested = getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing
+        return bool(requested) or fsdp.recomputes(self)
 
     @property
     def sharding(self) -> str | None:

@@ -26,13 +26,13 @@ def embedding_of(model: nn.Module) -> nn.Module:
     """The module whose output gets noise, by transformers' rule. Raises ConfigError for a model without one."""
     inner = model.base_model.model if hasattr(model, "peft_config") else model
     try:
-        found = inner.get_input_embeddings()
+        embedding = inner.get_input_embeddings()
     except (AttributeError, NotImplementedError):
-        found = None
-    if not isinstance(found, nn.Module):
+        embedding = None
+    if not isinstance(embedding, nn.Module):
         reason = f"{type(inner).__name__} has no input embedding to add noise to"
         raise ConfigError("neftune_noise_alpha", "(set)", reason, "Leave it unset, or define get_input_embeddings")
-    return found
+    return embedding
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def class_and_arguments(args: TrainingArguments, model: nn.Module | None = None)
     Raises ConfigError for what cannot be honoured.
     """
     name = getattr(args.optim, "value", args.optim)
-    given = _parsed(args, name)
+    parsed = _parsed(args, name)
     refused = next((why for start, why in _REFUSED.items() if name.startswith(start)), None)
     if any(bits in name for bits in ("8bit", "4bit")):
         refused = _EIGHT
@@ -64,7 +64,7 @@ def class_and_arguments(args: TrainingArguments, model: nn.Module | None = None)
     if name in _LIONS:
         return Lion, betas
     if name == MUON:
-        return lambda: muon, {**betas, "adam_eps": args.adam_epsilon, "weight_decay": args.weight_decay, **given}
+        return lambda: muon, {**betas, "adam_eps": args.adam_epsilon, "weight_decay": args.weight_decay, **parsed}
     try:
         return Trainer.get_optimizer_cls_and_kwargs(args, model)
     except (ImportError, ValueError, RuntimeError, KeyError) as error:
@@ -133,10 +133,10 @@ def muon(
     if not matrices:
         reason = f"{type(model).__name__} has no hidden matrix to train"
         raise ConfigError("optim", MUON, reason, "Take adamw_torch")
-    found = [torch.optim.Muon(matrices, lr=lr, adjust_lr_fn=adjust_lr_fn, **options)]
+    optimizers = [torch.optim.Muon(matrices, lr=lr, adjust_lr_fn=adjust_lr_fn, **options)]
     if others:
-        found.append(torch.optim.AdamW(others, lr=lr if adamw_lr is None else adamw_lr, betas=betas, eps=adam_eps))
-    return Chained(found)
+        optimizers.append(torch.optim.AdamW(others, lr=lr if adamw_lr is None else adamw_lr, betas=betas, eps=adam_eps))
+    return Chained(optimizers)
 
 
 def _outer(model: nn.Module) -> set[int]:

@@ -65,6 +65,6 @@ def check_world(args: Any) -> None:
     for size in sizes.values():
         product *= size
     if product * stages != args.world_size:
-        told = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        reason = f"{told}{f' x {stages} stages' if stages > 1 else ''} is not the {args.world_size} ranks of the job"
+        listed = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        reason = f"{listed}{f' x {stages} stages' if stages > 1 else ''} is not the {args.world_size} ranks of the job"
         raise ConfigError("parallelism_config", product, reason, "Change a size, or start as many ranks")

@@ -61,10 +61,10 @@ def take_from_plan(args: Any) -> None:
     order = args.rank_order and normal(args.rank_order)
     effective = {"data_parallel_sharding_strategy": args.sharding, "rank_order": order}
     for name, value in DECIDES.items():
-        given = effective.get(name, getattr(args, name))
-        if given not in (defaults[name], value(plan)):
+        setting = effective.get(name, getattr(args, name))
+        if setting not in (defaults[name], value(plan)):
             reason = f"the plan {args.plan} has {value(plan)}"
-            raise ConfigError(name, given, reason, "Leave it out, or change the plan")
+            raise ConfigError(name, setting, reason, "Leave it out, or change the plan")
         setattr(args, name, value(plan))
 
 

@@ -8,18 +8,19 @@ from typing import Any
 from ...errors import ConfigError
 
 
-def settings_of(name: str, given: Any) -> Mapping[str, Any]:
+def settings_of(name: str, settings: Any) -> Mapping[str, Any]:
     """The keys and values of the argument ``name``; none where it is not given. Raises ConfigError."""
-    if isinstance(given, str) and given:
+    if isinstance(settings, str) and settings:
         try:
-            given = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8"))
+            is_json = settings.lstrip().startswith("{")
+            settings = json.loads(settings if is_json else Path(settings).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                name, given, f"it cannot be read ({error})", "Give a dict, or name a JSON file"
+                name, settings, f"it cannot be read ({error})", "Give a dict, or name a JSON file"
             ) from error
-    if given and not isinstance(given, Mapping):
-        raise ConfigError(name, repr(given), "it is not a mapping", "Give a dict, or name a JSON file")
-    return given or {}
+    if settings and not isinstance(settings, Mapping):
+        raise ConfigError(name, repr(settings), "it is not a mapping", "Give a dict, or name a JSON file")
+    return settings or {}
 
 
 def asks_nothing(value: Any) -> bool:

@@ -12,22 +12,23 @@ def sharding_of(args: Any) -> str | None:
 
     Raises ConfigError for what is refused, and where they contradict each other.
     """
-    asked = args.data_parallel_sharding_strategy
-    if asked is not None and asked not in SHARDINGS:
+    strategy = args.data_parallel_sharding_strategy
+    if strategy is not None and strategy not in SHARDINGS:
         remedy = f"Use {' or '.join(SHARDINGS)}"
-        raise ConfigError("data_parallel_sharding_strategy", repr(asked), "it is not one of the choices", remedy)
+        raise ConfigError("data_parallel_sharding_strategy", repr(strategy), "it is not one of the choices", remedy)
     if args.fsdp and args.deepspeed:
         raise ConfigError("fsdp", args.fsdp, "deepspeed is set, too, and both say what is sharded", "Set only one")
     by_fsdp, by_stage = fsdp.strategy_of(args), deepspeed.strategy_of(args)
-    found = by_fsdp or by_stage
-    if asked is not None and found not in (None, asked):
-        said = f"fsdp {args.fsdp}" if by_fsdp else "the stage of deepspeed's zero_optimization"
-        raise ConfigError("data_parallel_sharding_strategy", asked, f"{said} means {found}", "Set only one of them")
-    asked = asked or found
-    if args.use_distributed_optimizer and asked == "no_shard":
+    by_framework = by_fsdp or by_stage
+    if strategy is not None and by_framework not in (None, strategy):
+        setting = f"fsdp {args.fsdp}" if by_fsdp else "the stage of deepspeed's zero_optimization"
+        reason = f"{setting} means {by_framework}"
+        raise ConfigError("data_parallel_sharding_strategy", strategy, reason, "Set only one of them")
+    strategy = strategy or by_framework
+    if args.use_distributed_optimizer and strategy == "no_shard":
         reason = "no_shard replicates the optimizer's state"
         raise ConfigError("use_distributed_optimizer", True, reason, "Leave it False, or use optim")
-    return parallelism.sharding_with(args, asked or ("optim" if args.use_distributed_optimizer else None))
+    return parallelism.sharding_with(args, strategy or ("optim" if args.use_distributed_optimizer else None))
 
 
 def take_degrees(args: Any) -> None:
@@ -35,11 +36,11 @@ def take_degrees(args: Any) -> None:
 
     Raises ConfigError where it says something else.
     """
-    told = {
+    degrees = {
         "parallelism_config: tp_size": parallelism.tensor_parallel_of(args),
         "deepspeed: tensor_parallel.autotp_size": deepspeed.tensor_parallel_of(args) if args.deepspeed else 1,
     }
-    for what, size in told.items():
+    for what, size in degrees.items():
         if size > 1 and args.tensor_model_parallel_size not in (1, size):
             reason = f"tensor_model_parallel_size is {args.tensor_model_parallel_size}"
             raise ConfigError(what, size, reason, "Set only one of them")

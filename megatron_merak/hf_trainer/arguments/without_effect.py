@@ -54,11 +54,11 @@ def check_without_effect(args: Any) -> None:
     """Raises ConfigError, naming the key, for what would change something and is not honoured."""
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         _check(name, settings_of(name, getattr(args, name, None)), _KWARGS)
-    given = args.accelerator_config
-    given = asdict(given) if is_dataclass(given) and not isinstance(given, type) else given
-    found = settings_of("accelerator_config", given)
-    _check("accelerator_config", found, _ACCELERATOR)
-    kwargs = found.get("gradient_accumulation_kwargs")
+    config = args.accelerator_config
+    config = asdict(config) if is_dataclass(config) and not isinstance(config, type) else config
+    settings = settings_of("accelerator_config", config)
+    _check("accelerator_config", settings, _ACCELERATOR)
+    kwargs = settings.get("gradient_accumulation_kwargs")
     what = "accelerator_config: gradient_accumulation_kwargs"
     _check(what, settings_of(what, kwargs), _ACCUMULATION)
     if args.ddp_broadcast_buffers is False:
@@ -68,14 +68,14 @@ def check_without_effect(args: Any) -> None:
 
 def warn_of_compilation(args: Any) -> None:
     """Say once, on the first rank, that torch.compile is not called."""
-    asked = [name for name in _COMPILED if getattr(args, name)]
-    if asked and args.process_index == 0:
+    requested = [name for name in _COMPILED if getattr(args, name)]
+    if requested and args.process_index == 0:
         text = "torch.compile is not called: this library runs the program that it captured of the model"
-        warnings.warn(f"{asked[0]}: {text}.", stacklevel=2)
+        warnings.warn(f"{requested[0]}: {text}.", stacklevel=2)
 
 
-def _check(name: str, given: Mapping[str, Any], taken: Taken) -> None:
-    for key, value in given.items():
+def _check(name: str, settings: Mapping[str, Any], taken: Taken) -> None:
+    for key, value in settings.items():
         if key not in taken:
             raise ConfigError(f"{name}: {key}", repr(value), "there is no such key here", "Leave it out")
         values, reason, remedy = taken[key]

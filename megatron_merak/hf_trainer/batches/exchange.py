@@ -25,14 +25,14 @@ def _pack(value: object, tensors: list[Tensor]) -> object:
     raise DataError("a prediction", repr(value)[:60], reason, "Let preprocess_logits_for_metrics return tensors")
 
 
-def _unpack(told: dict, take) -> object:
-    if "shape" in told:
-        return take(told)
-    if "mapping" in told:
-        return {key: _unpack(each, take) for key, each in told["mapping"].items()}
-    if "plain" in told:
-        return told["plain"]
-    ((kind, parts),) = told.items()
+def _unpack(packed: dict, take) -> object:
+    if "shape" in packed:
+        return take(packed)
+    if "mapping" in packed:
+        return {key: _unpack(each, take) for key, each in packed["mapping"].items()}
+    if "plain" in packed:
+        return packed["plain"]
+    ((kind, parts),) = packed.items()
     values = [_unpack(each, take) for each in parts]
     return tuple(values) if kind == "tuple" else values
 
@@ -47,19 +47,21 @@ def from_rank(
     """
     if group is None:
         return value
-    mine = dist.get_rank() == source
+    is_source = dist.get_rank() == source
     tensors: list[Tensor] = []
-    text = json.dumps(_pack(value, tensors)).encode() if mine else b""
+    text = json.dumps(_pack(value, tensors)).encode() if is_source else b""
     length = torch.tensor([len(text)], device=device)
     dist.broadcast(length, source, group)
     payload = (
-        torch.frombuffer(bytearray(text), dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+        torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if is_source
+        else torch.empty(int(length), dtype=torch.uint8)
     ).to(device)
     dist.broadcast(payload, source, group)
     ours = iter(tensors)
 
-    def take(told: dict) -> Tensor:
-        tensor = next(ours) if mine else torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]))
+    def take(packed: dict) -> Tensor:
+        tensor = next(ours) if is_source else torch.empty(packed["shape"], dtype=getattr(torch, packed["dtype"]))
         tensor = tensor.to(device)
         dist.broadcast(tensor, source, group)
         return tensor.cpu()

@@ -145,12 +145,12 @@ class Feed:
         """Raise DataError on every rank when ranks of one replica would compute with different samples, or ranks of
         any replicas with batches of different shapes or numbers.
         """
-        mine = [str((length, shapes_of(batch))), _digest(batch)]
-        told = gather_json(mine, self.mesh.control, "cpu")
+        own_digests = [str((length, shapes_of(batch))), _digest(batch)]
+        digests = gather_json(own_digests, self.mesh.control, "cpu")
         values_of: dict[int, str] = {}
-        for rank, (shapes, values) in enumerate(told):
+        for rank, (shapes, values) in enumerate(digests):
             replica = self.mesh.grid.coordinates(rank)[2]
-            if shapes != told[0][0] or values != values_of.setdefault(replica, values):
+            if shapes != digests[0][0] or values != values_of.setdefault(replica, values):
                 reason = "its length or its first batch differs from that of lower ranks"
                 remedy = "Build the same dataset on every rank: seed random choices and sort unordered sources"
                 raise DataError("dataset", f"(on rank {rank})", reason, remedy)

@@ -62,11 +62,11 @@ class Leaner:
     def settle(self, engine: Any, batch: Batch, changed: Batch) -> bool:
         """Try a batch both ways; a replica that has nothing to settle passes a batch twice. Returns whether that told
         anything: a step whose gradients are all zero does not."""
-        found = engine.difference(changed, [batch])
-        if found is None:
+        mismatch = engine.difference(changed, [batch])
+        if mismatch is None:
             return False
-        if found:
-            self.refused = found
+        if mismatch:
+            self.refused = mismatch
         elif changed is not batch:
             kind = self._kind(batch)
             self._shown[kind] = max(self._shown.get(kind, 0.0), masked_share(batch))
@@ -114,9 +114,9 @@ def in_rows(value: Tensor, mask: Tensor) -> Tensor:
     if value.dim() < 2 or value.shape[0] != 1:
         return value
     shown = mask.to(value.device).bool()
-    found = value.new_zeros(*shown.shape, *value.shape[2:])
-    found[shown] = value[0, : int(shown.sum())]
-    return found
+    rows = value.new_zeros(*shown.shape, *value.shape[2:])
+    rows[shown] = value[0, : int(shown.sum())]
+    return rows
 
 
 def _fits_one_row(batch: Batch, engine: Any) -> bool:

@@ -70,8 +70,8 @@ class ModelFacts:
         """The targets in the batch: one tensor, or a tuple where the model takes several."""
         if not self.has_loss(batch):
             return None
-        found = tuple(batch.get(name) for name in self.label_names)
-        return found[0] if len(found) == 1 else found
+        labels = tuple(batch.get(name) for name in self.label_names)
+        return labels[0] if len(labels) == 1 else labels
 
     def items(self, batch: Mapping[str, object]) -> Tensor | None:
         """The number of targets in the batch that the loss counts, [] int64; None where that is not known."""

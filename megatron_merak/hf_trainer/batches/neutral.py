@@ -66,8 +66,9 @@ class NeutralPadding:
             return batch
         padded = self.padding(batch)
         moved = [*self._moved(batch, padded).values()]
-        told = purpose == TRAINING or len(moved) == len({*moved}) or self._key(purpose, batch, padded) in self._axes
-        return padded if told else batch  # an axis of an output could be either's
+        unambiguous = purpose == TRAINING or len(moved) == len({*moved})
+        unambiguous = unambiguous or self._key(purpose, batch, padded) in self._axes
+        return padded if unambiguous else batch  # an axis of an output could be either's
 
     def _moved(self, plain: Batch, padded: Batch) -> dict[str, tuple[int, int]]:
         """Of what padding lengthens, its lengths before and after."""
@@ -94,14 +95,14 @@ class NeutralPadding:
         Returns whether that told anything: a step whose gradients are all zero does not."""
         if purpose == TRAINING:
             padded = self._widely(plain, padded)
-            found, axes = engine.difference(padded, [plain]), {}
+            mismatch, axes = engine.difference(padded, [plain]), {}
         else:
-            found, axes = self._compare_outputs(engine, plain, padded, purpose)
-        if found is None:
+            mismatch, axes = self._compare_outputs(engine, plain, padded, purpose)
+        if mismatch is None:
             return False
-        if found:
-            self.refused[purpose] = found
-            self._say("training batches" if purpose == TRAINING else "evaluation batches", found)
+        if mismatch:
+            self.refused[purpose] = mismatch
+            self._say("training batches" if purpose == TRAINING else "evaluation batches", mismatch)
         elif plain is not None and (growth := self._growth(plain, padded)):
             key = self._key(purpose, plain, padded)
             self._reach[key], self._axes[key] = max(growth, self._reach.get(key, 0.0)), axes
@@ -130,8 +131,8 @@ class NeutralPadding:
                 engine.admit(batches, False, Task(self.loss, names))
         except MerakError as error:
             return f"{error.what} {error.value}: {error.reason}", {}
-        found = engine.evaluate(batches, names, self.loss)
-        reason, axes = ("", {}) if not found else self._axes_of(engine, plain, padded, *found)
+        outputs = engine.evaluate(batches, names, self.loss)
+        reason, axes = ("", {}) if not outputs else self._axes_of(engine, plain, padded, *outputs)
         return next((text for text in gather_json(reason, control, "cpu") if text), ""), axes
 
     def _axes_of(self, engine, plain: Batch, padded: Batch, short: Mapping, long: Mapping) -> tuple[str, Axes]:

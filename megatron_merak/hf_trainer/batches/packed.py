@@ -30,16 +30,16 @@ def check_documents(batches: Sequence[Mapping[str, object]], flash: bool) -> Non
 
 
 def _check(batch: Mapping[str, object], positions: object) -> None:
-    given = [name for name in LENGTHS if isinstance(batch.get(name), Tensor)]
+    names = [name for name in LENGTHS if isinstance(batch.get(name), Tensor)]
     remedy = "Return position_ids from the collator that restart at each document, in one row"
     known = isinstance(positions, Tensor) and positions.dim() == 2
-    for name in given:
+    for name in names:
         if not known or len(positions) != 1:
             reason = "flash attention separates documents by it, but a captured model by position_ids of one row"
             raise DataError("batch entry", name, reason, remedy)
         if batch[name].tolist() != [*starts(positions[0]), positions.shape[1]]:
             raise DataError("batch entry", name, "its documents differ from those of position_ids", remedy)
-    if not given and known and len(positions) > 1 and batch.get("attention_mask") is None:
+    if not names and known and len(positions) > 1 and batch.get("attention_mask") is None:
         if any(len(starts(row)) > 1 for row in positions):
             reason = "flash attention supports packed documents only in a batch of one row"
             raise DataError("batch entry", "position_ids", reason, remedy)

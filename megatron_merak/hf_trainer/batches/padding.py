@@ -124,5 +124,5 @@ class Padding:
 
 def _length(batch: Mapping[str, object], name: str) -> int | None:
     value = batch.get(name)
-    whole = isinstance(value, Tensor) and value.dim() > 1 and not value.is_floating_point()
-    return value.size(-1) if whole else None
+    has_length = isinstance(value, Tensor) and value.dim() > 1 and not value.is_floating_point()
+    return value.size(-1) if has_length else None

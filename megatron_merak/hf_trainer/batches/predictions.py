@@ -68,10 +68,10 @@ class EvaluationBatches:
                 yield first, len(chunk), chunk[loading.replica :: loading.replicas]
                 first += len(chunk)
             return
-        mine = loading.some(range(loading.replica, self.total, loading.replicas))
+        own_batches = loading.some(range(loading.replica, self.total, loading.replicas))
         for first in range(0, self.total, step):
             count = min(step, self.total - first)
-            yield first, count, list(islice(mine, len(range(loading.replica, count, loading.replicas))))
+            yield first, count, list(islice(own_batches, len(range(loading.replica, count, loading.replicas))))
 
 
 @dataclass(frozen=True)
@@ -109,30 +109,30 @@ class Evaluation:
 
     def run(self, compute_metrics: Callable | None, prefix: str) -> EvalLoopOutput:
         concatenate = self.args.eval_do_concat_batches
-        kept = {name: EvalLoopContainer(concatenate, PAD) for name in ("predictions", "labels", "inputs")}
+        containers = {name: EvalLoopContainer(concatenate, PAD) for name in ("predictions", "labels", "inputs")}
         replicas = self.batches.loading.replicas
         for first, count, batches in self._rounds():
-            found = self._forward(first, batches)
+            outputs = self._forward(first, batches)
             for place in range(0 if self.loss_only else count):
-                result = self._collected(place, batches, found)
-                for name, container in kept.items():
+                result = self._collected(place, batches, outputs)
+                for name, container in containers.items():
                     if result[name] is not None and (self.everyone or self.rank == 0):
                         container.add(result[name])
             for _ in range(-(-count // replicas)):
                 self.after_batch()
         losses, samples = self._losses()
-        arrays = {name: container.get_arrays() for name, container in kept.items()}
+        arrays = {name: container.get_arrays() for name, container in containers.items()}
         metrics = self._metrics(compute_metrics, arrays, losses, prefix)
         return EvalLoopOutput(arrays["predictions"], arrays["labels"], metrics, samples)
 
-    def _collected(self, place: int, batches: list[Batch], found: list[dict]) -> dict:
+    def _collected(self, place: int, batches: list[Batch], outputs: list[dict]) -> dict:
         """Of a round's batch at ``place`` what `_forward` found of it where it ran, on every rank. Collective.
 
         batches: this replica's of the round.
         """
         replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
         owner = self.engine.output_rank(replica)
-        return from_rank(owner, found[row] if self.rank == owner else None, self.control)  # type: ignore[return-value]
+        return from_rank(owner, outputs[row] if self.rank == owner else None, self.control)  # type: ignore[return-value]
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
         """As of the batches, while all ranks are given the same ones. Collective."""
@@ -155,11 +155,11 @@ class Evaluation:
     def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
         """Outputs of this replica's batches of a round; on ranks without them, an empty list."""
         has_loss = bool(batches) and self.facts.has_loss(batches[0])
-        wanted = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
-        wanted = (wanted or ("loss",)) + (() if self.report is None else (self.report.name,))
+        names = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
+        names = (names or ("loss",)) + (() if self.report is None else (self.report.name,))
         plain = [self._counted(self.engine.read(batch), has_loss) for batch in batches]
-        padded = self._padded(plain, wanted)
-        outputs = self.engine.evaluate(padded, wanted)
+        padded = self._padded(plain, names)
+        outputs = self.engine.evaluate(padded, names)
         if outputs is None:
             return []
         loading, results = self.batches.loading, []
@@ -171,8 +171,8 @@ class Evaluation:
                 if self.report is not None:
                     self.report.take(batches[row], full, output)
             if not self.loss_only:
-                told = {name: x for name, x in output.items() if not (self.report and self.report.has(name))}
-                cropped = {name: self.neutral.crop(name, x, batch, full, wanted) for name, x in told.items()}
+                returned = {name: x for name, x in output.items() if not (self.report and self.report.has(name))}
+                cropped = {name: self.neutral.crop(name, x, batch, full, names) for name, x in returned.items()}
                 results.append(self._result(batches[row], cropped))
         return results
 
@@ -180,38 +180,38 @@ class Evaluation:
         items = self.facts.items(batch) if has_loss and self.engine.accepts_num_items else None
         return batch | ({} if items is None else {"num_items_in_batch": items.float()})
 
-    def _padded(self, plain: list[Batch], wanted: tuple[str, ...]) -> list[Batch]:
+    def _padded(self, plain: list[Batch], names: tuple[str, ...]) -> list[Batch]:
         """The batches of a round, padded as far as that was shown to be neutral. Collective."""
-        padded, unsettled = self.neutral.propose(plain, wanted)
+        padded, unsettled = self.neutral.propose(plain, names)
         while self.neutral.anywhere(unsettled is not None):
             place = unsettled or 0
             pair = (plain[place], padded[place]) if plain else (None, None)
-            self.neutral.settle(self.engine, *pair, wanted)
-            padded, unsettled = self.neutral.propose(plain, wanted)
+            self.neutral.settle(self.engine, *pair, names)
+            padded, unsettled = self.neutral.propose(plain, names)
         return padded
 
     def _result(self, batch: Batch, output: Mapping) -> dict:
         labels = self.facts.labels(batch)
-        found = tuple(nested({name: _on_host(x) for name, x in output.items() if name != "loss"}).values())
-        found = found[0] if len(found) == 1 else found
+        predictions = tuple(nested({name: _on_host(x) for name, x in output.items() if name != "loss"}).values())
+        predictions = predictions[0] if len(predictions) == 1 else predictions
         if self.preprocess is not None:
-            found = self.preprocess(found, labels)
+            predictions = self.preprocess(predictions, labels)
         inputs = batch[self.facts.main_input] if "inputs" in self.args.include_for_metrics else None
-        return {"predictions": found, "labels": labels, "inputs": inputs}
+        return {"predictions": predictions, "labels": labels, "inputs": inputs}
 
     def _losses(self) -> tuple[np.ndarray | None, int]:
         """[samples] fp32: of each sample the loss of its batch, None without labels; and the number of samples."""
-        told = sorted(entry for rank in gather_json(self.losses, self.control, "cpu") for entry in rank)
-        samples = sum(rows for _, _, rows in told)
-        if not told or told[0][1] is None:
+        entries = sorted(entry for rank in gather_json(self.losses, self.control, "cpu") for entry in rank)
+        samples = sum(rows for _, _, rows in entries)
+        if not entries or entries[0][1] is None:
             return None, samples
-        return np.repeat(np.float32([loss for _, loss, _ in told]), [rows for _, _, rows in told]), samples
+        return np.repeat(np.float32([loss for _, loss, _ in entries]), [rows for _, _, rows in entries]), samples
 
     def _metrics(self, compute: Callable | None, arrays: dict, losses: np.ndarray | None, prefix: str) -> dict:
         metrics: dict = {}
-        asked = compute is not None and not self.loss_only
+        requested = compute is not None and not self.loss_only
         with together(self.control, "cpu"):
-            if asked and self.rank == 0 and arrays["predictions"] is not None and arrays["labels"] is not None:
+            if requested and self.rank == 0 and arrays["predictions"] is not None and arrays["labels"] is not None:
                 extra = {
                     "losses": losses if "loss" in self.args.include_for_metrics else None,
                     "inputs": arrays["inputs"] if "inputs" in self.args.include_for_metrics else None,

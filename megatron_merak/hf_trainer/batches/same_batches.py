@@ -53,9 +53,9 @@ def check_everywhere(batches: Sequence[Mapping[str, object]], count: int, mesh: 
     """
     if mesh.control is None:
         return
-    told = torch.tensor([count, -count, int(differ_here(batches, mesh))])
-    dist.all_reduce(told, dist.ReduceOp.MAX, group=mesh.control)
-    most, least, differ = told.tolist()
+    extremes = torch.tensor([count, -count, int(differ_here(batches, mesh))])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.control)
+    most, least, differ = extremes.tolist()
     if most != -least:
         raise different(count)
     if differ:

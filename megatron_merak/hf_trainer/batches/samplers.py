@@ -65,12 +65,12 @@ class Drawn:
 
     def _agreed(self, order: list) -> list[int]:
         name = type(self.sampler).__name__
-        told = gather_json([_digest(order), length_of(self.sampler)], self.group, "cpu")
-        for rank, (digest, length) in enumerate(told):
+        reports = gather_json([_digest(order), length_of(self.sampler)], self.group, "cpu")
+        for rank, (digest, length) in enumerate(reports):
             if digest is None:
                 remedy = "Yield one sample index at a time; per_device_train_batch_size forms the batches"
                 raise DataError("sampler", name, "it yields items other than sample indices", remedy)
-            if digest != told[0][0]:
+            if digest != reports[0][0]:
                 remedy = "Use the same seed on every rank: samples are distributed over replicas afterwards"
                 raise DataError("sampler", name, f"rank {rank} draws a different order than rank 0", remedy)
             if length is not None and length != len(order):

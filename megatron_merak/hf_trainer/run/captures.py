@@ -22,8 +22,9 @@ class Captures:
             warnings.warn(text, stacklevel=2)
         self._warned |= count >= MANY
 
-    def told(self) -> str:
-        captured, made = self.engine.captures
+    def summary(self) -> str:
+        captured, derived = self.engine.captures
         return (
-            f"Programs captured, one for each shape of a batch: {captured}; made from those of other lengths: {made}."
+            f"Programs captured, one for each shape of a batch: {captured}; "
+            f"derived from those of other lengths: {derived}."
         )

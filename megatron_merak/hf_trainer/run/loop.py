@@ -44,9 +44,9 @@ class TrainingLoop:
         self.extent = extent(self.args, batches, examples, self.loading.replicas)
         self.rate = trainer.learning_rate(self.extent.steps)
         self.rates = self.rate.groups.rates()
-        limit, asked = self.args.max_consecutive_skipped_steps, "max_consecutive_skipped_steps"
+        limit, argument = self.args.max_consecutive_skipped_steps, "max_consecutive_skipped_steps"
         engine, control = self.engine, trainer.control_group
-        self.skips = SkippedSteps(limit, engine.buffer, control, asked, engine.scaler)
+        self.skips = SkippedSteps(limit, engine.buffer, control, argument, engine.scaler)
         self.captures = Captures(engine, trainer.is_world_process_zero())
         self.run_loss = self.pending_loss = 0.0
         self.last_logged = self.finite_losses = self.finite_in_run = 0
@@ -79,11 +79,11 @@ class TrainingLoop:
 
     def _fingerprint(self) -> dict:
         """Of the training dataset, as the first rank sees it; taken before an epoch may change what it gives."""
-        group, found = self.trainer.control_group, None
+        group, own = self.trainer.control_group, None
         with together(group, "cpu"):
             if self.trainer.is_world_process_zero():
-                found = fingerprint.fingerprint(self.loading.dataset)
-        return broadcast_json(found, group, "cpu")
+                own = fingerprint.fingerprint(self.loading.dataset)
+        return broadcast_json(own, group, "cpu")
 
     def _resume(self, directory: Path) -> None:
         trainer, args = self.trainer, self.args
@@ -130,12 +130,12 @@ class TrainingLoop:
 
     def _batches_in(self, samples: int) -> int:
         """This replica's batches among the first ``samples`` of an epoch, which another layout may have divided."""
-        whole = self.samples_per_batch
-        if samples % whole:
+        per_batch = self.samples_per_batch
+        if samples % per_batch:
             reason = f"the checkpoint was saved after {samples} samples of an epoch"
             remedy = "Choose per_device_train_batch_size x data-parallel size to divide them"
-            raise CheckpointError("batches of samples", whole, reason, remedy)
-        return samples // whole
+            raise CheckpointError("batches of samples", per_batch, reason, remedy)
+        return samples // per_batch
 
     def _seeds(self) -> list:
         return [self.args.seed, self.args.data_seed]
@@ -191,14 +191,14 @@ class TrainingLoop:
         trainer, state = self.trainer, self.state
         self._tell("on_step_begin")
         prepared = trainer.prepare_step(batches)
-        told = self.engine.backward(prepared)
+        reduced = self.engine.backward(prepared)
         self.captures.look()
         trainer._note_reports(batches, prepared)
         for _ in batches[1:]:
             self._tell("on_substep_end")
         self._tell("on_pre_optimizer_step")
         self.rates = self.rate.groups.rates()
-        result = self.engine.update(self.rate.groups.of_engine(), told)
+        result = self.engine.update(self.rate.groups.of_engine(), reduced)
         self._count_loss(result.loss)
         self._tell("on_optimizer_step")
         self.grad_norm, self.used_rate = result.grad_norm, self.rate.logged
@@ -236,16 +236,17 @@ class TrainingLoop:
                 raise fault
             return
         rates = [rate if math.isfinite(rate) else -1.0 for rate in self.rates]
-        mine = [getattr(control, name) for name in DECISIONS] + [fault is not None, *rates, *(-rate for rate in rates)]
-        wishes = torch.tensor(mine, dtype=torch.float64)
+        decisions = [getattr(control, name) for name in DECISIONS]
+        own_values = [*decisions, fault is not None, *rates, *(-rate for rate in rates)]
+        wishes = torch.tensor(own_values, dtype=torch.float64)
         dist.all_reduce(wishes, dist.ReduceOp.MAX, group=group)
-        found = wishes.tolist()
-        for name, wish in zip(DECISIONS, found, strict=False):
+        values = wishes.tolist()
+        for name, wish in zip(DECISIONS, values, strict=False):
             setattr(control, name, bool(wish))
-        if found[len(DECISIONS)]:
+        if values[len(DECISIONS)]:
             raise_together(fault, group, "cpu")
         count = len(rates)
-        most, least = found[-2 * count : -count], [-rate for rate in found[-count:]]
+        most, least = values[-2 * count : -count], [-rate for rate in values[-count:]]
         if most != least:
             reason = f"ranks used rates up to {most}"
             raise ConfigError("optimizer.param_groups", least, reason, "Let callbacks set them on every rank")
@@ -349,6 +350,6 @@ class TrainingLoop:
             self.engine.load(Path(best) / run_directory.TRAINING_STATE, verify=False)
         if best is not None and args.save_total_limit == 1:
             self.directory.keep_only(Path(best))
-        trainer._say(self.captures.told())
+        trainer._say(self.captures.summary())
         self._tell("on_train_end")
         return TrainOutput(state.global_step, loss, metrics)

@@ -51,8 +51,8 @@ def extent(args: TrainingArguments, batches: int | None, examples: int | None, r
 
 def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRScheduler:
     """The schedule of a run of ``steps`` that ``args`` asks for. Raises ConfigError for a wrong argument of it."""
-    if (found := schedule_of_deepspeed(args, steps, optimizer)) is not None:
-        return found
+    if (of_deepspeed := schedule_of_deepspeed(args, steps, optimizer)) is not None:
+        return of_deepspeed
     warmup = args.get_warmup_steps(steps)
     try:
         return get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, args.lr_scheduler_kwargs)

@@ -111,38 +111,39 @@ def check_loss(trainer: Any) -> None:
 
 def lost_writes(trainer: Any) -> ConfigError | None:
     """What a callback wrote into a model that does not have the trained weights."""
-    held = getattr(trainer._engine, "user_model", None)
-    if held is None or held.shared or not held.weights_changed():
+    user_model = getattr(trainer._engine, "user_model", None)
+    if user_model is None or user_model.shared or not user_model.weights_changed():
         return None
     reason = "a callback wrote it, and the trained weights are sharded over ranks"
-    return ConfigError(f"model.{held.written_parameter()}", "(written)", reason, "Leave the weights to the optimizer")
+    what = f"model.{user_model.written_parameter()}"
+    return ConfigError(what, "(written)", reason, "Leave the weights to the optimizer")
 
 
 def _change(trainer: Any, engine: CapturedModel, saves: bool) -> Change | None:
-    held = engine.user_model
-    assert held is not None
+    user_model = engine.user_model
+    assert user_model is not None
     if engine.model is not trainer.model:
         return Change("trainer.model", type(engine.model).__name__, f"another {type(trainer.model).__name__}")
-    if held.is_taken():
+    if user_model.is_taken():
         reason = "another trainer has sharded this model since, and this trainer has earlier weights"
         raise ConfigError("model", type(engine.model).__name__, reason, "Use one trainer, or give each its own model")
-    change = held.change(only_weights=saves)
-    if change is None and (name := held.written_parameter()) is not None:
+    change = user_model.change(only_weights=saves)
+    if change is None and (name := user_model.written_parameter()) is not None:
         change = Change(f"model.{name}", "(its values)", "(written since)")
     return change
 
 
 def _refuse(trainer: Any, engine: CapturedModel, change: Change) -> None:
     """Raises ConfigError unless the model can be captured anew and nothing is lost."""
-    held, now = engine.user_model, _short(change.now)
-    assert held is not None
+    user_model, now = engine.user_model, _short(change.now)
+    assert user_model is not None
     if trainer.is_in_train:
         reason = f"it was {_short(change.was)} when the model was captured, and changed during training"
         raise ConfigError(change.what, now, reason, "Make the change before train(), or between two calls of it")
-    if not held.shared and engine.iteration:
+    if not user_model.shared and engine.iteration:
         reason = f"it was {_short(change.was)} when the model was captured, and the trained weights are sharded"
         raise ConfigError(change.what, now, f"{reason} over {engine.mesh.grid.size} ranks", _DIVIDED)
-    edited = held.written_parameter()
+    edited = user_model.written_parameter()
     if edited is not None and source_of(trainer.model) is not None:
         reason = "it was written after the trainer read its weights from the model's directory"
         raise ConfigError(f"model.{edited}", now, reason, _ANEW)
@@ -168,10 +169,10 @@ def _capture_anew(trainer: Any, engine: CapturedModel) -> None:
 
 
 @contextmanager
-def _in_memory(model: nn.Module, held: bool) -> Iterator[None]:
+def _in_memory(model: nn.Module, in_memory: bool) -> Iterator[None]:
     """Inside, the weights of ``model`` are those it holds, whatever directory it came from."""
     loaded = {part: vars(part)["merak_source"] for part in model.modules() if "merak_source" in vars(part)}
-    for part in loaded if held else ():
+    for part in loaded if in_memory else ():
         part.merak_source = None  # type: ignore[assignment]
     try:
         yield
@@ -180,6 +181,6 @@ def _in_memory(model: nn.Module, held: bool) -> Iterator[None]:
             part.merak_source = source
 
 
-def _short(told: Any) -> str:
-    text = str(told)
+def _short(value: Any) -> str:
+    text = str(value)
     return text if len(text) < 60 else text[:57] + "..."

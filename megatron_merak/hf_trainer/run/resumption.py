@@ -80,9 +80,9 @@ def argument_changes(directory: Path, arguments: Mapping) -> list[str]:
     changed = [name for name in SAID if name in saved and saved[name] != present[name]]
     theirs = [name in OF_CHECKPOINT for name in changed]
     return [
-        f"{name}: {present[name]} (from args{'' if kept else ', used'}) != "
-        f"{saved[name]} (of the checkpoint{', used' if kept else ''})"
-        for name, kept in zip(changed, theirs, strict=True)
+        f"{name}: {present[name]} (from args{'' if from_checkpoint else ', used'}) != "
+        f"{saved[name]} (of the checkpoint{', used' if from_checkpoint else ''})"
+        for name, from_checkpoint in zip(changed, theirs, strict=True)
     ]
 
 

@@ -66,11 +66,11 @@ class RunDirectory:
 
     def _complete(self) -> list[int]:
         """The steps of the complete checkpoints that the first rank sees, newest first."""
-        found: list[int | None] = []
+        steps: list[int | None] = []
         with self._on_first():
             if self.first:
-                found = [places.step_of(path) for path in places.newest_first(self.root)]
-        return broadcast_json(found, self.group, "cpu")
+                steps = [places.step_of(path) for path in places.newest_first(self.root)]
+        return broadcast_json(steps, self.group, "cpu")
 
     def _candidates(self, faults: list[str]) -> Iterator[Path]:
         """The complete checkpoints, newest first; ``faults`` receives what is wrong with others.
@@ -80,30 +80,30 @@ class RunDirectory:
         errors: list[CheckpointError] = []
         paths = places.newest_first(self.root, errors)
         while True:
-            found = None
+            candidate = None
             with self._on_first():
                 if self.first:
-                    found = next(paths, None)
+                    candidate = next(paths, None)
                     for error in errors:
                         if not isinstance(error, DamagedError):
                             raise error
-            found, told = broadcast_json((found and str(found), [*map(str, errors)]), self.group, "cpu")
+            candidate, messages = broadcast_json((candidate and str(candidate), [*map(str, errors)]), self.group, "cpu")
             errors.clear()
-            faults += told
-            if found is None:
+            faults += messages
+            if candidate is None:
                 return
-            yield Path(found)
+            yield Path(candidate)
 
-    def find(self, asked: str | bool) -> Path:
+    def find(self, requested: str | bool) -> Path:
         """The checkpoint to resume from, every byte of it verified: the one asked for, or with True the newest good
         one.
 
         With True, a damaged one is passed over for an older one, which is said. Raises CheckpointError.
         """
-        if asked is not True:
-            verify(Path(asked), self.group)
-            _need_training_state(Path(asked), self.group)
-            return Path(asked)
+        if requested is not True:
+            verify(Path(requested), self.group)
+            _need_training_state(Path(requested), self.group)
+            return Path(requested)
         faults: list[str] = []
         for path in self._candidates(faults):
             try:
