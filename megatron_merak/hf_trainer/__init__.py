@@ -1,1 +1,1 @@
-"""``MerakTrainer``: what takes the place of ``transformers.Trainer``."""
+"""``MerakTrainer``, a drop-in replacement for ``transformers.Trainer``."""

@@ -1,4 +1,4 @@
-"""The engine of a ``MerakTrainer``: what its arguments ask for, and the model planned and built by them."""
+"""Build the engine of a ``MerakTrainer`` from its arguments: capture and plan the model, fill this rank's shards."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ from .arguments.plan_arguments import plan_of_arguments
 
 
 def wishes(args: MerakArguments) -> dict[str, Any]:
-    """What arguments ask of an engine: for its plan, as ``make_blueprint`` takes it, its optimizer, and the rest."""
+    """Return what arguments request: keywords of ``make_blueprint``, settings of the optimizer, and the rest."""
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -66,9 +66,10 @@ def build_engine(
     loss: OwnLoss | None = None,
     nodes: Nodes | None = None,
 ) -> CapturedModel:
-    """Capture the model, follow the plan of the arguments or make one, and fill this rank's part. Collective.
+    """Capture the model, follow the plan of the arguments or make one, and fill this rank's shards. Collective.
 
-    recipe: what steps which parameter. nodes: the hosts of the job, None where nobody asked.
+    recipe: which optimizer steps which parameter.
+    nodes:  the hosts of the job; None: unknown.
     """
     requested, adam = wishes(args), adam_of(recipe)
     check_layout(recipe, mesh.grid.tp * mesh.grid.pp, requested["plan"]["parallel"].sharding != "no_shard")

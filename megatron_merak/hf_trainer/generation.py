@@ -1,12 +1,12 @@
-"""``generate`` of transformers for a model that is divided over ranks.
+"""``generate`` of transformers for a model that is sharded over ranks.
 
-The loop is transformers' own, on every rank: its logits processors, its sampling, its beams, its stopping criteria. Of
-the model it gets a stand-in, whose forward runs the captured model as it is planned and gives the logits of the last
-position to every rank. Nothing is cached: a token costs a forward of all tokens before it, whose number is padded at
-the end to one of few lengths, since each is captured once:
+The loop is transformers' own and runs on every rank: logits processors, sampling, beams, stopping criteria. It gets a
+stand-in for the model, whose forward runs the captured model under its plan and returns the logits of the last position
+on every rank. Nothing is cached: each token costs a forward of all tokens before it. These are padded at the end to one
+of a few lengths, since each length is captured once:
 
     prompt + new tokens   . 7 8 9 | 4 5          place of the last token: 5
-    as it runs            . 7 8 9   4 5 0 0      its logits, [rows, vocabulary], are all that travels
+    as it runs            . 7 8 9   4 5 0 0      only its logits, [rows, vocabulary], are communicated
 
 Replicas, and within them micro-batches that fill the pipeline, share the rows.
 """
@@ -37,7 +37,7 @@ from .batches.padding import Padding
 PLACE, NEXT = "merak_place", "next"
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _TOGETHER = "Give every rank the same inputs, and processors and criteria that depend on these alone"
-# What of a forward's keywords says how to run it, not what of.
+# Keywords of a forward that say how to run it, not on what.
 _MANNER = ("use_cache", "return_dict", "logits_to_keep", "num_logits_to_keep", "encoder_outputs")
 _CACHED = ("no keys and values are cached", "Leave it out: every token runs the forward of all tokens before it")
 _OTHER = ("it would run, or run by, something that is not captured", "Leave it out, or call generate of a whole model")
@@ -53,9 +53,11 @@ _REFUSED = {
 
 
 class Generator:
-    """Generates with the weights of ``engine``, as ``model``, which it captured, would with all of them.
+    """Generates as ``model`` would with the weights of ``engine``, which captured it.
 
-    padding: of the batches of the model. ``generate`` is collective over all ranks.
+    padding: of the model's batches.
+
+    ``generate`` is collective over all ranks.
     """
 
     def __init__(self, engine: CapturedModel, model: nn.Module, padding: Padding):
@@ -68,8 +70,11 @@ class Generator:
         self._vocabulary: int | None = None
 
     def generate(self, inputs: Tensor | None, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
-        """What ``model.generate(inputs, config, **kwargs)`` returns on one process, on every rank, on the device of the
-        inputs. Random numbers are those that the first rank's generator would have drawn. Raises ConfigError."""
+        """Return on every rank what ``model.generate(inputs, config, **kwargs)`` returns on one process.
+
+        The result is on the device of the inputs. Random numbers are those of the first rank's generator. Raises
+        ConfigError.
+        """
         self._refuse(kwargs)
         share_generators(self.mesh)
         device = next((x.device for x in (inputs, *kwargs.values()) if isinstance(x, Tensor)), self.mesh.device)
@@ -102,7 +107,9 @@ class Generator:
         return value.to(self.mesh.device) if isinstance(value, Tensor) else value
 
     def _instead_of_encoder(self, inputs: Tensor | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The encoder runs with the decoder: what stands for its outputs, and is repeated for beams, is its input."""
+        """Return the encoder's input in place of its outputs, to be repeated for beams: the encoder runs with the
+        decoder.
+        """
         name = self.inner.main_input_name
         main_input = kwargs.get(name) if inputs is None else inputs
         if main_input is None:
@@ -110,7 +117,7 @@ class Generator:
         return {"encoder_outputs": BaseModelOutput(last_hidden_state=main_input)}
 
     def _stand_in(self) -> Any:
-        """A model of the same class and configuration without a forward of its own."""
+        """Return a model of the same class and configuration whose forward is this object's."""
         kind = type(self.inner)
         stand_in = object.__new__(type(kind.__name__, (_StandIn, kind), {"__module__": kind.__module__}))
         vars(stand_in).update({name: each for name, each in vars(self.inner).items() if not isinstance(each, Guard)})
@@ -140,8 +147,11 @@ class Generator:
         return Seq2SeqLMOutput(logits=logits) if seq2seq else CausalLMOutputWithPast(logits=logits)
 
     def _plain(self, batch: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
-        """The batch without what says nothing: a mask that masks nothing, unless the model needs one for padding at the
-        end, and positions that count from 0."""
+        """Return the batch without entries that have no effect.
+
+        These are a mask that masks nothing, unless the model needs one for padding at the end, and positions that count
+        from 0.
+        """
         rows, length = tokens.shape
         unpadded = MASK not in batch or bool((batch[MASK] == 1).all())
         if self.inner.config.is_encoder_decoder:
@@ -157,7 +167,7 @@ class Generator:
         return batch | ({MASK: torch.ones_like(tokens)} if unpadded and self._masked else {})
 
     def _logits(self, batch: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        """[rows, vocabulary] fp32: of the last token of every row, on every rank."""
+        """Return the logits of the last token of every row on every rank: [rows, vocabulary] fp32."""
         rows, (replicas, stages) = len(tokens), (self.mesh.grid.dp, self.mesh.grid.pp)
         divides = all(len(value) == rows for value in batch.values())
         size = -(-rows // (replicas * stages)) if divides else rows
@@ -173,7 +183,7 @@ class Generator:
         return self._everywhere(logits, count * size)[:rows]
 
     def _padded(self, batches: list[dict[str, Tensor]]) -> list:
-        """At a length that few batches differ in, as far as that was shown to be neutral."""
+        """Pad batches to one of a few lengths, as far as padding was shown to be neutral."""
         padded, unsettled = self._neutral.propose(batches, (NEXT,))
         while unsettled is not None:  # on all ranks: their batches have the same shapes
             self._neutral.settle(self.engine, batches[unsettled], padded[unsettled], (NEXT,))
@@ -181,7 +191,7 @@ class Generator:
         return padded
 
     def _everywhere(self, logits: Tensor | None, rows: int) -> Tensor:
-        """[replicas x rows, vocabulary]: what each replica's ``output_rank`` has found. Collective over all ranks."""
+        """Return the rows of all replicas: [replicas x rows, vocabulary]. Collective over all ranks."""
         mesh = self.mesh
         if self._vocabulary is None:
             widths = gather_json(None if logits is None else logits.shape[1], mesh.control, "cpu")
@@ -199,7 +209,7 @@ class Generator:
         return torch.cat(parts)
 
     def _agree(self, code: int) -> None:
-        """Raises ConfigError on every rank unless all are at the same tokens, or at the same end (below 0)."""
+        """Raise ConfigError on every rank unless all have the same tokens, or the same end (a negative code)."""
         if self.mesh.control is None:
             return
         codes = torch.tensor([code, -code])
@@ -209,7 +219,7 @@ class Generator:
 
 
 class _Signature:
-    """A class of models, seen as an instance that has only the signature of its forward."""
+    """Stands for an instance of a model class; it has the signature of the class's forward only."""
 
     def __init__(self, kind: type[nn.Module]):
         signature = inspect.signature(kind.forward)
@@ -223,7 +233,7 @@ class _Signature:
 
 
 class _StandIn:
-    """Mixed into the class of the model whose place it takes."""
+    """Mixed into the class of the model that it stands for."""
 
     @property
     def device(self) -> torch.device:
@@ -241,7 +251,7 @@ class _StandIn:
 
 
 def refuse(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument of ``generate``, or a value of its configuration, that is not honoured."""
+    """Raise ConfigError for an argument of ``generate``, or a value of its configuration, that is not supported."""
     for name, (reason, remedy) in _REFUSED.items():
         value = arguments.get(name)
         if value is not None and value is not False and not (name == "guidance_scale" and value == 1):
@@ -259,7 +269,7 @@ def _logits_at_place(model: nn.Module, batch: dict[str, Any]) -> tuple[None, dic
 
 
 def share_generators(mesh: Any) -> None:
-    """Every rank's default random generators go on from where the first rank's are. Collective over all ranks."""
+    """Set every rank's default random generators to the state of the first rank's. Collective over all ranks."""
     if mesh.control is None:
         return
     state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""The ranks of a job that ``MerakArguments`` describe, and their groups."""
+"""The ranks and process groups of a job that ``MerakArguments`` describe."""
 
 import datetime
 from typing import Any
@@ -16,8 +16,10 @@ _OWN = frozenset({"local_rank", "log_level", "log_level_replica", "disable_tqdm"
 
 
 def mesh_of(args: Any) -> Mesh:
-    """The groups that the arguments ask for. Collective over all ranks. Raises ConfigError, on every rank, unless these
-    are MerakArguments, the same ones everywhere."""
+    """Return the mesh of groups that the arguments describe. Collective over all ranks.
+
+    Raises ConfigError on every rank unless all have the same MerakArguments.
+    """
     if not isinstance(args, MerakArguments):
         raise ConfigError("args", type(args).__name__, "it has no degrees of parallelism", "Make MerakArguments")
     world, instances = args.world, instances_of(args)

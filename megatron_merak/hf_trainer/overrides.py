@@ -1,8 +1,8 @@
-"""Names of ``transformers.Trainer`` that a script may use and ``MerakTrainer`` cannot honour.
+"""Names of ``transformers.Trainer`` that a script may use and ``MerakTrainer`` cannot support.
 
-The two classes are compared: a name that ``Trainer`` has and ``MerakTrainer`` does not is refused when a subclass
-overrides it, when it is set and when it is read. ``REFUSED`` says why and what to do instead, and adds the attributes
-that ``Trainer`` gives to its instances.
+The two classes are compared: a name that ``Trainer`` has and ``MerakTrainer`` lacks is refused when a subclass
+overrides it, and when it is set or read. ``REFUSED`` gives the reasons and remedies, and adds attributes that
+``Trainer`` sets on instances.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ _GROUPS: tuple[tuple[Reason, str], ...] = (
     (COUNTS, "floating_point_ops"),
 )
 REFUSED: Mapping[str, Reason] = MappingProxyType({name: why for why, names in _GROUPS for name in names.split()})
-# Honoured, with a difference from transformers.
+# Supported, with a difference from transformers.
 DIFFERENT: Mapping[str, str] = MappingProxyType(
     {
         "args": "`MerakArguments`; the same on every rank",
@@ -159,9 +159,10 @@ def refusing(kind: type) -> type:
 
 
 def refuse_inputs(model: object, model_init: object, optimizer_class: object, optimizers: tuple) -> None:
-    """Raises ConfigError for arguments of MerakTrainer that contradict one another.
+    """Raise ConfigError for arguments of MerakTrainer that contradict each other.
 
-    model, model_init: exactly one of them is needed. optimizers: (optimizer, scheduler), or None.
+    model, model_init: exactly one of them is needed.
+    optimizers:        (optimizer, scheduler), or None.
     """
     if (model is None) == (model_init is None):
         both = "model and model_init"
@@ -181,9 +182,10 @@ def refuse_inputs(model: object, model_init: object, optimizer_class: object, op
 
 
 def refuse_overrides(kind: type, base: type, adapted: Collection[type] = ()) -> None:
-    """Raises ConfigError for a name in ``kind``, a class derived from ``base``, that ``base`` refuses.
+    """Raise ConfigError if ``kind``, a class derived from ``base``, has a name that ``base`` refuses.
 
-    kind: the user's class, other classes that it is mixed from included. adapted: classes whose overrides are known.
+    kind:    the user's class, including classes that it is mixed from.
+    adapted: classes whose overrides are supported.
     """
     for each in kind.__mro__[: kind.__mro__.index(base)]:
         for name in () if each in adapted else vars(each):
@@ -196,10 +198,10 @@ def refuse_overrides(kind: type, base: type, adapted: Collection[type] = ()) -> 
 
 
 def refuse_late(built: Mapping[str, Any], requested: Mapping[str, Any], later: Collection[str]) -> None:
-    """Raises ConfigError for an argument that was changed since the model was captured by it.
+    """Raise ConfigError for an argument that was changed after the model was captured with it.
 
-    built, wanted: arguments by name, of the capture and of now; some together in a mapping or dataclass. later: those
-    that a running model still follows.
+    built, requested: arguments by name, at the capture and now; some are grouped in a mapping or dataclass.
+    later:            names of arguments that a built model still follows.
     """
     for name, new in requested.items():
         old = built[name]
@@ -213,7 +215,7 @@ def refuse_late(built: Mapping[str, Any], requested: Mapping[str, Any], later: C
 
 
 def refuse_gradients(callback: object) -> None:
-    """Raises ConfigError for a callback (or its class) that reads ``.grad`` where transformers has gradients."""
+    """Raise ConfigError for a callback, or its class, that reads ``.grad``: parameters have no gradients here."""
     for event in ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"):
         code = getattr(getattr(callback, event, None), "__code__", None)
         if code is not None and _reads(code, "grad"):

@@ -1,8 +1,8 @@
-"""The loss of a script in place of the model's: ``compute_loss_func``, an overridden ``compute_loss``, label smoothing.
+"""A script's loss in place of the model's: ``compute_loss_func``, an overridden ``compute_loss``, label smoothing.
 
-``compute_loss`` is captured together with the model. It runs once, while that happens, and never again: what it reads
-of the trainer or remembers from call to call is looked at then and before every later use, and refused where the
-captured loss would differ from one that is computed anew.
+``compute_loss`` is captured together with the model: it runs once, during the capture. What it reads of the trainer, or
+remembers between calls, is recorded then and compared before every later use. A difference that would change the loss
+is an error.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,7 +23,7 @@ from .arguments.neftune import noisy
 from .surroundings import Picture, surroundings
 
 INPUT = "Put what changes into the batch, as an entry that the loss reads"
-# What a trainer has of its own: what stays as it is while it trains, and what does not.
+# Attributes of every trainer: those that stay the same while it trains, and those that do not.
 STAYS = frozenset(
     """args mesh model processing_class data_collator train_dataset eval_dataset compute_metrics model_init facts feed
     preprocess_logits_for_metrics compute_loss_func label_smoother model_accepts_loss_kwargs _nodes
@@ -39,7 +39,7 @@ CHANGES = frozenset(
 
 
 def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
-    """As transformers chooses it: none for several labels of a sample."""
+    """Return the label smoother that transformers would choose; None if samples have several labels."""
     several = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
     return None if factor == 0 or several else LabelSmoother(epsilon=factor)
 
@@ -47,9 +47,11 @@ def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
 def compute_loss(
     trainer: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Tensor | None
 ) -> Any:
-    """The loss of a batch by transformers' rules: of ``compute_loss_func``, by label smoothing, or the model's own.
+    """Return the loss of a batch by transformers' rules: ``compute_loss_func``, label smoothing, or the model's own
+    loss.
 
-    inputs: loses its labels, where they are for the first two. num_items: the targets of the step, [] fp32.
+    inputs:    loses its labels in the first two cases.
+    num_items: the targets of the step, [] fp32.
     """
     function, smoother = trainer.compute_loss_func, trainer.label_smoother
     labels = inputs.pop("labels", None) if function is not None or smoother is not None else None
@@ -78,10 +80,10 @@ def _class_name(model: nn.Module) -> str:
 
 
 class LossOfTrainer:
-    """What captures and checks the ``compute_loss`` of a trainer.
+    """Captures and checks the ``compute_loss`` of a trainer.
 
-    trainer: a MerakTrainer that has a loss of its own, by ``has_own_loss``. overridden: it has another ``compute_loss``
-    than that class.
+    trainer:    a MerakTrainer with a loss of its own, see ``has_own_loss``.
+    overridden: whether its class overrides ``compute_loss``.
     """
 
     def __init__(self, trainer: Any, overridden: bool):
@@ -91,7 +93,7 @@ class LossOfTrainer:
         self.known: dict[str, Any] = {}
 
     def own_loss(self) -> OwnLoss:
-        """As a capture takes it."""
+        """Return the loss for a capture."""
         trainer = self.trainer
         adds_up = trainer.loss_is_scaled_for_ga
         if adds_up is None and trainer.compute_loss_func is not None:
@@ -103,7 +105,10 @@ class LossOfTrainer:
         return not model.training
 
     def compute(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
-        """(loss, outputs) of a batch; outputs in evaluation only. Raises TraceError for what would not be the same."""
+        """Return (loss, outputs) of a batch; outputs in evaluation only.
+
+        Raises TraceError for a loss that a capture would compute differently.
+        """
         trainer, with_outputs = self.trainer, self.wants_outputs(model)
         items = batch.get("num_items_in_batch")
         inputs = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
@@ -136,7 +141,7 @@ class LossOfTrainer:
         return loss, outputs
 
     def _no_loss(self, result: Any) -> tuple[str, str]:
-        """Why a result is none, and what to do."""
+        """Return why a result is not a loss, and the remedy."""
         return f"it returned a {type(result).__name__}", "Return a tensor of one value"
 
     def _refuse(self, before: Mapping[str, Any]) -> None:
@@ -154,7 +159,7 @@ class LossOfTrainer:
         self.known = seen | self.known
 
     def check(self) -> None:
-        """Raise ConfigError if what the captured loss has read is not what it was."""
+        """Raise ConfigError if values that the captured loss has read have changed."""
         now = self._picture(self.read) if self.known else {}
         for name in sorted(self.known):
             if now.get(name) != self.known[name]:
@@ -162,7 +167,10 @@ class LossOfTrainer:
                 raise ConfigError(self.name, f"({name})", reason, INPUT)
 
     def _picture(self, names: Collection[str] | None = None) -> dict[str, Any]:
-        """What the loss could read beside its arguments, by name. names: of the trainer's attributes; None: all."""
+        """Return a fingerprint of what the loss could read beside its arguments, by name.
+
+        names: of the trainer's attributes; None: all.
+        """
         trainer = self.trainer
         own = {k: v for k, v in vars(trainer).items() if k not in STAYS | CHANGES and (names is None or k in names)}
         values = {f"trainer.{name}": value for name, value in own.items()}
@@ -173,7 +181,9 @@ class LossOfTrainer:
 
 @contextmanager
 def _reads(trainer: Any, model: nn.Module, names: set[str]) -> Iterator[None]:
-    """Let ``trainer.model`` be the one that is captured, and note in ``names`` which attributes are read."""
+    """Let ``trainer.model`` be the captured model, and collect in ``names`` which attributes of the trainer are
+    read.
+    """
     kind, own = type(trainer), trainer.model
 
     def noting(instance: Any, name: str) -> Any:
@@ -191,7 +201,7 @@ def _reads(trainer: Any, model: nn.Module, names: set[str]) -> Iterator[None]:
 
 @contextmanager
 def _outputs_in_fp32(model: nn.Module, mixed: bool) -> Iterator[None]:
-    """As mixed precision of transformers gives them to a loss: floating outputs of the model are fp32."""
+    """Cast floating-point outputs of the model to fp32, as mixed precision in transformers does."""
     forward = model.forward
 
     def cast(x: Any) -> Any:
@@ -212,7 +222,7 @@ def _outputs_in_fp32(model: nn.Module, mixed: bool) -> Iterator[None]:
 
 @contextmanager
 def _alone(model: nn.Module, name: str) -> Iterator[None]:
-    """Raise TraceError if another model than this is called: its weights would be in no plan."""
+    """Raise TraceError if another model is called: its weights would be in no plan."""
 
     def look(module: nn.Module, inputs: object) -> None:
         if module not in inside and next(module.parameters(), None) is not None:
@@ -235,7 +245,7 @@ def _function(method: object) -> object:
 
 
 def has_own_loss(trainer: Any, base: type) -> bool:
-    """Whether a script has given a loss, in one of transformers' three ways, says how one adds up, or wants noise.
+    """Whether a script sets a loss in one of transformers' ways, says how losses add up, or uses NEFTune noise.
 
     base: MerakTrainer.
     """
@@ -246,10 +256,10 @@ def has_own_loss(trainer: Any, base: type) -> bool:
 
 
 def has_scripted_loss(trainer: Any, base: type) -> bool:
-    """Whether the loss is code of the script: it may see what stands at padding, and how much there is of it."""
+    """Whether the loss is code of the script, which may depend on padding and its amount."""
     return is_overridden(trainer, base) or trainer.compute_loss_func is not None
 
 
 def is_overridden(trainer: Any, base: type) -> bool:
-    """Whether a script has a ``compute_loss`` of its own, which sees the whole batch."""
+    """Whether a script overrides ``compute_loss``, which then sees the complete batch."""
     return _function(trainer.compute_loss) is not base.compute_loss

@@ -1,4 +1,4 @@
-"""``transformers.Seq2SeqTrainer``: predictions that are generated, and metrics of them."""
+"""``transformers.Seq2SeqTrainer``: generated predictions, and metrics of them."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ _DEFAULT_LENGTH = 20  # of transformers, where a generation config has none
 
 @dataclass
 class MerakSeq2SeqArguments(MerakArguments):
-    """``Seq2SeqTrainingArguments`` on top of ``MerakArguments``. Raises ConfigError."""
+    """The fields of ``Seq2SeqTrainingArguments``, added to ``MerakArguments``. Raises ConfigError."""
 
     sortish_sampler: bool = field(default=False, metadata={"help": "Not supported: see train_sampling_strategy."})
     predict_with_generate: bool = field(
@@ -60,21 +60,22 @@ MerakSeq2SeqArguments.__init__ = checked(MerakSeq2SeqArguments.__init__)
 
 @dataclass
 class GeneratedEvaluation(Evaluation):
-    """An evaluation whose predictions are generated: batch by batch, by all ranks together.
+    """An evaluation whose predictions are generated, batch by batch, by all ranks together.
 
-    generate: tokens [rows, length] for the entries of a batch. lengthened: pads tokens or labels to one length.
+    generate:   returns tokens [rows, length], given the entries of a batch.
+    lengthened: pads tokens or labels to one length.
     """
 
     generate: Callable[[Batch], Tensor] = field(default=lambda batch: batch["input_ids"])
     lengthened: Callable[[Tensor], Tensor] = field(default=lambda tokens: tokens)
 
     def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
-        """The losses; nothing else of the outputs is needed."""
+        """Return the losses; other outputs are not needed."""
         Evaluation._forward(replace(self, loss_only=True), first, batches)
         return []
 
     def _collected(self, place: int, batches: list[Batch], outputs: list[dict]) -> dict:
-        """Predictions and labels of a round's batch. Collective."""
+        """Return predictions and labels of one batch of a round. Collective."""
         replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
         owner = self.engine.output_rank(replica)
         tensors = {name: x for name, x in batches[row].items() if isinstance(x, Tensor)} if self.rank == owner else None
@@ -88,10 +89,10 @@ class GeneratedEvaluation(Evaluation):
 
 
 class MerakSeq2SeqTrainer(MerakTrainer):
-    """Takes what ``transformers.Seq2SeqTrainer`` takes, and does what it does; see ``MerakTrainer``.
+    """The drop-in replacement for ``transformers.Seq2SeqTrainer``; see ``MerakTrainer``.
 
     args: MerakSeq2SeqArguments. With ``predict_with_generate``, ``evaluate`` and ``predict`` take keywords of
-    ``generate``, and predictions are tokens.
+          ``generate``, and predictions are tokens.
     """
 
     def __init__(self, model: Any = None, args: MerakSeq2SeqArguments | None = None, *arguments: Any, **named: Any):
@@ -111,7 +112,7 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """As of ``MerakTrainer``. gen_kwargs: of ``generate``, in place of what the arguments say."""
+        """Evaluate like ``MerakTrainer``. gen_kwargs: keywords of ``generate``, overriding the arguments."""
         with self._as_given(gen_kwargs):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -122,14 +123,18 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """As of ``MerakTrainer``; predictions are tokens [samples, length], padded at the end. gen_kwargs: as of
-        ``evaluate``."""
+        """Predict like ``MerakTrainer``; predictions are tokens [samples, length], padded at the end.
+
+        gen_kwargs: see ``evaluate``.
+        """
         with self._as_given(gen_kwargs):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     @contextmanager
     def _as_given(self, gen_kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Generate with these, and with the arguments; inside an evaluation of several datasets, with what that has."""
+        """Generate with these keywords and the arguments; nested evaluations of several datasets keep those of the
+        outer one.
+        """
         before, settings = self._generating, dict(gen_kwargs)
         if settings.get("max_length") is None and settings.get("max_new_tokens") is None:
             settings["max_length"] = self.args.generation_max_length
@@ -160,7 +165,7 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         return self._generated(None, None, {**inputs, **(self._generating or {})})
 
     def _lengthened(self, tokens: Tensor) -> Tensor:
-        """Padded to the longest that the model's generation config allows, as transformers has them."""
+        """Pad to the largest length of the model's generation config, like transformers."""
         config, length = self.model.generation_config, tokens.shape[-1]
         longest = config.max_length or _DEFAULT_LENGTH
         if length >= longest and config.max_new_tokens is not None:
@@ -182,7 +187,7 @@ class MerakSeq2SeqTrainer(MerakTrainer):
 
 
 def _config(source: str | Path | GenerationConfig) -> GenerationConfig:
-    """Raises ConfigError where it cannot be read, or does not agree with itself."""
+    """Return the generation config. Raises ConfigError if it cannot be read or contradicts itself."""
     try:
         if isinstance(source, GenerationConfig):
             config = copy.deepcopy(source)

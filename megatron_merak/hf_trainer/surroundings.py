@@ -1,7 +1,7 @@
 """What functions of a script read beside their arguments, and whether that has changed.
 
-The code of a function names all that it can read: variables of its closure and its module, and attributes. Functions
-that it calls by such a name are looked into, too:
+The code of a function names everything it can read: variables of its closure and module, and attributes. Functions that
+it calls by such a name are examined too:
 
     FACTOR = 2                                  compute_loss reads  FACTOR, scale
     def scale(loss): return loss * FACTOR                           trainer.alpha, args.alpha, model.alpha,
@@ -25,18 +25,18 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-_OTHERWISE = ("training", "config")  # of a model: told by its mode, and looked at by itself
+_OTHERWISE = ("training", "config")  # of a model: seen in its mode, and compared separately
 _LARGEST = 10_000  # values in one picture
 _WHO = (type, FunctionType, MethodType, ModuleType, logging.Logger)
 
 
 def surroundings(trainer: Any) -> dict[str, Any]:
-    """What the ``compute_loss`` and the ``compute_loss_func`` of a trainer can read, by name."""
+    """Return what the ``compute_loss`` and ``compute_loss_func`` of a trainer can read, by name."""
     values: dict[str, Any] = {}
     names: set[str] = set()
     modules: dict[str, ModuleType] = {}
     waiting: list[object] = [trainer.compute_loss, trainer.compute_loss_func]
-    known: dict[int, object] = {}  # by id, which is another's once an object is gone
+    known: dict[int, object] = {}  # keeps objects alive, so that their ids stay unique
     while waiting:
         function = waiting.pop()
         if id(function) in known or _foreign(function):
@@ -69,7 +69,7 @@ def surroundings(trainer: Any) -> dict[str, Any]:
 
 
 def names_read(function: object) -> set[str]:
-    """Every name that a function, the functions of a script that it calls, and methods of what it reads, may use."""
+    """Return every name that a function may use, with the script's functions and methods that it calls."""
     read: set[str] = set()
     waiting, known = [function], []
     while waiting:
@@ -92,7 +92,7 @@ def names_read(function: object) -> set[str]:
 
 
 def _foreign(thing: object) -> bool:
-    """Whether it is code of this package or of an installed library, which does not change."""
+    """Whether code belongs to this package or an installed library, which does not change."""
     inner = getattr(thing, "__func__", thing)
     if isinstance(inner, partial):
         return False
@@ -102,7 +102,7 @@ def _foreign(thing: object) -> bool:
 
 
 def _reads(function: object) -> Iterator[tuple[str, Any]]:
-    """What a function, or an object that is called, has beside its arguments."""
+    """Return what a function, or a callable object, has beside its arguments."""
     if isinstance(function, partial):
         yield from (
             (f"argument {key}", value) for key, value in (*enumerate(function.args), *function.keywords.items())
@@ -130,7 +130,7 @@ def _reads(function: object) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """What code calls by name, and what ``getattr`` may."""
+    """Return the names that code uses, including constants for ``getattr``."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -146,9 +146,9 @@ def _attributes(value: object) -> Iterable[tuple[str, Any]]:
 
 
 class Picture:
-    """What tells whether values have changed: they themselves where plain, else who they are and what is in them.
+    """Fingerprints of values: plain values themselves, else their identity and contents.
 
-    Of what is too large to look at whole, and of what was looked at before, it is only who it is.
+    Of large values, and of those seen before, only the identity counts.
     """
 
     def __init__(self) -> None:

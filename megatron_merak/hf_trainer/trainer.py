@@ -1,4 +1,4 @@
-"""``MerakTrainer``: ``transformers.Trainer`` for a model that is divided by tensor, pipeline and data parallelism."""
+"""``MerakTrainer``: ``transformers.Trainer`` for a model under tensor, pipeline and data parallelism."""
 
 import functools
 import math
@@ -69,17 +69,19 @@ from .trainer_face import TrainerFace
 
 @refusing
 class MerakTrainer(TrainerFace):
-    """Takes what ``transformers.Trainer`` takes, in its order, and does what it does. Raises MerakError.
+    """A trainer with the arguments and the behaviour of ``transformers.Trainer``.
 
-    ``model`` may be without weights (``init_empty_weights``) or remember where they are (``from_pretrained``); it is
-    captured, not run. Where a rank has all trained weights, its parameters share memory with them; else they have none,
-    and using it raises ConfigError until ``gather_model`` brings the trained ones to the first rank. ``evaluate``,
-    ``predict``, ``save_model`` and ``train`` are collective: every rank of the job calls them. Losses, metrics and
-    logs are the same on every rank; ``compute_metrics`` runs on the first one.
+    ``model`` may have no weights (``init_empty_weights``) or remember where they are (``from_pretrained``); it is
+    captured, not run. If a rank has all trained weights, the model's parameters share memory with them. Otherwise they
+    are empty and using them raises ConfigError, until ``gather_model`` brings the trained ones to the first rank.
+    ``train``, ``evaluate``, ``predict`` and ``save_model`` are collective: every rank of the job calls them. Losses,
+    metrics and logs are the same on every rank; ``compute_metrics`` runs on the first one.
+
+    Raises MerakError.
     """
 
     beside = ""  # a submodule that is captured with the model and is not saved with it
-    adapted: tuple[type, ...] = ()  # classes of the MRO whose overrides of refused names are dealt with
+    adapted: tuple[type, ...] = ()  # classes of the MRO whose overrides of refused names are supported
 
     def __init__(
         self,
@@ -167,7 +169,7 @@ class MerakTrainer(TrainerFace):
         sees = "the loss of the script may see what stands at padding" if self._sees_padding() else ""
         if self.args.neftune_noise_alpha is not None:
             sees = "the noise of neftune_noise_alpha depends on the length"
-            embedding_of(self.model)  # a model without one is told now
+            embedding_of(self.model)  # a model without one is an error now
         self.facts = self._facts_of_model()
         padding = Padding(None) if sees else padding_of(self.model, self.facts, self.args, tokenizer)
         neutral = NeutralPadding(padding, self.mesh)
@@ -176,37 +178,37 @@ class MerakTrainer(TrainerFace):
         self.feed = Feed(*settings, rows=in_one_row(sees or named, padding.limit), masks=without_masks(sees))
 
     def _sees_padding(self) -> bool:
-        """Whether the loss may see what stands at padding."""
+        """Whether the loss may depend on padding."""
         return has_scripted_loss(self, MerakTrainer)
 
     # The job
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
-        """All ranks, for agreement."""
+        """The group of all ranks, for agreement on the CPU."""
         return self.mesh.control
 
     def end(self) -> None:
-        """Leave the job; the last call of a script, on every rank."""
+        """Leave the job. The last call of a script, on every rank."""
         leave(self.args.world)
 
     # Model and engine
 
     @property
     def engine(self) -> CapturedModel:
-        """This rank's part of the model; built when it is first needed, from the first batch there is."""
+        """This rank's part of the model; built at first use, from the first batch."""
         if self._engine is None:
             self._build(0)
         return self._engine
 
     def _build(self, epoch: int) -> None:
-        """Build the engine, for a run that begins with ``epoch``."""
+        """Build the engine for a run that starts at ``epoch``."""
         example = self.feed.example(self.train_dataset, self.eval_dataset, epoch)
         (example,), *_ = self.feed.prepare([example], self.counts_items)  # as it comes
         self._engine = self.create_engine(example)
 
     def create_engine(self, example: Batch) -> CapturedModel:
-        """Capture the model, cut and divide it, take its weights or draw them. Collective."""
+        """Capture the model, cut and shard it, load or initialize its weights. Collective."""
         began, name = time.time(), type(self.model).__name__
         self._built_by = wishes(self.args)
         named = self.model.named_parameters(remove_duplicate=False)
@@ -224,15 +226,14 @@ class MerakTrainer(TrainerFace):
         return engine
 
     def _loss_of_script(self) -> LossOfTrainer | None:
-        """What captures the loss, None for the model's own."""
+        """Return what captures the script's loss; None for the model's own."""
         own = has_own_loss(self, MerakTrainer)
         return LossOfTrainer(self, is_overridden(self, MerakTrainer)) if own else None
 
     def gather_model(self) -> nn.Module:
-        """The model, with the trained weights on the first rank; there they need memory for all of it. Collective.
+        """Return the model with all trained weights on the first rank, which needs memory for them. Collective.
 
-        Needed where ranks share the weights, by parallelism or by sharding, and again once training went on. A callback
-        may call it, on every rank.
+        Needed where ranks shard the weights, and again after more training. A callback may call it, on every rank.
         """
         attend("gather_model", self.control_group)
         check_model(self, saves=True)
@@ -252,7 +253,7 @@ class MerakTrainer(TrainerFace):
         trial: None = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train; from the newest checkpoint in ``output_dir`` (True), from a directory, or from the beginning."""
+        """Train: from the newest checkpoint in ``output_dir`` (True), from a given one, or from the beginning."""
         if trial is not None:
             raise ConfigError("trial", trial, "there is no search of hyperparameters", "Start one run per trial")
         attend("train", self.control_group)
@@ -289,7 +290,7 @@ class MerakTrainer(TrainerFace):
         return TrainingLoop(self, directory, resume, ignored).run()
 
     def prepare_step(self, batches: list[Batch]) -> list[Batch]:
-        """What the engine takes of this replica's micro-batches of a step; counts tokens and operations."""
+        """Return this replica's micro-batches of a step as the engine takes them; count tokens and FLOPs."""
         if not self.model.training:
             self.model.train()  # as transformers leaves it; what is captured does not depend on it
         check_step(self)
@@ -312,7 +313,7 @@ class MerakTrainer(TrainerFace):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Metrics of ``eval_dataset``, or of each of several under its name; the trainer's own by default."""
+        """Return metrics of ``eval_dataset``, by default the trainer's, or of each of several under its name."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         if dataset is None:
@@ -331,7 +332,7 @@ class MerakTrainer(TrainerFace):
     def predict(
         self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predictions and labels of every sample, on every rank, and metrics where there are labels."""
+        """Return predictions and labels of every sample, on every rank, and metrics if there are labels."""
         loss_only = self.args.prediction_loss_only
         output = self._predict(test_dataset, metric_key_prefix, loss_only, True, ignore_keys)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
@@ -366,11 +367,11 @@ class MerakTrainer(TrainerFace):
     # Generation
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """What ``model.generate`` of transformers returns for the trained weights, on every rank. Collective.
+        """Return on every rank what ``model.generate`` of transformers returns for the trained weights. Collective.
 
-        Every rank passes the same inputs ([rows, length] int64) and keywords. Where tokens are drawn at random, the
-        first rank's generator of torch decides. Nothing is cached: a token costs a forward of all tokens before it.
-        Raises ConfigError for what is not honoured.
+        Every rank passes the same inputs ([rows, length] int64) and keywords. Sampling uses the first rank's torch
+        generator. Nothing is cached: each token costs a forward of all tokens before it. Raises ConfigError for
+        unsupported arguments.
         """
         attend("generate", self.control_group)
         check_model(self)
@@ -387,7 +388,7 @@ class MerakTrainer(TrainerFace):
     # Saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the trained model, its tokenizer and the arguments; ``from_pretrained`` of transformers opens it."""
+        """Write the trained model, its tokenizer and the arguments, for ``from_pretrained`` of transformers."""
         attend("save_model", self.control_group)
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         check_model(self, saves=True)

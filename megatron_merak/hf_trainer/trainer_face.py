@@ -1,6 +1,6 @@
-"""What ``MerakTrainer`` shares with ``transformers.Trainer`` around its loop, and calls where that one calls it.
+"""Methods that ``MerakTrainer`` has in common with ``transformers.Trainer``, called at the same points of its loop.
 
-A subclass may override any of these methods, with ``Trainer``'s signatures; docs/trainer.md lists them.
+A subclass may override any of them, with ``Trainer``'s signatures; docs/trainer.md lists them.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ from .run.recapture import Moments
 
 
 def _described(name: str) -> property:
-    """An attribute that decides how batches are made; they are made by the new value once it is set."""
+    """An attribute that determines how batches are made; setting it takes effect for the next ones."""
 
     def get(trainer: "TrainerFace") -> Any:
         return vars(trainer).get(name)
@@ -111,7 +111,7 @@ class TrainerFace:
 
     @property
     def label_names(self) -> list[str]:
-        """The inputs that are targets, as transformers finds them; ``args.label_names`` sets them."""
+        """The inputs that are targets, as transformers determines them; ``args.label_names`` overrides them."""
         return list(self.facts.label_names)
 
     @label_names.setter
@@ -123,7 +123,7 @@ class TrainerFace:
 
     @property
     def counts_items(self) -> bool:
-        """Whether batches are given ``num_items_in_batch``, the targets of the whole step."""
+        """Whether batches get ``num_items_in_batch``, the number of targets of the step."""
         return self.model_accepts_loss_kwargs or self.compute_loss_func is not None
 
     def compute_loss(
@@ -142,9 +142,10 @@ class TrainerFace:
         return ModelFacts.of(self.model, self.args, self.args.prediction_outputs)
 
     def _note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
-        """After the backwards of a step: ``engine.reported`` says what its micro-batches handed out.
+        """Called after the backwards of a step; ``engine.reported`` returns the outputs of its micro-batches.
 
-        batches: as they were loaded; prepared: as they ran.
+        batches:  as they were loaded.
+        prepared: as they ran.
         """
 
     # Place among the ranks
@@ -157,7 +158,7 @@ class TrainerFace:
     # Model and data
 
     def call_model_init(self, trial: None = None) -> nn.Module:
-        """A new model of ``model_init``, at the beginning and at every ``train``."""
+        """Return a new model from ``model_init``; called at construction and by every ``train``."""
         count = number_of_arguments(self.model_init)
         if count > 1:
             raise ConfigError("model_init", f"({count} arguments)", "it is called with at most one", "Take no more")
@@ -169,18 +170,20 @@ class TrainerFace:
         return model
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        """The order of training samples, of all replicas together; None: the dataset's own. Called on every rank."""
+        """Return the sampler of training samples, of all replicas together; None: the dataset's order. Called on every
+        rank.
+        """
         return self.feed.training_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:
-        """The order of an evaluation's samples; None: the dataset's own. Called on every rank."""
+        """Return the sampler of an evaluation; None: the dataset's order. Called on every rank."""
         return self.feed.evaluation_sampler(eval_dataset)
 
     # Optimizer and schedule
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The groups of parameters and their rates; before training what was given or made, or None."""
+        """Parameter groups and their rates; before training, the optimizer that was passed or created, or None."""
         return self._made if self._groups is None else self._groups
 
     @optimizer.setter
@@ -191,12 +194,14 @@ class TrainerFace:
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
-        """The class of the optimizer that ``args`` name, and its arguments."""
+        """Return the optimizer class that ``args`` name, and its arguments."""
         return class_and_arguments(args, model)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """An optimizer of the model's parameters, unless there is one; called when the model is captured. Others like
-        it step the shards of ranks."""
+        """Create an optimizer of the model's parameters, unless there is one; called when the model is captured.
+
+        Optimizers like it step the shards of ranks.
+        """
         if self.optimizer is None:
             model = self.model if model is None else model
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
@@ -205,8 +210,10 @@ class TrainerFace:
         return self.optimizer
 
     def made_optimizer(self) -> torch.optim.Optimizer:
-        """What was given, or what ``create_optimizer`` sets. It makes another one for another model, and where other
-        parameters are trained."""
+        """Return the optimizer that was passed, or that ``create_optimizer`` sets.
+
+        Another model, or other trainable parameters, get a new one.
+        """
         trained = (id(self.model), [name for name, p in self.model.named_parameters() if p.requires_grad])
         if self._given_optimizer is None and self._made_for != trained:
             self._made, groups, self._groups = None, self._groups, None
@@ -219,7 +226,7 @@ class TrainerFace:
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """The schedule of the learning rate; None before training."""
+        """The learning-rate schedule; None before training."""
         return self._scheduler
 
     @lr_scheduler.setter
@@ -234,12 +241,14 @@ class TrainerFace:
         return decayed_parameters(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: ParameterGroups | None = None) -> LRScheduler:
-        """A schedule of ``optimizer``, by default ``self.optimizer``; called at every ``train``."""
+        """Return a schedule of ``optimizer``, by default ``self.optimizer``; called by every ``train``."""
         self.lr_scheduler = schedule(self.args, num_training_steps, self.optimizer if optimizer is None else optimizer)
         return self.lr_scheduler
 
     def learning_rate(self, steps: int) -> LearningRate:
-        """The rates of a run of ``steps``: groups as earlier runs left them, as in ``Trainer``, and a new schedule."""
+        """Return the rates of a run of ``steps``: a new schedule of the groups that earlier runs left, as in
+        ``Trainer``.
+        """
         if self._groups is None:
             self._groups = ParameterGroups(self.made_optimizer(), self.model)
         self._scheduler = None
@@ -252,12 +261,12 @@ class TrainerFace:
     # Logs and callbacks
 
     def store_flos(self) -> None:
-        """Add the operations since the last time to the state."""
+        """Add the FLOPs since the last call to the state."""
         self.state.total_flos += float(self.current_flos)
         self.current_flos = 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to the history and tell the callbacks."""
+        """Add to the log history and call the callbacks."""
         state = self.state
         if state.epoch is not None:
             logs["epoch"] = state.epoch

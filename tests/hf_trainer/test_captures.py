@@ -21,4 +21,5 @@ def test_many_captures_are_warned_of_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         watched.look()
-    assert watched.summary().endswith("captured, one for each shape of a batch: 16; derived from those of other lengths: 3.")
+    text = "captured, one for each shape of a batch: 16; derived from those of other lengths: 3."
+    assert watched.summary().endswith(text)

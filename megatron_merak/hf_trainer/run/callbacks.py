@@ -7,19 +7,19 @@ from ...errors import CheckpointError
 
 
 def exportable(handler: CallbackHandler, control: TrainerControl) -> list[ExportableState]:
-    """The callbacks whose state is saved, and the control."""
+    """Return the callbacks whose state is saved, and the control."""
     return [each for each in [*handler.callbacks, control] if isinstance(each, ExportableState)]
 
 
 def export(state: TrainerState, handler: CallbackHandler, control: TrainerControl) -> None:
-    """Write the states into ``state.stateful_callbacks``; several callbacks of one class make a list."""
+    """Store the states in ``state.stateful_callbacks``; several callbacks of one class make a list."""
     state.stateful_callbacks = TrainerState(stateful_callbacks=exportable(handler, control)).stateful_callbacks
 
 
 def restore(state: TrainerState, handler: CallbackHandler, control: TrainerControl) -> TrainerControl:
-    """Replace callbacks by those of the same class that ``state`` holds; return the control to go on with.
+    """Replace callbacks by those of the same class that ``state`` has; return the control to continue with.
 
-    Raises CheckpointError where a state does not fit its class.
+    Raises CheckpointError if a state does not fit its class.
     """
     for name, saved in state.stateful_callbacks.items():
         saved = saved if isinstance(saved, list) else [saved]

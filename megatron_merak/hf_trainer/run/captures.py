@@ -1,4 +1,4 @@
-"""What the shapes of batches cost: how many were captured, told at the end, and while training where they are many."""
+"""Report how many batch shapes were captured: at the end, and during training if they are many."""
 
 import warnings
 
@@ -6,13 +6,17 @@ MANY = 16
 
 
 class Captures:
-    """Watches an engine, a CapturedModel, on a rank that speaks (``aloud``)."""
+    """Watches the captures of an engine.
+
+    engine: a CapturedModel.
+    aloud:  whether this rank prints.
+    """
 
     def __init__(self, engine, aloud: bool):
         self.engine, self.aloud, self._warned = engine, aloud, False
 
     def look(self) -> None:
-        """Warn, once, when ``MANY`` programs were captured."""
+        """Warn once when ``MANY`` programs were captured."""
         count, _ = self.engine.captures
         if count >= MANY and self.aloud and not self._warned:
             text = (

@@ -31,7 +31,10 @@ DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should
 
 
 class TrainingLoop:
-    """``trainer``: a MerakTrainer, whose state, control and engine this loop drives. Collective over all ranks."""
+    """One training run. Collective over all ranks.
+
+    trainer: a MerakTrainer, whose state, control and engine this loop drives.
+    """
 
     def __init__(self, trainer, directory: RunDirectory, resume: Path | None, ignored_outputs: list[str] | None = None):
         self.directory, self.ignored_outputs = directory, ignored_outputs
@@ -78,7 +81,9 @@ class TrainingLoop:
         state.is_world_process_zero = self.trainer.is_world_process_zero()
 
     def _fingerprint(self) -> dict:
-        """Of the training dataset, as the first rank sees it; taken before an epoch may change what it gives."""
+        """Return the fingerprint of the training dataset on the first rank, before an epoch may change what it
+        yields.
+        """
         group, own = self.trainer.control_group, None
         with together(group, "cpu"):
             if self.trainer.is_world_process_zero():
@@ -112,7 +117,7 @@ class TrainingLoop:
             self.skipped_batches = self._batches_in(samples)
 
     def _check_alike(self, directory: Path, saved: Progress) -> None:
-        """Refuse another model, dataset or seed than the checkpoint's; say what else has changed."""
+        """Refuse another model, dataset or seed than the checkpoint's; report other differences."""
         if saved.seeds != self._seeds():
             remedy = "Give the seed and the data_seed of the checkpoint's run, or start a new run from its weights"
             raise CheckpointError("seed, data_seed", self._seeds(), f"the checkpoint's run has {saved.seeds}", remedy)
@@ -129,7 +134,9 @@ class TrainingLoop:
             resumption.say(directory, notes + resumption.argument_changes(directory, self.args.to_dict()))
 
     def _batches_in(self, samples: int) -> int:
-        """This replica's batches among the first ``samples`` of an epoch, which another layout may have divided."""
+        """Return the number of this replica's batches in the first ``samples`` of an epoch, maybe run under another
+        layout.
+        """
         per_batch = self.samples_per_batch
         if samples % per_batch:
             reason = f"the checkpoint was saved after {samples} samples of an epoch"
@@ -220,14 +227,14 @@ class TrainingLoop:
         self.run_loss += loss
 
     def _mean(self, total: float, steps: float, finite: int) -> float:
-        """NaN where no loss was finite: the sum of what ``logging_nan_inf_filter`` put in their places is 0 then."""
+        """Return the mean loss; NaN if no loss was finite, since ``logging_nan_inf_filter`` replaced them by 0."""
         return total / steps if finite or not math.isfinite(total) else math.nan
 
     def _agree(self) -> None:
-        """What any rank's callbacks decide, all ranks do: else some would wait in a collective for ever.
+        """Let all ranks do what the callbacks of any rank decide; else some would wait in a collective forever.
 
-        Needed behind every event whose wishes are read before the next one. Raises ConfigError on every rank for a
-        change of the optimizer's groups that cannot be honoured, or that other ranks did not make.
+        Called after every event whose decisions are read before the next one. Raises ConfigError on every rank for a
+        change of the optimizer's groups that is not supported, or that other ranks did not make.
         """
         group, control = self.trainer.control_group, self.trainer.control
         fault = self.rate.groups.fault() or lost_writes(self.trainer)
@@ -289,7 +296,7 @@ class TrainingLoop:
         return metrics[name]
 
     def _is_better(self, metrics: dict[str, float]) -> bool:
-        """Whether the model is the best so far; remembers it if so."""
+        """Whether the model is the best so far; if so, record it."""
         args, state = self.args, self.state
         if args.metric_for_best_model is None:
             return False

@@ -1,4 +1,4 @@
-"""The optimizer as callbacks and schedules see it: groups of parameters whose rates may be changed, no more."""
+"""The optimizer that callbacks and schedules see: parameter groups whose rates may be changed, and nothing else."""
 
 import math
 from collections.abc import Callable
@@ -25,11 +25,11 @@ def _absent(name: str) -> Callable:
 class ParameterGroups(torch.optim.Optimizer):
     """The groups of ``optimizer``, whose state and steps are the engine's.
 
-    ``lr`` and ``weight_decay`` of each are those of the next update, whoever sets them. Any other change is
-    a ``fault``, and any other use raises ConfigError.
+    optimizer: made by the script or as transformers would; its ``param_groups`` are these.
+    model:     its trainable parameters are the groups' ``params``; their values and gradients are not the trained ones.
 
-    optimizer: what a script made, or transformers would; its ``param_groups`` are these. model: its trainable
-    parameters are the groups' ``params``; their values and gradients are not the trained ones.
+    ``lr`` and ``weight_decay`` of the groups apply to the next update, whoever sets them. Any other change is a
+    ``fault``, and any other use raises ConfigError.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module):
@@ -72,23 +72,23 @@ class ParameterGroups(torch.optim.Optimizer):
         return f"ParameterGroups({type(self._optimizer).__name__}: {'; '.join(rates)})"
 
     def moves(self, scheduler: LRScheduler) -> bool:
-        """Whether a schedule is one of these groups."""
+        """Whether a schedule changes the rates of these groups."""
         return getattr(scheduler, "optimizer", None) in (self, self._optimizer)
 
     def pairs(self) -> list[tuple[float, float]]:
-        """lr and weight decay of each group, 0 for a class that knows no decay."""
+        """Return learning rate and weight decay of each group, 0 for an optimizer without decay."""
         return [(float(group["lr"]), float(group.get("weight_decay", 0.0))) for group in self.param_groups]
 
     def of_engine(self) -> list[tuple[float, float]]:
-        """`pairs`, and one behind them for parameters that are in no group: they stay as they are."""
+        """Return `pairs`, and one more for parameters in no group, which stay as they are."""
         return self.pairs() + [(0.0, 0.0)] * self._leaves_some
 
     def rates(self) -> tuple[float, ...]:
-        """The same numbers, one behind the other."""
+        """Return `pairs` as one flat list."""
         return tuple(rate for pair in self.pairs() for rate in pair)
 
     def fault(self) -> ConfigError | None:
-        """What was changed here or in the parameters' ``requires_grad`` and would have no effect; else None."""
+        """Return the change, of groups or of ``requires_grad``, that would have no effect; None without one."""
         if len(self.param_groups) != len(self._members):
             reason = f"there were {len(self._members)} of them before"
             return ConfigError("optimizer.param_groups", len(self.param_groups), reason, REMEDY)
@@ -109,7 +109,7 @@ class ParameterGroups(torch.optim.Optimizer):
         return None
 
     def load_rates(self, values: list[float]) -> None:
-        """Take back what ``rates`` gave."""
+        """Set the rates from what ``rates`` returned."""
         places = [(group, name) for group in self.param_groups for name in HONOURED]
         for (group, name), value in zip(places, values, strict=True):
             if name in group:

@@ -1,4 +1,4 @@
-"""Where a run stands, beside the trainer's state: JSON in the training state, checked when it comes back."""
+"""The position of a run, beside the trainer's state: JSON in the training state, checked when it is read."""
 
 import json
 import math
@@ -15,9 +15,14 @@ _ODD = "float"  # the key of an object that stands for a number which JSON does 
 
 @dataclass(frozen=True)
 class Progress:
-    """``rate``: of ``LearningRate.state()``. ``pending_loss``: sum since the last log, of ``finite_losses`` steps that
-    were finite. ``position``: epoch and samples of it that are used. ``dataset``: its fingerprint. ``model``: class and
-    configuration.
+    """The position of a run.
+
+    rate:          ``LearningRate.state()``.
+    pending_loss:  sum since the last log.
+    finite_losses: number of steps in that sum.
+    position:      epoch, and samples of it that were used.
+    dataset:       its fingerprint.
+    model:         class and configuration.
     """
 
     rate: dict
@@ -35,8 +40,12 @@ class Progress:
 
     @staticmethod
     def of_json(values: object, path: Path, rate: Mapping) -> "Progress":
-        """``rate``: the present one of ``LearningRate.state()``, whose kind the saved one must be. Raises
-        CheckpointError."""
+        """Parse a saved position.
+
+        rate: the present ``LearningRate.state()``; the saved one must have the same form.
+
+        Raises CheckpointError.
+        """
         remedy = "Resume from another checkpoint"
         try:
             values = _decode(values)
@@ -67,7 +76,7 @@ def _is_pair(check: Check, other: Check) -> Check:
 
 
 def _is_rates(value: object) -> bool:
-    """Learning rate and weight decay of each group of parameters."""
+    """Whether a value has learning rate and weight decay of each parameter group."""
     return isinstance(value, list) and len(value) % 2 == 0 and all(map(is_amount, value))
 
 
@@ -90,7 +99,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
 
 
 def _alike(name: str, saved: object, present: object) -> bool:
-    """Whether ``saved`` is of the kind of ``present``: numbers, lists of as many, text, nothing."""
+    """Whether ``saved`` has the form of ``present``: number, text, None, or lists of as many of these."""
     if name == "lr_lambdas":
         return isinstance(saved, list) and len(saved) == len(present) and all(s in (None, {}) for s in saved)
     if isinstance(present, bool) or isinstance(saved, bool):
@@ -118,5 +127,5 @@ def _decode(value: object) -> object:
 
 
 def as_json(text: str) -> dict:
-    """A model's configuration as this module keeps it."""
+    """Return a model's configuration in the form that is stored."""
     return _decode(_encode(json.loads(text)))

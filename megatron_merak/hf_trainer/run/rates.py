@@ -1,4 +1,4 @@
-"""The learning rate of a run by transformers' schedules, and how many steps a run has."""
+"""The learning rate of a run by transformers' schedules, and the number of steps of a run."""
 
 import json
 import math
@@ -17,10 +17,14 @@ from .parameter_groups import ParameterGroups
 
 @dataclass(frozen=True)
 class Extent:
-    """How long a run is; the same numbers as ``transformers.Trainer`` computes.
+    """The length of a run; the numbers that ``transformers.Trainer`` computes.
 
-    batches: of one epoch and one replica. updates: optimizer steps of one epoch. epochs: begun at most. steps:
-    optimizer steps of the run. examples: in the dataset. samples: seen by the run, over all replicas.
+    batches:  of one epoch and one replica.
+    updates:  optimizer steps of one epoch.
+    epochs:   number of epochs begun at most.
+    steps:    optimizer steps of the run.
+    examples: in the dataset.
+    samples:  seen by the run, over all replicas.
     """
 
     batches: int
@@ -32,7 +36,12 @@ class Extent:
 
 
 def extent(args: TrainingArguments, batches: int | None, examples: int | None, replicas: int) -> Extent:
-    """``batches``: of one epoch and one replica, None for a stream. Raises ConfigError when the end is not known."""
+    """Return the length of a run.
+
+    batches: of one epoch and one replica; None for a stream.
+
+    Raises ConfigError if the end is unknown.
+    """
     accumulation = args.gradient_accumulation_steps
     global_batch = args.per_device_train_batch_size * accumulation * replicas
     if batches is None:
@@ -50,7 +59,7 @@ def extent(args: TrainingArguments, batches: int | None, examples: int | None, r
 
 
 def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRScheduler:
-    """The schedule of a run of ``steps`` that ``args`` asks for. Raises ConfigError for a wrong argument of it."""
+    """Return the schedule that ``args`` request for a run of ``steps``. Raises ConfigError for a wrong argument."""
     if (of_deepspeed := schedule_of_deepspeed(args, steps, optimizer)) is not None:
         return of_deepspeed
     warmup = args.get_warmup_steps(steps)
@@ -62,10 +71,10 @@ def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRSch
 
 
 class LearningRate:
-    """The learning rate, moved by steps or by evaluations.
+    """The learning rate, changed by steps or by evaluations.
 
-    groups: what holds the rates. scheduler: what moves them; ConfigError if it moves another optimizer's, or if its
-    state is nothing that JSON can say.
+    groups:    have the rates.
+    scheduler: changes them; ConfigError if it changes another optimizer's, or if its state cannot be stored as JSON.
     """
 
     def __init__(self, groups: ParameterGroups, scheduler: LRScheduler):
@@ -78,25 +87,25 @@ class LearningRate:
 
     @property
     def follows_metric(self) -> bool:
-        """Whether an evaluation moves the schedule, not a step."""
+        """Whether evaluations, not steps, change the learning rate."""
         return isinstance(self.scheduler, ReduceLROnPlateau | GreedyLR)
 
     @property
     def logged(self) -> float:
-        """The schedule's rate of the step that comes, as ``transformers.Trainer`` logs it."""
+        """Return the schedule's rate of the next step, which ``transformers.Trainer`` logs."""
         return float(self.groups.param_groups[0]["lr"] if self.follows_metric else self.scheduler.get_last_lr()[0])
 
     def advance(self) -> None:
-        """A step was done."""
+        """Advance the schedule by a step."""
         if not self.follows_metric:
             self.scheduler.step()
 
     def follow(self, metric: float) -> None:
-        """An evaluation was done."""
+        """Advance the schedule by an evaluation."""
         self.scheduler.step(metric)
 
     def state(self) -> dict:
-        """What JSON can say and ``load`` takes back."""
+        """Return a JSON-safe state for ``load``."""
         return {"scheduler": self.scheduler.state_dict(), "rates": self.groups.rates()}
 
     def load(self, state: dict) -> None:

@@ -1,7 +1,8 @@
-"""A model that its user changed after a trainer captured it: its weights are adopted, it is captured anew, or refused.
+"""Changes of a model after a trainer captured it: weights are adopted, the model is captured anew, or it is an
+error.
 
 transformers.Trainer runs the model as it is at every call. A captured graph, and weights in buffers of their own, are
-as they were when the trainer was first used: what has changed since is looked for before each use.
+as they were when the trainer was first used, so changes are looked for before each use.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ _DIVIDED = (
 
 
 class Moments:
-    """Of an engine that has trained, what another one for the same parameters goes on with."""
+    """The optimizer state of an engine that has trained, for another engine of the same parameters."""
 
     def __init__(self, engine: CapturedModel):
         self.buffer, self.optimizer, self.gatherer = engine.buffer, engine.optimizer, engine.parameters.gatherer
@@ -38,7 +39,7 @@ class Moments:
 
     @torch.no_grad()
     def give(self, engine: CapturedModel) -> None:
-        """Let ``engine`` go on with them. Its weights stay: a master copy is taken where it rounds to them.
+        """Copy the state into ``engine``. It keeps its weights, but takes a master copy that rounds to them.
 
         Collective over all ranks.
         """
@@ -63,9 +64,11 @@ class Moments:
 
 
 def check_model(trainer: Any, saves: bool = False) -> None:
-    """Let the engine of ``trainer`` follow what its user changed of the model. Collective over all ranks.
+    """Let the engine of ``trainer`` follow the user's changes of the model. Collective over all ranks.
 
-    saves: only the weights matter. Raises ConfigError, on every rank, for a change that cannot be followed.
+    saves: only weights matter.
+
+    Raises ConfigError on every rank for a change that cannot be followed.
     """
     engine = trainer._engine
     if not isinstance(engine, CapturedModel) or engine.user_model is None:
@@ -83,7 +86,7 @@ def check_model(trainer: Any, saves: bool = False) -> None:
 
 
 def check_training(trainer: Any) -> None:
-    """As `check_model`, before ``train``; raises ConfigError for a model that cannot be trained on."""
+    """Call `check_model` before ``train``; raise ConfigError for a model that cannot be trained further."""
     kind = type(trainer.model).__name__
     with together(trainer.mesh.control, "cpu"):
         if trainer.model is not trainer._trained_model:
@@ -96,7 +99,7 @@ def check_training(trainer: Any) -> None:
 
 
 def check_step(trainer: Any) -> None:
-    """Before a step: what a callback wrote into weights that the model shares is trained on."""
+    """Before a step: adopt what a callback wrote to weights that the model shares."""
     check_loss(trainer)
     user_model = getattr(trainer.engine, "user_model", None)
     if user_model is not None and user_model.shared and user_model.weights_changed():
@@ -104,13 +107,13 @@ def check_step(trainer: Any) -> None:
 
 
 def check_loss(trainer: Any) -> None:
-    """Raises ConfigError where the loss that was captured is not the one that the trainer has now."""
+    """Raise ConfigError if the captured loss is not the trainer's present one."""
     if trainer.own_loss is not None:
         trainer.own_loss.check()
 
 
 def lost_writes(trainer: Any) -> ConfigError | None:
-    """What a callback wrote into a model that does not have the trained weights."""
+    """Return the error for writes of a callback to a model that does not have the trained weights."""
     user_model = getattr(trainer._engine, "user_model", None)
     if user_model is None or user_model.shared or not user_model.weights_changed():
         return None
@@ -134,7 +137,7 @@ def _change(trainer: Any, engine: CapturedModel, saves: bool) -> Change | None:
 
 
 def _refuse(trainer: Any, engine: CapturedModel, change: Change) -> None:
-    """Raises ConfigError unless the model can be captured anew and nothing is lost."""
+    """Raise ConfigError unless the model can be captured anew without loss."""
     user_model, now = engine.user_model, _short(change.now)
     assert user_model is not None
     if trainer.is_in_train:
@@ -150,7 +153,7 @@ def _refuse(trainer: Any, engine: CapturedModel, change: Change) -> None:
 
 
 def _capture_anew(trainer: Any, engine: CapturedModel) -> None:
-    """Another engine, of the model as it is. The moments of one that has trained are kept until they fit again."""
+    """Build another engine from the present model. Moments of one that has trained are kept until they fit again."""
     assert engine.user_model is not None
     if engine.iteration and trainer._moments is None:
         trainer._moments = Moments(engine)
@@ -170,7 +173,7 @@ def _capture_anew(trainer: Any, engine: CapturedModel) -> None:
 
 @contextmanager
 def _in_memory(model: nn.Module, in_memory: bool) -> Iterator[None]:
-    """Inside, the weights of ``model`` are those it holds, whatever directory it came from."""
+    """Let the weights of ``model`` be those in memory, whatever directory it came from."""
     loaded = {part: vars(part)["merak_source"] for part in model.modules() if "merak_source" in vars(part)}
     for part in loaded if in_memory else ():
         part.merak_source = None  # type: ignore[assignment]

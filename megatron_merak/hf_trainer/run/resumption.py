@@ -1,4 +1,6 @@
-"""What changed between a checkpoint's run and the one that resumes it: refused where it is another model, else said."""
+"""Differences between a checkpoint's run and the one that resumes it: another model is an error, others are
+reported.
+"""
 
 import json
 import logging
@@ -37,16 +39,17 @@ SOFT = tuple("drop initializer init_std use_cache attn_implementation checkpoint
 
 
 def describe(model: nn.Module) -> dict:
-    """Class and configuration, of which the latter is None for what is no model of transformers."""
+    """Return class and configuration of a model; the latter is None if it is not from transformers."""
     config = getattr(model, "config", None)
     text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else "null"
     return {"class": type(model).__name__, "config": as_json(text)}
 
 
 def check_model(saved: Mapping, present: Mapping) -> list[str]:
-    """Sentences on differences that do not matter to what the model computes. Raises CheckpointError for those that do.
+    """Return sentences on differences that do not change what the model computes. Raises CheckpointError for those that
+    do.
 
-    ``saved``, ``present``: of ``describe``.
+    saved, present: results of ``describe``.
     """
     notes = []
     if saved["class"] != present["class"]:
@@ -69,7 +72,7 @@ def check_model(saved: Mapping, present: Mapping) -> list[str]:
 
 
 def argument_changes(directory: Path, arguments: Mapping) -> list[str]:
-    """Sentences on arguments that differ from those of the run that saved a checkpoint, as far as it has them."""
+    """Return sentences on arguments that differ from those of the run that saved a checkpoint, if it has them."""
     try:
         saved = json.loads((directory / "training_args.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -87,7 +90,7 @@ def argument_changes(directory: Path, arguments: Mapping) -> list[str]:
 
 
 def say(directory: Path, notes: list[str]) -> None:
-    """One warning with all of them."""
+    """Print one warning with all sentences."""
     if notes:
         text = "\n\t".join(notes)
         logging.getLogger(__name__).warning("Resuming from %s with changes:\n\t%s", directory, text)

@@ -5,8 +5,8 @@
                                   trainer_state.json    steps done, log history, callbacks
                                   manifest.json         written last: size and digest of all of these
 
-A checkpoint is one unit (``checkpoint/unit.py``): it is there whole or not at all, whatever is killed when. Every
-function is collective over ``group``; what fails on one rank raises on all.
+A checkpoint is one unit (``checkpoint/unit.py``): complete or absent, whatever is killed when. Every function is
+collective over ``group``; an error on one rank is raised on all.
 """
 
 import logging
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """``output_dir`` of one run. Its lock is taken when it is first needed, and kept until `release`."""
+    """``output_dir`` of one run. It is locked from first use until `release`."""
 
     def __init__(self, output_dir: str, group: Group):
         self.root, self.group = Path(output_dir), group
@@ -40,7 +40,7 @@ class RunDirectory:
         self._lock: DirectoryLock | None = None
 
     def hold(self) -> None:
-        """Keep other jobs out, and finish what a crash of an earlier one interrupted. Raises CheckpointError."""
+        """Lock the directory, and complete what a crash of an earlier job interrupted. Raises CheckpointError."""
         if self._lock is not None:
             self._lock.confirm()
             return
@@ -50,14 +50,14 @@ class RunDirectory:
                 places.settle(self.root)
 
     def release(self) -> None:
-        """Let other jobs in. Not collective."""
+        """Unlock the directory. Not collective."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
 
     @contextmanager
     def _on_first(self) -> Iterator[None]:
-        """What the first rank does to the disk; no rank goes on when it failed."""
+        """Run a change of the disk on the first rank; an error is raised on all ranks."""
         with together(self.group, "cpu"), disk_errors(self.root, SAVE_REMEDY):
             yield
 
@@ -65,7 +65,7 @@ class RunDirectory:
         return places.plain(self.root, step)
 
     def _complete(self) -> list[int]:
-        """The steps of the complete checkpoints that the first rank sees, newest first."""
+        """Return the steps of the complete checkpoints that the first rank sees, newest first."""
         steps: list[int | None] = []
         with self._on_first():
             if self.first:
@@ -73,9 +73,9 @@ class RunDirectory:
         return broadcast_json(steps, self.group, "cpu")
 
     def _candidates(self, faults: list[str]) -> Iterator[Path]:
-        """The complete checkpoints, newest first; ``faults`` receives what is wrong with others.
+        """Yield the complete checkpoints, newest first; ``faults`` collects what is wrong with others.
 
-        Raises CheckpointError for one that cannot be read, or that another version wrote: that is no damage.
+        Raises CheckpointError for one that cannot be read, or that another version wrote: that is not damage.
         """
         errors: list[CheckpointError] = []
         paths = places.newest_first(self.root, errors)
@@ -95,10 +95,11 @@ class RunDirectory:
             yield Path(candidate)
 
     def find(self, requested: str | bool) -> Path:
-        """The checkpoint to resume from, every byte of it verified: the one asked for, or with True the newest good
-        one.
+        """Return the checkpoint to resume from, every byte of it verified.
 
-        With True, a damaged one is passed over for an older one, which is said. Raises CheckpointError.
+        requested: a directory; True: the newest undamaged one. Damaged ones are reported and skipped.
+
+        Raises CheckpointError.
         """
         if requested is not True:
             verify(Path(requested), self.group)
@@ -120,10 +121,11 @@ class RunDirectory:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """The directory in which a checkpoint is written; it takes its place when the body has ended without an error.
+        """Yield the directory in which a checkpoint is written; it is put in place if the body ends without an
+        error.
 
-        An earlier checkpoint of the same step stays until then, and what is incomplete never counts. The body is run
-        by all ranks and may hold collectives; what it raises, it raises on every rank.
+        An earlier checkpoint of the same step stays until then, and an incomplete one never counts. All ranks run the
+        body, which may contain collectives; an exception is raised on every rank.
         """
         self.hold()
         fresh = places.fresh(self.root, step)
@@ -143,10 +145,9 @@ class RunDirectory:
             raise
 
     def rotate(self, limit: int | None, saved: int, best: str | None) -> None:
-        """Remove the oldest checkpoints beyond ``limit``, by step; never that of step ``saved``, nor the ``best`` one.
+        """Remove the oldest checkpoints beyond ``limit``, except those of step ``saved`` and the ``best`` one.
 
-        Only complete checkpoints count, and nothing is removed unless every byte of the one just saved is as it was
-        written.
+        Only complete checkpoints count. Nothing is removed unless every byte of the newly saved one is verified.
         """
         if limit is None or limit <= 0:
             return
@@ -159,7 +160,7 @@ class RunDirectory:
         self._remove(expendable, self.place(saved))
 
     def keep_only(self, best: Path) -> None:
-        """Remove all checkpoints but this one, if it is one of these, once every byte of it is verified."""
+        """Remove all checkpoints but this one, after verifying every byte of it; nothing if it is not one of them."""
         if best.resolve().parent != self.root.resolve():
             return
         self._remove([step for step in self._complete() if self.place(step).resolve() != best.resolve()], best)
@@ -179,7 +180,7 @@ class RunDirectory:
 
 
 def exists(directory: Path, group: Group) -> bool:
-    """Whether the first rank sees a directory."""
+    """Whether the first rank sees the directory."""
     return broadcast_json(directory.is_dir(), group, "cpu")
 
 
@@ -201,7 +202,7 @@ def _need_training_state(directory: Path, group: Group) -> None:
 
 
 def write_text(directory: Path, name: str, text: str, group: Group) -> None:
-    """The first rank writes a file that is whole or absent."""
+    """Write a file on the first rank, atomically."""
     with together(group, "cpu"), disk_errors(directory, SAVE_REMEDY):
         if group is None or dist.get_rank(group) == 0:
             directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``trainer_state.json``: transformers' ``TrainerState`` on disk, checked field by field when it comes back."""
+"""``trainer_state.json``: transformers' ``TrainerState`` on disk, checked field by field when it is read."""
 
 import dataclasses
 import json
@@ -19,12 +19,12 @@ _LARGEST = 1e300  # so that an int is a float, too
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number, NaN and infinities included."""
+    """Whether a value is a number, including NaN and infinities."""
     return type(value) is float or type(value) is int and abs(value) < _LARGEST
 
 
 def is_amount(value: object) -> bool:
-    """Whether it is a finite number that is not negative."""
+    """Whether a value is a finite number, 0 or more."""
     return type(value) in (int, float) and 0 <= value < _LARGEST
 
 
@@ -37,7 +37,9 @@ def _is_history(value: object) -> bool:
 
 
 def _is_callbacks(value: object) -> bool:
-    """What ``ExportableState.state()`` returns, by class name; a list of it for several callbacks of one class."""
+    """Whether a value has ``ExportableState.state()`` by class name, or lists of it for several callbacks of one
+    class.
+    """
     if not isinstance(value, dict):
         return False
     states = [state for each in value.values() for state in (each if isinstance(each, list) else [each])]
@@ -83,7 +85,7 @@ CHECKS: Mapping[str, tuple[Check, str]] = MappingProxyType(
 
 
 def parse(text: str) -> TrainerState:
-    """Raises ValueError, saying which field is not what it should be."""
+    """Parse the state. Raises ValueError that names the wrong field."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("it is not a JSON object")
@@ -101,7 +103,7 @@ def parse(text: str) -> TrainerState:
 
 
 def read(directory: Path, group: dist.ProcessGroup | None) -> TrainerState:
-    """The trainer's state in a checkpoint. Collective; raises CheckpointError when it cannot be read."""
+    """Read the trainer's state of a checkpoint. Collective; raises CheckpointError."""
     text = None
     with together(group, "cpu"):
         if group is None or dist.get_rank(group) == 0:
@@ -117,6 +119,6 @@ def read(directory: Path, group: dist.ProcessGroup | None) -> TrainerState:
 
 
 def write(directory: Path, state: TrainerState, group: dist.ProcessGroup | None) -> None:
-    """Collective."""
+    """Write the trainer's state into a checkpoint. Collective."""
     text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
     write_text(directory, TRAINER_STATE, text, group)
