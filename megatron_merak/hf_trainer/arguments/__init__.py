@@ -1,1 +1,1 @@
-"""What a script asks for: transformers' arguments and this library's, read and checked."""
+"""Arguments of a script: transformers' and this library's, read and checked."""

@@ -1,8 +1,7 @@
-"""``deepspeed`` of transformers: a DeepSpeed configuration, read as what this library does; what cannot be honoured is
-refused by name. DeepSpeed and accelerate are not needed.
+"""``deepspeed`` of transformers: a DeepSpeed configuration in terms of this library; unsupported keys are errors.
 
-ZeRO's stage is a sharding strategy. What repeats an argument says "auto" or the same, as in transformers; what is
-missing is what DeepSpeed takes by itself, and that has to be the same, too.
+Neither DeepSpeed nor accelerate is needed. ZeRO's stage is a sharding strategy. A key that repeats an argument must be
+"auto" or equal, as in transformers; so must DeepSpeed's default of a missing key.
 """
 
 from collections.abc import Mapping
@@ -43,9 +42,9 @@ _SCALE: Mapping[str, float] = MappingProxyType(
 
 
 def config_of(args: Any) -> Mapping[str, Any]:
-    """The configuration that ``args.deepspeed`` gives or names, empty where there is none.
+    """Return the configuration that ``args.deepspeed`` has or names; empty if there is none.
 
-    Raises ConfigError for a key that cannot be honoured.
+    Raises ConfigError for an unsupported key.
     """
     config = settings_of("deepspeed", args.deepspeed)
     _check_keys("", config, TOP)
@@ -60,7 +59,7 @@ def config_of(args: Any) -> Mapping[str, Any]:
 
 
 def strategy_of(args: Any) -> str | None:
-    """The sharding strategy that ZeRO's stage is; None without a configuration. Raises ConfigError."""
+    """Return the sharding strategy of ZeRO's stage; None without a configuration. Raises ConfigError."""
     if not args.deepspeed:
         return None
     config, what = config_of(args), "deepspeed: zero_optimization"
@@ -73,7 +72,7 @@ def strategy_of(args: Any) -> str | None:
 
 
 def tensor_parallel_of(args: Any) -> int:
-    """``tensor_parallel.autotp_size``, 1 where it is unset."""
+    """Return ``tensor_parallel.autotp_size``; 1 if unset."""
     size = _section(config_of(args), "tensor_parallel").get("autotp_size") or 1
     if type(size) is not int or size < 1:
         what = "deepspeed: tensor_parallel.autotp_size"
@@ -82,7 +81,7 @@ def tensor_parallel_of(args: Any) -> int:
 
 
 def scaler_of(args: Any) -> LossScaler:
-    """The loss scale of fp16: DeepSpeed's by its configuration, else that of torch."""
+    """Return the loss scaler of fp16: by the DeepSpeed configuration, else torch's."""
     if not args.deepspeed:
         return scaler_of_torch()
     section = _section(config_of(args), "fp16")
@@ -100,14 +99,14 @@ def scaler_of(args: Any) -> LossScaler:
 
 
 def decayed_by_deepspeed(args: Any, model: nn.Module) -> list[str]:
-    """The parameters that DeepSpeed's own optimizer decays, which are all of them; none where it is not asked for."""
+    """Return the parameters that DeepSpeed's own optimizer decays: all; none if it is not configured."""
     if not (args.deepspeed and "optimizer" in config_of(args)):
         return []
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def scheduler_of(args: Any) -> tuple[str, Mapping[str, Any]] | None:
-    """The name and the parameters of DeepSpeed's schedule, None where transformers' is used."""
+    """Return name and parameters of DeepSpeed's schedule; None if transformers' is used."""
     section = config_of(args).get("scheduler") if args.deepspeed else None
     if section is None:
         return None
@@ -117,9 +116,9 @@ def scheduler_of(args: Any) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def check_repeats(args: Any, replicas: int) -> None:
-    """Raises ConfigError where the configuration says something else than an argument that it repeats, naming both.
+    """Raise ConfigError, naming both, if the configuration contradicts an argument that it repeats.
 
-    replicas: that share a step.
+    replicas: number that share a step.
     """
     if not args.deepspeed:
         return
@@ -142,7 +141,7 @@ def check_repeats(args: Any, replicas: int) -> None:
 
 
 def refuse_beside_deepspeed(trainer: Any, base: type) -> None:
-    """Raises ConfigError where a script has an optimizer or a schedule of its own beside those of the configuration.
+    """Raise ConfigError if a script has its own optimizer or schedule beside those of the configuration.
 
     base: the class that the script's trainer is derived from.
     """
@@ -194,7 +193,7 @@ def _check_adam(args: Any, section: Mapping[str, Any]) -> None:
 
 
 def _same(path: str, section: Mapping[str, Any], value: Any, argument: str, missing: bool = False) -> None:
-    """Raises ConfigError unless the last part of ``path`` is absent in its section, "auto" or ``value``."""
+    """Raise ConfigError unless the last part of ``path`` is absent in its section, "auto" or ``value``."""
     name = path.rpartition(".")[2]
     configured = section.get(name)
     configured = list(configured) if isinstance(configured, tuple) else configured

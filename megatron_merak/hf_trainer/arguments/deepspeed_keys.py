@@ -1,6 +1,6 @@
 """The keys of a DeepSpeed configuration: those that are read, those without effect, and those that are refused.
 
-Without effect is what says when and in which pieces something travels, where it lies meanwhile, or what is printed.
+Without effect are settings of when, in which pieces and through which memory data is transferred, and of logging.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,13 @@ Refusal = tuple[str, str]  # why, what to do
 
 @dataclass(frozen=True)
 class Keys:
-    """Of one section. read: looked at elsewhere. free: any value, without effect. neutral: key -> (values that ask for
-    nothing, why others are refused, what to do). off: sections that are refused unless they ask for nothing."""
+    """The keys of one section.
+
+    read:    handled elsewhere.
+    free:    any value, without effect.
+    neutral: key -> (values that request nothing, why others are refused, remedy).
+    off:     sections that are refused unless they request nothing.
+    """
 
     read: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()

@@ -1,7 +1,7 @@
 """The learning-rate schedules of a DeepSpeed configuration, with DeepSpeed's own numbers.
 
-DeepSpeed counts steps from -1, where a rate is the lowest; so its warm-up begins a step later than transformers', and
-rises by the logarithm of the step unless ``warmup_type`` is "linear".
+DeepSpeed counts steps from -1, where the rate is lowest; its warm-up begins one step later than transformers', and
+rises with the logarithm of the step unless ``warmup_type`` is "linear".
 """
 
 import math
@@ -31,7 +31,7 @@ _ALIKE = MappingProxyType({"WarmupLR": "constant_with_warmup", "WarmupDecayLR": 
 
 
 def check_schedule(args: Any) -> None:
-    """Raises ConfigError for a schedule of the configuration that cannot be honoured, or that contradicts arguments."""
+    """Raise ConfigError for a schedule that is unsupported or contradicts arguments."""
     if (scheduler := scheduler_of(args)) is None:
         return
     kind, params = scheduler
@@ -62,7 +62,7 @@ def check_schedule(args: Any) -> None:
 
 
 def schedule_of_deepspeed(args: Any, steps: int, optimizer: Optimizer) -> LRScheduler | None:
-    """The schedule that a DeepSpeed configuration has for a run of ``steps``; None where it has none."""
+    """Return the schedule of a DeepSpeed configuration for a run of ``steps``; None if it has none."""
     if (scheduler := scheduler_of(args)) is None:
         return None
     kind, params = scheduler
@@ -72,7 +72,7 @@ def schedule_of_deepspeed(args: Any, steps: int, optimizer: Optimizer) -> LRSche
 
 
 def _filled(args: Any, steps: int, kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters for a run of ``steps``. Raises ConfigError where they say something else."""
+    """Return all parameters for a run of ``steps``. Raises ConfigError if they contradict arguments."""
     filled = {**_DEFAULTS[kind], **params}
     warmup = max(1, args.get_warmup_steps(steps))
     filled["warmup_num_steps"] = max(2, _agreed("warmup_num_steps", kind, params, warmup, "the number of warmup_steps"))
@@ -97,7 +97,7 @@ def _agreed(name: str, kind: str, params: Mapping[str, Any], value: Any, argumen
 
 
 def _factor(kind: str, settings: Mapping[str, Any], rate: float, base: float, done: int) -> float:
-    """What ``base`` is multiplied by after ``done`` steps. rate: where warm-up leads to."""
+    """Return the factor of ``base`` after ``done`` steps. rate: at the end of the warm-up."""
     at, warmup = done - 1, settings["warmup_num_steps"]
     risen = _risen(settings["warmup_type"], at, warmup)
     if kind == "WarmupCosineLR":

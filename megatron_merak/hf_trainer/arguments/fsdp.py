@@ -1,5 +1,4 @@
-"""``fsdp`` and ``fsdp_config`` of transformers, read as this library's sharding strategy; what cannot be honoured is
-refused by name."""
+"""``fsdp`` and ``fsdp_config`` of transformers in terms of this library's sharding strategies; the rest are errors."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -51,27 +50,24 @@ TRUTH: Mapping[str, bool] = MappingProxyType({"true": True, "1": True, "false": 
 
 
 def strategy_of(args: Any) -> str | None:
-    """The sharding strategy that ``fsdp`` and ``fsdp_config`` ask for; None where they ask for none.
-
-    Raises ConfigError for what is refused.
-    """
+    """Return the sharding strategy that ``fsdp`` and ``fsdp_config`` request; None if none. Raises ConfigError."""
     named = _named(args.fsdp, _config(args.fsdp_config))
     return None if named is None else STRATEGIES[named]
 
 
 def hybrid_of(args: Any) -> str | None:
-    """The strategy of ``fsdp`` that shards inside nodes, by its name in transformers; None where it names none."""
+    """Return the strategy of ``fsdp`` that shards inside nodes, by transformers' name; None if it is none of these."""
     named = _named(args.fsdp, _config(args.fsdp_config))
     return named if named in HYBRID else None
 
 
 def recomputes(args: Any) -> bool:
-    """Whether ``fsdp_config`` asks for recomputation."""
+    """Whether ``fsdp_config`` requests activation checkpointing."""
     return bool(args.fsdp) and bool(_truth("activation_checkpointing", _config(args.fsdp_config)))
 
 
 def _named(fsdp: Any, config: Mapping[str, Any]) -> str | None:
-    """What ``fsdp`` and ``reshard_after_forward`` ask for together, by its name in transformers."""
+    """Return what ``fsdp`` and ``reshard_after_forward`` request together, by transformers' name."""
     if not fsdp:
         for key in ("reshard_after_forward", "activation_checkpointing"):
             if config.get(key) not in (None, False, "false"):
@@ -97,8 +93,10 @@ def _named(fsdp: Any, config: Mapping[str, Any]) -> str | None:
 
 
 def _after_forward(config: Mapping[str, Any], hybrid: bool) -> str | None:
-    """The strategy that ``reshard_after_forward`` means, which is a truth value, or its name in FSDP1. hybrid: ``fsdp``
-    names one that shards inside nodes."""
+    """Return the strategy that ``reshard_after_forward`` means: a truth value, or a strategy's name in FSDP1.
+
+    hybrid: whether ``fsdp`` names a strategy that shards inside nodes.
+    """
     value = config.get("reshard_after_forward")
     if value is None or str(value) in STRATEGIES:
         return value
@@ -109,7 +107,7 @@ def _after_forward(config: Mapping[str, Any], hybrid: bool) -> str | None:
 
 
 def _truth(key: str, config: Mapping[str, Any]) -> bool:
-    """A truth value of ``fsdp_config``, False where it is unset; files and command lines have it as text."""
+    """Return a truth value of ``fsdp_config``, False if unset; files and command lines have text."""
     value = config.get(key)
     if value is None or isinstance(value, bool):
         return bool(value)
@@ -119,7 +117,7 @@ def _truth(key: str, config: Mapping[str, Any]) -> bool:
 
 
 def _config(config: Any) -> dict[str, Any]:
-    """The keys of ``fsdp_config`` that mean something here. Raises ConfigError for those that are refused."""
+    """Return the keys of ``fsdp_config`` that have an effect. Raises ConfigError for refused ones."""
     settings = {}
     for name, value in settings_of("fsdp_config", config).items():
         key = name.removeprefix("fsdp_")

@@ -1,4 +1,4 @@
-"""The instances that arguments divide the replicas into, each of which shards among its own."""
+"""The instances into which replicas are grouped; each instance shards among its own replicas."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ NAME = "num_distributed_optimizer_instances"
 
 
 def grid_of(args: Any) -> Grid:
-    """The grid of ranks that the degrees of arguments make of the job."""
+    """Return the grid of ranks that the degrees in the arguments define."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     return Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp, order=normal(args.rank_order))
 
 
 def instances_of(args: Any) -> int:
-    """``num_distributed_optimizer_instances``, or what ``parallelism_config`` says; or, where ``fsdp`` shards inside
-    nodes, as many as keep each in a node.
+    """Return ``num_distributed_optimizer_instances``, or what ``parallelism_config`` or ``fsdp`` implies.
 
-    Raises ConfigError for what the replicas cannot be divided into, and where nothing says what a node is.
+    If ``fsdp`` shards inside nodes, there are as many instances as keep each inside a node. Raises ConfigError if
+    replicas cannot be grouped so, or if nothing says what a node is.
     """
     instances, hybrid, grid = getattr(args, NAME), fsdp.hybrid_of(args), grid_of(args)
     replicate_size = parallelism.instances_of(args)
@@ -54,7 +54,7 @@ def _by_node(args: Any, hybrid: str, grid: Grid) -> int:
 
 
 def check_instances(args: Any) -> None:
-    """Raises as ``instances_of``, and PlanError for a plan of another number of ranks that has several."""
+    """Raise as ``instances_of`` does, and PlanError for a plan with instances and another number of ranks."""
     if args.plan is not None and getattr(args, NAME) > 1:
         check_ranks(stored(args.plan), args.world_size)
     instances_of(args)

@@ -1,4 +1,4 @@
-"""Keywords of a dataclass that it does not have."""
+"""Unknown keywords of dataclasses."""
 
 import dataclasses
 import difflib
@@ -12,7 +12,7 @@ OF_THE_MODEL = {"fp32_residual_connection": "the model's own code decides in whi
 
 
 def checked(init: Callable) -> Callable:
-    """``init``, whose unknown keywords raise a ConfigError that names the nearest field."""
+    """Return ``init`` so that an unknown keyword raises a ConfigError that names the nearest field."""
 
     @functools.wraps(init)
     def checked(self, *values, **named):

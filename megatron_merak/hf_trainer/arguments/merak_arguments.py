@@ -1,7 +1,7 @@
 """``MerakArguments``: transformers' ``TrainingArguments`` and the degrees of parallelism.
 
-A field of ``TrainingArguments`` is either honoured with its meaning or refused by name: none is silently ignored.
-accelerate is not needed; the job is joined when the arguments are made, as transformers does it.
+A field of ``TrainingArguments`` either keeps its meaning or is refused by name; none is silently ignored. accelerate is
+not needed. The job is joined when the arguments are constructed, as in transformers.
 """
 
 import dataclasses
@@ -52,13 +52,12 @@ class _Place:
 
 @dataclass
 class MerakArguments(TrainingArguments):
-    """``TrainingArguments`` with additional fields for parallelism. Raises ConfigError for values it cannot honour.
+    """``TrainingArguments`` with additional fields for parallelism. Raises ConfigError for unsupported values.
 
-    Fields of ``TrainingArguments`` keep their names, meanings and defaults.
-
-    A "device" of ``per_device_train_batch_size`` is a replica of the model: the global batch is that size times
-    ``gradient_accumulation_steps`` times the ranks that tensor and pipeline parallelism leave over.
-    ``gradient_accumulation_steps`` is the number of micro-batches that fill the pipeline.
+    Fields of ``TrainingArguments`` keep their names, meanings and defaults. A "device" of
+    ``per_device_train_batch_size`` is a replica of the model: the global batch is that size times
+    ``gradient_accumulation_steps`` times the number of replicas, which is the number of ranks divided by the tensor and
+    pipeline degrees. ``gradient_accumulation_steps`` is the number of micro-batches that fill the pipeline.
     """
 
     tensor_model_parallel_size: int = field(
@@ -230,8 +229,7 @@ class MerakArguments(TrainingArguments):
         self._settled = {name: getattr(self, name) for name in (*not_honoured, *FIXED)}
 
     def refuse_changes(self) -> None:
-        """Raises ConfigError for a field that was set after the arguments were made and cannot be honoured, or not any
-        more."""
+        """Raise ConfigError for a field that was set after construction and is unsupported, or no longer supported."""
         for name, value in self._settled.items():
             if getattr(self, name) != value:
                 raise ConfigError(name, repr(getattr(self, name)), *{**REFUSED, **FIXED}.get(name, UNKNOWN))
@@ -244,14 +242,13 @@ class MerakArguments(TrainingArguments):
 
     @property
     def recomputes(self) -> bool:
-        """Whether units recompute; older releases of transformers have the second name alone."""
+        """Whether units recompute; older releases of transformers have only the second name."""
         requested = getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing
         return bool(requested) or fsdp.recomputes(self)
 
     @property
     def sharding(self) -> str | None:
-        """The strategy that ``data_parallel_sharding_strategy``, ``use_distributed_optimizer``, ``fsdp``, ``deepspeed``
-        or ``parallelism_config`` asks for."""
+        """The strategy that the arguments request, by whichever of their names for it."""
         return sharding.sharding_of(self)
 
     @property
@@ -280,7 +277,7 @@ class MerakArguments(TrainingArguments):
 
     @functools.cached_property
     def _setup_devices(self) -> torch.device:
-        """Join the job, unless this process has done so already. Raises LaunchError."""
+        """The device of this process; joins the job unless it has joined. Raises LaunchError."""
         world = self.world
         self._n_gpu = int(world.device.type == "cuda")
         self.distributed_state = _Place(world.size, world.rank, world.device)
@@ -288,7 +285,7 @@ class MerakArguments(TrainingArguments):
 
     @functools.cached_property
     def world(self) -> World:
-        """This process among all of the job, which it joins unless it has done so already. Raises LaunchError."""
+        """The position of this process in the job; joins the job unless it has joined. Raises LaunchError."""
         backend, precision = self.ddp_backend or "auto", self.fp32_matmul_precision
         if dist.is_initialized():
             return adopt(backend, precision, self.use_cpu)

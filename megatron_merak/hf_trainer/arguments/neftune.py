@@ -1,7 +1,9 @@
-"""``neftune_noise_alpha``: in training, uniform noise is added to what the input embedding gives, as in transformers.
+"""``neftune_noise_alpha``: uniform noise is added to the output of the input embedding in training, as in
+transformers.
 
-Its magnitude is alpha / sqrt(length of the rows x features). The noise is part of the captured graph: it is drawn as
-dropout is, by seed, step and place in the model, so that ranks that share a layer, recomputation and stages repeat it.
+Its magnitude is alpha / sqrt(length of the rows x features). The noise is part of the captured graph. Like dropout, it
+is seeded by seed, step and place in the model, so that ranks that share a layer, recomputation and stages draw the
+same.
 """
 
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from ...errors import ConfigError
 
 
 def check_alpha(alpha: object) -> None:
-    """Raises ConfigError for what is no magnitude."""
+    """Raise ConfigError for a value that is no magnitude."""
     number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if alpha is not None and not (number and 0 <= alpha < float("inf")):
         raise ConfigError(
@@ -23,7 +25,7 @@ def check_alpha(alpha: object) -> None:
 
 
 def embedding_of(model: nn.Module) -> nn.Module:
-    """The module whose output gets noise, by transformers' rule. Raises ConfigError for a model without one."""
+    """Return the module whose output gets noise, by transformers' rule. Raises ConfigError if there is none."""
     inner = model.base_model.model if hasattr(model, "peft_config") else model
     try:
         embedding = inner.get_input_embeddings()
@@ -37,7 +39,7 @@ def embedding_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def noisy(model: nn.Module, alpha: float | None) -> Iterator[None]:
-    """Inside, a forward of ``model`` in training is one with noise; None: as it is."""
+    """Add noise to forwards of ``model`` in training, inside this context; alpha None: add none."""
     if alpha is None or not model.training:
         yield
         return
@@ -53,7 +55,7 @@ def noisy(model: nn.Module, alpha: float | None) -> Iterator[None]:
 
 
 def _noise(output: Tensor, alpha: float) -> Tensor:
-    """Of the shape and the dtype of ``output``, uniform between the magnitude and its negative."""
+    """Return uniform noise of the shape and dtype of ``output``."""
     elements = output.size(1) * output.size(2)
     magnitude = alpha * torch.rsqrt(torch.full((), elements, dtype=torch.float32, device=output.device))
     drawn = torch.rand_like(output, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The optimizer that a script asks for: by a name, by a class, or made by itself."""
+"""The optimizer that a script requests: by name, by class, or created by itself."""
 
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
@@ -49,9 +49,10 @@ _HEADS = ("lm_head", "embed_out", "score", "classifier", "qa_outputs")  # output
 
 
 def class_and_arguments(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
-    """What ``Trainer.get_optimizer_cls_and_kwargs`` gives for ``args.optim``: a class and its arguments, or a factory.
+    """Return what ``Trainer.get_optimizer_cls_and_kwargs`` returns for ``args.optim``: class and arguments, or a
+    factory.
 
-    Raises ConfigError for what cannot be honoured.
+    Raises ConfigError for unsupported values.
     """
     name = getattr(args.optim, "value", args.optim)
     parsed = _parsed(args, name)
@@ -73,7 +74,7 @@ def class_and_arguments(args: TrainingArguments, model: nn.Module | None = None)
 
 
 def _parsed(args: TrainingArguments, name: str) -> dict[str, Any]:
-    """``optim_args``, as transformers splits them. Raises ConfigError for those that would have no effect."""
+    """Return ``optim_args``, split as transformers does. Raises ConfigError for those without effect."""
     pairs = [part.partition("=") for part in (args.optim_args or "").replace(" ", "").split(",") if part]
     known = _ARGUMENTS.get(name)
     for key, equals, value in pairs:
@@ -104,12 +105,15 @@ def muon(
     decayed: Iterable[str] | None = None,
     **options: Any,
 ) -> Chained:
-    """torch.optim.Muon for the hidden matrices of ``model``, AdamW for everything else: embeddings, output layers,
-    norms, biases (https://kellerjordan.github.io/posts/muon/).
+    """Return torch.optim.Muon for the hidden matrices of ``model``, and AdamW for everything else.
 
-    adjust_lr_fn: by default Muon's updates are scaled to be as large as AdamW's, so that both can have one learning
-    rate (https://arxiv.org/abs/2502.16982). adamw_lr: of the rest, ``lr`` by default. decayed: names of the parameters
-    with weight decay, as transformers chooses them by default. options: momentum, nesterov, ns_steps, eps of Muon.
+    Embeddings, output layers, norms and biases use AdamW (https://kellerjordan.github.io/posts/muon/).
+
+    adjust_lr_fn: by default Muon's updates are scaled to the size of AdamW's, so that both can have one learning rate
+                  (https://arxiv.org/abs/2502.16982).
+    adamw_lr:     of AdamW; by default ``lr``.
+    decayed:      names of the parameters with weight decay, by default as in transformers.
+    options:      momentum, nesterov, ns_steps, eps of Muon.
     """
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError("optim", MUON, f"torch {torch.__version__} has none", "Install torch 2.9 or newer")
@@ -140,7 +144,7 @@ def muon(
 
 
 def _outer(model: nn.Module) -> set[int]:
-    """The parameters of embeddings and output layers."""
+    """Return the parameters of embeddings and output layers."""
     modules = [m for n, m in model.named_modules() if isinstance(m, nn.Embedding) or n.rpartition(".")[2] in _HEADS]
     if hasattr(model, "get_output_embeddings"):
         modules.append(model.get_output_embeddings() or nn.Module())
@@ -150,10 +154,10 @@ def _outer(model: nn.Module) -> set[int]:
 def make(
     model: nn.Module, weight_decay: float, decayed: Collection[str], chosen: tuple[Any, Mapping[str, Any]]
 ) -> torch.optim.Optimizer:
-    """What ``Trainer.create_optimizer`` makes: two groups of parameters, with weight decay and without.
+    """Return what ``Trainer.create_optimizer`` creates: two parameter groups, with and without weight decay.
 
-    decayed: names of the parameters with weight decay. chosen: a class and its arguments, as ``class_and_arguments``
-    gives them, or a factory, which makes an optimizer of the model.
+    decayed: names of the parameters with weight decay.
+    chosen:  the result of ``class_and_arguments``.
     """
     (kind, arguments), decayed = chosen, {*decayed}
     arguments = dict(arguments)
@@ -173,7 +177,7 @@ def make(
 
 
 def adam_of(recipe: Recipe) -> dict[str, float] | None:
-    """The settings of the fused AdamW that does what ``recipe`` says, None where there is none."""
+    """Return the settings of the fused AdamW that equals ``recipe``; None if none does."""
     if [type(each) for each in recipe.prototypes] != [torch.optim.AdamW]:
         return None
     kinds = {(*group.options["betas"], group.options["eps"]) for group in recipe.groups}
@@ -184,5 +188,5 @@ def adam_of(recipe: Recipe) -> dict[str, float] | None:
 
 
 def decayed_parameters(model: nn.Module) -> list[str]:
-    """The parameters that take weight decay, as ``transformers.Trainer`` chooses them: no biases, no norms."""
+    """Return the parameters with weight decay, as ``transformers.Trainer`` chooses them: no biases, no norms."""
     return get_parameter_names(model, [nn.LayerNorm], list(NO_DECAY))

@@ -3,7 +3,7 @@
     dp_replicate_size x dp_shard_size   replicas, in as many instances as the former, each of which shards among its own
     tp_size                             tensor_model_parallel_size
 
-It is looked at by its attributes: accelerate is not needed.
+It is read through its attributes: accelerate is not needed.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ FULL = "optim_grads_params"
 
 
 def sizes_of(args: Any) -> dict[str, int] | None:
-    """The sizes by name, None where nothing is asked. Raises ConfigError for what cannot be honoured."""
+    """Return the sizes by name; None if none are set. Raises ConfigError for unsupported ones."""
     config = args.parallelism_config
     if config is None:
         return None
@@ -31,13 +31,17 @@ def sizes_of(args: Any) -> dict[str, int] | None:
 
 
 def tensor_parallel_of(args: Any) -> int:
-    """``tp_size``, 1 where it is unset."""
+    """Return ``tp_size``; 1 if unset."""
     return (sizes_of(args) or {}).get("tp_size", 1)
 
 
 def sharding_with(args: Any, strategy: str | None) -> str | None:
-    """The sharding strategy: ``strategy``, what other arguments ask for, or where they do not say, full sharding if any
-    replicas shard. Raises ConfigError if the two contradict each other."""
+    """Return the sharding strategy.
+
+    strategy: requested by other arguments; if None, replicas that shard use full sharding.
+
+    Raises ConfigError if the two contradict each other.
+    """
     if (sizes := sizes_of(args)) is None:
         return strategy
     shards, what = sizes["dp_shard_size"], "parallelism_config: dp_shard_size"
@@ -52,13 +56,13 @@ def sharding_with(args: Any, strategy: str | None) -> str | None:
 
 
 def instances_of(args: Any) -> int | None:
-    """The groups of replicas that shard among their own; None where it says nothing of them."""
+    """Return the number of groups of replicas that shard among their own; None if not set."""
     sizes = sizes_of(args)
     return sizes["dp_replicate_size"] if sizes is not None and sizes["dp_shard_size"] > 1 else None
 
 
 def check_world(args: Any) -> None:
-    """Raises ConfigError unless the sizes, and the stages of a pipeline, are those of the job."""
+    """Raise ConfigError unless the sizes and the pipeline stages multiply to the ranks of the job."""
     if (sizes := sizes_of(args)) is None:
         return
     stages, product = args.pipeline_model_parallel_size, 1

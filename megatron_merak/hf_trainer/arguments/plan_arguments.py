@@ -13,7 +13,7 @@ from ...plan.fit import check_ranks
 from ...training.plan_file import check_memory, stored
 from . import fsdp
 
-# Arguments whose value a plan has.
+# Arguments that a plan decides.
 DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
     {
         "tensor_model_parallel_size": lambda plan: plan.grid.tp,
@@ -28,7 +28,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "grad_reduce_in_bf16": lambda plan: plan.grad_reduce_in_bf16,
     }
 )
-# Arguments from which plans are made, and which a plan that is there leaves without effect.
+# Arguments from which plans are made; they have no effect beside a stored plan.
 MAKES = (
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank", "activation_checkpointing"),
     *("gradient_checkpointing", "recompute_method", "recompute_num_layers", "recompute_activations"),
@@ -37,10 +37,10 @@ MAKES = (
 
 
 def take_from_plan(args: Any) -> None:
-    """Set the arguments that have their defaults to what the plan ``args.plan`` decides.
+    """Set arguments that have their defaults to what the plan ``args.plan`` decides.
 
-    Raises PlanError for a file that holds no plan, ConfigError for an argument that says otherwise or that plans are
-    made from.
+    Raises PlanError for a file that is no plan, and ConfigError for an argument that contradicts it, or from which
+    plans are made.
     """
     plan = stored(args.plan)
     if not plan.graph_sharding:
@@ -69,9 +69,11 @@ def take_from_plan(args: Any) -> None:
 
 
 def plan_of_arguments(args: Any, dtype: str, cluster: Cluster) -> Plan | None:
-    """The plan that ``args.plan`` names, None without one. Raises PlanError when it does not fit the job or machine.
+    """Return the plan that ``args.plan`` names; None without one. Raises PlanError if it does not fit the job or
+    machine.
 
-    dtype: what the model computes in. cluster: what the job runs on.
+    dtype:   of the model's computation.
+    cluster: on which the job runs.
     """
     if args.plan is None:
         return None

@@ -1,4 +1,4 @@
-"""Settings that a script gives as a mapping, as JSON or as the name of a JSON file."""
+"""Settings that a script passes as a mapping, as JSON or as the name of a JSON file."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from ...errors import ConfigError
 
 
 def settings_of(name: str, settings: Any) -> Mapping[str, Any]:
-    """The keys and values of the argument ``name``; none where it is not given. Raises ConfigError."""
+    """Return keys and values of the argument ``name``; empty if it is not set. Raises ConfigError."""
     if isinstance(settings, str) and settings:
         try:
             is_json = settings.lstrip().startswith("{")
@@ -24,7 +24,7 @@ def settings_of(name: str, settings: Any) -> Mapping[str, Any]:
 
 
 def asks_nothing(value: Any) -> bool:
-    """Whether a section of settings is empty or switched off: ``{"enabled": false}``, or nothing in it says yes."""
+    """Whether a section of settings is empty or disabled: ``{"enabled": false}``, or no value is true."""
     if isinstance(value, Mapping):
         return not value["enabled"] if "enabled" in value else all(asks_nothing(each) for each in value.values())
     return not value

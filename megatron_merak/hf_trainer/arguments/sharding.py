@@ -1,4 +1,4 @@
-"""What data-parallel ranks share, and how many share a layer, in whichever words a script asks for it."""
+"""What data-parallel ranks shard, and the tensor-parallel degree, from whichever argument sets them."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from . import deepspeed, fsdp, parallelism
 
 
 def sharding_of(args: Any) -> str | None:
-    """The sharding strategy that arguments ask for; None where they ask for none.
+    """Return the requested sharding strategy; None if there is none.
 
-    Raises ConfigError for what is refused, and where they contradict each other.
+    Raises ConfigError for refused values and for contradictions.
     """
     strategy = args.data_parallel_sharding_strategy
     if strategy is not None and strategy not in SHARDINGS:
@@ -32,9 +32,9 @@ def sharding_of(args: Any) -> str | None:
 
 
 def take_degrees(args: Any) -> None:
-    """Set ``tensor_model_parallel_size`` to what ``parallelism_config`` or ``deepspeed`` says, where it is unset.
+    """Set ``tensor_model_parallel_size``, if unset, to what ``parallelism_config`` or ``deepspeed`` says.
 
-    Raises ConfigError where it says something else.
+    Raises ConfigError if they contradict it.
     """
     degrees = {
         "parallelism_config: tp_size": parallelism.tensor_parallel_of(args),

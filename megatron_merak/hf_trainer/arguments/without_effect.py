@@ -1,6 +1,6 @@
-"""Fields of transformers that are taken where what they say changes no number here, and refused by name where it would.
+"""Fields of transformers that are accepted if their value changes no result here, and refused by name otherwise.
 
-They say how a step is computed by torch, by accelerate or by DistributedDataParallel, none of which is used.
+They configure how torch, accelerate or DistributedDataParallel compute a step; none of these is used.
 """
 
 import warnings
@@ -51,7 +51,7 @@ _COMPILED = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 def check_without_effect(args: Any) -> None:
-    """Raises ConfigError, naming the key, for what would change something and is not honoured."""
+    """Raise ConfigError, naming the key, for a value that would change something and is unsupported."""
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         _check(name, settings_of(name, getattr(args, name, None)), _KWARGS)
     config = args.accelerator_config
@@ -67,7 +67,7 @@ def check_without_effect(args: Any) -> None:
 
 
 def warn_of_compilation(args: Any) -> None:
-    """Say once, on the first rank, that torch.compile is not called."""
+    """Warn once, on the first rank, that torch.compile is not called."""
     requested = [name for name in _COMPILED if getattr(args, name)]
     if requested and args.process_index == 0:
         text = "torch.compile is not called: this library runs the program that it captured of the model"

@@ -1,4 +1,4 @@
-"""Copies of datasets and collators to look at samples with, so that training finds the originals as they were given."""
+"""Copies of datasets and collators to examine samples with, so that training finds the originals untouched."""
 
 import copy
 import random
@@ -15,15 +15,17 @@ _DEPTH, _LONGEST = 3, 64
 
 
 def apart(value: Any) -> Any:
-    """A shallow copy of a dataset or collator that has generators, counters and datasets or collators below of its own.
+    """Return a shallow copy of a dataset or collator with its own generators, counters and nested datasets or
+    collators.
 
-    value: any object. Functions, what cannot be copied and what closes something at its end are returned themselves.
+    value: any object. Functions, objects that cannot be copied and those that close something at their end are returned
+           themselves.
     """
     return _apart(value, _DEPTH)
 
 
 def copied(samples: list) -> list:
-    """Samples that a collator may change."""
+    """Return samples that a collator may change."""
     try:
         return copy.deepcopy(samples)
     except Exception:  # whatever an open file or a decoder among them raises

@@ -1,4 +1,4 @@
-"""Predictions from the rank that has them to all ranks: nested tensors, without pickle."""
+"""Broadcast predictions from the rank that has them: nested tensors, without pickle."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from ...errors import DataError
 
 
 def _pack(value: object, tensors: list[Tensor]) -> object:
-    """What JSON can say of ``value``; its tensors are appended to ``tensors``."""
+    """Return a JSON-safe form of ``value``; its tensors are appended to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value.detach().cpu().contiguous())
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
@@ -40,10 +40,12 @@ def _unpack(packed: dict, take) -> object:
 def from_rank(
     source: int, value: object, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> object:
-    """The nested ``value`` of global rank ``source`` on every rank, its tensors on the CPU; collective over ``group``.
+    """Return the nested ``value`` of global rank ``source`` on every rank, tensors on the CPU. Collective over
+    ``group``.
 
-    What other ranks pass is ignored. device: of tensors that the group's backend moves. A group of None: this process
-    is alone.
+    value:  ignored on other ranks.
+    device: of tensors that the group's backend transfers.
+    group:  None for a single process.
     """
     if group is None:
         return value

@@ -1,4 +1,4 @@
-"""From datasets to what a step takes: this replica's micro-batches and the number of targets in all of them."""
+"""From datasets to the input of a step: this replica's micro-batches, and the number of targets in all of them."""
 
 import dataclasses
 import hashlib
@@ -30,7 +30,11 @@ from .samplers import Drawn, EpochSampler, length_of
 
 @dataclass(frozen=True)
 class Feed:
-    """``collator`` makes a batch of samples; ``tokenizer`` names the samples' main entry, for grouping by length."""
+    """Makes batches.
+
+    collator:  makes a batch of samples.
+    tokenizer: names the samples' main entry, for grouping by length.
+    """
 
     args: MerakArguments
     mesh: Mesh
@@ -43,9 +47,9 @@ class Feed:
     masks: Leaner = dataclasses.field(default_factory=without_masks)
 
     def training(self, dataset: Dataset | None, sampler: Sampler | None) -> Loading:
-        """How this replica's training batches are loaded. Raises ConfigError and DataError.
+        """Return how this replica's training batches are loaded. Raises ConfigError and DataError.
 
-        sampler: of the epochs' samples, None for the dataset's order; a stream has none.
+        sampler: of the samples of epochs; None: the dataset's order; a stream has none.
         """
         args = self.args
         if dataset is None:
@@ -53,7 +57,7 @@ class Feed:
         return self._loading(dataset, sampler, args.per_device_train_batch_size, self._seed)
 
     def evaluation(self, dataset: Dataset, sampler: Sampler | None) -> Loading:
-        """How this replica's batches of an evaluation are loaded; sampler as of ``training``."""
+        """Return how this replica's batches of an evaluation are loaded. sampler: see ``training``."""
         return self._loading(dataset, sampler, self.args.per_device_eval_batch_size, self.args.seed)
 
     def _loading(self, dataset: Dataset, sampler: Sampler | None, batch_size: int, seed: int) -> Loading:
@@ -86,7 +90,7 @@ class Feed:
         return options
 
     def training_sampler(self, dataset: Dataset | None) -> EpochSampler | None:
-        """The order of training samples by ``train_sampling_strategy``. Raises DataError; None for a stream."""
+        """Return the order of training samples by ``train_sampling_strategy``; None for a stream. Raises DataError."""
         args, seed = self.args, self._seed
         if dataset is None or isinstance(dataset, IterableDataset):
             return None
@@ -103,14 +107,14 @@ class Feed:
         return EpochSampler(samples, lambda epoch: epoch_order(samples, seed, epoch, lengths, group))
 
     def evaluation_sampler(self, dataset: Dataset | None) -> EpochSampler | None:
-        """The order of an evaluation's samples: by length where training's is, else the dataset's (None)."""
+        """Return the order of an evaluation's samples: by length if training's is, else None, the dataset's."""
         if self.args.train_sampling_strategy != "group_by_length" or not has_length(dataset):
             return None
         lengths, group, seed = self._lengths(dataset), self.args.per_device_eval_batch_size, self._seed
         return EpochSampler(len(dataset), lambda epoch: epoch_order(len(dataset), seed, epoch, lengths, group))
 
     def _lengths(self, dataset: Dataset) -> list[int]:
-        """The length of every sample: its column of lengths, or that of its tokens."""
+        """Return the length of every sample: from its column of lengths, or of its tokens."""
         name, first = self.args.length_column_name, dataset[0]
         if name in first:
             return [int(dataset[index][name]) for index in range(len(dataset))]
@@ -121,9 +125,9 @@ class Feed:
         return [len(dataset[index][tokens]) for index in range(len(dataset))]
 
     def example(self, train: Dataset | None, evaluation: Dataset | Mapping | None, epoch: int = 0) -> Batch:
-        """The first batch of all, the same one on every rank and after every resumption. Collective.
+        """Return the first batch of all, the same on every rank and after every resumption. Collective.
 
-        A stream is not iterated over again for it: the batch is the first one of ``epoch``, which goes on behind it.
+        A stream is not iterated twice for it: the batch is the first one of ``epoch``, which continues after it.
         """
         if train is None and evaluation is None:
             raise ConfigError("train_dataset", None, "without a batch the model cannot be captured", "Give a dataset")
@@ -142,8 +146,8 @@ class Feed:
         return batch
 
     def _check_alike(self, batch: Batch, length: int | None) -> None:
-        """Raise DataError on every rank when ranks of one replica would compute with different samples, or ranks of
-        any replicas with batches of different shapes or numbers.
+        """Raise DataError on every rank if ranks of one replica have different samples, or any ranks batches of
+        different shapes or numbers.
         """
         own_digests = [str((length, shapes_of(batch))), _digest(batch)]
         digests = gather_json(own_digests, self.mesh.control, "cpu")
@@ -158,11 +162,13 @@ class Feed:
     def prepare(
         self, batches: Sequence[Batch], count_items: bool, engine: CapturedModel | None = None
     ) -> tuple[list[Batch], int, int]:
-        """A step's micro-batches, without padding, with more or without masks of it, as far as ``engine`` shows that to
-        be neutral (None: not at all); and, over all replicas, the elements of their main input and, by
-        ``include_num_input_tokens_seen``, the tokens among these. Collective.
+        """Return a step's micro-batches, maybe with more padding or without masks, and counts over all replicas.
+        Collective.
 
-        With ``count_items`` each batch holds ``num_items_in_batch``, [] fp32: the targets of the whole step.
+        count_items: whether each batch gets ``num_items_in_batch``, [] fp32: the targets of the whole step.
+        engine:      shows which changes of batches are neutral; None: batches stay as they are.
+
+        The counts are elements of the main input and, with ``include_num_input_tokens_seen``, tokens among these.
         """
         facts, pad_id = self.facts, self.neutral.padding.pad_id
         items = [facts.items(batch) for batch in batches] if count_items else [None]
@@ -186,7 +192,7 @@ class Feed:
         return [batch | counted for batch in changed], counts[1], counts[2]
 
     def _changes(self, engine: CapturedModel | None) -> list[tuple[Callable, Callable]]:
-        """How each change to training batches is proposed and settled, in their order."""
+        """Return, for each kind of change to training batches, how it is proposed and settled, in order."""
         rows, masks = (
             (partial(leaner.propose, engine=engine), partial(leaner.settle, engine))
             for leaner in (self.rows, self.masks)
@@ -200,7 +206,7 @@ class Feed:
     def _propose(
         self, batches: Sequence[Batch], engine: CapturedModel | None
     ) -> tuple[list[Batch], bool, MerakError | None]:
-        """The batches with every change, and whether one of these is to be settled before that is used."""
+        """Return the batches with every change, and whether one of these has to be settled first."""
         changed, open_ = list(batches), False
         try:
             check_documents(batches, self.facts.flash)
@@ -214,9 +220,9 @@ class Feed:
         return changed, open_, None
 
     def _settled(self, batches: list[Batch], engine: CapturedModel) -> list[Batch]:
-        """Micro-batches as they run, where some replica has one that is to be settled. Collective.
+        """Settle the changes of this step, and return its micro-batches as they run. Collective.
 
-        A replica that has none lets the others have their turn.
+        A replica with nothing to settle takes part in the others' trials.
         """
         for propose, settle in self._changes(engine):
             changed, place = propose(batches)
@@ -229,7 +235,7 @@ class Feed:
         return batches
 
     def _over_replicas(self, *counts: int) -> list[int]:
-        """The sums over all replicas."""
+        """Return the sums over all replicas."""
         if self.mesh.dp is None:
             return list(counts)
         summed = torch.tensor(counts, device=self.mesh.device)

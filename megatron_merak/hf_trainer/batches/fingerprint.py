@@ -1,4 +1,4 @@
-"""What a dataset is known by when a run resumes: its length and the values of a few samples."""
+"""The fingerprint of a dataset, compared when a run resumes: its length and the values of a few samples."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,9 +14,10 @@ SAMPLES = 8  # looked at, the first and the last among them
 
 
 def fingerprint(dataset: Dataset) -> dict:
-    """{"length": samples, "samples": digest}; None for what a stream does not tell, or what is drawn anew each time.
+    """Return {"length": samples, "samples": digest}; None for what a stream does not have, or what is random each
+    time.
 
-    Whatever a sample draws from the global generators is drawn with a seed, and these stay as they are.
+    Samples that draw from the global generators draw with a seed; the generators' states are restored.
     """
     if isinstance(dataset, IterableDataset):
         return {"length": None, "samples": None}
@@ -27,7 +28,7 @@ def fingerprint(dataset: Dataset) -> dict:
 
 
 def difference(saved: Mapping, present: Mapping) -> str | None:
-    """A sentence on how two datasets differ; None where they do not, as far as both are known."""
+    """Return a sentence on how two datasets differ; None if they do not, as far as both are known."""
     if saved["length"] != present["length"]:
         there, here = (value["length"] or "an unknown number of" for value in (saved, present))
         return f"the checkpoint's run had {there} samples, and there are {here} now"
@@ -47,7 +48,7 @@ def _digest(dataset: Dataset, places: list[int]) -> str | None:
 
 
 def _add(digest: "hashlib._Hash", value: object) -> None:
-    """Values only, and nothing of an object whose representation may change from run to run."""
+    """Add a value to the digest; of an object whose representation may change between runs, nothing."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().flatten()
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())

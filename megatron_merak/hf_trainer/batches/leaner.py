@@ -1,4 +1,4 @@
-"""Changes to training batches that spare work and change nothing, where padding stands at the end of rows only:
+"""Changes to training batches that save work and change no result, if padding stands at the end of rows only:
 
     a batch                        without its mask               its rows as documents of one
     input_ids       1 2 3 0 0      input_ids  1 2 3 0 0           input_ids     1 2 3 4 5 6 7 8
@@ -6,13 +6,12 @@
     attention_mask  1 1 1 0 0
                     1 1 1 1 1
 
-Without the mask the kernels for causal attention run: no token looks at padding behind it, and what stands at padding
-is no target. In one row nothing is computed for padding at all, where attention goes document by document.
+Without the mask, kernels for causal attention run: no token attends to padding after it, and padding is no target. In
+one row, nothing is computed for padding at all if attention treats documents separately.
 
-That a change leaves the loss and every gradient as they are is shown by the engine with the first batch that it is made
-to, for batches with the same entries of which at most ``REACH`` times as large a share is masked. Batches whose rows
-begin with a target are shown by themselves, as what stands before it in one row tells nothing of it; so are those with
-more tokens than a row of the model's has, where a model may compute otherwise.
+The engine proves with the first changed batch that the loss and every gradient stay the same. The proof holds for
+batches with the same entries whose masked share is at most ``REACH`` times as large. Two kinds of batches have proofs
+of their own: those with rows that begin with a target, and those with more tokens than a row of the model may have.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +26,19 @@ from .neutral import REACH
 from .padding import IGNORED, TARGETS
 
 Batch = Mapping[str, Any]
-LONGEST = 8192  # tokens of one row: the mask that keeps its documents apart has a byte for each pair of them
+LONGEST = 8192  # tokens of one row: the mask that separates its documents has a byte for each pair of tokens
 
 
 @dataclass
 class Leaner:
-    """Makes a change to batches, and knows for which that was shown to be neutral.
+    """Makes a change to batches, and knows for which batches it is proven to be neutral.
 
-    change: of a batch. fits: of a batch and the engine, whether the change can be made, and spares anything. refused:
-    why none is made; "": nothing is known against it. limit: the tokens of the longest row that the model takes, None:
-    any. ``settle`` is collective over all ranks.
+    change:  of a batch.
+    fits:    (batch, engine) -> whether the change is possible and saves work.
+    refused: why no batch is changed; "" if no reason is known.
+    limit:   tokens of the longest row that the model takes; None: any.
+
+    ``settle`` is collective over all ranks.
     """
 
     change: Callable[[Batch], Batch]
@@ -46,9 +48,9 @@ class Leaner:
     _shown: dict[tuple, float] = field(default_factory=dict)  # kind of batch -> the largest share that was masked
 
     def propose(self, batches: Sequence[Batch], engine: Any) -> tuple[list[Batch], int | None]:
-        """The batches, changed where that fits, and the place of one that is to be settled before that is used.
+        """Return the batches, changed where possible, and the index of one whose change has to be settled first.
 
-        engine: a CapturedModel, or None: nothing is changed.
+        engine: a CapturedModel; None: nothing is changed.
         """
         if engine is None or self.refused or not engine.is_causal:
             return list(batches), None
@@ -60,8 +62,11 @@ class Leaner:
         return changed, max(open_, key=shares.__getitem__, default=None)
 
     def settle(self, engine: Any, batch: Batch, changed: Batch) -> bool:
-        """Try a batch both ways; a replica that has nothing to settle passes a batch twice. Returns whether that told
-        anything: a step whose gradients are all zero does not."""
+        """Compute a batch both ways and record whether they agree.
+
+        A replica with nothing to settle passes a batch twice. Returns whether the trial proved anything: a step whose
+        gradients are all zero does not.
+        """
         mismatch = engine.difference(changed, [batch])
         if mismatch is None:
             return False
@@ -77,25 +82,29 @@ class Leaner:
         return max(self._shown.get((entries, each, long), 0.0) for each in (begins, True))
 
     def _kind(self, batch: Batch) -> tuple[tuple[str, ...], bool, bool]:
-        """A batch's entries, whether a row of it begins with a target, and whether it has more tokens than a row."""
+        """Return a batch's entries, whether a row begins with a target, and whether it has more tokens than a row may
+        have.
+        """
         entries = tuple(sorted(name for name in batch if name != "num_items_in_batch"))
         begins = "labels" in batch and bool((batch["labels"][:, 0] != IGNORED).any())
         return entries, begins, self.limit is not None and int(batch[MASK].sum()) > self.limit
 
 
 def without_masks(refused: str = "") -> Leaner:
-    """Leaves out masks."""
+    """Return the change that removes masks."""
     return Leaner(without_mask, lambda batch, engine: True, refused)
 
 
 def in_one_row(refused: str = "", limit: int | None = None) -> Leaner:
-    """Makes one row of a batch, where the engine attends by document: on CPUs."""
+    """Return the change that makes one row of a batch, where the engine attends by document: on CPUs."""
     return Leaner(as_documents, _fits_one_row, refused, limit)
 
 
 def as_documents(batch: Batch) -> Batch:
-    """The rows of a batch, without what its mask hides, behind one another in one row. Where a row begins is no target:
-    nothing before it tells of it."""
+    """Concatenate the rows of a batch, without masked positions, into one row.
+
+    The first token of a row is no target: nothing before it belongs to its document.
+    """
     shown, changed = batch[MASK].bool(), dict(without_mask(batch))
     for name, value in changed.items():
         if isinstance(value, Tensor) and value.shape == shown.shape:
@@ -107,7 +116,7 @@ def as_documents(batch: Batch) -> Batch:
 
 
 def in_rows(value: Tensor, mask: Tensor) -> Tensor:
-    """Values per token [1, n or more] of ``as_documents`` where the tokens were, [rows, length], zero at padding.
+    """Undo ``as_documents`` for values per token, [1, n or more] -> [rows, length]; 0 at padding.
 
     mask: the batch's, [rows, length]. Other tensors are returned as they are.
     """
@@ -128,8 +137,10 @@ def _fits_one_row(batch: Batch, engine: Any) -> bool:
 
 
 def masked_share(batch: Batch) -> float:
-    """The share of positions that the mask hides; 0 where it hides none, or others than the last ones of rows, or a
-    target, or a whole row."""
+    """Return the masked share of positions.
+
+    0 if nothing is masked, or if positions other than the last ones of rows, a target, or an entire row are masked.
+    """
     mask = batch.get(MASK)
     targets = [batch[name] for name in TARGETS if isinstance(batch.get(name), Tensor)]
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not targets:

@@ -1,4 +1,4 @@
-"""What a trainer reads off a model's class, its forward and its config, by transformers' own rules."""
+"""Facts that a trainer derives from a model's class, forward and config, by transformers' own rules."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,15 @@ from .padding import IGNORED, Padding
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """label_names: inputs that are targets. return_loss: whether the forward makes a loss without labels. shifts:
-    whether its loss predicts the next token, so that the first label of a row is no target. columns: the forward's
-    parameters. main_input: what tokens are counted of. predictions: outputs that are predictions, "*" being all but
-    those that "!name" names. flash: the model asks for flash attention, in whose place sdpa is captured.
+    """Facts about a model.
+
+    label_names: inputs that are targets.
+    return_loss: whether the forward computes a loss without labels.
+    shifts:      whether its loss predicts the next token, so that the first label of a row is no target.
+    columns:     parameters of the forward.
+    main_input:  the entry whose tokens are counted.
+    predictions: outputs that are predictions; "*": all but those named by "!name".
+    flash:       whether the model requests flash attention; sdpa is captured in its place.
     """
 
     label_names: tuple[str, ...]
@@ -31,7 +36,10 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: nn.Module, args: TrainingArguments, predictions: str | None = None) -> "ModelFacts":
-        """``predictions``: names joined by commas; None: all but what the config ignores at inference."""
+        """Return the facts about a model.
+
+        predictions: names joined by commas; None: all but those that the config ignores at inference.
+        """
         kind, config = type(model), getattr(model, "config", None)
         labels = tuple(find_labels(kind) if args.label_names is None else args.label_names)
         if predictions is None:
@@ -50,31 +58,31 @@ class ModelFacts:
         )
 
     def without(self, outputs: Sequence[str]) -> "ModelFacts":
-        """With all predictions but ``outputs``, in place of those that the config ignores."""
+        """Return a copy in which all outputs but ``outputs`` are predictions."""
         if "*" in self.predictions:
             return replace(self, predictions=("*", *(f"!{name}" for name in outputs)))
         return replace(self, predictions=tuple(name for name in self.predictions if name not in outputs))
 
     @property
     def used_columns(self) -> tuple[str, ...]:
-        """What of a sample the model or its collator can use."""
+        """Return the columns of a sample that the model or its collator can use."""
         return (*self.columns, "label", "label_ids", *self.label_names)
 
     def has_loss(self, batch: Mapping[str, object]) -> bool:
-        """Whether the model makes a loss of this batch."""
+        """Whether the model computes a loss of this batch."""
         if self.label_names:
             return all(batch.get(name) is not None for name in self.label_names)
         return bool(batch.get("return_loss", self.return_loss))
 
     def labels(self, batch: Mapping[str, object]) -> Tensor | tuple | None:
-        """The targets in the batch: one tensor, or a tuple where the model takes several."""
+        """Return the targets of the batch: one tensor, or a tuple if the model takes several."""
         if not self.has_loss(batch):
             return None
         labels = tuple(batch.get(name) for name in self.label_names)
         return labels[0] if len(labels) == 1 else labels
 
     def items(self, batch: Mapping[str, object]) -> Tensor | None:
-        """The number of targets in the batch that the loss counts, [] int64; None where that is not known."""
+        """Return the number of targets that the loss counts, [] int64; None if unknown."""
         targets = batch.get("shift_labels", batch.get("labels"))
         if not isinstance(targets, Tensor):
             return None
@@ -83,7 +91,7 @@ class ModelFacts:
         return targets.ne(IGNORED).sum()
 
     def tokens(self, batch: Mapping[str, object], pad_id: int | None, kind: str) -> int:
-        """Elements of the main input, without padding if ``kind`` is "non_padding"."""
+        """Return the number of elements of the main input, without padding if ``kind`` is "non_padding"."""
         tokens = batch.get(self.main_input)
         if not isinstance(tokens, Tensor):
             return 0
@@ -95,7 +103,7 @@ class ModelFacts:
 
 
 def padding_of(model: nn.Module, facts: ModelFacts, args: TrainingArguments, tokenizer: object) -> Padding:
-    """How to pad the model's batches. A model that neither takes a mask nor looks back only is never padded."""
+    """Return how to pad the model's batches. A model that takes no mask and is not causal is never padded."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     known = (getattr(holder, "pad_token_id", None) for holder in (tokenizer, text))

@@ -1,12 +1,11 @@
-"""Padding that was shown to change nothing: every other batch stays as it came.
+"""Padding that is proven to change no result; all other batches stay as they are.
 
-The first batch that padding would lengthen is computed both ways. In training the loss and every gradient must agree,
-in evaluation every output without the positions that were added, and which of an output's axes these lie on shows in
-the two shapes:
+The first batch that padding would lengthen is computed both ways. In training, the loss and every gradient must agree.
+In evaluation, every output must agree without the added positions; the shapes show on which axis these are:
 
     input 20 -> 24     logits [4, 20, 64] -> [4, 24, 64]: axis 1 is cropped     scores [4, 24] -> [4, 24]: none is
 
-A proof holds for batches with the same entries whose padding is at most ``REACH`` times as large in proportion.
+A proof holds for batches with the same entries whose relative padding is at most ``REACH`` times as large.
 """
 
 import warnings
@@ -32,12 +31,12 @@ TRAINING = ("training",)
 
 
 class NeutralPadding:
-    """Pads batches as ``padding`` does, and knows what it was shown to be neutral for.
-
-    A purpose is TRAINING or the names of the outputs that an evaluation asks for. ``settle`` is collective over all
-    ranks, ``anywhere`` over the replicas.
+    """Pads batches as ``padding`` does where that is proven to be neutral.
 
     loss: computes the outputs of evaluations; None: the model does.
+
+    A purpose is TRAINING or the names of the outputs of an evaluation. ``settle`` is collective over all ranks,
+    ``anywhere`` over the replicas.
     """
 
     def __init__(self, padding: Padding, mesh: Mesh, loss: OwnLoss | None = None):
@@ -47,7 +46,7 @@ class NeutralPadding:
         self._axes: dict[tuple, Axes] = {}
 
     def propose(self, batches: Sequence[Batch], purpose: tuple) -> tuple[list[Batch], int | None]:
-        """The batches, padded as far as they may be, and the place of one that is to be settled before that is used.
+        """Return the batches, padded where possible, and the index of one that has to be settled first.
 
         Raises DataError for a batch that is longer than the largest bucket.
         """
@@ -71,7 +70,7 @@ class NeutralPadding:
         return padded if unambiguous else batch  # an axis of an output could be either's
 
     def _moved(self, plain: Batch, padded: Batch) -> dict[str, tuple[int, int]]:
-        """Of what padding lengthens, its lengths before and after."""
+        """Return the lengths before and after of everything that padding lengthens, by name."""
         before, after = self.padding.lengths(plain), self.padding.lengths(padded)
         return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
 
@@ -83,7 +82,7 @@ class NeutralPadding:
         return purpose, names, tuple(self._moved(plain, padded))
 
     def anywhere(self, here: bool) -> bool:
-        """Whether it is so on any replica. Collective over replicas, where anything may be padded."""
+        """Whether ``here`` is true on any replica, if anything may be padded. Collective over replicas."""
         if self.mesh.dp is None or not self.padding.active:
             return here
         count = torch.tensor([int(here)], device=self.mesh.device)
@@ -91,8 +90,11 @@ class NeutralPadding:
         return bool(count.item())
 
     def settle(self, engine, plain: Batch | None, padded: Batch | None, purpose: tuple) -> bool:
-        """Try a batch both ways. A replica that has nothing to settle passes a batch twice, or in evaluation None.
-        Returns whether that told anything: a step whose gradients are all zero does not."""
+        """Compute a batch both ways and record whether they agree.
+
+        A replica with nothing to settle passes a batch twice, or None in evaluation. Returns whether the trial proved
+        anything: a step whose gradients are all zero does not.
+        """
         if purpose == TRAINING:
             padded = self._widely(plain, padded)
             mismatch, axes = engine.difference(padded, [plain]), {}
@@ -109,7 +111,7 @@ class NeutralPadding:
         return True
 
     def _widely(self, plain: Batch, padded: Batch) -> Batch:
-        """The batch with so much padding that what it shows holds for others; of one length only, as these go alone."""
+        """Pad a batch of one length so much that the proof holds for others."""
         lengths = self.padding.lengths(plain)
         if len(lengths) != 1 or not self._growth(plain, padded):
             return padded
@@ -150,7 +152,7 @@ class NeutralPadding:
         return "", axes
 
     def crop(self, name: str, value: Tensor, plain: Batch, padded: Batch, purpose: tuple) -> Tensor:
-        """An output for ``padded``, without the positions that ``plain`` does not have."""
+        """Return an output for ``padded`` without the positions that ``plain`` does not have."""
         if not self._moved(plain, padded):
             return value
         return _narrowed(value, self._axes[self._key(purpose, plain, padded)][name], self.padding.lengths(plain))
@@ -163,7 +165,7 @@ def _narrowed(value: Tensor, axes: Mapping[int, str], lengths: Mapping[str, int]
 
 
 def _shown(plain: Batch, axes: Mapping[int, str], *values: Tensor) -> tuple[Tensor, ...]:
-    """Of outputs per token, those at tokens that the batch does not mask: the others are of no use to anyone."""
+    """Return outputs per token at unmasked tokens only: nobody uses the others."""
     mask = plain.get("attention_mask")
     if axes.get(1) != "input" or not isinstance(mask, Tensor) or not torch.is_tensor(values[0]):
         return values

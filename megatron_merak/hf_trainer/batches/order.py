@@ -1,4 +1,4 @@
-"""Which samples make which batch, and the batches themselves; a function of seeds, so of neither layout nor history.
+"""Which samples form which batch, and the batches themselves: a function of seeds, not of layout or history.
 
 The samples of an epoch are cut into batches, numbered from 0; replica r of R takes batches r, r + R, r + 2 R, ...
 
@@ -6,10 +6,10 @@ The samples of an epoch are cut into batches, numbered from 0; replica r of R ta
     replica 0 of 2     batch 0              batch 2
     replica 1 of 2               batch 1               batch 3: 6 4 + 17, the epoch's first sample again
 
-With one replica the last batch stays short. With several it is filled up from the epoch's first samples, as accelerate
-does, since every replica trains on equally many. The order of an epoch is ``randperm`` seeded with seed + epoch: what
-``transformers.Trainer`` draws. Whatever a dataset or a collator draws at random comes from a stream of its own, seeded
-by (seed, epoch, batch), and what a stream draws, from one seeded by seed + epoch.
+With one replica, the last batch stays short. With several, it is filled from the epoch's first samples, as accelerate
+does, so that every replica trains on as many. The order of an epoch is ``randperm`` seeded with seed + epoch, like
+``transformers.Trainer``'s. Random numbers of a dataset or collator come from a generator seeded by (seed, epoch,
+batch), and those of a stream from one seeded by seed + epoch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,9 @@ Batch = dict[str, object]
 
 
 def epoch_order(samples: int, seed: int, epoch: int, lengths: Sequence[int] | None = None, group: int = 1) -> list[int]:
-    """A permutation of the samples; with ``lengths``, samples of about one length lie together in runs of ``group``."""
+    """Return a permutation of the samples; with ``lengths``, samples of similar length are together in runs of
+    ``group``.
+    """
     generator = torch.Generator().manual_seed(seed + epoch)
     if lengths is not None:
         return get_length_grouped_indices(lengths, group, generator=generator)
@@ -37,7 +39,7 @@ def epoch_order(samples: int, seed: int, epoch: int, lengths: Sequence[int] | No
 
 @dataclass(frozen=True)
 class Division:
-    """``samples`` in batches of ``batch_size`` over ``replicas``; batches count those of one replica."""
+    """``samples`` in batches of ``batch_size`` over ``replicas``; numbers of batches are those of one replica."""
 
     samples: int
     batch_size: int
@@ -46,13 +48,13 @@ class Division:
 
     @property
     def batches(self) -> int:
-        """Batches of an epoch that every replica takes."""
+        """The number of batches of an epoch that every replica takes."""
         if self.drop_last:
             return self.samples // self.batch_size // self.replicas
         return -(-self.samples // (self.batch_size * self.replicas))
 
     def rows(self, number: int) -> range | list[int]:
-        """The places in the epoch's order of batch ``number``, a count over all replicas."""
+        """Return the positions in the epoch's order of batch ``number``, counted over all replicas."""
         first = number * self.batch_size
         if self.replicas == 1:
             return range(first, min(first + self.batch_size, self.samples))
@@ -60,7 +62,7 @@ class Division:
 
 
 def tensors_of(collated: object) -> Batch:
-    """A collator's result as a plain dictionary. Raises DataError when it is none."""
+    """Return a collator's result as a plain dictionary. Raises DataError if it is none."""
     if not isinstance(collated, Mapping):
         reason = f"the data collator returned a {type(collated).__name__}"
         raise DataError("batch", "(collated)", reason, "Return a dictionary of tensors, named as the model's inputs")
@@ -73,7 +75,7 @@ def tensors_of(collated: object) -> Batch:
 
 @dataclass(frozen=True)
 class Batches(Dataset):
-    """An epoch's batches by number, collated and padded. ``order`` None: the dataset's own."""
+    """An epoch's batches by number, collated and padded. order: None for the dataset's own."""
 
     dataset: Dataset
     collate: Callable[[list], Mapping[str, object]]
@@ -92,7 +94,7 @@ class Batches(Dataset):
 
 @dataclass(frozen=True)
 class StreamedBatches(IterableDataset):
-    """An ``IterableDataset``'s batches for one replica; the last ones are filled up as ``Division`` does it."""
+    """Batches of an ``IterableDataset`` for one replica; the last ones are filled as in ``Division``."""
 
     samples: PrivateStream
     collate: Callable[[list], Mapping[str, object]]
@@ -125,10 +127,12 @@ def _as_it_is(batch: object) -> object:
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are loaded; ``options`` are those of a ``DataLoader``, its workers among them.
+    """How batches are loaded.
 
-    order: epoch -> the epoch's samples, None for the dataset's own order. samples: in an epoch, None for the dataset's
-    length. begun: streams, by the ids of their datasets, that ``first`` has looked into: (seed and epoch, samples).
+    options: of a ``DataLoader``, such as its workers.
+    order:   epoch -> the epoch's samples; None for the dataset's own order.
+    samples: in an epoch; None for the dataset's length.
+    begun:   streams that ``first`` has read from, by the ids of their datasets: (seed and epoch, samples).
     """
 
     dataset: Dataset
@@ -149,7 +153,7 @@ class Loading:
 
     @property
     def division(self) -> Division | None:
-        """None for a stream. Raises DataError when there is not one batch."""
+        """How samples are divided; None for a stream. Raises DataError if there is not one batch."""
         if self.streamed:
             return None
         division = Division(self.count, self.batch_size, self.replicas, self.drop_last)
@@ -161,17 +165,19 @@ class Loading:
 
     @property
     def count(self) -> int:
-        """Samples of an epoch."""
+        """Return the number of samples of an epoch."""
         return len(self.dataset) if self.samples is None else self.samples
 
     def __len__(self) -> int:
-        """Batches of one replica and epoch, as a ``DataLoader`` tells callbacks."""
+        """Return the number of batches of one replica and epoch, as a ``DataLoader`` does."""
         if self.streamed:
             raise TypeError("a stream has no length")
         return self.division.batches
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """This replica's batches of an epoch, without its first ``skip``. A stream that ``first`` began goes on."""
+        """Iterate over this replica's batches of an epoch without its first ``skip``. A stream that ``first`` began
+        continues.
+        """
         if self.streamed:
             return self._stream(epoch, skip)
         self._set_epoch(epoch)
@@ -181,9 +187,9 @@ class Loading:
         return iter(self._loader(batches, sampler=numbers))
 
     def first(self, epoch: int) -> Batch:
-        """The first replica's first batch of an epoch; whoever takes the epoch's batches next finds it there again.
+        """Return the first replica's first batch of an epoch, which the next iteration over that epoch yields again.
 
-        A stream's iterator is kept until then. Raises DataError when a stream has no batch.
+        A stream's iterator is kept until then. Raises DataError if a stream has no batch.
         """
         collate = apart(self.collate)
         if not self.streamed:
@@ -203,7 +209,7 @@ class Loading:
             self.dataset.set_epoch(epoch)
 
     def _samples(self, epoch: int) -> PrivateStream:
-        """Of a stream: those that ``first`` began with, where they are this epoch's."""
+        """Return a stream's samples, beginning with those that ``first`` read, if they are this epoch's."""
         key, begun = self.begun.pop(id(self.dataset), (None, None))
         if key == (self.seed, epoch):
             return begun
@@ -211,7 +217,7 @@ class Loading:
         return PrivateStream(lambda: iter(self._loader(self.dataset)), self.seed + epoch)
 
     def some(self, numbers: Sequence[int]) -> Iterator[Batch]:
-        """The batches of these numbers, in the first epoch's order and without filling up: for evaluation."""
+        """Return the batches of these numbers, in the first epoch's order and without filling: for evaluation."""
         division = Division(self.count, self.batch_size)
         batches = Batches(self.dataset, self.collate, division, self.order(0), (self.seed, 0))
         return iter(self._loader(batches, sampler=numbers))

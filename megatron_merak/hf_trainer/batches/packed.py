@@ -1,9 +1,9 @@
-"""Packed rows: several documents in one row, each with positions of its own, so that no token sees another document.
+"""Packed rows: several documents in one row with their own positions; no token attends to another document.
 
     position_ids   0  1  2  0  1  0  1  2        cu_seq_lens_q   0  3  5  8
 
-A captured model masks attention by positions, as transformers does with sdpa and eager attention. Its flash attention
-goes by ``cu_seq_lens_q`` where that is given: a batch in which the two are not the same documents is refused.
+A captured model masks attention by positions, like sdpa and eager attention of transformers. Its flash attention uses
+``cu_seq_lens_q`` if present: a batch in which the two disagree is an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,16 @@ LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def starts(positions: Tensor) -> list[int]:
-    """Where documents begin in one row of positions, [length]."""
+    """Return where documents begin in one row of positions, [length]."""
     begins = torch.cat((positions.new_ones(1, dtype=torch.bool), positions.diff() != 1))
     return begins.nonzero().flatten().tolist()
 
 
 def check_documents(batches: Sequence[Mapping[str, object]], flash: bool) -> None:
-    """Raises DataError for a batch whose documents flash attention of transformers would take from elsewhere than from
-    its positions. flash: the model asks for that."""
+    """Raise DataError for a batch whose documents differ for flash attention of transformers.
+
+    flash: whether the model requests it.
+    """
     for batch in batches if flash else ():
         _check(batch, batch.get("position_ids"))
 

@@ -1,13 +1,13 @@
 """Token batches padded to few lengths, because every shape of a batch is captured once.
 
-Padding stands at the end, is masked where the model takes a mask and is no target, so that most losses stay the same
-(``neutral.py`` tells which do not):
+Padding stands at the end, is masked if the model takes a mask, and is no target, so that most losses stay the same
+(``neutral.py`` finds those that do not):
 
     input_ids       7  8  9  |  pad  pad           labels        8  9 -100  |  -100 -100
     attention_mask  1  1  1  |    0    0           position_ids  0  1  0    |     0    1
 
-Positions tell where the documents of a packed row begin: padding is further documents, none longer than those that are
-there, so that no position is one that the row does not have.
+Positions mark where the documents of a packed row begin: padding consists of further documents, none longer than the
+present ones, so that it has no position that the row does not have.
 """
 
 from bisect import bisect_left
@@ -28,14 +28,16 @@ UNPADDED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 @dataclass(frozen=True)
 class Padding:
-    """Pads the token tensors of a batch, [rows, ..., length], to a length that few batches differ in.
+    """Pads the token tensors of a batch, [rows, ..., length], to one of few lengths.
 
-    buckets: "auto" (8, 16, 24, ..., 128, 144, ..., 256, 288, ...: above 64 at most a ninth is padding; of an encoder
-    and a decoder, whose lengths go in pairs, 8, 12, 16, 24, 32, 48, ...), the lengths themselves, or None for none.
-    multiple: pad to a multiple of it, whatever the buckets are. pad_id: the token to pad with. mask: whether to add an
-    attention mask where there is none; packed sequences, which are told by position_ids, never get one. limit: the
-    longest sequence that the model takes; "auto" and ``multiple`` do not pad beyond it, but for rows with position_ids,
-    which may hold several. decoder: the model is an encoder with a decoder, whose labels have a length of their own.
+    buckets:  "auto" (8, 16, 24, ..., 128, 144, ..., 256, 288, ...: above 64 at most a ninth is padding; for pairs of an
+              encoder's and a decoder's length 8, 12, 16, 24, 32, 48, ...), the lengths themselves, or None for none.
+    multiple: pad to a multiple of it, whatever the buckets.
+    pad_id:   the token to pad with.
+    mask:     whether to add an attention mask if there is none; packed rows, which have position_ids, never get one.
+    limit:    the longest sequence of the model; "auto" and ``multiple`` do not pad beyond it, except rows with
+              position_ids, which may contain several sequences.
+    decoder:  whether the model is an encoder with a decoder, whose labels have their own length.
     """
 
     buckets: str | tuple[int, ...] | None = "auto"
@@ -50,8 +52,10 @@ class Padding:
         return self.buckets is not None or self.multiple is not None
 
     def length(self, length: int, packed: bool = False) -> int:
-        """The length that ``length`` is padded to. packed: of rows of documents, for which ``limit`` does not count.
-        Raises DataError when it exceeds the largest bucket."""
+        """Return the length to which ``length`` is padded. Raises DataError if it exceeds the largest bucket.
+
+        packed: whether rows contain documents, so that ``limit`` does not apply.
+        """
         if self.multiple is not None:
             target = -(-length // self.multiple) * self.multiple
         elif self.buckets is None:
@@ -69,14 +73,14 @@ class Padding:
         return max(length, min(target, self.limit)) if not packed and self.limit is not None else target
 
     def lengths(self, batch: Mapping[str, object]) -> dict[str, int]:
-        """The lengths of a batch: "input", of its tokens, and "decoder", where the model has one."""
+        """Return the lengths of a batch: "input", of its tokens, and "decoder" if the model has one."""
         tokens = {"input": _length(batch, "input_ids")}
         if self.decoder or "decoder_input_ids" in batch:
             tokens["decoder"] = _length(batch, "decoder_input_ids") or _length(batch, "labels")
         return {name: length for name, length in tokens.items() if length is not None}
 
     def unfit(self, batch: Mapping[str, object]) -> str:
-        """Why a batch is of a kind that cannot be padded; "" if it can be."""
+        """Return why a batch cannot be padded; "" if it can."""
         for name in UNPADDED:
             if name in batch:
                 return f"{name} gives the lengths of packed sequences"
@@ -87,8 +91,13 @@ class Padding:
         return ""
 
     def __call__(self, batch: Mapping[str, object], more: int = 0) -> dict[str, object]:
-        """``batch`` with its token tensors padded; anything else in it, labels that are not per token too, is left as
-        it is. more: pad as if it were so much longer. Raises DataError when it is longer than the largest bucket."""
+        """Return ``batch`` with its token tensors padded; other entries, and labels that are not per token, are
+        unchanged.
+
+        more: pad as if the batch were so much longer.
+
+        Raises DataError if it is longer than the largest bucket.
+        """
         padded, lengths = dict(batch), self.lengths(batch)
         if not self.active:
             return padded

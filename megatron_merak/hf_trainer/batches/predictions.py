@@ -1,8 +1,8 @@
 """Evaluation and prediction: every sample once, in the dataset's order, whatever the layout.
 
-Batch k goes to replica k mod R, several at a time so that a pipeline is filled. Losses and predictions are put back in
-the order of batches, so metrics, the loss among them, are those of transformers in one process. (In several processes,
-transformers counts the samples again that fill up the last batches, and weighs batches by their targets.)
+Batch k goes to replica k mod R, several at a time so that a pipeline is filled. Losses and predictions are put back
+into the order of batches, so metrics, including the loss, equal those of transformers in one process. (In several
+processes, transformers counts the samples that fill the last batches twice, and weights batches by their targets.)
 """
 
 import json
@@ -46,7 +46,7 @@ class EvaluationBatches:
         return Division(self.loading.count, self.loading.batch_size, 1, self.loading.drop_last).batches
 
     def samples(self, number: int) -> int | None:
-        """Samples of batch ``number``, which a collator may have packed into fewer rows; None for a stream."""
+        """Return the samples of batch ``number``, which a collator may pack into fewer rows; None for a stream."""
         loading = self.loading
         return None if loading.streamed else len(Division(loading.count, loading.batch_size).rows(number))
 
@@ -60,7 +60,7 @@ class EvaluationBatches:
         return self.loading.dataset
 
     def rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
-        """(first batch, batches over all replicas, this replica's batches) of each round."""
+        """Yield (first batch, number of batches over all replicas, this replica's batches) of each round."""
         loading, step = self.loading, self.round_size * self.loading.replicas
         if isinstance(loading.dataset, IterableDataset):
             stream, first = replace(loading, replica=0, replicas=1).epoch(0), 0
@@ -76,7 +76,11 @@ class EvaluationBatches:
 
 @dataclass(frozen=True)
 class Report:
-    """name: of the outputs. take: called with a batch as it was loaded, as it ran, and what it handed out."""
+    """Outputs that are no predictions.
+
+    name: of the outputs.
+    take: called with a batch as it was loaded, as it ran, and its outputs.
+    """
 
     name: str
     take: Callable[[Batch, Batch, Mapping[str, Tensor]], None]
@@ -89,9 +93,11 @@ class Report:
 class Evaluation:
     """One evaluation. ``run`` is collective over all ranks.
 
-    engine: a CapturedModel, whose ``evaluate`` gives outputs, and whose ``output_rank`` tells whose outputs count.
-    loss_only: predictions are not asked for. everyone: all ranks keep predictions, else the first. after_batch: called
-    once per batch, for progress. report: takes outputs that are no predictions.
+    engine:      a CapturedModel.
+    loss_only:   whether predictions are not needed.
+    everyone:    whether all ranks keep predictions; else the first does.
+    after_batch: called once per batch, for progress.
+    report:      takes outputs that are no predictions.
     """
 
     batches: EvaluationBatches
@@ -126,16 +132,17 @@ class Evaluation:
         return EvalLoopOutput(arrays["predictions"], arrays["labels"], metrics, samples)
 
     def _collected(self, place: int, batches: list[Batch], outputs: list[dict]) -> dict:
-        """Of a round's batch at ``place`` what `_forward` found of it where it ran, on every rank. Collective.
+        """Return on every rank the outputs of a round's batch at index ``place``. Collective.
 
         batches: this replica's of the round.
+        outputs: of `_forward`, on the rank that has them.
         """
         replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
         owner = self.engine.output_rank(replica)
         return from_rank(owner, outputs[row] if self.rank == owner else None, self.control)  # type: ignore[return-value]
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
-        """As of the batches, while all ranks are given the same ones. Collective."""
+        """Yield the rounds, after checking that ranks of a replica have the same batches. Collective."""
         for first, count, batches in chain(self.batches.rounds(), [(0, 0, [])]):
             check_everywhere(batches, count, self.neutral.mesh)
             if self.facts.flash:
@@ -153,7 +160,7 @@ class Evaluation:
         return self.neutral.mesh.control
 
     def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
-        """Outputs of this replica's batches of a round; on ranks without them, an empty list."""
+        """Return the outputs of this replica's batches of a round; an empty list on ranks without them."""
         has_loss = bool(batches) and self.facts.has_loss(batches[0])
         names = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
         names = (names or ("loss",)) + (() if self.report is None else (self.report.name,))
@@ -181,7 +188,7 @@ class Evaluation:
         return batch | ({} if items is None else {"num_items_in_batch": items.float()})
 
     def _padded(self, plain: list[Batch], names: tuple[str, ...]) -> list[Batch]:
-        """The batches of a round, padded as far as that was shown to be neutral. Collective."""
+        """Return the batches of a round, padded as far as that is proven to be neutral. Collective."""
         padded, unsettled = self.neutral.propose(plain, names)
         while self.neutral.anywhere(unsettled is not None):
             place = unsettled or 0
@@ -200,7 +207,9 @@ class Evaluation:
         return {"predictions": predictions, "labels": labels, "inputs": inputs}
 
     def _losses(self) -> tuple[np.ndarray | None, int]:
-        """[samples] fp32: of each sample the loss of its batch, None without labels; and the number of samples."""
+        """Return for each sample the loss of its batch, [samples] fp32, or None without labels; and the number of
+        samples.
+        """
         entries = sorted(entry for rank in gather_json(self.losses, self.control, "cpu") for entry in rank)
         samples = sum(rows for _, _, rows in entries)
         if not entries or entries[0][1] is None:
@@ -228,13 +237,13 @@ class Evaluation:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """In fp32 where it is fp16, as transformers has outputs of mixed precision; it does so for bf16 later."""
+    """Return a tensor on the host; fp16 becomes fp32, as in transformers, which converts bf16 later."""
     x = x.detach().cpu()
     return x.float() if x.dtype == torch.float16 else x
 
 
 def plain_metrics(metrics: object) -> dict:
-    """What compute_metrics returned, if logs and checkpoints can hold it. Raises ConfigError."""
+    """Return the result of compute_metrics, if it can be logged and stored. Raises ConfigError."""
     remedy = "Return a dictionary of numbers with distinct names"
     if not isinstance(metrics, Mapping):
         raise ConfigError("compute_metrics", type(metrics).__name__, "it returned no dictionary", remedy)

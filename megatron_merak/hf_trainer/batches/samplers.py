@@ -1,4 +1,4 @@
-"""The order of an epoch's samples, from a sampler: this library's own, or any that a subclass's override returns."""
+"""The order of an epoch's samples, from a sampler: this library's own, or one that a subclass returns."""
 
 import hashlib
 from collections.abc import Callable, Sequence, Sized
@@ -14,7 +14,7 @@ from .order import private_randomness
 
 
 class EpochSampler(Sampler):
-    """Samples in an order that is a function of the epoch. order: epoch -> indices, None for the dataset's order."""
+    """Samples in an order that is a function of the epoch. order: epoch -> indices; None for the dataset's order."""
 
     def __init__(self, samples: int, order: Callable[[int], Sequence[int] | None]):
         self.samples, self.order, self.epoch = samples, order, 0
@@ -32,11 +32,11 @@ class EpochSampler(Sampler):
 
 @dataclass
 class Drawn:
-    """Epochs' orders from a sampler of the user's; calling it is collective over ``group``, all ranks of the job.
+    """Orders of epochs from a user's sampler. Calling it is collective over ``group``, all ranks of the job.
 
-    As under accelerate, a ``RandomSampler`` draws by seed + epoch, and ``set_epoch`` is called where there is one.
-    Other samplers are drawn from once per epoch, whatever epoch a resumed run begins with. What they draw from global
-    generators is seeded by (seed, epoch). Raises DataError where ranks have different orders.
+    As with accelerate, a ``RandomSampler`` is seeded by seed + epoch, and ``set_epoch`` is called if it exists. Other
+    samplers are iterated once per epoch, whichever epoch a resumed run begins with; global generators are seeded by
+    (seed, epoch). Raises DataError if ranks get different orders.
     """
 
     sampler: Sampler
@@ -80,7 +80,7 @@ class Drawn:
 
 
 def length_of(sampler: Sampler) -> int | None:
-    """Samples of an epoch, None where the sampler does not say."""
+    """Return the number of samples of an epoch; None if the sampler does not know."""
     return len(sampler) if isinstance(sampler, Sized) else None
 
 
