@@ -1,4 +1,4 @@
-"""Weights from a checkpoint to a HuggingFace directory and back, by one process that never holds all of them."""
+"""Convert weights from a checkpoint to a HuggingFace directory and back, in one process with bounded memory."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

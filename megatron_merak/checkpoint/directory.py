@@ -1,9 +1,9 @@
-"""Iteration directories: which are complete, and how one takes its place without a moment at which none is loadable.
+"""Iteration directories: which are complete, and how one is replaced so that at every moment one can be loaded.
 
     ROOT/iter_0000010/                        complete: its manifest is valid
-    ROOT/iter_0000020.new/                    being written; complete once its manifest is in, then renamed
+    ROOT/iter_0000020.new/                    being written; complete once it has its manifest, then renamed
     ROOT/iter_0000010.old/                    being replaced or removed
-    ROOT/latest_checkpointed_iteration.txt    Megatron's tracker: written for other programs, never believed
+    ROOT/latest_checkpointed_iteration.txt    Megatron's tracker: written for other programs, never read
 
 All functions here are local to one rank; one process at a time writes to a ROOT, see ``lock``.
 """
@@ -32,8 +32,10 @@ def directory_of(root: Path, iteration: int) -> Path:
 
 
 def read_manifest(directory: Path) -> tuple[bytes, Manifest]:
-    """The bytes and the content of a directory's manifest. Raises `DamagedError` when it is absent or not valid, and
-    `CheckpointError` when it cannot be read."""
+    """Return the bytes and the content of a directory's manifest.
+
+    Raises `DamagedError` if it is absent or invalid, and `CheckpointError` if it cannot be read.
+    """
     path = directory / NAME
     remedy = "Load another iteration with --ckpt-step"
     try:
@@ -51,28 +53,30 @@ def read_manifest(directory: Path) -> tuple[bytes, Manifest]:
 
 
 def locate(root: Path, iteration: int) -> Path | None:
-    """The complete directory of an iteration, whatever a crash left it called. Raises `CheckpointError` for a manifest
-    that cannot be read."""
+    """Return the complete directory of an iteration, under whatever name a crash left it.
+
+    Raises `CheckpointError` for a manifest that cannot be read.
+    """
     return next(_complete_ones(root, iteration, []), None)
 
 
 def complete_ones(root: Path, faults: list[DamagedError] | None = None) -> Iterator[Path]:
-    """The complete directories, newest first; an absent ROOT has none. A crash may leave two of one iteration.
+    """Return the complete directories, newest first; none if ROOT is absent. A crash may leave two of one iteration.
 
-    ``faults`` receives what is wrong with directories that are passed over, and what cannot be read raises
-    `CheckpointError`; None: invalid manifests are logged.
+    faults: collects what is wrong with skipped directories, and what cannot be read raises `CheckpointError`; None:
+            invalid manifests are logged.
     """
     for iteration in sorted({iteration_of(path) for path in _directories(root)}, reverse=True):
         yield from _complete_ones(root, iteration, faults)
 
 
 def newest_first(root: Path) -> Iterator[int]:
-    """The iterations that have a complete directory, newest first."""
+    """Return the iterations that have a complete directory, newest first."""
     return (iteration for iteration, _ in groupby(map(iteration_of, complete_ones(root))))
 
 
 def settle(root: Path) -> None:
-    """Finish what a crash interrupted: put complete directories in their places, remove the rest of ours."""
+    """Complete what a crash interrupted: rename complete directories, remove the rest of what this program wrote."""
     leftovers = [path for path in _directories(root) if path.suffix]
     for plain in sorted({path.with_suffix("") for path in leftovers}):
         complete = locate(root, iteration_of(plain))
@@ -85,7 +89,7 @@ def settle(root: Path) -> None:
 
 
 def publish(root: Path, iteration: int) -> Path:
-    """Let the complete ``.new`` directory of an iteration take its place; an earlier complete one goes last."""
+    """Rename the complete ``.new`` directory of an iteration; an earlier complete one is removed last."""
     plain = directory_of(root, iteration)
     new, old = _suffixed(plain, ".new"), _suffixed(plain, ".old")
     if plain.exists():
@@ -100,7 +104,7 @@ def publish(root: Path, iteration: int) -> Path:
 
 
 def clear(plain: Path) -> None:
-    """Remove an incomplete directory of ours; refuse one in which nothing is ours."""
+    """Remove an incomplete directory that this program wrote; refuse one with other files only."""
     if not os.path.lexists(plain):
         return
     names = [plain.name]
@@ -114,9 +118,9 @@ def clear(plain: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove what we wrote to a directory; it stops being complete before the first tensor is lost.
+    """Remove what this program wrote to a directory; it stops being complete before the first tensor is removed.
 
-    A directory that holds something else keeps that, under a name that no checkpoint has.
+    A directory with other files keeps these, under a name that no checkpoint has.
     """
     if not directory.is_dir() or directory.is_symlink():
         return
@@ -134,7 +138,7 @@ def discard(directory: Path) -> None:
 
 
 def _keep(directory: Path) -> None:
-    """Move a directory with somebody else's files out of the way of checkpoints."""
+    """Rename a directory with somebody else's files to a name that no checkpoint has."""
     base = directory.with_name(directory.name.partition(".")[0] + ".kept")
     backup = next(path for n in count() if not os.path.lexists(path := base.with_name(f"{base.name}{n or ''}")))
     os.rename(directory, backup)
@@ -143,9 +147,10 @@ def _keep(directory: Path) -> None:
 
 
 def remove_older(root: Path, keep_every: int) -> list[int]:
-    """Remove complete iterations that ``keep_every`` does not divide and that are older than the newest good one.
+    """Remove complete iterations that ``keep_every`` does not divide and that are older than the newest undamaged
+    one.
 
-    Good is what `verify` finds nothing wrong with; what it finds is logged, and removes nothing.
+    Damage that `verify` finds is logged; damaged iterations are not removed.
     """
     settle(root)
     iterations = list(newest_first(root))
@@ -171,9 +176,8 @@ def _is_good(directory: Path) -> bool:
 
 
 def verify(directory: Path) -> Manifest:
-    """Read every byte of a checkpoint and compare it with the manifest; what was trained must be finite.
-
-    Raises `DamagedError`.
+    """Read every byte of a checkpoint and compare it with the manifest; trained tensors must be finite. Raises
+    `DamagedError`.
     """
     _, manifest = read_manifest(directory)
     kinds = sorted(manifest.tensors)
@@ -185,7 +189,7 @@ def verify(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless every file of the manifest is visible from here at its full size."""
+    """Raise `CheckpointError` unless every file of the manifest is visible here with its full size."""
     for name, written in manifest.files.items():
         path = directory / name
         size = path.stat().st_size if path.is_file() else None
@@ -195,7 +199,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def iteration_of(directory: Path) -> int:
-    """The iteration that a directory's name tells, -1 for a name that no checkpoint has."""
+    """Return the iteration in a directory's name; -1 for a name that no checkpoint has."""
     match = _DIRECTORY.fullmatch(directory.name)
     return int(match[2]) if match else -1
 
@@ -217,7 +221,7 @@ def _suffixed(plain: Path, suffix: str) -> Path:
 
 
 def _complete_ones(root: Path, iteration: int, faults: list[DamagedError] | None) -> Iterator[Path]:
-    """The complete directories of an iteration, the one that counts first. ``faults``: see `complete_ones`."""
+    """Return the complete directories of an iteration, the valid one first. ``faults``: see `complete_ones`."""
     plain = directory_of(root, iteration)
     for path in (_suffixed(plain, suffix) for suffix in _SUFFIXES):
         begun = (path != plain or faults is None) and not (path / NAME).exists()

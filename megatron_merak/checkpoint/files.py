@@ -42,15 +42,15 @@ _RESTORE = "Load another iteration with --ckpt-step, or restore this one from a 
 
 
 def damaged(path: Path, reason: str) -> DamagedError:
-    """The error of a file that is not what the manifest says it is."""
+    """Return the error for a file that differs from its manifest."""
     return DamagedError("checkpoint file", path, reason, _RESTORE)
 
 
 @contextmanager
 def disk_errors(path: Path, remedy: str) -> Iterator[None]:
-    """Turn what the operating system or the safetensors library raises in the body into a `CheckpointError`.
+    """Turn errors of the operating system and the safetensors library in the body into a `CheckpointError`.
 
-    A path that holds a NUL character, which no system call takes, is among it.
+    So are paths with a NUL character, which no system call accepts.
     """
     try:
         yield
@@ -67,7 +67,7 @@ def disk_errors(path: Path, remedy: str) -> Iterator[None]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory survive a power cut, on a file system that can be asked to."""
+    """Make the names in a directory durable, on file systems that support it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -80,7 +80,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def complete_or_absent(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing under a temporary name; it gets its own name once all of it is on the disk."""
+    """Open a file for writing under a temporary name; it is renamed once it is on the disk completely."""
     temporary = path.with_name(path.name + TEMPORARY)
     with open(temporary, "wb") as file:
         yield file
@@ -90,7 +90,7 @@ def complete_or_absent(path: Path) -> Iterator[BinaryIO]:
 
 
 def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
-    """What precedes the data of a safetensors file that holds ``tensors`` in this order; their values are not read."""
+    """Return the header of a safetensors file with ``tensors`` in this order; their values are not read."""
     entries, end = {"__metadata__": dict(metadata)}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -121,7 +121,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 @contextmanager
 def open_tensors(path: Path, size: int, save_id: str) -> Iterator[safe_open]:
-    """Open a tensor file of exactly ``size`` bytes that belongs to the save ``save_id``; nothing else is opened."""
+    """Open a tensor file of exactly ``size`` bytes that belongs to the save ``save_id``; refuse others."""
     with disk_errors(path, _RESTORE):
         try:
             status = os.lstat(path)
@@ -149,9 +149,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def verify_tensors(
     path: Path, written: Mapping, digests: Mapping[str, str], save_id: str, finite: Container[str] = ()
 ) -> None:
-    """Read a tensor file and compare every byte with what `write_tensors` returned; the error names the tensor.
+    """Read a tensor file and compare every byte with what `write_tensors` returned; errors name the tensor.
 
-    ``finite``: names of tensors in which a NaN or an infinity counts as damage.
+    finite: names of tensors in which a NaN or an infinity counts as damage.
     """
     with open_tensors(path, written["bytes"], save_id) as file:
         with open(path, "rb") as raw:
@@ -173,5 +173,5 @@ def verify_tensors(
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor in row-major order, as one flat block of bytes."""
+    """Return the elements of a tensor in row-major order as flat bytes."""
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -1,4 +1,4 @@
-"""HuggingFace model directories in and out, streamed: no rank ever holds more than what it asks for.
+"""Load and save HuggingFace model directories in a stream: each rank reads only the shards that it needs.
 
 model = from_pretrained(directory)            its parameters have no memory; model.merak_source reads their values
 fill(shards, model.merak_source)              this rank's intervals of each tensor, and nothing else, are read
@@ -31,7 +31,7 @@ _COMPARED = 1 << 24  # elements of two tied tensors compared at once
 
 
 class Source:
-    """Where the values of a model's tensors come from. A name that is not in ``names()`` is to be initialised."""
+    """Reads the values of a model's tensors. A name that is not in ``names()`` has to be initialized."""
 
     _tensors: dict[str, torch.Tensor]
 
@@ -45,20 +45,20 @@ class Source:
         return self._tensors[name].dtype
 
     def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of all floating-point tensors, the most frequent one first."""
+        """Return the dtypes of all floating-point tensors, the most frequent one first."""
         kinds = Counter(self.dtype(name) for name in self.names())
         return [kind for kind, _ in kinds.most_common() if kind.is_floating_point]
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        """The index ranges ``intervals`` along ``dim`` of a tensor, one after the other; by default all of it."""
+        """Return the index ranges ``intervals`` along ``dim`` of a tensor, concatenated; by default the full tensor."""
         raise NotImplementedError
 
     def place(self, name: str) -> tuple:
-        """A key by which to sort names, so that reading in that order opens each file once."""
+        """Return a key to sort names by, so that reading in that order opens each file once."""
         return ("", name)
 
     def close(self) -> None:
-        """Let go of open files; reading opens them again."""
+        """Close open files; reading opens them again."""
 
     def __deepcopy__(self, memo: dict) -> Self:
         return self  # a copy of the model reads the same values
@@ -67,7 +67,7 @@ class Source:
 class HFSource(Source):
     """The tensors of a HuggingFace directory under their stored names; after `bind`, under those of a model.
 
-    Raises `CheckpointError` for headers, sizes or an index that cannot be trusted, before a value is read.
+    Raises `CheckpointError` for headers, sizes or an index that are inconsistent, before a value is read.
     """
 
     def __init__(self, directory: Path | str, allow_pickle: bool = False):
@@ -86,13 +86,17 @@ class HFSource(Source):
         self._files.close()
 
     def bind(self, model: nn.Module, allow_missing: Sequence[str] = (), allow_extra: Sequence[str] = ()) -> "HFSource":
-        """Answer under the names of ``model`` from now on; returns itself.
+        """Use the names of ``model`` from now on; return the source itself.
 
-        What transformers renames, merges or splits at load time is so here too, tensor by tensor when it is read, and
-        every name of a tied tensor answers. Raises `CheckpointError` when a tensor is missing, but for those that
-        transformers lets be missing and those that the globs ``allow_missing`` match (they are not in `names` then, and
-        are to be initialised); when one has no place in the model, but for ``allow_extra``; when a shape differs; and
-        when names that are tied in the model are stored with different values.
+        What transformers renames, merges or splits at load time is converted here too, tensor by tensor as it is read,
+        and every name of a tied tensor is known.
+
+        allow_missing: globs of tensors that may be missing, beside those that transformers lets be missing; they are
+                       not in ``names()``.
+        allow_extra:   globs of tensors that may have no place in the model.
+
+        Raises `CheckpointError` for other missing or extra tensors, for different shapes, and if names that are tied in
+        the model have different values.
         """
         stored, extra = hf_names.to_model(model, self._tensors)
         expected, aliases = hf_names.expected(model), hf_names.aliases(model)
@@ -142,13 +146,13 @@ class HFSource(Source):
 
 
 class ModuleSource(Source):
-    """The values that a module holds, by the same names and methods as those of a directory; it has the memory."""
+    """The values of a module in memory, with the methods of a directory's source."""
 
     def __init__(self, model: nn.Module):
         self._tensors = {name: tensor for name, tensor in hf_names.expected(model).items() if not is_fake(tensor)}
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        """As `Source.read`; a view of the module's own tensor where that is possible."""
+        """See `Source.read`; returns a view of the module's tensor where possible."""
         tensor = self._tensors[name].detach()
         if dim is None:
             return tensor
@@ -156,9 +160,9 @@ class ModuleSource(Source):
 
 
 class JoinedSource(Source):
-    """The sources of a model and of parts of it, under the names that their tensors have in the model.
+    """The sources of a model and of parts of it, under the tensors' names in the model.
 
-    sources: by the path of the part, "" for the model itself. What a part was loaded from goes before the model's own.
+    sources: by the path of the part, "" for the model itself. A part's source has precedence over the model's.
     """
 
     def __init__(self, sources: Mapping[str, Source]):
@@ -190,16 +194,16 @@ class JoinedSource(Source):
 
 
 def source_of(model: nn.Module) -> Source | None:
-    """Where the weights of a model of `from_pretrained`, and of such parts of it, are read from; None: nowhere."""
+    """Return the source of the weights of a model, and of parts of it, from `from_pretrained`; None without one."""
     by_path = {path: vars(part).get("merak_source") for path, part in model.named_modules()}
     sources = {path: source for path, source in by_path.items() if source is not None}
     return sources[""] if [*sources] == [""] else JoinedSource(sources) if sources else None
 
 
 def fill(shards: Iterable[Shard], source: Source) -> None:
-    """Copy what each shard describes from ``source`` into its tensor, casting; nothing else is read.
+    """Copy what each shard describes from ``source`` into its tensor, with casts; nothing else is read.
 
-    Raises `CheckpointError` when a tensor is not there or has another full shape.
+    Raises `CheckpointError` if a tensor is absent or has another full shape.
     """
     shards, known = list(shards), {*source.names()}
     for shard in shards:
@@ -222,8 +226,9 @@ def fill(shards: Iterable[Shard], source: Source) -> None:
 
 
 def give(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Let parameters and buffers be ``values``, by name; tied ones stay tied, and those with memory stay the same
-    objects."""
+    """Set parameters and buffers to ``values``, by name; tied ones stay tied, and those with memory stay the same
+    objects.
+    """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -252,15 +257,16 @@ def from_pretrained(
     allow_extra: Sequence[str] = (),
     **config: object,
 ) -> nn.Module:
-    """The model of a local directory, or of a config file, its parameters without memory; nothing is downloaded, and
-    no code of it is run.
+    """Return the model of a local directory or config file, with parameters that have no memory.
 
-    ``auto_class``: a transformers Auto class or a model class; by default what the directory's config names.
-    ``config``: fields that override those of config.json, and ``attn_implementation`` and ``dtype`` (by default that of
-    config.json, else of the weights). Buffers are read at once. ``model.merak_source`` is the `HFSource` from which
-    a trainer streams what it needs, None when the directory has no weights (all is then initialised). Raises
-    `CheckpointError`: see `HFSource`; an unknown model type; a config that does not parse; a model that brings its own
-    code, unless ``trust_remote_code``.
+    auto_class: a transformers Auto class or a model class; by default the class that the directory's config names.
+    config:     fields that override those of config.json, and ``attn_implementation`` and ``dtype`` (by default that of
+                config.json, else of the weights).
+
+    Nothing is downloaded, and no code of the directory is run unless ``trust_remote_code``. Buffers are read at once. A
+    trainer streams weights from ``model.merak_source``, an `HFSource`; None if the directory has no weights, which are
+    then initialized. Raises `CheckpointError`: see `HFSource`; also for an unknown model type, a config that cannot be
+    parsed, and a model with its own code.
     """
     directory = Path(directory)
     source = HFSource(directory, allow_pickle) if has_weights(directory) else None
@@ -284,7 +290,7 @@ def _some(names: list[str]) -> str:
 
 
 def _globs(names: list[str]) -> tuple[str, ...]:
-    """Globs that match the names and as little else as fits into a message: at worst the outermost modules."""
+    """Return globs that match the names and few others, in a message's length: at worst the outermost modules."""
     families = tuple(dict.fromkeys(map(family, names)))
     if len(families) <= _NAMED:
         return families

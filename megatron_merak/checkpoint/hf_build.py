@@ -1,4 +1,4 @@
-"""The model that a HuggingFace directory describes, built without memory for its parameters and without the network."""
+"""Build the model that a HuggingFace directory describes, without memory for its parameters and without the network."""
 
 import re
 from difflib import get_close_matches
@@ -31,12 +31,14 @@ def build_empty(
     overrides: dict[str, Any],
     stored_as: torch.dtype | None = None,
 ) -> nn.Module:
-    """The model of ``directory`` (or of a config file) under `init_empty_weights`, with its generation config if any.
+    """Return the model of ``directory`` (or a config file) under `init_empty_weights`, with its generation config.
 
-    ``overrides``: fields of the config, and the dtype and implementations to build with; ``stored_as``: the dtype where
-    neither they nor the config name one. Parameters that transformers keeps in fp32 are so here. Raises
-    `CheckpointError` for a config that cannot be read, is of no known type, is quantised, or names code of its own
-    without ``trust_remote_code``; `ConfigError` for an override that the config does not know.
+    overrides: fields of the config, and the dtype and implementations to build with.
+    stored_as: the dtype if neither they nor the config name one.
+
+    Parameters that transformers keeps in fp32 are fp32. Raises `CheckpointError` for a config that cannot be read, is
+    of an unknown type, is quantized, or names its own code without ``trust_remote_code``; `ConfigError` for an override
+    that the config does not have.
     """
     import transformers
 
@@ -63,7 +65,7 @@ def build_empty(
 
 
 def _keep_in_fp32(model: nn.Module) -> None:
-    """As ``from_pretrained`` does for modules whose class says so, when the rest is bf16 or fp16."""
+    """Keep modules in fp32 as ``from_pretrained`` does for classes that require it in a 16-bit model."""
     patterns = list(model._get_dtype_plan(model.dtype))
     if not patterns:
         return
@@ -133,7 +135,7 @@ def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) 
 
 
 def _check_values(file: Path, text: dict[str, Any]) -> None:
-    """Refuse what would run for long, or far, before anybody notices."""
+    """Refuse values that would take long to build."""
     names = text.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         reason = f"its architectures are {str(names)[:60]!r}, not a list of class names"
@@ -151,7 +153,7 @@ def _check_values(file: Path, text: dict[str, Any]) -> None:
 
 
 def _class_of(config, directory: Path, trust_remote_code: bool) -> type:
-    """The class that the config names, else the first head that its type has, else the bare model."""
+    """Return the class that the config names, else the first head of its type, else the bare model."""
     import transformers
 
     for name in config.architectures or ():

@@ -1,10 +1,10 @@
-"""The weight files of a HuggingFace directory: found and checked before a single value is read, then read in slices.
+"""The weight files of a HuggingFace directory: checked before any value is read, then read in slices.
 
     model.safetensors                  or  model.safetensors.index.json  {"weight_map": {tensor: file}}
     pytorch_model.bin                  or  pytorch_model.bin.index.json, with ``allow_pickle`` only
 
 A safetensors file: 8 bytes little-endian header length, JSON header {tensor: {dtype, shape, data_offsets}}, data
-without gaps. The directory comes from elsewhere, so nothing in it is believed: an index cannot lead out of it.
+without gaps. The directory is not trusted: an index cannot lead out of it.
 """
 
 import json
@@ -37,7 +37,7 @@ _RESTORE = "Copy the model directory again, or convert it with save_pretrained o
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is and what it looks like."""
+    """Where a tensor is stored, its shape and dtype."""
 
     file: Path
     shape: tuple[int, ...]
@@ -49,12 +49,12 @@ def bad(what: str, path: Path, reason: str, remedy: str = _RESTORE) -> Checkpoin
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a directory holds weights of any format, readable or not."""
+    """Whether a directory has weights of any format, readable or not."""
     return any(os.path.lexists(directory / (name + end)) for name in (WEIGHTS, PICKLED) for end in ("", INDEX))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `CheckpointError` when it is unreadable, not JSON, or says one key twice."""
+    """Return a JSON object from a file. Raises `CheckpointError` if it is unreadable, not JSON, or repeats a key."""
     with _readable(path):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -65,10 +65,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class WeightFiles:
-    """The tensors of a directory under the names they are stored with; at most one file is open at a time.
+    """The tensors of a directory under their stored names; at most one file is open at a time.
 
-    ``entries``: every tensor, checked. Raises `CheckpointError` for a directory without readable weights, an index or a
-    header that is not what it should be, and files that are missing, links out of the directory or cut short.
+    ``entries``: every tensor, checked.
+
+    Raises `CheckpointError` for a directory without readable weights, an invalid index or header, and files that are
+    missing, truncated or links out of the directory.
     """
 
     def __init__(self, directory: Path | str, allow_pickle: bool = False):
@@ -88,7 +90,7 @@ class WeightFiles:
             raise bad("index", self.directory / (name + INDEX), reason)
 
     def read(self, name: str, take: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """The rectangle ``take``, [start, stop) per dimension, of the stored tensor ``name``."""
+        """Return the rectangle ``take``, [start, stop) per dimension, of the stored tensor ``name``."""
         entry = self.entries[name]
         full = all(bounds == (0, extent) for bounds, extent in zip(take, entry.shape, strict=True))
         with _readable(entry.file):
@@ -100,7 +102,7 @@ class WeightFiles:
             return handle.get_slice(name)[tuple(slice(*bounds) for bounds in take)]
 
     def close(self) -> None:
-        """Let go of the open file; reading opens it again."""
+        """Close the open file; reading opens it again."""
         self._open = None
 
     def _handle(self, path: Path) -> Any:
@@ -110,7 +112,9 @@ class WeightFiles:
         return self._open[1]
 
     def _listed(self, allow_pickle: bool) -> tuple[str, dict[str, str]]:
-        """(WEIGHTS or PICKLED, the index's weight map or nothing for a single file), preferred as by transformers."""
+        """Return WEIGHTS or PICKLED, in transformers' order of preference, and the index's weight map, empty for a
+        single file.
+        """
         directory = self.directory
         if not directory.is_dir():
             raise bad("model directory", directory, "it is not a directory", "Give the path of a local directory")
@@ -127,7 +131,7 @@ class WeightFiles:
         raise bad("model directory", directory, "it has no weights", remedy)
 
     def _inside(self, file: str) -> Path:
-        """The path of a weight file, which must be a regular file of this directory or of its hub cache."""
+        """Return the path of a weight file, which must be a regular file of this directory or of its hub cache."""
         path = self.directory / file
         with _readable(path):
             real, home = path.resolve(strict=True), self.directory.resolve(strict=True)
@@ -181,7 +185,7 @@ def _weight_map(path: Path, suffix: str) -> dict[str, str]:
 
 
 def _describe(path: Path) -> dict[str, Entry]:
-    """The tensors that a safetensors file says it holds, once its header agrees with itself and with its size."""
+    """Return the tensors in a safetensors header, once it agrees with itself and with the size of the file."""
     with _readable(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
@@ -236,7 +240,7 @@ def _describe_pickled(path: Path) -> dict[str, Entry]:
 
 
 def _load_pickled(path: Path) -> dict:
-    """The tensors of a PyTorch file, mapped, not read. Nothing but tensors is unpickled."""
+    """Return the tensors of a PyTorch file, memory-mapped. Only tensors are unpickled."""
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Rectangles of tensors that are divided over ranks, brought to the first of them when it wants them."""
+"""Send rectangles of tensors that are sharded over ranks to the first rank on demand."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -29,11 +29,13 @@ class Tensors(Protocol):
 
 
 class Gather:
-    """``gather(name, take)``: collective; the rectangle on the first rank, a "meta" tensor of its shape on the others.
+    """``gather(name, take)``: the rectangle on the first rank, a "meta" tensor of its shape on others. Collective.
 
-    All ranks ask for the same rectangles in the same order. ``whole`` are tensors that the first rank gives from its
-    own, where no rank has a shard of that name. ``shapes`` and ``dtypes``: of all tensors, on every rank. Raises
-    `CheckpointError` on every rank when the parts of a tensor do not tile it or differ in shape or dtype.
+    replicated:     tensors that the first rank takes from its own, if no rank has a shard of that name.
+    shapes, dtypes: of all tensors, on every rank.
+
+    All ranks request the same rectangles in the same order. Raises `CheckpointError` on every rank if the shards of a
+    tensor do not tile it or differ in shape or dtype.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Gather:
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """Every backend moves bytes, whatever the dtype."""
+    """View a tensor as bytes, which every backend can transfer."""
     return values.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -113,7 +115,7 @@ def _misfit(name: str, reason: str) -> CheckpointError:
 
 
 def _shared(take: tuple[Range, ...], dim: int | None, intervals: Intervals) -> Iterator[tuple[Slices, Slices]]:
-    """(slices of the part, slices of the rectangle) of the elements that both hold."""
+    """Yield (slices of the shard, slices of the rectangle) of their common elements."""
     every = [slice(*bounds) for bounds in take]
     if dim is None:
         yield tuple(every), tuple(slice(0, stop - start) for start, stop in take)

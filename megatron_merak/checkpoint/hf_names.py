@@ -22,7 +22,7 @@ def is_hf(model: nn.Module) -> bool:
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters and buffers -> the first name of each, in the order of the state dict."""
+    """Return further names of tied parameters and buffers -> the first name of each, in the order of the state dict."""
     first: dict[int, str] = {}
     canonical_names = {}
     for name, tensor in _tensors(model).items():
@@ -33,13 +33,15 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def expected(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by every name of the state dict, not detached: tied ones are one object."""
+    """Return parameters and persistent buffers by every name of the state dict, not detached: tied ones are one
+    object.
+    """
     tensors = _tensors(model)
     return {name: tensors[name] for name in model.state_dict() if name in tensors}
 
 
 def saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`expected`, without what a model wants left out, and of tied tensors under the name that transformers keeps."""
+    """Return `expected` without what the model excludes, and tied tensors under the name that transformers keeps."""
     groups: dict[str, list[str]] = {}
     for alias, canonical in aliases(model).items():
         groups.setdefault(canonical, [canonical]).append(alias)
@@ -59,10 +61,10 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str, Patchwork], list[str]]:
-    """What is stored, under the model's names; and the names for which the model has no place.
+    """Return what is stored, under the model's names; and the names without a place in the model.
 
     Repeats ``convert_and_load_state_dict_in_model`` of transformers up to the point where it would set a parameter.
-    Notes in the model which conversions were used, as transformers does, so that a save reverses just these.
+    Records in the model which conversions were used, as transformers does, so that a save reverses just these.
     """
     expected_names = expected(model)
     if not is_hf(model):
@@ -93,7 +95,7 @@ def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str
 
 
 def to_files(model: nn.Module, tensors: Mapping[str, Patchwork]) -> dict[str, Patchwork]:
-    """What transformers would write where ``tensors`` are those of `saved`: names, order and values."""
+    """Return what transformers would write if ``tensors`` are those of `saved`: names, order and values."""
     if not is_hf(model):
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
@@ -106,7 +108,7 @@ def to_files(model: nn.Module, tensors: Mapping[str, Patchwork]) -> dict[str, Pa
 
 
 def ignored(model: nn.Module, kind: str) -> re.Pattern:
-    """The names that transformers lets be missing, or "unexpected", without a word."""
+    """Return the names that transformers lets be missing, or unexpected, without a message."""
     patterns = sorted(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
     if kind == "unexpected" and is_hf(model):  # buffers that used to be saved
         buffers = [name for name, _ in model.named_buffers()]

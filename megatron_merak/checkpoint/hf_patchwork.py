@@ -1,12 +1,12 @@
-"""Tensors that are not in memory: which rectangles of stored tensors they are made of.
+"""Tensors that are not in memory: which rectangles of stored tensors they consist of.
 
     a = stored("experts.0.w1", (64, 32), torch.float32)
     b = stored("experts.1.w1", (64, 32), torch.float32)
     read(torch.stack([a, b])[:, :8], fetch)         # fetches rows [0, 8) of each, and nothing else
 
-Code that renames, merges and splits the tensors of a checkpoint runs on them unchanged. What it does with cat, stack,
-split, transpose and their like only moves rectangles; the result of any other operation is computed when it is read,
-from operands that are then read whole.
+Code that renames, merges and splits the tensors of a checkpoint runs on them unchanged. cat, stack, split, transpose
+and the like only move rectangles; the result of any other operation is computed when it is read, from its full
+operands.
 """
 
 import itertools
@@ -33,9 +33,9 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A rectangle of ``source``, ``take[d]`` along its dim d, as it lies in a whole.
+    """A rectangle of ``source``, ``take[d]`` along its dim d, as part of a patchwork.
 
-    Along dim i of the whole it starts at ``at[i]``, and shows dim ``axes[i]`` of the source, None for extent 1.
+    Along dim i of the patchwork it starts at ``at[i]``, and shows dim ``axes[i]`` of the source, None for extent 1.
     """
 
     source: str | Computed
@@ -48,7 +48,9 @@ class Piece:
         return 1 if axis is None else self.take[axis][1] - self.take[axis][0]
 
     def narrow(self, dim: int, start: int, stop: int) -> "Piece | None":
-        """The part of it within [start, stop) along ``dim`` of the whole, in coordinates that begin at ``start``."""
+        """Return the part within [start, stop) along ``dim`` of the patchwork, in coordinates that begin at
+        ``start``.
+        """
         first, last = max(start, self.at[dim]), min(stop, self.at[dim] + self.extent(dim))
         if first >= last:
             return None
@@ -82,12 +84,14 @@ class Patchwork(torch.Tensor):
 
 
 def stored(name: str, shape: Sequence[int], dtype: torch.dtype) -> Patchwork:
-    """All of a stored tensor."""
+    """Return a patchwork of one full stored tensor."""
     return _everything(name, shape, dtype)
 
 
 def sources(tensor: Patchwork) -> list[str]:
-    """The names of the stored tensors that ``tensor`` is made of, in the order in which `read` asks for them."""
+    """Return the names of the stored tensors of which ``tensor`` consists, in the order in which `read` fetches
+    them.
+    """
     names = []
     for piece in tensor.pieces:
         if isinstance(piece.source, str):
@@ -99,14 +103,14 @@ def sources(tensor: Patchwork) -> list[str]:
 
 
 def part(tensor: Patchwork, dim: int | None, intervals: Sequence[Range]) -> Patchwork:
-    """The index ranges ``intervals`` along ``dim``, one after the other; all of it when ``dim`` is None."""
+    """Return the index ranges ``intervals`` along ``dim``, concatenated; the full tensor if ``dim`` is None."""
     if dim is None:
         return tensor
     return _cat([_slice(tensor, dim, start, stop) for start, stop in intervals], dim)
 
 
 def read(tensor: Patchwork, fetch: Fetch) -> torch.Tensor:
-    """The values. ``fetch`` is called once per piece; if what it returns is on device "meta", so is the result."""
+    """Return the values. fetch: called once per piece; if it returns "meta" tensors, so does this function."""
     result = None
     for piece in tensor.pieces:
         values = _fetch(piece, fetch)
@@ -120,7 +124,7 @@ def read(tensor: Patchwork, fetch: Fetch) -> torch.Tensor:
 
 
 def _fetch(piece: Piece, fetch: Fetch) -> torch.Tensor:
-    """The piece in the orientation of the whole."""
+    """Return the piece in the orientation of the patchwork."""
     if isinstance(piece.source, str):
         values = fetch(piece.source, piece.take)
     else:

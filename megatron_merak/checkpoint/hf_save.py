@@ -1,4 +1,4 @@
-"""A model that is spread over ranks, written as a HuggingFace directory by the first of them, one tensor at a time."""
+"""Write a model that is sharded over ranks as a HuggingFace directory, on the first rank, one tensor at a time."""
 
 import copy
 import json
@@ -41,12 +41,14 @@ def save_hf(
 ) -> None:
     """Write what ``model.save_pretrained`` and ``processing_class.save_pretrained`` would write, from ``shards``.
 
-    Collective over ``group``, None for a process alone. Over all ranks, the parts with ``owner`` tile each parameter of
-    ``model`` once (under any of its names if tied); the first rank gives the persistent buffers of its ``model``, whose
-    parameters need no memory. Names and bytes are those of transformers (a file may end elsewhere, where transformers
-    overfills it with the parts of a tensor); a plain module gets weights only. The first rank needs the memory of one
-    tensor, where a conversion mixes elements that of its operands. The files take their names once all are complete,
-    the index last; a failure before leaves the earlier ones as they were. Raises `CheckpointError` on every rank.
+    shards: over all ranks, those with ``owner`` tile each parameter of ``model`` once (under any of its names if tied).
+    model:  on the first rank, its persistent buffers are written; parameters need no memory.
+    group:  collective over it; None for a single process.
+
+    Names and bytes are transformers' (a file may end elsewhere, where transformers overfills it with the parts of a
+    tensor); a plain module gets weights only. The first rank needs memory for one tensor, or for the operands of a
+    conversion that mixes elements. Files are renamed once all are complete, the index last; an earlier failure leaves
+    old files as they were. Raises `CheckpointError` on every rank.
     """
     buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
     gather = Gather(shards, buffers, group, device)
@@ -62,7 +64,7 @@ def write_hf(
     max_shard_size: int | str,
     processing_class: Any,
 ) -> None:
-    """Write a directory as `save_hf` does, of the tensors that ``gather`` brings to the first rank."""
+    """Write a directory like `save_hf`, from the tensors that ``gather`` brings to the first rank."""
     with together(group, device):
         tensors = _tensors(model, gather)
         files, index = _split(model, tensors, max_shard_size)
@@ -86,7 +88,7 @@ def write_hf(
 
 
 def _tensors(model: nn.Module, gather: Tensors) -> dict[str, Patchwork]:
-    """Every tensor of the files, as made from what the ranks hold. Raises `CheckpointError` unless they hold it all."""
+    """Return every tensor of the files as a patchwork. Raises `CheckpointError` if ranks lack a part."""
     state, aliases = {}, hf_names.aliases(model)
     names: dict[str, list[str]] = {}
     for alias, canonical in aliases.items():
@@ -104,7 +106,7 @@ def _tensors(model: nn.Module, gather: Tensors) -> dict[str, Patchwork]:
 
 
 def _split(model: nn.Module, tensors: Mapping[str, Patchwork], limit: int | str) -> tuple[dict, dict | None]:
-    """({file: [names]}, index or None for a single file), as transformers does it."""
+    """Return ({file: [names]}, index or None for a single file), like transformers."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
@@ -155,7 +157,7 @@ def _write_weights(
     group: dist.ProcessGroup | None,
     device: torch.device | str,
 ) -> None:
-    """Collective. The file is, byte for byte, the one that the safetensors library writes for these tensors."""
+    """Write a file that equals, byte for byte, the safetensors library's. Collective."""
     names = sorted(tensors, key=lambda name: (_ORDER.index(DTYPE_CODES[tensors[name].dtype]), name))
     file = _File(path) if gather.first else None
     if file is not None:
@@ -170,7 +172,7 @@ def _write_weights(
 
 
 class _File:
-    """A file that keeps its first failure for later: the other ranks go on sending until all tensors are through."""
+    """A file that stores its first error: other ranks continue to send until all tensors are through."""
 
     def __init__(self, path: Path):
         self.path, self.error = path, None
@@ -196,7 +198,7 @@ class _File:
 
 
 def _publish(directory: Path, fresh: Path) -> None:
-    """Let the files of ``fresh`` take their names: weights late, the index last, never old and new weights together."""
+    """Rename the files of ``fresh``: weights late, the index last, never old and new weights together."""
     files = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
     names = {path.relative_to(fresh).as_posix() for path in files}
     sharded = WEIGHTS + INDEX in names

@@ -1,4 +1,4 @@
-"""Loading: each wanted part reads what overlaps it from the saved parts, so that any layout reads any other one's."""
+"""Loading: each shard reads its overlap with the saved parts, so that any layout can read any other."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,15 +47,16 @@ def load(
 ) -> dict:
     """Copy a checkpoint into the tensors of ``shards`` and return its meta, which has "iteration".
 
-    Without ``iteration``, the newest complete checkpoint that the first rank sees is loaded on every rank, and where it
-    is damaged the one before it; ``say`` is then called on every rank with a sentence for each one passed over (None:
-    the first rank logs a warning). Kinds that no rank asks for stay unread; of the others, the ranks together must want
-    exactly the tensors that were saved. ``verify`` compares every byte of the files read with its digest, each file on
-    one rank. Tensors of kind "model" may change dtype, others may not. ``check`` is given the meta on every rank,
-    before anything else is looked at, and may raise.
+    iteration: None: the newest complete checkpoint that the first rank sees, or if it is damaged, the one before it.
+    say:       called on every rank with a sentence for each one skipped; None: the first rank logs a warning.
+    verify:    compare every byte of the files read with its digest, each file on one rank.
+    check:     called with the meta on every rank before anything else; may raise.
 
-    Raises `CheckpointError` on every rank, `DamagedError` where no checkpoint, or not the one asked for, is undamaged.
-    All but a read failure while copying is found before the first tensor is changed.
+    Kinds that no rank requests are not read; of the others, the ranks together must request exactly the saved tensors.
+    Tensors of kind "model" may change dtype, others may not.
+
+    Raises `CheckpointError` on every rank; `DamagedError` if no checkpoint, or not the requested one, is undamaged.
+    Everything but a read failure while copying is detected before the first tensor is changed.
     """
     root, first = Path(root), group is None or dist.get_rank(group) == 0
     kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
@@ -127,7 +128,7 @@ def _load(
 
 
 def _candidates(root: Path, iteration: int | None, faults: list[DamagedError]) -> Iterator[tuple[str, str]]:
-    """Name and manifest of the directories to try; ``faults``: see `complete_ones`."""
+    """Yield name and manifest of the directories to try; ``faults``: see `complete_ones`."""
     for directory in complete_ones(root, faults) if iteration is None else [_requested_directory(root, iteration)]:
         yield directory.name, read_manifest(directory)[0].decode()
 
@@ -144,7 +145,7 @@ def _requested_directory(root: Path, iteration: int) -> Path:
 
 
 def _check_known(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> None:
-    """Every wanted part must be of a saved tensor of the same shape, and of the same dtype where it cannot be cast."""
+    """Raise unless every requested part is of a saved tensor of the same shape, and dtype if it cannot be cast."""
     for kind, parts in shards.items():
         if kind not in manifest.tensors:
             reason = f"it has no {kind} state, only {', '.join(manifest.tensors)}"
@@ -171,7 +172,7 @@ def _check_complete(
     group: dist.ProcessGroup | None,
     device: torch.device | str,
 ) -> list[str]:
-    """The kinds that any rank wants; raises on every rank where a saved tensor of those kinds is wanted by none."""
+    """Return the kinds that any rank requests; raise on every rank if a saved tensor of these is requested by none."""
     names = {kind: sorted(manifest.tensors[kind]) for kind in shards}
     masks = {}
     for kind, parts in shards.items():
@@ -194,7 +195,7 @@ def _check_complete(
 
 
 def copy_parts(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> int:
-    """Fill the tensors of ``shards``. Returns how many changed their dtype."""
+    """Fill the tensors of ``shards``. Return how many changed their dtype."""
     copies: dict[str, list[_Copy]] = {}
     casts = 0
     for kind, parts in shards.items():

@@ -1,10 +1,10 @@
-"""One job at a time writes to a directory: a lock file that names its owner, and outlives no owner by much.
+"""One job at a time writes to a directory: a lock file names its owner, and is taken over soon after that dies.
 
     ROOT/.megatron_merak.lock    {"host", "boot", "pid_space", "pid", "started", "token"} of the owner's first rank
 
-An owner on this machine is looked up among its processes, and a lock that a dead one left is taken over at once. Of an
-owner elsewhere only the lock file's modification time is seen, which every owner renews: one that does not move while
-it is watched belongs to nobody.
+An owner on this machine is looked up among its processes; the lock of a dead one is taken over at once. Of an owner
+elsewhere, only the lock file's modification time is visible, which every owner renews: if it does not change while it
+is watched, the owner is dead.
 """
 
 import contextlib
@@ -28,19 +28,23 @@ from megatron_merak.errors import DirectoryLockedError
 from megatron_merak.parallel.agree import together
 
 NAME = ".megatron_merak.lock"
-HEARTBEAT = 5.0  # seconds between two signs of life
-PATIENCE = 30.0  # seconds that a foreign lock is watched for one
+HEARTBEAT = 5.0  # seconds between two heartbeats
+PATIENCE = 30.0  # seconds for which a foreign lock is watched for one
 
 _REMEDY = "Wait for it, end it, or give this run a directory of its own"
 _LARGEST = 1 << 16  # bytes of a lock file
 
 
 class DirectoryLock:
-    """Held from construction until `release`, by the first rank for all of its job. Collective over ``group``.
+    """A lock that the first rank has for all of its job, from construction until `release`. Collective over
+    ``group``.
 
-    directory: made if it does not exist. group: None for a process alone. patience: seconds that the lock of an owner
-    on another machine is watched for a sign of life. Raises `DirectoryLockedError`, naming the owner, and
-    `CheckpointError` where no lock can be written. A process that already holds the lock may take it again.
+    directory: created if it does not exist.
+    group:     None for a single process.
+    patience:  seconds for which the lock of an owner on another machine is watched for a heartbeat.
+
+    Raises `DirectoryLockedError`, naming the owner, and `CheckpointError` if no lock can be written. A process that has
+    the lock already may take it again.
     """
 
     def __init__(self, directory: Path | str, group: dist.ProcessGroup | None = None, patience: float = PATIENCE):
@@ -52,7 +56,7 @@ class DirectoryLock:
                 self._claim = _Claim(self.directory / NAME, patience)
 
     def confirm(self) -> None:
-        """Raise `DirectoryLockedError` on every rank where another job took the lock: this one slept for too long.
+        """Raise `DirectoryLockedError` on every rank if another job took the lock because this one was suspended.
 
         Collective. Call it before each save.
         """
@@ -61,7 +65,7 @@ class DirectoryLock:
                 self._claim.confirm()
 
     def release(self) -> None:
-        """Let others have the directory. Not collective; may be repeated."""
+        """Unlock the directory. Not collective; may be repeated."""
         if self._claim is not None:
             self._claim.release()
 
@@ -73,19 +77,19 @@ class DirectoryLock:
 
 
 class _Claim:
-    """One process's hold on a lock file."""
+    """One process's claim of a lock file."""
 
     def __init__(self, path: Path, patience: float):
         self.path = path
         self.owned = {**_this_process(), "token": secrets.token_hex(8)}
         self._over = threading.Event()
         self.nested = True  # this process had the lock before
-        watched = None  # an owner elsewhere that gave no sign of life
+        watched = None  # an owner elsewhere without a heartbeat
         while not self._take(watched):
             watched = _watch(path, patience)
 
     def _take(self, presumed_dead: dict | None = None) -> bool:
-        """True once the lock is ours, False where its owner has to be watched."""
+        """Return whether the lock is ours; False if its owner has to be watched."""
         with _guarded(self.path) as file:
             owner = _read(file)
             if owner is not None and owner != presumed_dead:
@@ -151,7 +155,7 @@ def _link(path: str) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in ticks since boot; None for one that is gone, a zombie, or where there is no /proc."""
+    """Return when a process began, in ticks since boot; None for a dead one, a zombie, or without /proc."""
     text = _text(f"/proc/{pid}/stat")
     fields = text.rpartition(")")[2].split() if text else []
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else None
@@ -162,7 +166,7 @@ def _same_process(one: dict, other: dict) -> bool:
 
 
 def _is_alive(owner: dict, this_process: dict) -> bool | None:
-    """Whether the process that wrote a lock lives; None where it cannot be seen from here."""
+    """Whether the process that wrote a lock is alive; None if that is not visible here."""
     here = all(owner.get(key) == this_process[key] for key in ("host", "boot", "pid_space"))
     pid, started = owner.get("pid"), owner.get("started")
     if not here or type(pid) is not int or pid <= 0:
@@ -179,7 +183,7 @@ def _is_alive(owner: dict, this_process: dict) -> bool | None:
 
 
 def _watch(path: Path, patience: float) -> dict | None:
-    """Wait for a sign of life of a lock's owner. Returns the owner that gave none; raises where there was one."""
+    """Wait for a heartbeat of a lock's owner. Return the owner if there was none; else raise."""
     owner, before = _peek(path), _renewed(path)
     deadline = time.monotonic() + patience
     while owner is not None and time.monotonic() < deadline:
@@ -192,7 +196,7 @@ def _watch(path: Path, patience: float) -> dict | None:
 
 
 def _renewed(path: Path) -> int | None:
-    """Modification time in ns; the file is opened for it, which makes a network file system ask its server."""
+    """Return the modification time in ns; opens the file, so that a network file system asks its server."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
     return None
@@ -206,7 +210,7 @@ def _locked(path: Path, owner: dict) -> DirectoryLockedError:
 
 @contextmanager
 def _guarded(path: Path) -> Iterator[int]:
-    """The lock file, open, while no other process of this host looks at it or changes it."""
+    """Open the lock file; no other process of this host reads or changes it meanwhile."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
@@ -220,7 +224,7 @@ def _guarded(path: Path) -> Iterator[int]:
 
 
 class _NoLocks(OSError):
-    """A file system that knows no locks: owners are still told apart, two that start in one instant are not."""
+    """A file system without locks: owners are still distinguished, except two that start at the same instant."""
 
 
 @contextmanager
@@ -246,7 +250,7 @@ def _peek(path: Path) -> dict | None:
 
 
 def _read(file: int) -> dict | None:
-    """The owner that a lock file names; None when it names nobody, as after a crash while it was written."""
+    """Return the owner that a lock file names; None if it names none, as after a crash while it was written."""
     try:
         owner = json.loads(os.pread(file, _LARGEST, 0))
     except ValueError:

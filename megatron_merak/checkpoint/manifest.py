@@ -1,6 +1,6 @@
-"""The manifest: what a checkpoint holds and the digest of each part. A directory with a valid one is complete.
+"""The manifest: the content of a checkpoint and the digest of each part. A directory with a valid one is complete.
 
-The file is canonical JSON that carries its own digest, so that any edit of any byte of it is found.
+The file is canonical JSON with its own digest, so that a change of any byte is detected.
 """
 
 import re
@@ -23,7 +23,7 @@ _LARGEST = 2**62
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor as a file holds it, under the tensor's name: ``intervals`` along the tensor's ``dim``."""
+    """A part of a tensor in a file, under the tensor's name: ``intervals`` along the tensor's ``dim``."""
 
     file: str
     intervals: Intervals
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """One full tensor: its shape without padding, its dtype ("float32"), and the parts that tile it along ``dim``."""
+    """A full tensor: its shape without padding, its dtype ("float32"), and the parts that tile it along ``dim``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -42,10 +42,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of one checkpoint but the tensors' values.
+    """The content of one checkpoint, except the tensors' values.
 
-    ``files`` is name -> {"bytes": size, "header": sha256}; ``tensors`` is kind -> name -> `Entry`; ``meta`` is any JSON
-    object.
+    files:   name -> {"bytes": size, "header": sha256}.
+    tensors: kind -> name -> `Entry`.
+    meta:    any JSON object.
     """
 
     iteration: int
@@ -55,7 +56,7 @@ class Manifest:
     meta: Mapping
 
     def files_of(self, kinds: Sequence[str]) -> dict[str, dict[str, str]]:
-        """File name -> {tensor name: sha256} of every file that holds tensors of these kinds."""
+        """Return file name -> {tensor name: sha256} for every file with tensors of these kinds."""
         digests: dict[str, dict[str, str]] = {}
         for kind in kinds:
             for name, entry in self.tensors[kind].items():
@@ -64,7 +65,7 @@ class Manifest:
         return digests
 
     def render(self) -> bytes:
-        """The bytes of the manifest file. Raises `ValueError` or `TypeError` where ``meta`` is not JSON."""
+        """Return the bytes of the manifest file. Raises `ValueError` or `TypeError` if ``meta`` is not JSON."""
         return seal(
             {
                 "format": FORMAT,
@@ -82,8 +83,10 @@ class Manifest:
 
 
 def parse_manifest(text: bytes, path: Path) -> Manifest:
-    """Read and check a manifest file. Raises `DamagedError` naming ``path`` where anything in it is not sound, and
-    `CheckpointError` for one of another version."""
+    """Read and check a manifest file.
+
+    Raises `DamagedError` naming ``path`` if anything in it is invalid, and `CheckpointError` for another version's.
+    """
     remedy = "Load another iteration with --ckpt-step, or restore this one from a copy"
     try:
         return _parse(unseal(text, FORMAT, VERSION))
@@ -108,7 +111,7 @@ def check_entry(label: str, entry: Entry) -> None:
 
 
 def stored_shape(entry: Entry, part: Part) -> tuple[int, ...]:
-    """The shape under which the part's file holds it."""
+    """Return the shape under which the file has the part."""
     return local_shape(entry.shape, entry.dim, part.intervals)
 
 

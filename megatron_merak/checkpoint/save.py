@@ -1,4 +1,4 @@
-"""Saving: every rank writes what it owns into a fresh directory; the manifest, last, makes that a checkpoint."""
+"""Saving: every rank writes what it owns into a fresh directory; the manifest, written last, makes it a checkpoint."""
 
 import re
 import secrets
@@ -32,12 +32,13 @@ def save(
 ) -> Path:
     """Write a checkpoint to ROOT/iter_<iteration> and return that path.
 
-    ``shards`` maps a kind ("model", "master", "exp_avg", "exp_avg_sq") to this rank's parts; over all ranks, the parts
-    with ``owner`` tile each tensor exactly once. ``meta`` is a JSON object, and the first rank's is stored, with
-    "iteration" added. A complete checkpoint of the same iteration is replaced once the new one is complete. On failure
-    every rank raises `CheckpointError`, what was complete stays so, and the partial directory is removed. Numbers that
-    are not finite are a `NumericsError`, before anything is written; those of parameters without moments are not looked
-    at.
+    shards: kind ("model", "master", "exp_avg", "exp_avg_sq") -> this rank's parts; over all ranks, those with ``owner``
+            tile each tensor exactly once.
+    meta:   a JSON object; the first rank's is stored, with "iteration" added.
+
+    A complete checkpoint of the same iteration is replaced once the new one is complete. On failure every rank raises
+    `CheckpointError`, complete checkpoints stay, and the partial directory is removed. Numbers that are not finite
+    raise `NumericsError` before anything is written; parameters without moments are not checked.
     """
     assert iteration >= 0, iteration
     root = Path(root)
@@ -79,7 +80,7 @@ def save(
 def check_finite(
     shards: Mapping[str, Kind | Sequence[Shard]], group: dist.ProcessGroup | None, device: torch.device | str
 ) -> None:
-    """Raise `NumericsError` on every rank for a trained parameter or its optimizer state that is NaN or infinite."""
+    """Raise `NumericsError` on every rank if a trained parameter or its optimizer state is NaN or infinite."""
     kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
     trained = {part.name for name, kind in kinds.items() if name != "model" for part in kind.shards} or None
     for name, _, turn in in_turns(kinds, group, device):
@@ -92,7 +93,7 @@ def check_finite(
 
 
 def _is_written(part: Shard) -> bool:
-    """A rank that holds only padding of a tensor has nothing to write; a tensor without elements is still named."""
+    """Whether a part is written: not if it is padding only; a tensor without elements still has an entry."""
     return part.owner and (part.tensor.numel() > 0 or 0 in part.shape)
 
 
@@ -108,7 +109,7 @@ def _prepare(root: Path, iteration: int, needed: int) -> None:
 
 
 def _write(fresh: Path, file: str, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str]) -> tuple[dict, dict]:
-    """Write a file of what this rank owns of one kind. Returns, in JSON, what is to be said of files and of tensors."""
+    """Write a file of what this rank owns of one kind. Return JSON-safe entries of files and tensors."""
     assert _KIND.fullmatch(kind), kind
     fresh.mkdir(parents=True, exist_ok=True)
     parts = [part for part in parts if _is_written(part)]
@@ -132,7 +133,7 @@ def _write(fresh: Path, file: str, kind: str, parts: Sequence[Shard], metadata: 
 
 
 def _complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], meta: dict) -> None:
-    """Write the manifest, after which the directory is a checkpoint."""
+    """Write the manifest, which makes the directory a checkpoint."""
     files = {name: written for report in reports for name, written in report["files"].items()}
     try:
         manifest = Manifest(iteration, save_id, files, _join(reports), {**meta, "iteration": iteration})
@@ -148,7 +149,7 @@ def _complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], me
 
 
 def _join(reports: list[dict]) -> dict[str, dict[str, Entry]]:
-    """Put the ranks' parts together; raises `ValueError` where they disagree or do not tile a tensor."""
+    """Join the ranks' parts; raise `ValueError` if they disagree or do not tile a tensor."""
     tensors: dict[str, dict[str, Entry]] = {}
     for report in reports:
         for kind, values in report["tensors"].items():
@@ -167,7 +168,7 @@ def _join(reports: list[dict]) -> dict[str, dict[str, Entry]]:
 
 
 def _discard(fresh: Path, error: Exception) -> None:
-    """Remove a partial directory; should that fail too, say so beside the error that matters."""
+    """Remove a partial directory; if that fails too, add it to the error that matters."""
     try:
         directories.discard(fresh)
     except OSError as second:

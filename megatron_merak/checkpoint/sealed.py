@@ -1,4 +1,4 @@
-"""Canonical JSON that carries its own digest, so that any edit of any byte of it is found."""
+"""Canonical JSON with its own digest, so that a change of any byte is detected."""
 
 import hashlib
 import json
@@ -8,14 +8,14 @@ DIGEST = "sha256"
 
 
 def seal(document: Mapping) -> bytes:
-    """The bytes of ``document`` with its digest. Raises `ValueError` or `TypeError` where it is not JSON."""
+    """Return the bytes of ``document`` with its digest. Raises `ValueError` or `TypeError` if it is not JSON."""
     return _dump({**document, DIGEST: _digest(document)}) + b"\n"
 
 
 def unseal(text: bytes, kind: str, version: int) -> dict:
-    """The document that `seal` made ``text`` of, whose "format" is ``kind``.
+    """Return the document that `seal` turned into ``text``, whose "format" is ``kind``.
 
-    Raises `OtherVersionError` for another "version", `ValueError` or `KeyError` for anything else that is not sound.
+    Raises `OtherVersionError` for another "version", and `ValueError` or `KeyError` for anything else that is invalid.
     """
     document = json.loads(text)
     if not isinstance(document, dict):
@@ -31,7 +31,7 @@ def unseal(text: bytes, kind: str, version: int) -> dict:
 
 
 class OtherVersionError(ValueError):
-    """A document that another version of this program wrote."""
+    """The document of another version of this program."""
 
 
 def _dump(document: Mapping) -> bytes:

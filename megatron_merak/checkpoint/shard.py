@@ -1,4 +1,4 @@
-"""What one rank holds of a full tensor, and the arithmetic by which one layout's parts overlap another's."""
+"""A rank's shard of a full tensor, and how the shards of two layouts overlap."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,15 @@ Slices = tuple[slice, ...]
 class Shard:
     """This rank's part of one tensor, under its HuggingFace name and in HuggingFace orientation.
 
-    ``shape`` is the full shape, without padding. ``dim`` is the divided dimension, None for a tensor that this rank
-    holds whole. ``intervals`` are the index ranges [start, stop) along ``dim``, in the order in which ``tensor`` stores
-    them. ``tensor`` has ``shape`` but for ``dim``, which is as long as the intervals together; it may be a view with
-    any strides, and loading copies into it. ``owner`` False: another rank writes this part. ``fetch``, where
-    ``tensor`` does not always have its values, lets it have them: collective over the ranks that hold the same part.
+    name:      of the tensor.
+    shape:     of the full tensor, without padding.
+    dim:       the sharded dimension; None if this rank has the full tensor.
+    intervals: index ranges [start, stop) along ``dim``, in the order in which ``tensor`` has them.
+    tensor:    of ``shape``, except that ``dim`` is as long as the intervals together; any strides. Loading copies into
+               it.
+    owner:     False: another rank writes this part.
+    fetch:     fills ``tensor`` if it does not always have its values; collective over the ranks that have the same
+               part.
     """
 
     name: str
@@ -41,10 +45,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Turn:
-    """Parts whose tensors are there at the same time.
+    """Shards whose tensors are in memory at the same time.
 
-    fetch: called before the tensors of ``shards`` are read or overwritten, and may be collective; those of other turns
-    are gone then. keep: called after they were overwritten.
+    fetch: called before the tensors of ``shards`` are read or overwritten; may be collective. Those of other turns are
+           gone then.
+    keep:  called after they were overwritten.
     """
 
     shards: Sequence[Shard] = ()
@@ -54,8 +59,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Kind:
-    """This rank's parts of one kind of state ("model", "exp_avg"), which may be gathered from where they are kept, in
-    memory that many use in turn."""
+    """This rank's shards of one kind of state ("model", "exp_avg").
+
+    Turns may share memory, into which their state is gathered one after the other.
+    """
 
     turns: Sequence[Turn]
 
@@ -65,15 +72,18 @@ class Kind:
 
     @classmethod
     def of(cls, shards: "Kind | Sequence[Shard]") -> "Kind":
-        """Parts whose tensors are always there are a kind, too."""
+        """Return a kind, given one, or given shards that are always in memory."""
         return shards if isinstance(shards, cls) else cls([Turn(shards)])
 
 
 def in_turns(
     kinds: Mapping[str, Kind], group: dist.ProcessGroup | None, device: torch.device | str
 ) -> Iterator[tuple[str, int, Turn]]:
-    """(kind, number, turn) of all turns of all kinds, each brought; on ranks that have fewer, empty ones. Collective
-    over ``group``, whose ranks have the same kinds."""
+    """Yield (kind, number, turn) of all turns of all kinds, each after its fetch; empty turns on ranks that have
+    fewer.
+
+    Collective over ``group``, whose ranks have the same kinds.
+    """
     counts = gather_json([len(kind.turns) for kind in kinds.values()], group, device)
     for (name, kind), most in zip(kinds.items(), map(max, zip(*counts, strict=True)), strict=True):
         for number in range(most):
@@ -83,7 +93,7 @@ def in_turns(
 
 
 def local_shape(shape: Sequence[int], dim: int | None, intervals: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of the part that ``intervals`` along ``dim`` cut out of a tensor of ``shape``."""
+    """Return the shape of the shard that ``intervals`` along ``dim`` cut out of a tensor of ``shape``."""
     shape = tuple(shape)
     if dim is None:
         return shape
@@ -91,7 +101,7 @@ def local_shape(shape: Sequence[int], dim: int | None, intervals: Iterable[Seque
 
 
 def uncovered(extent: int, intervals: Iterable[Sequence[int]]) -> str:
-    """Say what keeps the intervals from covering [0, extent) exactly once; empty when they do."""
+    """Return why the intervals do not cover [0, extent) exactly once; "" if they do."""
     position = 0
     for start, stop in sorted((start, stop) for start, stop in intervals if start < stop):
         if start > position:
@@ -107,10 +117,11 @@ def uncovered(extent: int, intervals: Iterable[Sequence[int]]) -> str:
 def overlaps(
     shape: Sequence[int], source: tuple[int | None, Intervals], target: tuple[int | None, Intervals]
 ) -> Iterator[tuple[Slices, Slices]]:
-    """Yield (slices of the source part, slices of the target part) that name the same elements of a full tensor.
+    """Yield (slices of the source shard, slices of the target shard) of the common elements of a full tensor.
 
-    ``source`` and ``target`` are each (dim, intervals). Where their dims differ, every pair of intervals shares a
-    rectangle. Both sides of a pair have equal, non-empty shapes.
+    source, target: (dim, intervals). If the dims differ, every pair of intervals shares a rectangle.
+
+    Both sides of a pair have equal, non-empty shapes.
     """
     if not shape:
         yield (), ()
@@ -140,7 +151,7 @@ def _divided(shape: Sequence[int], part: tuple[int | None, Intervals]) -> tuple[
 
 
 def _placed(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
-    """(offset in the part, start, stop) of each interval that is not empty."""
+    """Return (offset in the shard, start, stop) of each interval that is not empty."""
     offset = 0
     for start, stop in intervals:
         if start < stop:

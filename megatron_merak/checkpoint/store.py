@@ -1,11 +1,11 @@
 """Training state on disk: crash-safe, checked, and independent of the layout of the ranks.
 
-    save(root, iteration, shards, meta, group, device)    every rank writes its parts, the first one completes
-    load(root, shards, group, device) -> meta              whatever overlaps is copied into the wanted parts
+    save(root, iteration, shards, meta, group, device)    every rank writes its shards, the first one completes
+    load(root, shards, group, device) -> meta              what overlaps is copied into the shards
     latest(root) -> iteration or None
     prune(root, keep_every) -> iterations removed
 
-All are collective over ``group``, None for a process alone; what fails on one rank raises `CheckpointError` on all.
+All are collective over ``group``, None for a single process; an error on one rank raises `CheckpointError` on all.
 """
 
 from pathlib import Path
@@ -25,10 +25,10 @@ __all__ = ["Kind", "Shard", "Turn", "latest", "load", "prune", "save"]
 
 
 def latest(root: Path | str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> int | None:
-    """The newest iteration with a valid manifest, or None. With a group: what its first rank sees, on every rank.
+    """Return the newest iteration with a valid manifest, or None: what the group's first rank sees, on every rank.
 
-    Raises `DamagedError` where there are checkpoints and none has a valid manifest: that is no new beginning. The
-    tracker file is not consulted: it may be missing, stale or ahead of a save that never ended.
+    Raises `DamagedError` if there are checkpoints but none has a valid manifest: starting anew would lose them. The
+    tracker file is not read: it may be missing, stale or ahead of a save that failed.
     """
     newest = None
     with together(group, device), disk_errors(Path(root), "Check --load"):
@@ -45,8 +45,8 @@ def prune(
 ) -> list[int]:
     """Remove the complete checkpoints older than the newest whose iteration ``keep_every`` does not divide.
 
-    Megatron's ``--save-retain-interval``. Of checkpoints that are damaged (every byte is compared with its digest) none
-    counts as the newest. Returns the iterations removed.
+    This is Megatron's ``--save-retain-interval``. A damaged checkpoint (every byte is compared with its digest) does
+    not count as the newest. Returns the iterations removed.
     """
     removed: list[int] = []
     with together(group, device), disk_errors(Path(root), SAVE_REMEDY):

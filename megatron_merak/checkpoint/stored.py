@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read one part at a time: weights for which no job and no layout is needed."""
+"""The tensors of a checkpoint, read one part at a time, without a job or a layout."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ class StoredSource(Source):
     """The weights of one checkpoint directory (``iter_N``), under the names they were saved with.
 
     directory: the complete checkpoint.
-    rename:    from a saved tensor name to the name it has here.
+    rename:    from a saved tensor name to the name used here.
 
     Raises DamagedError if the manifest or a byte of the weights is damaged.
     """
@@ -50,7 +50,10 @@ class StoredSource(Source):
 
 def chosen(path: Path, iteration: int | None) -> Path:
     """Return the directory of a checkpoint: ``path`` itself if it is one, else the newest one in it or that of
-    ``iteration``. Raises CheckpointError if there is none."""
+    ``iteration``.
+
+    Raises CheckpointError if there is none.
+    """
     remedy = "Give a --save directory or an iter_N directory of merak-pretrain or merak-pretrain-hf"
     if iteration_of(path) >= 0:
         read_manifest(path)

@@ -1,11 +1,11 @@
-"""A directory of any files that is one unit: complete once the manifest over all of them, written last, is in.
+"""A directory of any files that is one unit: complete once it has the manifest over all of them, written last.
 
     checkpoint-500/manifest.json     the size of every other file and its SHA-256; sealed by its own digest
-    checkpoint-500/config.json ...   whatever was there when the manifest was made
+    checkpoint-500/config.json ...   the files that existed when the manifest was written
 
 The tensor files of a training state inside have a digest per tensor in their own manifest, which is a file of the unit:
-they are not hashed again. Files that came later belong to whoever put them there: they are not verified,
-and never removed. All functions here are local to one rank.
+they are not hashed again. Files that were added later belong to others: they are neither verified nor removed. All
+functions here are local to one rank.
 """
 
 import hashlib
@@ -31,7 +31,10 @@ _REMEDY = "Use another checkpoint, or restore this one from a copy"
 
 @dataclass(frozen=True)
 class Unit:
-    """``files``: path relative to the directory -> {"bytes": size, "sha256": hexadecimal or "digests in": manifest}."""
+    """A complete unit.
+
+    files: path relative to the directory -> {"bytes": size, "sha256": hexadecimal or "digests in": manifest}.
+    """
 
     step: int
     save_id: str
@@ -39,9 +42,11 @@ class Unit:
 
 
 def complete(directory: Path, step: int, known: Mapping[str, str]) -> None:
-    """Write the manifest over all files of ``directory``, after which it is a unit; all of it is on the disk then.
+    """Write the manifest over all files of ``directory``, which makes it a unit; all of it is on the disk then.
 
-    known: SHA-256 by path, of files whose writer has hashed them. Raises `CheckpointError` for what is no regular file.
+    known: SHA-256 by path, of files that were hashed when written.
+
+    Raises `CheckpointError` for anything but regular files.
     """
     files = {}
     for path in sorted(_walk(directory)):
@@ -63,7 +68,7 @@ def complete(directory: Path, step: int, known: Mapping[str, str]) -> None:
 
 
 def parse(path: Path) -> Unit:
-    """Read and check a manifest file alone. Raises `CheckpointError` where anything in it is not sound."""
+    """Read and check a manifest file alone. Raises `CheckpointError` if anything in it is invalid."""
     try:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_MANIFEST:
@@ -89,9 +94,9 @@ def parse(path: Path) -> Unit:
 
 
 def read(directory: Path, step: int | None = None) -> Unit:
-    """The manifest, once every file of it is there at its full size. Raises `CheckpointError` when it is not complete.
+    """Return the manifest, if every file of it exists with its full size. Raises `CheckpointError` if not.
 
-    ``step``: the one that the directory's name says, if any.
+    step: that of the directory's name, if any.
     """
     unit = parse(directory / NAME)
     if step is not None and unit.step != step:
@@ -123,16 +128,16 @@ def verify(directory: Path, unit: Unit, part: int = 0, parts: int = 1) -> None:
 
 
 def foreign(directory: Path, unit: Unit, *ours: str) -> list[str]:
-    """The files in ``directory`` that are neither the unit's nor of the names ``ours``.
+    """Return the files in ``directory`` that are neither the unit's nor have one of the names ``ours``.
 
-    A file that is removed while a program has it open stays as .nfs... for as long, on a network file system.
+    On a network file system, a file that is removed while open stays as .nfs... for a while; it is ignored.
     """
     names = (path.relative_to(directory).as_posix() for path in _walk(directory) if not path.name.startswith(".nfs"))
     return sorted(name for name in names if name not in unit.files and name not in ours)
 
 
 def _walk(directory: Path) -> list[Path]:
-    """Everything below that is no directory, links to directories included."""
+    """Return everything below that is no directory, including links to directories."""
     paths = []
     for folder, folders, names in os.walk(directory):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
@@ -161,7 +166,7 @@ def _verify_tensors(beside: Path, name: str) -> None:
 
 
 def _path(name: object) -> str:
-    """A path that stays inside the directory."""
+    """Return a path that stays inside the directory."""
     plain = isinstance(name, str) and name and "\0" not in name and PurePosixPath(name).as_posix() == name
     if not plain or name.startswith("/") or ".." in name.split("/") or name == NAME:
         raise ValueError(f"{name!r} is not the path of a file in this directory")

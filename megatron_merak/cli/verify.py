@@ -17,24 +17,24 @@ from .words import described
 def checkpoints(path: Path, faults: list[CheckpointError]) -> Iterator[Path]:
     """``path`` itself if it has the name of a checkpoint, else those in it; ``faults``: of those not complete."""
     from ..checkpoint import directory as directories
-    from ..checkpoint import places
+    from ..checkpoint import unit_directories
 
-    if places.step_of(path) is not None or directories.iteration_of(path) >= 0:
+    if unit_directories.step_of(path) is not None or directories.iteration_of(path) >= 0:
         yield path
         return
-    yield from places.newest_first(path, faults)
+    yield from unit_directories.newest_first(path, faults)
     yield from directories.complete_ones(path, faults)
 
 
 def verify(path: Path) -> None:
     """Raises CheckpointError."""
     from ..checkpoint import directory as directories
-    from ..checkpoint import places, unit
+    from ..checkpoint import unit, unit_directories
 
     if directories.iteration_of(path) >= 0:
         directories.verify(path)
     else:
-        unit.verify(path, unit.read(path, places.step_of(path)))
+        unit.verify(path, unit.read(path, unit_directories.step_of(path)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Random numbers of one purpose, apart from whatever else draws from the global generators."""
+"""Random numbers for one purpose, separate from whatever else draws from the global generators."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def _seed(seed: int) -> None:
 
 @contextmanager
 def private_randomness(*numbers: int) -> Iterator[None]:
-    """Every global generator of the CPU seeded by ``numbers`` inside, and untouched outside."""
+    """Seed every global generator of the CPU by ``numbers`` inside this context, and restore its state afterwards."""
     seed = 0
     for number in numbers:
         seed = (seed * DIGITS + number) % 2**32
@@ -41,9 +41,10 @@ def private_randomness(*numbers: int) -> Iterator[None]:
 
 
 class PrivateStream:
-    """The values of an iterator that draws from generators of its own, which stand in for the global ones meanwhile.
+    """The values of an iterator that draws from its own generators, which replace the global ones meanwhile.
 
-    make: makes the iterator, whose draws count too. seed: of the generators at its beginning.
+    make: creates the iterator; what it draws counts too.
+    seed: of the generators at the beginning.
     """
 
     def __init__(self, make: Callable[[], Iterator], seed: int):
@@ -57,12 +58,12 @@ class PrivateStream:
         self._seen: list = []
 
     def look(self, count: int) -> list:
-        """The next ``count`` values, fewer at the end; ``take`` gives them again."""
+        """Return the next ``count`` values, fewer at the end; ``take`` returns them again."""
         self._seen = self.take(count)
         return list(self._seen)
 
     def take(self, count: int) -> list:
-        """The next ``count`` values, fewer at the end."""
+        """Return the next ``count`` values, fewer at the end."""
         before = _states()
         taken, self._seen = self._seen[:count], self._seen[count:]
         try:

@@ -12,7 +12,7 @@ from ...parallel.mesh import Mesh
 
 
 def checksum(batches: Sequence[Mapping[str, object]]) -> int:
-    """A number of 32 bits that tells batches apart: names, shapes, types and values of their entries, in order."""
+    """Return a 32-bit checksum of a batch: names, shapes, types and values of its entries, in order."""
     code = 0
     for batch in batches:
         for name, value in sorted(batch.items()):
@@ -26,7 +26,7 @@ def checksum(batches: Sequence[Mapping[str, object]]) -> int:
 
 
 def differ_here(batches: Sequence[Mapping[str, object]], mesh: Mesh) -> bool:
-    """Whether a rank of this replica holds other batches than the rest. Collective over its ranks."""
+    """Whether ranks of this replica have different batches. Collective over them."""
     if mesh.model is None:
         return False
     code = checksum(batches)
@@ -37,8 +37,10 @@ def differ_here(batches: Sequence[Mapping[str, object]], mesh: Mesh) -> bool:
 
 
 def different(count: int | None = None) -> DataError:
-    """Ranks that share a replica were given different samples; or, with ``count``, that is how many batches were left
-    on this rank, and others had another number."""
+    """Return the error for ranks of a replica with different samples.
+
+    count: number of batches left on this rank, if ranks differ in it.
+    """
     reason = "ranks of one replica of the model received different samples"
     if count is not None:
         reason = f"it ends earlier on some ranks than on others; this rank received {count} batches"
@@ -47,7 +49,8 @@ def different(count: int | None = None) -> DataError:
 
 
 def check_everywhere(batches: Sequence[Mapping[str, object]], count: int, mesh: Mesh) -> None:
-    """Raise DataError on every rank unless ranks of a replica hold the same batches, and all ranks the same ``count``.
+    """Raise DataError on every rank unless ranks of a replica have the same batches, and all ranks the same
+    ``count``.
 
     Collective over all ranks.
     """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ...checkpoint import places, unit
+from ...checkpoint import unit, unit_directories
 from ...checkpoint.files import disk_errors
 from ...checkpoint.lock import DirectoryLock
 from ...data.files import atomic_writer
@@ -47,7 +47,7 @@ class RunDirectory:
         self._lock = DirectoryLock(self.root, self.group)
         with self._on_first():
             if self.first:
-                places.settle(self.root)
+                unit_directories.settle(self.root)
 
     def release(self) -> None:
         """Unlock the directory. Not collective."""
@@ -62,14 +62,14 @@ class RunDirectory:
             yield
 
     def place(self, step: int) -> Path:
-        return places.plain(self.root, step)
+        return unit_directories.plain(self.root, step)
 
     def _complete(self) -> list[int]:
         """Return the steps of the complete checkpoints that the first rank sees, newest first."""
         steps: list[int | None] = []
         with self._on_first():
             if self.first:
-                steps = [places.step_of(path) for path in places.newest_first(self.root)]
+                steps = [unit_directories.step_of(path) for path in unit_directories.newest_first(self.root)]
         return broadcast_json(steps, self.group, "cpu")
 
     def _candidates(self, faults: list[str]) -> Iterator[Path]:
@@ -78,7 +78,7 @@ class RunDirectory:
         Raises CheckpointError for one that cannot be read, or that another version wrote: that is not damage.
         """
         errors: list[CheckpointError] = []
-        paths = places.newest_first(self.root, errors)
+        paths = unit_directories.newest_first(self.root, errors)
         while True:
             candidate = None
             with self._on_first():
@@ -128,17 +128,17 @@ class RunDirectory:
         body, which may contain collectives; an exception is raised on every rank.
         """
         self.hold()
-        fresh = places.fresh(self.root, step)
+        fresh = unit_directories.fresh(self.root, step)
         try:
             with self._on_first():
                 if self.first:
-                    places.settle(self.root)
+                    unit_directories.settle(self.root)
                     fresh.mkdir()
             yield fresh
             with self._on_first():
                 if self.first:
                     unit.complete(fresh, step, {})
-                    places.publish(self.root, step)
+                    unit_directories.publish(self.root, step)
         except Exception:
             if self.first:
                 shutil.rmtree(fresh, ignore_errors=True)  # the next save would remove what is left
@@ -154,7 +154,7 @@ class RunDirectory:
         complete = self._complete()
         protected = {saved}
         if best is not None and Path(best).resolve().parent == self.root.resolve():
-            protected.add(places.step_of(Path(best)))
+            protected.add(unit_directories.step_of(Path(best)))
         beyond = max(0, len(complete) - max(limit, len(protected & {*complete})))
         expendable = [step for step in complete[::-1] if step not in protected][:beyond]
         self._remove(expendable, self.place(saved))
@@ -176,7 +176,7 @@ class RunDirectory:
             return
         with self._on_first():
             for step in steps if self.first else ():
-                places.remove(self.root, step)
+                unit_directories.remove(self.root, step)
 
 
 def exists(directory: Path, group: Group) -> bool:
@@ -190,7 +190,7 @@ def verify(directory: Path, group: Group) -> None:
     with together(group, "cpu"), disk_errors(directory, "Resume from another checkpoint"):
         if not directory.is_dir():
             raise CheckpointError("checkpoint", directory, "there is no complete checkpoint here", _REMEDY)
-        unit.verify(directory, unit.read(directory, places.step_of(directory)), rank, world)
+        unit.verify(directory, unit.read(directory, unit_directories.step_of(directory)), rank, world)
 
 
 def _need_training_state(directory: Path, group: Group) -> None:

@@ -1,9 +1,9 @@
-"""The units ROOT/checkpoint-N, and how one takes its place without a moment at which none is complete.
+"""Directories ROOT/checkpoint-N of units, and how one is replaced so that at every moment one is complete.
 
     ROOT/checkpoint-500/         complete: its manifest is valid and its files are there
-    ROOT/.checkpoint-500.new/    being written; complete once its manifest is in, then renamed
+    ROOT/.checkpoint-500.new/    being written; complete once it has its manifest, then renamed
     ROOT/.checkpoint-500.old/    being replaced or removed
-    ROOT/kept-checkpoint-500/    files that no save wrote and that lay in a directory that had to go
+    ROOT/kept-checkpoint-500/    files that no save wrote, from a directory that was removed
 
 Programs that look for "checkpoint-*" see only the first. All functions are local to one rank; one process at a time
 writes to a ROOT, see ``lock``.
@@ -33,7 +33,7 @@ def plain(root: Path, step: int) -> Path:
 
 
 def fresh(root: Path, step: int) -> Path:
-    """Where a unit is written."""
+    """Return the directory in which a unit is written."""
     return root / f".checkpoint-{step}.new"
 
 
@@ -42,30 +42,30 @@ def old(root: Path, step: int) -> Path:
 
 
 def step_of(directory: Path) -> int | None:
-    """The step that a directory's name tells; None for a name that no unit has."""
+    """Return the step in a directory's name; None for a name that no unit has."""
     match = _NAME.fullmatch(directory.name)
     return int(match[2]) if match and bool(match[1]) == bool(match[3]) else None
 
 
 def locate(root: Path, step: int, faults: list[CheckpointError] | None = None) -> Path | None:
-    """The complete directory of a step, whatever a crash left it called.
+    """Return the complete directory of a step, under whatever name a crash left it.
 
-    ``faults`` receives what is wrong with others; None: it is logged, unless they have no manifest.
+    faults: collects what is wrong with others; None: it is logged, unless they have no manifest.
     """
     paths = (place(root, step) for place in (plain, fresh, old))
     return next((path for path in paths if _is_complete(path, step, faults)), None)
 
 
 def newest_first(root: Path, faults: list[CheckpointError] | None = None) -> Iterator[Path]:
-    """The complete units, by step; an absent ROOT has none. ``faults``: see `locate`."""
+    """Yield the complete units, by step; none if ROOT is absent. ``faults``: see `locate`."""
     located = (locate(root, step, faults) for step in sorted(_steps(root, plain, fresh, old), reverse=True))
     return (path for path in located if path is not None)
 
 
 def settle(root: Path) -> None:
-    """Finish what a crash interrupted: put complete directories in their places, remove what is left of others.
+    """Complete what a crash interrupted: rename complete directories, remove the rest of others.
 
-    Raises `CheckpointError`, and changes nothing of that step, where one cannot be read or is another version's.
+    Raises `CheckpointError`, and changes nothing of that step, if one cannot be read or is another version's.
     """
     for step in sorted(_steps(root, fresh, old)):
         faults: list[CheckpointError] = []
@@ -84,9 +84,9 @@ def settle(root: Path) -> None:
 
 
 def publish(root: Path, step: int) -> Path:
-    """Let the complete fresh directory of a step take its place; an earlier complete one goes last.
+    """Rename the complete fresh directory of a step; an earlier complete one is removed last.
 
-    Files that somebody put into the earlier one move into the new one.
+    Files that somebody put into the earlier one move to the new one.
     """
     place = plain(root, step)
     discard(root, step)
@@ -108,9 +108,10 @@ def remove(root: Path, step: int) -> None:
 
 
 def discard(root: Path, step: int) -> None:
-    """Remove what a save wrote to the old directory of a step; it stops being complete before the first file is lost.
+    """Remove what a save wrote to the old directory of a step; it stops being complete before the first file is
+    removed.
 
-    It can be repeated after a crash at any point.
+    May be repeated after a crash at any point.
     """
     directory, place = old(root, step), plain(root, step)
     if not directory.is_dir() or directory.is_symlink():
@@ -139,7 +140,7 @@ def discard(root: Path, step: int) -> None:
 
 
 def _begin_removal(directory: Path, step: int) -> units.Unit | None:
-    """The directory's manifest, under another name now; None once that is gone, too."""
+    """Rename the directory's manifest and return it; None if it is already removed."""
     if (directory / NAME).exists():
         units.read(directory, step)
         os.rename(directory / NAME, directory / REMOVED)
@@ -159,19 +160,19 @@ def _keep_foreign(directory: Path, unit: units.Unit, home: Path) -> None:
 
 
 def _set_aside(directory: Path, name: str | None = None) -> None:
-    """Move a directory that is no complete unit out of the way of one; nobody knows whose it is."""
+    """Rename a directory that is no complete unit; nobody knows whose it is."""
     target = _free(directory.with_name(f"kept-{name or directory.name}"))
     os.rename(directory, target)
     _say("%s is no complete checkpoint, and a new one takes its place: it is %s now", directory, target)
 
 
 def _free(path: Path) -> Path:
-    """``path``, or the first numbered name after it that nothing has."""
+    """Return ``path``, or the first numbered name after it that is free."""
     names = (path.with_name(f"{path.name}.{n}") if n else path for n in count())
     return next(name for name in names if not os.path.lexists(name))
 
 
-def _steps(root: Path, *places: Callable[[Path, int], Path]) -> set[int]:
+def _steps(root: Path, *directories: Callable[[Path, int], Path]) -> set[int]:
     try:
         with os.scandir(root) as entries:
             paths = [root / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -181,7 +182,7 @@ def _steps(root: Path, *places: Callable[[Path, int], Path]) -> set[int]:
         reason = error.strerror or str(error)
         raise CheckpointError("checkpoint directory", root, reason, "Check output_dir and its permissions") from error
     steps = ((path, step_of(path)) for path in paths)
-    return {step for path, step in steps if step is not None and path in [place(root, step) for place in places]}
+    return {step for path, step in steps if step is not None and path in [place(root, step) for place in directories]}
 
 
 def _is_complete(directory: Path, step: int, faults: list[CheckpointError] | None = None) -> bool:
