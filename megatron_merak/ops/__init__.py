@@ -1,7 +1,7 @@
 """The operations that models are made of.
 
-Each is a plain function of tensors with a PyTorch implementation that runs on every device; where a compiled kernel is
-loaded, it takes its place behind the same signature.
+Each is a plain function of tensors with a reference implementation in PyTorch that runs on every device; a compiled
+kernel, where loaded, replaces it behind the same signature.
 """
 
 from .activation import bias_gelu, gated, gated_halves, gelu_tanh, swiglu

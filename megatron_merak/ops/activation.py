@@ -1,4 +1,4 @@
-"""Activations of the feed-forward block: silu, gelu and gelu_tanh, alone behind a bias, and as gates."""
+"""Activations of the feed-forward block: silu, gelu and gelu_tanh, alone after a bias, and as gates."""
 
 from functools import partial
 
@@ -108,8 +108,10 @@ def _bias_gelu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 # ---- faces --------------------------------------------------------------------------------------------------------
 def gated_halves(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [..., 2f], gate first -> activation(gate) * up [..., f]; keeps its input only. ``activation``: silu, gelu
-    or gelu_tanh."""
+    """gate_up [..., 2f], gate first -> activation(gate) * up [..., f]; saves its input only for the backward.
+
+    activation: silu, gelu or gelu_tanh.
+    """
     return kernels(gate_up).gated_merged(gate_up, activation)
 
 
@@ -119,12 +121,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, all [..., f]; keeps its inputs only. ``activation``: silu, gelu or gelu_tanh."""
+    """activation(gate) * up, all [..., f]; saves its inputs only. ``activation``: silu, gelu or gelu_tanh."""
     return kernels(gate, up).gated(gate, up, activation)
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, activation: str = "gelu_tanh") -> Tensor:
-    """activation(x + bias), x [..., f], bias [f] or None; keeps its inputs only. ``activation`` as in ``gated``."""
+    """activation(x + bias), x [..., f], bias [f] or None; saves its inputs only. ``activation``: see ``gated``."""
     return kernels(x, bias).bias_gelu(x, bias, activation)
 
 

@@ -1,6 +1,6 @@
-"""Norms served by NVIDIA apex, where it is installed and our own CUDA kernels are not loaded.
+"""Norms of NVIDIA apex, used if it is installed and our own CUDA kernels are not loaded.
 
-The ``apex`` of the package index is another project: what tells NVIDIA's is its compiled module.
+The ``apex`` of the package index is another project; NVIDIA's is recognized by its compiled module.
 """
 
 from importlib import import_module
@@ -15,14 +15,14 @@ MODULE = "fused_layer_norm_cuda"
 
 
 def find() -> ModuleType | None:
-    """apex's compiled norms, None where NVIDIA's apex was not built with them."""
+    """Return apex's compiled norms; None if NVIDIA's apex was not built with them."""
     return import_module(MODULE) if find_spec(MODULE) is not None else None
 
 
 def provide(library: torch.library.Library, norms: Any, key: str = "CUDA") -> tuple[str, ...]:
-    """Implement the norms of ``library`` for the dispatch key ``key``; returns the names of the operations.
+    """Implement the norms of ``library`` for the dispatch key ``key``; return the names of the operations.
 
-    The kernels want x and weights of one type, dense, and statistics as one dimension.
+    The kernels require x and weights of one type, contiguous, and one-dimensional statistics.
     """
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

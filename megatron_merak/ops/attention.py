@@ -19,9 +19,9 @@ _BLOCK = 128
 
 
 class _ShortCausal(torch.autograd.Function):
-    """Blocks of queries against all keys up to the block's end, probabilities computed again in the backward.
+    """Blocks of queries against all keys up to the block's end; the backward recomputes probabilities.
 
-    Only query, key and value are kept. Query heads that share a key head are rows of one product.
+    Only query, key and value are saved. Query heads that share a key head are rows of one product.
     """
 
     @staticmethod
@@ -77,7 +77,7 @@ def _probabilities(queries: Tensor, keys: Tensor, start: int, scale: float) -> t
 
 
 def _scores(rows: Tensor, keys: Tensor) -> Tensor:
-    """rows @ keys.T; of fp16 in fp32, as the range of fp16 does not hold every score."""
+    """rows @ keys.T; in fp32 for fp16, whose range is too small for some scores."""
     wide = torch.float32 if rows.dtype == torch.float16 else rows.dtype
     return rows.to(wide) @ keys.to(wide).mT
 
@@ -125,8 +125,9 @@ def attention(
 ) -> Tensor:
     """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e] with n a multiple of g -> [b, n, s, e].
 
-    mask [1 or b, 1 or n, 1 or s, t], without gradient: False hides a key, numbers are added to the scores. scale: of
-    the scores, None for 1 / sqrt(d). apart: ``documents(mask)``, where that is known: they are computed one by one.
+    mask:  [1 or b, 1 or n, 1 or s, t], without gradient: False hides a key, numbers are added to the scores.
+    scale: of the scores; None: 1 / sqrt(d).
+    apart: ``documents(mask)``, if known: documents are computed one by one.
     """
     if pricing() is not None:
         return AsOneKernel.apply(partial(_masked, dropout=dropout, scale=scale), False, query, key, value, mask)
@@ -136,7 +137,7 @@ def attention(
 
 
 def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, rows: list) -> Tensor:
-    """Attention inside each document, with causal kernels where the mask says nothing else. rows: of ``spans``."""
+    """Attention inside each document, with causal kernels where the mask is causal. rows: of ``spans``."""
     outputs = []
     for place, (causal, bounds) in enumerate(rows):
         here, parts = slice(place, place + 1), []

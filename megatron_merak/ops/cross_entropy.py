@@ -1,4 +1,4 @@
-"""Softmax cross entropy per row of logits: of one tensor, of shards of the classes, and one with the output layer.
+"""Softmax cross entropy per row of logits: of one tensor, of shards of the classes, and fused with the output layer.
 
 Statistics and losses are fp32 (fp64 for fp64 logits). A class at -inf does not exist.
 """
@@ -11,16 +11,16 @@ from .flat import accumulate_
 from .linear import WeightGradientSink
 from .register import kernels, operation
 
-_CACHED = 1 << 18  # values that stay in a CPU's cache between the passes of a twin
+_CACHED = 1 << 18  # values that stay in a CPU's cache between the passes of a reference implementation
 
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-# ---- statistics of a shard, and what they give ----------------------------------------------------------------------
+# ---- statistics of a shard, and their loss ---------------------------------------------------------------------------
 def _local(target: Tensor, start: int, classes: int) -> tuple[Tensor, Tensor]:
-    """A target's place in the shard, 0 for others, int64 [t, 1]; and whether it is another's."""
+    """Return a target's index in the shard, 0 for others, int64 [t, 1]; and whether it is in another shard."""
     place = target.unsqueeze(-1) - start
     outside = (place < 0) | (place >= classes)
     return place.masked_fill(outside, 0), outside
@@ -88,7 +88,7 @@ def _cross_entropy_stats(logits: Tensor, target: Tensor, start: int, classes: in
 
 
 class _OwnedStats(torch.autograd.Function):
-    """Statistics of logits that nothing else reads: their gradient takes their memory."""
+    """Statistics of logits that nothing else reads: the gradient overwrites them."""
 
     @staticmethod
     def forward(ctx, logits, target, start, classes, smoothing):
@@ -115,11 +115,14 @@ def cross_entropy_stats(
     smoothing: bool = False,
     owned: bool = False,
 ) -> Tensor:
-    """What one shard's logits add to a row's loss: logits [..., v], target int64 [...] -> [..., 3], or 5.
+    """Statistics of one shard of a row: logits [..., v], target int64 [...] -> [..., 3], or 5 with ``smoothing``.
 
-    The shard's classes are start .. start + classes (None: v); later columns are padding. Per row: the maximum, the sum
-    of exp(x - maximum), the target's x (-inf: in another shard); with ``smoothing`` also sum and number of the x that
-    are not -inf. ``owned``: no one else reads the logits, so the backward, of which there may be one, overwrites them.
+    Per row: the maximum, the sum of exp(x - maximum), and the target's x (-inf: in another shard); with ``smoothing``
+    also sum and number of the x that are not -inf.
+
+    start:   first class of the shard.
+    classes: number of classes; later columns are padding; None: v.
+    owned:   nothing else reads the logits, so that the backward, which may run once, overwrites them.
     """
     flat, targets = logits.reshape(target.numel(), logits.shape[-1]), target.flatten()
     arguments = flat, targets, start, logits.shape[-1] if classes is None else classes, smoothing
@@ -128,7 +131,7 @@ def cross_entropy_stats(
 
 
 class _LossOfStats(torch.autograd.Function):
-    """Keeps the gradient that an upstream one of 1 gives; the maxima count as constants."""
+    """Saves the gradient for an upstream gradient of 1; maxima count as constants."""
 
     @staticmethod
     def forward(ctx, stats, smoothing, everywhere):
@@ -183,7 +186,7 @@ def _fake_exponentiate(logits: Tensor, target: Tensor, classes: int) -> tuple[Te
 
 @operation("exponentiate_", _fake_exponentiate)
 def _exponentiate_(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """On a CPU by rows that stay in its cache."""
+    """Exponentiate in place; on a CPU in blocks of rows that fit into its cache."""
     loss, total = (logits.new_empty(len(target), dtype=_wide(logits)) for _ in range(2))
     rows = max(1, _CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(target))
     for part, place, losses, totals in zip(*(t.split(rows) for t in (logits, target, loss, total)), strict=True):
@@ -200,9 +203,10 @@ def _exponentiate_(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Keeps e = exp(logits - max) less the row sum at the target: the gradient of the logits but for a factor per row.
+    """Saves e = exp(logits - max) minus the row sum at the target: the gradient of the logits up to a factor per
+    row.
 
-    The factor is applied to the small side of the backward's two products, so they read e as it is.
+    The factor is applied to the small operand of the backward's two products, which read e unchanged.
     """
 
     @staticmethod
@@ -226,7 +230,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _ChunkedStats(torch.autograd.Function):
-    """Statistics of x weight^T whose logits exist for some rows at a time; the backward computes them again."""
+    """Statistics of x weight^T with logits of some rows at a time; the backward recomputes them."""
 
     @staticmethod
     def forward(ctx, x, weight, target, start, classes, chunk, sink):
@@ -268,8 +272,7 @@ def linear_cross_entropy_stats(
 ) -> Tensor:
     """``cross_entropy_stats`` of x [..., h] weight [v, h]^T and target int64 [...]: [..., 3].
 
-    Logits exist for ``chunk`` rows at a time, so a ``sink``, with which autograd returns no weight gradient, takes it
-    at once.
+    Logits exist for ``chunk`` rows at a time. A ``sink`` takes the weight gradient at once; autograd then returns none.
     """
     arguments = x.reshape(-1, x.shape[-1]), weight, target.flatten(), start, classes, chunk, sink
     return _ChunkedStats.apply(*arguments).view(*target.shape, 3)
@@ -285,8 +288,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of x [t, h] weight [V, h]^T against target int64 [t]: [t].
 
-    Rows of ``weight`` from ``classes`` on are padding and take no part. With a ``sink`` autograd returns no weight
-    gradient. ``chunk``: keep no logits, but compute them for so many rows at a time, also in the backward; 0: keep all.
+    classes: number of classes; later rows of ``weight`` are padding.
+    sink:    takes the weight gradient; autograd then returns none.
+    chunk:   compute the logits of so many rows at a time and recompute them in the backward; 0: store all logits.
     """
     classes = weight.shape[0] if classes is None else classes
     if x.dtype == torch.float16 and not chunk:

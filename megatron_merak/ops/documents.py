@@ -1,7 +1,7 @@
-"""Where a mask of attention keeps the documents of a packed row apart, so that each is attended to by itself.
+"""Documents of packed rows, found in attention masks, so that attention can be computed document by document.
 
-mask    1                documents   [[1, 0, 2, 5]]: where each begins, and the end of the row, behind
-        1 1                          1 as every token sees all before it in its document
+mask    1                documents   [[1, 0, 2, 5]]: where each begins, then the end of the row, after
+        1 1                          1, as every token attends to all tokens before it in its document
             1
             1 1
             1 1 1
@@ -16,11 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 @torch.no_grad()
 def documents(mask: Tensor) -> Tensor:
-    """mask [b, 1, s, s] bool -> [b, 2 or more] int64 on the CPU: of each row 1 or 0, whether tokens see all that comes
-    before them in their document and nothing else, then where documents begin, and s as often as there is room.
+    """mask [b, 1, s, s] bool -> [b, 2 or more] int64 on the CPU.
 
-    A document ends where no later token sees it and it sees no later token. Rows are one document off the CPU, whose
-    kernels do not go by documents, where a token sees nothing at all, and in a mask without values.
+    Of each row: 1 if tokens attend to everything before them in their document and nothing else, or 0; where documents
+    begin; then s as padding.
+
+    A document ends where no later token attends to it and it attends to no later token. A row is one document off the
+    CPU, whose kernels do not work by document, where a token attends to nothing, and for a mask without values.
     """
     rows, length = mask.shape[0], mask.shape[-1]
     one_document = torch.tensor([[0, 0, length]]).expand(rows, -1)
@@ -42,8 +44,10 @@ def documents(mask: Tensor) -> Tensor:
 
 
 def spans(apart: Tensor) -> list[tuple[bool, list[tuple[int, int]]]]:
-    """Of each row of ``documents``, whether all is causal, and (begin, end) of each document; [] without values, and
-    where no row has two documents."""
+    """Return for each row of ``documents`` whether it is causal, and (begin, end) of each document.
+
+    [] without values, or if no row has two documents.
+    """
     if isinstance(apart, FakeTensor):
         return []
     bounds_of = [(bool(c), [p for p in pairwise(places) if p[0] < p[1]]) for c, *places in apart.tolist()]

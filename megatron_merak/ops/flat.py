@@ -47,7 +47,7 @@ def _adamw_(
 
 @operation("sum_of_squares", lambda x: x.new_empty((), dtype=torch.float64))
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """Rows of 64 in fp32 and rows in fp64: a sum of many fp32 values loses them."""
+    """Sum rows of 64 in fp32, and the rows in fp64: a long fp32 sum loses small values."""
     flat = x.reshape(-1)
     rows = flat[: len(flat) // _ROW * _ROW].view(-1, _ROW)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -84,10 +84,10 @@ def adamw_(
     step: int,
     scale: float = 1.0,
 ) -> None:
-    """One step, the ``step``-th from 1 on, of AdamW (https://arxiv.org/abs/1711.05101) on dense fp32 [n].
+    """Take the ``step``-th step, from 1, of AdamW (https://arxiv.org/abs/1711.05101) on contiguous fp32 [n].
 
-    The gradient [n] counts times ``scale``. ``copy`` [n], if given, gets the new values rounded to its dtype. A value's
-    update does not depend, to the bit, on its place or its neighbours.
+    The gradient [n] is multiplied by ``scale``. ``copy`` [n], if not None, gets the new values rounded to its dtype.
+    The update of a value is bitwise independent of its position and neighbours.
     """
     kernels(master, grad, copy).adamw_(
         master, exp_avg, exp_avg_sq, grad, copy, lr, *betas, eps, weight_decay, step, scale

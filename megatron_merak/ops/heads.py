@@ -1,4 +1,4 @@
-"""Query, key and value heads out of one product, turned by position where they lie."""
+"""Query, key and value heads as views of one product, with rotary embedding in place."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 class _SplitHeads(torch.autograd.Function):
-    """The heads are views of ``qkv``, so nothing but it is kept; their gradients are written into one tensor."""
+    """The heads are views of ``qkv``, so only that is saved; their gradients are written into one tensor."""
 
     @staticmethod
     def forward(ctx, qkv, heads, groups, cos, sin):
@@ -39,8 +39,10 @@ class _SplitHeads(torch.autograd.Function):
 
 def split_heads(qkv: Tensor, heads: int, groups: int, angles: Angles | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [b, s, (n + 2 g) d] -> query [b, s, n, d], key and value [b, s, g, d]: views of ``qkv``, which nothing else
-    may read. ``angles``, cos and sin [s, 1, r/2], turn queries and keys in place, as ``rotary`` does.
+    may read.
 
-    It moves 2 (n + g) d values per token, its backward 2 (n + 2 g) d; what is kept is ``qkv``, once.
+    angles: cos and sin [s, 1, r/2]; they rotate queries and keys in place, like ``rotary``.
+
+    It moves 2 (n + g) d values per token, its backward 2 (n + 2 g) d; only ``qkv`` is saved.
     """
     return _SplitHeads.apply(qkv, heads, groups, *(angles or (None, None)))

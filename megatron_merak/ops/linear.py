@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def adds_in_product(device: torch.device) -> bool:
-    """Whether ``torch.addmm`` of a device adds the product of 16-bit matrices to an fp32 one, without rounding it."""
+    """Whether ``torch.addmm`` of a device adds a product of 16-bit matrices to an fp32 matrix without rounding it."""
     key = device.type.upper()
     return key in dir(torch._C.DispatchKey) and torch._C._dispatch_has_kernel_for_dispatch_key(
         "aten::addmm.dtype_out", key
@@ -17,16 +17,16 @@ def adds_in_product(device: torch.device) -> bool:
 
 
 class WeightGradientSink(Protocol):
-    """Takes weight gradients in the form in which the backward finds them."""
+    """Receives weight gradients as the operands that the backward has."""
 
     def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
-        """weight [o, i] += grad_output [t, o]^T @ input [t, i]; later if the sink prefers, but not if ``now``."""
+        """weight [o, i] += grad_output [t, o]^T @ input [t, i]; the sink may defer it, unless ``now``."""
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         """weight[index] += grad_output, with index int64 [t] and grad_output [t, i]."""
 
     def getter(self, input: Tensor) -> Callable[[], Tensor] | None:
-        """What gives the backward of a linear layer its ``input``; None: the layer has to keep it."""
+        """Return what gathers ``input`` for the backward of a linear layer; None: the layer has to save it."""
 
 
 class _Linear(torch.autograd.Function):
@@ -94,9 +94,9 @@ def linear(
 def embedding(
     index: Tensor, weight: Tensor, sink: WeightGradientSink | None = None, padding: int | None = None
 ) -> Tensor:
-    """weight [v, h] gathered by index int64 [...] -> [..., h]. With a ``sink`` no dense [v, h] gradient is made.
+    """weight [v, h] gathered by index int64 [...] -> [..., h]. With a ``sink`` no dense [v, h] gradient is created.
 
-    The row ``padding`` takes no gradient.
+    The row ``padding`` gets no gradient.
     """
     if sink is None:
         return F.embedding(index, weight, padding)
@@ -106,9 +106,10 @@ def embedding(
 def embedding_part(
     index: Tensor, weight: Tensor, start: int, sink: WeightGradientSink | None = None, padding: int | None = None
 ) -> Tensor:
-    """Rows start .. start + n of a table, weight [n, h], gathered by index int64 [...]: [..., h], zero for other rows.
+    """Rows start .. start + n of a table, weight [n, h], gathered by index int64 [...]: [..., h], zero for other
+    rows.
 
-    The row ``padding`` of the whole table takes no gradient.
+    The row ``padding`` of the full table gets no gradient.
     """
     rows = index - start
     outside = (rows < 0) | (rows >= weight.shape[0])

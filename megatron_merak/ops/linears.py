@@ -1,8 +1,8 @@
-"""Linear layers that read the same input: the products of the backward sum its gradient in one buffer.
+"""Linear layers that read the same input: the backward adds up the gradient of the input in one buffer.
 
-apart       grad_x = g1 W1  +  g2 W2  +  g3 W3      three buffers, and two passes that add them
-here        grad_x = g1 W1,  += g2 W2,  += g3 W3    one buffer, which products add to
-side by side        grad_x = [g1 g2 g3] W           one product, where the weights are one piece of memory
+separate            grad_x = g1 W1  +  g2 W2  +  g3 W3      three buffers, and two passes that add them
+here                grad_x = g1 W1,  += g2 W2,  += g3 W3    one buffer, to which products are added
+merged weights      grad_x = [g1 g2 g3] W                   one product, if the weights are adjacent in memory
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,11 @@ from .linear import WeightGradientSink
 
 
 class _Linears(torch.autograd.Function):
-    """``parameters``: ``count`` weights, then as many biases or None. ``together``: one output, not ``count``."""
+    """Linear layers of one input.
+
+    parameters: ``count`` weights, then as many biases or None.
+    together:   whether there is one output, not ``count``.
+    """
 
     @staticmethod
     def forward(ctx, input, sink, together, count, *parameters):
@@ -77,7 +81,7 @@ def _side_by_side(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor | None:
-    """The weights as one, where each begins in memory where the one before ends."""
+    """Return the weights as one tensor, if each begins in memory where the one before ends; else None."""
     first = weights[0]
     storage, end = first.untyped_storage()._cdata, first.storage_offset()
     for weight in weights:
@@ -101,8 +105,8 @@ def linears(
 
 
 def joined_linear(input: Tensor, weights: Sequence[Tensor], sink: WeightGradientSink | None = None) -> Tensor:
-    """input [..., i] @ weight [o, i]^T for each weight, side by side in one tensor [..., sum of o].
+    """input [..., i] @ weight [o, i]^T for each weight, concatenated in one tensor [..., sum of o].
 
-    Weights that lie one behind the other in memory, as those of a flat buffer do, are multiplied at once.
+    Weights that are adjacent in memory, like those of a flat buffer, are multiplied at once.
     """
     return _Linears.apply(input, sink, True, len(weights), *weights, *[None] * len(weights))

@@ -1,4 +1,4 @@
-"""Loads the compiled operations, once, when ``ops`` is first imported; says why when it cannot."""
+"""Load the compiled operations when ``ops`` is first imported, and report why if they cannot be."""
 
 import ctypes
 import warnings
@@ -12,9 +12,9 @@ from .register import MERAK
 
 
 def load() -> dict[str, str]:
-    """Provider -> "" when it serves its device, else why it does not. Warns for a CPU library that is wanted.
+    """Return provider -> "" if it serves its device, else the reason. Warns for a CPU library that is enabled.
 
-    apex's kernels are taken where our own for CUDA are not there.
+    apex's kernels are used if our own for CUDA are absent.
     """
     problems = {"_ops_cpu": _problem("_ops_cpu"), "_ops_cuda": _problem("_ops_cuda")}
     problems["apex"] = _take_apex(problems["_ops_cuda"])
@@ -56,7 +56,7 @@ def _problem(name: str) -> str:
 
 
 def _cause(path: Path) -> str:
-    """What the loader says; ``load_library`` hides it."""
+    """Return the loader's message, which ``load_library`` hides."""
     try:
         ctypes.CDLL(str(path))
     except OSError as cause:

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dimension, statistics in fp32 (fp64 for fp64 inputs); of a sum, too."""
+"""RMSNorm and LayerNorm over the last dimension, also of a sum; statistics in fp32 (fp64 for fp64 inputs)."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def _per_row(x: Tensor) -> Tensor:
 
 
 def _keep(ctx, x: Tensor, weight: Tensor, statistics: Sequence[Tensor]) -> None:
-    """For the backward: what was normed, and by which statistics, which have no gradient of their own."""
+    """Save for the backward the normalized input, and its statistics, which have no gradient."""
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*statistics)
     ctx.save_for_backward(x, weight, *statistics)
@@ -172,10 +172,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and residual [..., h] of one dtype -> RMSNorm of their sum, and the sum, rounded as it is normed."""
+    """x and residual [..., h] of one dtype -> RMSNorm of their sum, and the sum, rounded before it is normalized."""
     return kernels(x, residual, weight).add_rms_norm(x, residual, weight, eps)[:2]
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and residual [..., h] of one dtype -> LayerNorm of their sum, and the sum, rounded as it is normed."""
+    """x and residual [..., h] of one dtype -> LayerNorm of their sum, and the sum, rounded before it is normalized."""
     return kernels(x, residual, weight, bias).add_layer_norm(x, residual, weight, bias, eps)[:2]

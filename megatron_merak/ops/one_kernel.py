@@ -1,4 +1,4 @@
-"""Attention as the one kernel that it is on a GPU, where a dispatch mode prices what PyTorch runs for it here."""
+"""Attention priced as the one kernel that it is on a GPU, under a dispatch mode that prices operations."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,19 +14,19 @@ class Pricing(Protocol):
     fused_attention: bool
 
     def attention(self, run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool) -> Any:
-        """What ``run`` returns; its operations together have the price of one kernel."""
+        """Return what ``run`` returns; its operations together have the price of one kernel."""
 
 
 def pricing() -> Pricing | None:
-    """The mode that is on, if it prices attention as one kernel. Without one this costs a fraction of a microsecond."""
+    """Return the active mode, if it prices attention as one kernel. Costs a fraction of a microsecond without one."""
     mode = _get_current_dispatch_mode()
     return mode if getattr(mode, "fused_attention", False) else None
 
 
 class AsOneKernel(torch.autograd.Function):
-    """``run(query, key, value, mask)`` and its gradients, bit for bit, priced as one kernel each way.
+    """``run(query, key, value, mask)`` and its gradients, bit for bit, priced as one kernel in each direction.
 
-    operands: heads [b, n, s, d], the mask or None; ``run`` is differentiated by autograd.
+    operands: heads [b, n, s, d], and the mask or None; autograd differentiates ``run``.
     """
 
     @staticmethod

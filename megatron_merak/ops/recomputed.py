@@ -1,7 +1,7 @@
-"""Linear layers whose input, an activation, is not kept: the backward computes it again from what made it.
+"""Linear layers whose input, an activation, is recomputed in the backward from its own inputs instead of saved.
 
-kept otherwise     gate_up [.., 2f]    silu(gate) up [.., f]
-kept here          gate_up [.., 2f]
+saved by autograd   gate_up [.., 2f]    silu(gate) up [.., f]
+saved here          gate_up [.., 2f]
 """
 
 from collections.abc import Callable
@@ -55,9 +55,9 @@ def gated_linear(
     transposed: bool = False,
     sink: WeightGradientSink | None = None,
 ) -> Tensor:
-    """``linear`` of gated_halves(gate_up, activation), gate_up [..., 2f], which alone is kept: [..., o].
+    """``linear`` of gated_halves(gate_up, activation), gate_up [..., 2f], of which only that is saved: [..., o].
 
-    weight, bias, transposed, sink: as of ``linear``.
+    weight, bias, transposed, sink: see ``linear``.
     """
     return _LinearOf.apply(partial(gated_halves, activation=activation), transposed, sink, weight, bias, gate_up)
 
@@ -71,9 +71,9 @@ def gelu_linear(
     transposed: bool = False,
     sink: WeightGradientSink | None = None,
 ) -> Tensor:
-    """``linear`` of bias_gelu(x, inner_bias, activation), x [..., f], which alone is kept: [..., o].
+    """``linear`` of bias_gelu(x, inner_bias, activation), x [..., f], of which only that is saved: [..., o].
 
-    weight, bias, transposed, sink: as of ``linear``.
+    weight, bias, transposed, sink: see ``linear``.
     """
     inputs = (x,) if inner_bias is None else (x, inner_bias)
     return _LinearOf.apply(partial(_gelu, activation=activation), transposed, sink, weight, bias, *inputs)

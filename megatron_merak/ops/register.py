@@ -1,8 +1,8 @@
-"""How an operation becomes known to PyTorch: its schema, shapes, gradient, and PyTorch twin.
+"""Registration of operations with PyTorch: schema, shapes, gradient, and reference implementation.
 
-There are two namespaces with the same operations. In ``torch.ops.merak`` the twin serves the devices for which no
-compiled kernel is loaded, so that graphs name the same operations either way; in ``torch.ops.merak_torch`` it serves
-all.
+There are two namespaces with the same operations. In ``torch.ops.merak`` the reference implementation serves devices
+without a compiled kernel, so that graphs name the same operations in either case; in ``torch.ops.merak_torch`` it
+serves all devices.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,11 @@ _COMPILED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 def operation(
     name: str, fake: Callable[..., Any], setup: Callable[..., None] | None = None, backward: Callable | None = None
 ) -> Callable[[Callable], Callable]:
-    """Decorate the twin of ``torch.ops.merak.<name>``; returns it unchanged.
+    """Decorate the reference implementation of ``torch.ops.merak.<name>``; returns it unchanged.
 
-    fake: the results for fake tensors. setup(ctx, inputs, output) and backward(ctx, *grads) as in
-    ``torch.library.register_autograd``.
+    fake:     computes the results for fake tensors.
+    setup:    (ctx, inputs, output), see ``torch.library.register_autograd``.
+    backward: (ctx, *grads), likewise.
     """
 
     def register(reference: Callable) -> Callable:
@@ -40,8 +41,9 @@ def operation(
 
 
 def _differentiable(overload: Any, setup: Callable[..., None], backward: Callable) -> Callable:
-    """What ``torch.library.register_autograd`` registers, without what it does in each call for operations with
-    keywords, defaults and lists: 20 microseconds of a forward and backward.
+    """Return what ``torch.library.register_autograd`` would register, with less overhead.
+
+    For operations with keywords, defaults and lists that saves 20 microseconds per forward and backward.
     """
     assert not any(a.kwarg_only or a.has_default_value() for a in overload._schema.arguments), overload
 
@@ -71,6 +73,6 @@ def _differentiable(overload: Any, setup: Callable[..., None], backward: Callabl
 
 
 def kernels(*tensors: Tensor | None) -> Any:
-    """``torch.ops.merak``, or ``torch.ops.merak_torch`` for element types that compiled kernels do not know (fp64)."""
+    """Return ``torch.ops.merak``, or ``torch.ops.merak_torch`` for element types without compiled kernels (fp64)."""
     known = all(tensor is None or tensor.dtype in _COMPILED_TYPES for tensor in tensors)
     return torch.ops.merak if known else torch.ops.merak_torch

@@ -1,4 +1,4 @@
-"""Bias, dropout and residual add: what follows every row-parallel linear."""
+"""Bias, dropout and residual add, which follow every row-parallel linear."""
 
 import math
 
@@ -17,7 +17,9 @@ def _shift(z: Tensor, by: int) -> Tensor:
 
 
 def _random_bits(seed: Tensor, count: int) -> Tensor:
-    """32 random bits for each of ``count`` elements, int64: the halves, the lower first, of one number for two."""
+    """Return 32 random bits for each of ``count`` elements, int64: two elements share one number, the lower half
+    first.
+    """
     z = seed + torch.arange((count + 1) // 2, device=seed.device) * _STEP
     z = (z ^ _shift(z, 30)) * _FIRST
     z = (z ^ _shift(z, 27)) * _SECOND
@@ -71,10 +73,10 @@ def _bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, p
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: float, training: bool) -> Tensor:
-    """residual + dropout(x + bias); x and residual [..., h], bias [h], each of the last two or None.
+    """residual + dropout(x + bias); x and residual [..., h], bias [h]; residual and bias may be None.
 
-    The mask is a function of a seed, drawn from the default generator of x's device, and of an element's place: the
-    backward makes it anew.
+    The mask is a function of a seed, drawn from the default generator of x's device, and of an element's index: the
+    backward recomputes it.
     """
     p = dropout if training else 0.0
     if p == 0 and bias is None:

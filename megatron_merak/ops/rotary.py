@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of features, in two halves or side by side, turned by position."""
+"""Rotary position embedding: pairs of features, in two halves or adjacent, rotated by position."""
 
 import math
 
@@ -47,17 +47,18 @@ def _rotary_(into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x [b, s, n, d] turned by the angles of cos, sin [s, 1, r/2]; the last d - r features pass. Su et al., 2021.
+    """x [b, s, n, d] rotated by the angles of cos, sin [s, 1, r/2]; the last d - r features stay. Su et al., 2021.
 
-    A pair is feature j and j + r/2, ``interleaved`` 2j and 2j + 1. Any layout of x will do for which cos and sin,
-    [..., r/2], broadcast to it.
+    A pair is features j and j + r/2; if ``interleaved`` 2j and 2j + 1. x may have any shape to which cos and sin, [...,
+    r/2], broadcast.
     """
     return kernels(x, cos, sin).rotary(x, cos, sin, interleaved, False)
 
 
 def rotary_(into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
-    """into = x turned, or with ``inverse`` turned back, as by ``rotary``. ``into`` is x itself or apart from it, its
-    features side by side. Without gradient.
+    """into = x rotated, or with ``inverse`` rotated back, as by ``rotary``. Without gradient.
+
+    into: x itself or separate memory, with contiguous features.
     """
     kernels(into, x, cos, sin).rotary_(into, x, cos, sin, False, inverse)
 
@@ -65,10 +66,10 @@ def rotary_(into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = F
 def rotary_angles(
     length: int, rotary_dim: int, base: float, scaling_factor: float | None = None, original_length: int = 8192
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each fp32 [length, 1, rotary_dim / 2].
+    """Return cos and sin, each fp32 [length, 1, rotary_dim / 2].
 
-    With ``scaling_factor`` low frequencies are slowed as in Llama 3.1: wavelengths above ``original_length`` divide by
-    the factor, those below a quarter of it stay, those between are blended.
+    scaling_factor: slows low frequencies as in Llama 3.1: wavelengths above ``original_length`` are divided by the
+                    factor, those below a quarter of it stay, those between are interpolated.
     """
     frequency = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     if scaling_factor is not None:

@@ -1,4 +1,4 @@
-"""Softmax of scaled attention scores behind a mask, statistics in fp32 (fp64 for fp64 scores)."""
+"""Softmax of scaled and masked attention scores, statistics in fp32 (fp64 for fp64 scores)."""
 
 import torch
 from torch import Tensor
@@ -41,7 +41,9 @@ def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: b
 def masked_softmax(scores: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
     """Softmax over keys of scale * scores [b, n, s, t], in their dtype.
 
-    mask bool [1 or b, 1 or n, 1 or s, t]: False hides a key. causal: query i sees no key past i + t - s. A query that
-    sees no key, or only scores of -inf, gets zeros.
+    mask:   bool [1 or b, 1 or n, 1 or s, t]: False hides a key.
+    causal: query i attends to no key after i + t - s.
+
+    A query without visible keys, or with scores of -inf only, gets zeros.
     """
     return kernels(scores).masked_softmax(scores, mask, scale, causal)

@@ -1,15 +1,15 @@
-"""A process-group backend "emu": gloo moves the data, a logical clock says how long that takes on a modelled cluster.
+"""A process-group backend "emu": gloo moves the data, and a logical clock models how long that takes on a cluster.
 
 The rules, a conservative discrete-event simulation:
 
 - A collective starts when the last of its ranks has launched it and those launched before it on links of the same class
-  are through; it lasts what ``cluster`` says. Waiting for it is a stream's wait: the clock goes on at its end.
-- A message starts when it is sent, its receive is posted and those that were ready before it, from the same rank to the
-  same rank, are through; it occupies the wire for bytes / bandwidth and arrives the latency later. Sending takes no
+  are done; it lasts what ``cluster`` says. Waiting for it works like on a stream: the clock advances to its end.
+- A message starts when it is sent, its receive is posted, and messages from the same rank to the same rank that were
+  ready before it are done; it occupies the wire for bytes / bandwidth and arrives the latency later. Sending takes no
   time of the sender. This is the rule of ``pipeline_parallel.simulate``.
-- The wall clock is never read. Time stamps travel beside the data, so that equal runs have equal times.
+- The wall clock is never read. Time stamps accompany the data, so that equal runs have equal times.
 
-Every receive names its source. Ranks launch the collectives of a link class in orders that agree, as on one stream.
+Every receive names its source. Ranks launch the collectives of a link class in consistent orders, as on one stream.
 """
 
 from array import array
@@ -28,14 +28,14 @@ from ..cluster import Link
 from .clock import LogicalClock, Queue
 from .work import FinishedByWaiting
 
-_STAMP_TAG = 1 << 30  # under which time stamps travel, above the tags of messages
-_STAMPS_KEPT = 4096  # of messages that may be under way; those before them were read long ago
+_STAMP_TAG = 1 << 30  # of time stamps, above the tags of messages
+_STAMPS_KEPT = 4096  # of messages that may be in flight; those before them were read long ago
 
 
 def register(clock: LogicalClock) -> None:
-    """Make ``dist.init_process_group("emu")`` and ``new_group(backend="emu")`` work, for groups made from here on.
+    """Make ``dist.init_process_group("emu")`` and ``new_group(backend="emu")`` work for groups created from now on.
 
-    ``clock``: this rank's, of a cluster; global rank r is on node r // ranks_per_node.
+    clock: this rank's, of a cluster; global rank r is on node r // ranks_per_node.
     """
 
     def create(options, _) -> EmulatedGroup:
@@ -49,8 +49,10 @@ def register(clock: LogicalClock) -> None:
 
 
 class Unseen:
-    """gloo, where no dispatch mode sees how it moves data: its threads work under the modes of the thread that gives
-    them work, and the copies they make, at times nobody knows, are no kernels of the model.
+    """gloo, hidden from dispatch modes.
+
+    gloo's threads work under the modes of the thread that started them, and their copies, at unknown times, are no
+    kernels of the model.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo):
@@ -65,7 +67,7 @@ class Unseen:
 
 
 class Stamp:
-    """Numbers that travel beside the data. No operation is dispatched to write or read them, so that none is timed."""
+    """Numbers sent beside the data. No operation is dispatched to write or read them, so that none is timed."""
 
     def __init__(self, *values: float):
         self._values = array("d", values)
@@ -76,7 +78,7 @@ class Stamp:
 
 
 class EmulatedWork(FinishedByWaiting):
-    """Data under way, and when it arrives. Waiting a second time does nothing."""
+    """Data in flight, and when it arrives. Waiting a second time does nothing."""
 
     def __init__(self, data: Work, clock: LogicalClock, result: Any):
         super().__init__(result)
@@ -121,7 +123,7 @@ class Collective(EmulatedWork):
 
 
 class Wire:
-    """The receiver's end of the messages from one rank: one at a time, in the order in which they become ready."""
+    """The receiving end of the messages from one rank: one at a time, in the order in which they become ready."""
 
     def __init__(self, gloo, source: int, link: Link, clock: LogicalClock):
         self.gloo, self.source, self.link, self.clock = gloo, source, link, clock
@@ -134,8 +136,8 @@ class Wire:
         self._posted.setdefault(receive.tag, deque()).append(receive)
 
     def find_end(self, last: "Receive") -> None:
-        """Read time stamps, which come in the order of the sends, up to that of ``wanted``; then let through what was
-        ready before it.
+        """Read time stamps, which come in the order of the sends, up to that of ``last``; then time the messages that
+        were ready before it.
         """
         self._meet()
         while last.ready is None:
@@ -151,7 +153,7 @@ class Wire:
             self.clock.communication += costs.send(receive.nbytes, self.link)
 
     def _meet(self) -> None:
-        """Bring together what was sent and what was posted."""
+        """Match sent messages with posted receives."""
         left = []
         for stamp in self._sent:
             posted = self._posted.get(int(stamp[1]))
@@ -184,7 +186,7 @@ class Receive(EmulatedWork):
 
 
 class Sent(Work):
-    """A message on its way: its time is counted where it arrives."""
+    """A sent message; its time is counted at the receiver."""
 
     def __init__(self, data: Work, tensors: list[Tensor]):
         super().__init__()
@@ -201,7 +203,7 @@ class Sent(Work):
 
 
 class EmulatedGroup(dist.ProcessGroup):
-    """The ranks of a group, gloo between them for the data, and the clock of this rank. Made by ``register``."""
+    """The ranks of a group, gloo between them for the data, and the clock of this rank. Created by ``register``."""
 
     def __init__(self, gloo: Unseen, ranks: Sequence[int], clock: LogicalClock, name: str):
         super().__init__(gloo.rank(), gloo.size())
@@ -218,11 +220,11 @@ class EmulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """torch keeps the name of a group in its backends, of which a group made in Python has none."""
+        """The name of the group, which torch stores in backends but not in those written in Python."""
         return self._name
 
     def shutdown(self) -> None:
-        """Let go of gloo, whose threads must end before the interpreter does."""
+        """Release gloo, whose threads must end before the interpreter does."""
         self._wires.clear()
         self._stamps.clear()
         self.gloo = None
@@ -285,7 +287,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._launch(work, costs.all_gather(self.n, _bytes(outputs), self.link), outputs)
 
     def barrier(self, opts=None):
-        """Costs a message to the others and back, without content."""
+        """Costs an empty message to the others and back."""
         return self._launch(self.gloo.barrier(), costs.all_reduce(self.n, 0, self.link), [])
 
     def send(self, tensors, destination: int, tag: int = 0):

@@ -1,4 +1,6 @@
-"""Kernel times by the roofline: every operation that PyTorch dispatches takes the longer of arithmetic and traffic."""
+"""Kernel times by the roofline model: every operation that PyTorch dispatches takes the longer of arithmetic and
+traffic.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ _SCATTER = frozenset({aten.index_add_, aten.index_put_, aten.scatter_add_, aten.
 
 
 class Signature(NamedTuple):
-    """How an operation treats its arguments, in order: which are only read, which only written."""
+    """How an operation uses its arguments, in order: which are only read, which only written."""
 
     free: bool
     read: tuple[bool, ...]
@@ -41,13 +43,13 @@ class Signature(NamedTuple):
 
 
 class Kernels(TorchDispatchMode):
-    """While it is on, ``charge`` is called with the seconds of every operation.
+    """A dispatch mode that calls ``charge`` with the seconds of every operation.
 
     FLOPs are those of matrix products, convolutions and attention (its causal half). Traffic is what the operation
-    reads and writes, a broadcast or expanded value once, of a table only the rows that are looked up. Views and
-    allocations are free; so are operations that are not of PyTorch's own namespace but for their traffic. Kernels are
-    those that the model dispatches here, on the CPU: where a GPU would run one fused kernel, this counts its parts, but
-    for attention, which is one kernel on a device with ``fused_attention``.
+    reads and writes: a broadcast or expanded value once, and of a table only the rows that are looked up. Views and
+    allocations are free; operations outside of PyTorch's own namespace cost their traffic only. Kernels are those that
+    the model dispatches here, on the CPU: a kernel that a GPU would fuse counts as its parts, except attention, which
+    is one kernel on a device with ``fused_attention``.
     """
 
     def __init__(self, device: Device, charge: Callable[[float], None]):
@@ -69,8 +71,10 @@ class Kernels(TorchDispatchMode):
         return out
 
     def attention(self, run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool) -> Any:
-        """What ``run`` returns, charged as one kernel; see ``ops.one_kernel``. operands: query, key and value as heads,
-        and what else is read."""
+        """Return what ``run`` returns, charged as one kernel; see ``ops.one_kernel``.
+
+        operands: query, key and value as heads, and what else is read.
+        """
         self._inside = True
         try:
             out = run()
@@ -83,7 +87,7 @@ class Kernels(TorchDispatchMode):
         return out
 
     def seconds(self, func, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
-        """The time of one operation."""
+        """Return the time of one operation."""
         dtype = _dtype((args, kwargs))
         traffic = _traffic(func.overloadpacket, signature, args, kwargs, out)
         return self.device.kernel_time(_flops(func.overloadpacket, args, kwargs, out), traffic, dtype)
@@ -109,7 +113,7 @@ def _signature(func) -> Signature:
 
 
 def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
-    """Bytes read and written."""
+    """Return the bytes read and written."""
     outs = out if len(signature.returns_new) > 1 else (out,) * len(signature.returns_new)
     written = sum(_bytes(value) for value, new in zip(outs, signature.returns_new, strict=True) if new)
     values = {signature.names[place]: value for place, value in enumerate(args)} | kwargs
@@ -159,5 +163,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(value: Any) -> int:
-    """What is stored of a value: an expanded tensor counts once."""
+    """Return the stored bytes of a value: an expanded tensor counts once."""
     return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in _tensors(value))

@@ -1,15 +1,15 @@
-"""A process-group backend "merak_shm": collectives of the ranks of one host through shared memory, the rest by gloo.
+"""A process-group backend "merak_shm": collectives of the ranks of one host through shared memory, others by gloo.
 
 All-reduce and reduce-scatter (sum and max; floats of 16, 32 and 64 bits, integers of 32 and 64), all-gather and
-broadcast (any type) go through a segment that all ranks map; ``csrc/comm`` says how, and why nothing deadlocks. Every
-other type, operation, message and barrier is left to a gloo group of the same ranks. Sums are made in the order of
-ranks, in float32 where the type has 16 bits, so that all ranks and all runs have equal bits.
+broadcast (any type) use a segment that all ranks map; ``csrc/comm`` says how, and why it cannot deadlock. Other types,
+operations, messages and barriers are left to a gloo group of the same ranks. Sums are computed in the order of ranks,
+in float32 for 16-bit types, so that all ranks and all runs have equal bits.
 
-A collective is launched by the call and finished in a wait, its own or a later one's: nothing works at it in between.
-So a wait behaves, at its place, like a collective that blocks.
+A collective is launched by the call and completed in a wait, its own or a later one's; nothing makes progress in
+between. So a wait behaves like a blocking collective.
 
-Where the ranks are on several hosts, the compiled part is missing or the mount of shared memory is too full, the group
-is a gloo group, and its first rank says why.
+If the ranks are on several hosts, the compiled part is missing or the mount of shared memory is too full, the group is
+a gloo group, and its first rank reports why.
 """
 
 import threading
@@ -30,7 +30,7 @@ from .work import FinishedByWaiting, gloo_of, ranks_of
 _CPU = torch.device("cpu")
 _NAMED = 8  # ranks in a warning
 
-Copies = Sequence[tuple[Tensor, Tensor]]  # results that are not dense, and what stands in for them
+Copies = Sequence[tuple[Tensor, Tensor]]  # results that are not contiguous, and their contiguous copies
 
 
 def compiled() -> bool:
@@ -39,8 +39,11 @@ def compiled() -> bool:
 
 
 def register(settings: Settings | None = None, one_host: bool = True) -> None:
-    """Make ``dist.new_group(backend="merak_shm")`` and ``init_process_group("merak_shm")`` work, for groups made from
-    here on. All ranks register alike. ``one_host``: whether a group of ranks on several hosts is worth a warning.
+    """Make ``dist.new_group(backend="merak_shm")`` and ``init_process_group("merak_shm")`` work for later groups.
+
+    one_host: whether to warn about a group of ranks on several hosts.
+
+    All ranks register alike.
     """
     settings = settings or Settings()
 
@@ -60,7 +63,7 @@ def register(settings: Settings | None = None, one_host: bool = True) -> None:
 
 
 class SharedMemoryWork(FinishedByWaiting):
-    """A collective under way. Waiting a second time does nothing."""
+    """A collective in flight. Waiting a second time does nothing."""
 
     def __init__(self, group: "SharedMemoryGroup", outputs: list[Tensor], alive: Sequence[Tensor], copies: Copies):
         super().__init__(outputs)
@@ -68,19 +71,19 @@ class SharedMemoryWork(FinishedByWaiting):
         self._group, self._alive, self._copies = group, alive, copies
 
     def settle(self) -> None:
-        """Once it is done: nothing needs to stay for it any more."""
+        """Release the tensors of a completed collective."""
         for tensor, dense in self._copies:
             tensor.detach().copy_(dense)
         self._group, self._alive, self._copies = None, (), ()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Finish it, within the group's timeout unless another is given. Raises RuntimeError, saying who is missing."""
+        """Complete it, within the group's timeout or another. Raises RuntimeError that names missing ranks."""
         if (group := self._group) is not None:
             group.finish(self.number, timeout.total_seconds() if timeout else None)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done, after doing for it what can be done without waiting."""
+        """Whether it is complete, after making all progress that needs no waiting."""
         return (group := self._group) is None or group.try_to_finish(self.number)
 
     def is_success(self) -> bool:
@@ -107,10 +110,10 @@ class Several(FinishedByWaiting):
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """The ranks of a group: a communicator for what it can do, gloo behind it for the rest. Made by ``register``.
+    """The ranks of a group: a communicator for what it supports, gloo for the rest. Created by ``register``.
 
-    Methods that are not here are the base class's, which finds gloo as its backend of CPU tensors. What goes which way
-    depends on operation and type alone, so that all ranks decide alike.
+    Other methods are the base class's, which uses gloo as its backend of CPU tensors. The choice depends on operation
+    and type alone, so that all ranks make the same.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, core, timeout: timedelta):
@@ -202,7 +205,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def finish(self, number: int, seconds: float | None) -> None:
-        """Finish the collectives up to ``number``."""
+        """Complete the collectives up to ``number``."""
         self._core.wait(number, self._seconds if seconds is None else seconds)
         self._settle()
 
@@ -248,7 +251,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 self._works.popleft().settle()
 
     def _how(self, tensor: Tensor, op: dist.ReduceOp) -> tuple | None:
-        """(element, reduction) of the communicator; None where it has none."""
+        """Return (element, reduction) of the communicator; None if it does not support them."""
         if tensor.dtype in self._elements and _plain(tensor):
             for theirs, reduction in self._reductions:
                 if op == theirs:
@@ -261,7 +264,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return len(parts) == self.size() and same and _plain(part, *parts)
 
     def _holds(self, full: Tensor, part: Tensor) -> bool:
-        """Whether ``whole`` is a part like ``part`` for every rank, in one tensor."""
+        """Whether the tensor ``full`` consists of a part like ``part`` for every rank."""
         return full.numel() == part.numel() * self.size() and full.dtype == part.dtype and _plain(full, part)
 
     def _places(self, full: Tensor, nbytes: int) -> list[int]:
@@ -273,7 +276,7 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _dense(tensor: Tensor) -> tuple[Tensor, Copies]:
-    """``tensor``, or what stands in for it until the result is copied."""
+    """Return ``tensor``, or a contiguous tensor from which the result is copied to it."""
     if tensor.is_contiguous():
         return tensor, ()
     dense = tensor.contiguous()

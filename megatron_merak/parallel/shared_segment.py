@@ -1,4 +1,4 @@
-"""How ranks of one host come to share memory. They tell each other by gloo what each found: all decide alike."""
+"""Set up memory shared by the ranks of one host. They exchange by gloo what each found, so that all decide alike."""
 
 import fcntl
 import json
@@ -18,18 +18,20 @@ from .. import _native
 NAME = "merak_shm"
 MOUNT = Path("/dev/shm")
 SHARE = 4  # a group takes at most this part of what the mount has left
-STALE_SECONDS = 60.0  # after which a name in the mount is no longer one of a group that is being made
-_MESSAGE = 4096  # bytes of one rank's words
-_PROBLEM = 1000  # characters of a problem that are told
+STALE_SECONDS = 60.0  # after which a name in the mount no longer belongs to a group that is being created
+_MESSAGE = 4096  # bytes of one rank's message
+_PROBLEM = 1000  # characters of a problem that are reported
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How groups are made.
+    """How groups are created.
 
-    slots: blocks, and so operations, that a rank may have in flight. slot_sizes: bytes of a block, the preferred first.
-    ranks_here: ranks of the job on this host, where that is known. room: bytes that the mount of shared memory has
-    left, None asks it. host: which host this is, None asks the machine.
+    slots:      blocks, and so operations, that a rank may have in flight.
+    slot_sizes: bytes of a block, the preferred size first.
+    ranks_here: ranks of the job on this host, if known.
+    room:       free bytes in the mount of shared memory; None: look.
+    host:       identifies this host; None: ask the machine.
     """
 
     slots: int = 8
@@ -48,7 +50,7 @@ class SeveralHosts(NotHere):
 
 
 def connect(gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, settings: Settings):
-    """This rank's communicator (``_C.shared_memory.Communicator``) in the group named ``group``. Raises NotHere.
+    """Return this rank's communicator (``_C.shared_memory.Communicator``) in the group ``group``. Raises NotHere.
 
     Collective over ``gloo``, whose ranks are ``ranks`` of the job.
     """
@@ -76,7 +78,7 @@ def connect(gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, setti
 
 
 def _exchange(gloo: dist.ProcessGroupGloo, value: dict) -> list[dict]:
-    """All ranks' values, in rank order."""
+    """Return all ranks' values, in rank order."""
     text = json.dumps(value).encode()
     assert len(text) <= _MESSAGE, text
     local = torch.frombuffer(bytearray(text.ljust(_MESSAGE)), dtype=torch.uint8)
@@ -86,7 +88,7 @@ def _exchange(gloo: dist.ProcessGroupGloo, value: dict) -> list[dict]:
 
 
 def _agree(gloo: dist.ProcessGroupGloo, value: dict) -> list[dict]:
-    """As ``_exchange``; raises where a rank told of a "problem"."""
+    """Call ``_exchange``; raise if a rank reported a "problem"."""
     messages = _exchange(gloo, value)
     for one in messages:
         if "problem" in one:
@@ -116,7 +118,7 @@ def _host() -> str:
 
 
 def _first(part, seat, ranks: int, settings: Settings) -> tuple:
-    """The first rank makes the segment: (communicator, how to join it), or (None, the problem)."""
+    """Create the segment on the first rank: (communicator, how to join it), or (None, the problem)."""
     sweep()
     room = _room() if settings.room is None else settings.room
     problem = {}
@@ -138,7 +140,7 @@ def _first(part, seat, ranks: int, settings: Settings) -> tuple:
 
 
 def _join(part, seat, ranks: int, segment: dict) -> tuple:
-    """The other ranks join it: (communicator, nothing to tell), or (None, the problem)."""
+    """Join it on the other ranks: (communicator, nothing to report), or (None, the problem)."""
     shape = part.Shape(ranks, segment["slots"], segment["size"])
     try:
         return part.Communicator.join(segment["name"], segment["token"], shape, seat), {}
@@ -147,7 +149,7 @@ def _join(part, seat, ranks: int, segment: dict) -> tuple:
 
 
 def _room() -> int:
-    """Bytes left in the mount of shared memory; no end where it is no mount."""
+    """Return the free bytes in the mount of shared memory; infinite if it is no mount."""
     try:
         stats = os.statvfs(MOUNT)
     except OSError:
@@ -156,7 +158,7 @@ def _room() -> int:
 
 
 def sweep(mount: Path = MOUNT) -> None:
-    """Remove names of first ranks that were killed before the others had joined: nobody holds their locks."""
+    """Remove the names of segments whose first rank was killed before others joined: their locks are free."""
     for path in sorted(mount.glob(f"{NAME}-*")) if mount.is_dir() else ():
         try:
             if time.time() - path.stat().st_mtime < STALE_SECONDS:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megatron_merak.checkpoint import places, store, unit
+from megatron_merak.checkpoint import store, unit, unit_directories
 from megatron_merak.checkpoint.sealed import seal
 from megatron_merak.errors import CheckpointError, DamagedError
 
@@ -21,13 +21,13 @@ def _write(directory, value: int) -> None:
 
 
 def _save(root, step: int, value: int = 1):
-    _write(places.fresh(root, step), value)
-    unit.complete(places.fresh(root, step), step, {})
-    return places.publish(root, step)
+    _write(unit_directories.fresh(root, step), value)
+    unit.complete(unit_directories.fresh(root, step), step, {})
+    return unit_directories.publish(root, step)
 
 
 def _value(directory) -> int:
-    unit.verify(directory, unit.read(directory, places.step_of(directory)))
+    unit.verify(directory, unit.read(directory, unit_directories.step_of(directory)))
     value = json.loads((directory / "config.json").read_text())["value"]
     assert (directory / "sub" / "weights").read_bytes() == bytes([value]) * 40
     return value
@@ -36,7 +36,7 @@ def _value(directory) -> int:
 def test_every_flipped_byte_of_every_file_is_found_and_named(tmp_path):
     directory, draw = _save(tmp_path, 5), random.Random(0)
     manifest = directory / "manifest.json"
-    files = [path for path in directory.rglob("*") if path.is_file() and path.name != places.REMOVED]
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != unit_directories.REMOVED]
     assert len(files) == 6, "config, weights, tensors and their manifest, tracker, and the manifest of all"
     for path in files:
         good = path.read_bytes()
@@ -101,13 +101,13 @@ def test_only_regular_files_count(tmp_path, kind):
         "directory": file.mkdir,
         "absent": lambda: None,
     }[kind]()
-    assert [*places.newest_first(tmp_path)] == []
+    assert [*unit_directories.newest_first(tmp_path)] == []
     with pytest.raises(DamagedError, match="config.json"):
         unit.read(file.parent)
 
 
 def test_what_is_not_a_plain_file_is_not_saved(tmp_path):
-    fresh = places.fresh(tmp_path, 5)
+    fresh = unit_directories.fresh(tmp_path, 5)
     _write(fresh, 1)
     (fresh / "link").symlink_to("config.json")
     with pytest.raises(CheckpointError, match="link"):
@@ -119,10 +119,18 @@ def test_names_are_those_of_transformers_and_leftovers_are_not(tmp_path):
 
     for step in (2, 10, 9):
         _save(tmp_path, step)
-    _write(places.fresh(tmp_path, 11), 1)
-    assert [path.name for path in places.newest_first(tmp_path)] == ["checkpoint-10", "checkpoint-9", "checkpoint-2"]
+    _write(unit_directories.fresh(tmp_path, 11), 1)
+    assert [path.name for path in unit_directories.newest_first(tmp_path)] == [
+        "checkpoint-10",
+        "checkpoint-9",
+        "checkpoint-2",
+    ]
     assert len(sort_checkpoints(str(tmp_path))) == 3 and get_last_checkpoint(str(tmp_path)).endswith("checkpoint-10")
-    assert places.step_of(tmp_path / "checkpoint-010") is places.step_of(tmp_path / ".checkpoint-1") is None
+    assert (
+        unit_directories.step_of(tmp_path / "checkpoint-010")
+        is unit_directories.step_of(tmp_path / ".checkpoint-1")
+        is None
+    )
 
 
 def test_files_of_others_move_with_a_checkpoint_that_is_saved_again(tmp_path, caplog):
@@ -140,8 +148,8 @@ def test_files_of_others_move_with_a_checkpoint_that_is_saved_again(tmp_path, ca
 def test_files_of_others_are_kept_when_a_checkpoint_is_removed(tmp_path, caplog):
     (_save(tmp_path, 5) / "notes.txt").write_text("mine")
     _save(tmp_path, 6)
-    places.remove(tmp_path, 5)
-    places.remove(tmp_path, 6)
+    unit_directories.remove(tmp_path, 5)
+    unit_directories.remove(tmp_path, 6)
     assert {path.name for path in tmp_path.iterdir()} == {"kept-checkpoint-5"}
     assert [path.name for path in (tmp_path / "kept-checkpoint-5").iterdir()] == ["notes.txt"]
     assert "notes.txt" in caplog.text
@@ -152,7 +160,7 @@ def test_what_is_no_checkpoint_is_set_aside_and_not_removed(tmp_path, caplog):
         (tmp_path / "checkpoint-5").mkdir()
         (tmp_path / "checkpoint-5" / "optimizer.pt").write_text("of another program")
         _save(tmp_path, 5)
-        places.remove(tmp_path, 5)
+        unit_directories.remove(tmp_path, 5)
     kept = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.pt"))
     assert kept == ["kept-checkpoint-5.1/optimizer.pt", "kept-checkpoint-5/optimizer.pt"]
     assert caplog.text.count("no complete checkpoint") == 2
@@ -163,17 +171,17 @@ def test_a_directory_that_a_program_keeps_open_is_removed_later(tmp_path, caplog
     directory = _save(tmp_path, 5)
     (directory / "sub" / ".nfs0001").write_text("")
     (directory / ".nfs0002").write_text("")
-    places.remove(tmp_path, 5)
-    left = places.old(tmp_path, 5)
-    assert sorted(path.name for path in left.rglob("*")) == [".nfs0001", ".nfs0002", places.REMOVED, "sub"]
-    assert "open" in caplog.text and [*places.newest_first(tmp_path)] == []
+    unit_directories.remove(tmp_path, 5)
+    left = unit_directories.old(tmp_path, 5)
+    assert sorted(path.name for path in left.rglob("*")) == [".nfs0001", ".nfs0002", unit_directories.REMOVED, "sub"]
+    assert "open" in caplog.text and [*unit_directories.newest_first(tmp_path)] == []
     for path in [*left.rglob(".nfs*")]:
         path.unlink()
-    places.settle(tmp_path)
+    unit_directories.settle(tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("place", [places.fresh, places.old])
+@pytest.mark.parametrize("place", [unit_directories.fresh, unit_directories.old])
 def test_what_cannot_be_judged_is_not_removed(tmp_path, place):
     """It may be the only copy: that of a newer version, or on a disk that fails for a moment."""
     _save(tmp_path, 5).rename(place(tmp_path, 5))
@@ -182,16 +190,16 @@ def test_what_cannot_be_judged_is_not_removed(tmp_path, place):
     del document["sha256"]
     path.write_bytes(seal(document))
     with pytest.raises(CheckpointError, match="format version is 2"):
-        places.settle(tmp_path)
+        unit_directories.settle(tmp_path)
     assert (place(tmp_path, 5) / "config.json").is_file()
 
 
 def test_settling_twice_changes_nothing(tmp_path):
     _save(tmp_path, 5)
-    _write(places.fresh(tmp_path, 6), 1)
-    (tmp_path / "checkpoint-5").rename(places.old(tmp_path, 5))
-    assert [path.name for path in places.newest_first(tmp_path)] == [".checkpoint-5.old"]
+    _write(unit_directories.fresh(tmp_path, 6), 1)
+    (tmp_path / "checkpoint-5").rename(unit_directories.old(tmp_path, 5))
+    assert [path.name for path in unit_directories.newest_first(tmp_path)] == [".checkpoint-5.old"]
     for _ in range(2):
-        places.settle(tmp_path)
+        unit_directories.settle(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
     assert _value(tmp_path / "checkpoint-5") == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megatron_merak.checkpoint import places
+from megatron_merak.checkpoint import unit_directories
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.run import trainer_state
 from megatron_merak.hf_trainer.run.loop import TrainingLoop
@@ -47,7 +47,7 @@ def _save(loop: TrainingLoop, step: int, value: float) -> None:
 def _look(loop: TrainingLoop, root: Path) -> tuple[int, float]:
     """(step, value) of the newest checkpoint, all of which must be of one save; what looks complete must be whole."""
     faults = []
-    for path in [*places.newest_first(root, faults)][::-1]:
+    for path in [*unit_directories.newest_first(root, faults)][::-1]:
         verify(path, None)
         state = trainer_state.read(path, None)
         loop.engine.load(path / TRAINING_STATE)
@@ -73,7 +73,7 @@ def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: i
     before, seen, number, kills, done = (1, 1.0), set(), 0, 0, False
     while not done:
         step, value = before[0] + 1, before[1] + 3
-        (places.locate(root, before[0]) / "note.txt").write_text("mine")
+        (unit_directories.locate(root, before[0]) / "note.txt").write_text("mine")
 
         def work(report, number=number, step=step, value=value):
             kill_before_call(number, calls)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megatron_merak.checkpoint import lock, places
+from megatron_merak.checkpoint import lock, unit_directories
 from megatron_merak.checkpoint.sealed import seal
 from megatron_merak.errors import CheckpointError, DamagedError, DirectoryLockedError, NumericsError
 from megatron_merak.hf_trainer.run.run_directory import RunDirectory
@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 
 
 def complete(root) -> list[int]:
-    return [places.step_of(path) for path in places.newest_first(Path(root))]
+    return [unit_directories.step_of(path) for path in unit_directories.newest_first(Path(root))]
 
 
 def damage(path: Path) -> None:
@@ -149,11 +149,11 @@ def _fall_back(rank, world, root):
     with pytest.raises(DamagedError) as caught:
         directory.find(str(root / "checkpoint-6"))
     directory.rotate(1, 6, None)
-    kept = [path.name for path in places.newest_first(root)]
+    kept = [path.name for path in unit_directories.newest_first(root)]
     directory.rotate(1, 3, None)
     dist.barrier(mesh.control)
     directory.release()
-    return found.name, str(caught.value), kept, [path.name for path in places.newest_first(root)]
+    return found.name, str(caught.value), kept, [path.name for path in unit_directories.newest_first(root)]
 
 
 def test_ranks_that_share_the_verification_agree(tmp_path):

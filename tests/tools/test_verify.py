@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_merak.checkpoint import places, store, unit
+from megatron_merak.checkpoint import store, unit, unit_directories
 
 TOOL = "verify"
 
@@ -12,11 +12,11 @@ def _save(root) -> None:
     for step in (5, 10):
         tensors = [store.Shard("w", (3, 4), None, (), torch.full((3, 4), 1.0))]
         store.save(root, step, {"model": tensors}, {}, None, "cpu")
-        fresh = places.fresh(root, step)
+        fresh = unit_directories.fresh(root, step)
         fresh.mkdir()
         (fresh / "config.json").write_text("{}")
         unit.complete(fresh, step, {})
-        places.publish(root, step)
+        unit_directories.publish(root, step)
 
 
 def test_whole_ones_are_listed_newest_first(tmp_path, tool, capsys):
