@@ -1,4 +1,4 @@
-"""The schedule checker: what it accepts runs to the end, on every rank, and computes every gradient once."""
+"""The schedule checker: a schedule that it accepts runs to its end on every rank, and computes every gradient once."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.ops import COMPUTE, RECEIVES, SENDS, Kind, Op, Schedule, entry_text, ops_of
 from megatron_merak.pipeline_parallel.order import crosses_ranks, execution_order
 
-# (earlier, later) of one stage and micro-batch: where both exist, they stand in this order, in different entries.
+# (earlier, later) of one stage and micro-batch: if both exist, they are in this order, in different entries.
 _IN_ORDER = (
     (Kind.RECV_F, Kind.F),
     (Kind.F, Kind.SEND_F),
@@ -42,9 +42,10 @@ def check(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most micro-batches that each stage holds at once: from the start of F to the end of B, or of W if it has one.
+    """Return the most micro-batches in flight on each stage: from the start of F to the end of B, or of its W if
+    any.
 
-    Ops that run together count as if the forward came first.
+    Of ops that run together, the forward counts first.
     """
     has_weight = {(op.stage, op.microbatch) for op in _all_ops(schedule) if op.kind is Kind.W}
     in_flight, peak = [0] * schedule.stages, [0] * schedule.stages
@@ -108,7 +109,7 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _check_sums(schedule: Schedule) -> None:
-    """Gradients are added up in micro-batch order under every schedule, so that they are equal bit for bit."""
+    """Check that gradients are added in micro-batch order, so that all schedules compute equal bits."""
     separate = {(op.stage, op.microbatch) for op in _all_ops(schedule) if op.kind is Kind.W}
     latest: dict[tuple[int, str], Op] = {}
     for op in _all_ops(schedule):
@@ -123,7 +124,7 @@ def _check_sums(schedule: Schedule) -> None:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Every boundary that crosses ranks has its send and receive of every micro-batch, and nothing else has."""
+    """Check that boundaries between ranks, and only these, have a send and a receive of every micro-batch."""
     expected = set()
     for boundary in range(schedule.stages - 1):
         for microbatch in range(schedule.microbatches):
@@ -145,7 +146,7 @@ def _sorted(ops: set[Op]) -> list[Op]:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """A channel carries no tags: its k-th send meets its k-th receive, so both ends need the same order."""
+    """Check that both ends of a channel have the same order: its k-th send matches its k-th receive."""
     sends: dict[tuple[int, int, Kind], list[Op]] = {}
     receives: dict[tuple[int, int, Kind], list[Op]] = {}
     for op in _all_ops(schedule):

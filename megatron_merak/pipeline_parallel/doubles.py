@@ -1,4 +1,4 @@
-"""Which numbers the compiled cores add up just as Python does: theirs are doubles."""
+"""Which numbers the compiled code, which uses doubles, adds up exactly like Python."""
 
 from collections.abc import Iterable
 from math import inf
@@ -7,7 +7,7 @@ _LARGEST, _LARGEST_INT = 1e200, 2**40
 
 
 def are_doubles(values: Iterable[object], unbounded: bool = False) -> bool:
-    """Whether these are floats whose sums stay finite, or ints whose sums are doubles. `unbounded`: or infinity."""
+    """Whether these are floats with finite sums, or ints whose sums are doubles. unbounded: infinity is accepted."""
     most = inf if unbounded else _LARGEST
     return all(
         abs(value) <= most if isinstance(value, float) else isinstance(value, int) and abs(value) <= _LARGEST_INT

@@ -36,7 +36,7 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
-    __hash__ = str.__hash__  # the one of Enum is written in Python, and ops are hashed millions of times
+    __hash__ = str.__hash__  # Enum's own is written in Python, and ops are hashed millions of times
 
     @property
     def is_compute(self) -> bool:
@@ -73,7 +73,7 @@ class Op:
 
     @classmethod
     def parse(cls, text: str) -> "Op":
-        """The op that prints as `text`, such as ``0RECV_F3``. Raises ScheduleError."""
+        """Return the op of a text such as ``0RECV_F3``. Raises ScheduleError."""
         match = _OP.fullmatch(text)
         if match is None:
             reason = "it is not a stage, a kind and a micro-batch"
@@ -81,7 +81,7 @@ class Op:
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
     def counterpart(self) -> "Op":
-        """The other end of the same transfer: ``0SEND_F3`` <-> ``1RECV_F3``, ``1SEND_B3`` <-> ``0RECV_B3``."""
+        """Return the other end of a transfer: ``0SEND_F3`` <-> ``1RECV_F3``, ``1SEND_B3`` <-> ``0RECV_B3``."""
         kind, step = _COUNTERPART[self.kind]
         return Op(self.stage + step, kind, self.microbatch)
 
@@ -90,7 +90,7 @@ Entry = Op | tuple[Op, ...]
 
 
 def ops_of(entry: Entry) -> tuple[Op, ...]:
-    """The ops of one entry of a rank's program."""
+    """Return the ops of one entry of a rank's program."""
     return (entry,) if isinstance(entry, Op) else entry
 
 
@@ -136,12 +136,12 @@ class Schedule:
         return self.placement[stage] if self.placement else stage % len(self.ranks)
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry, rank after rank."""
+        """Yield every entry, rank after rank."""
         for program in self.ranks:
             yield from program
 
     def channel(self, op: Op) -> tuple[int, int, Kind]:
-        """The ordered stream a transfer belongs to: (source rank, destination rank, SEND_F or SEND_B).
+        """Return the channel of a transfer: (source rank, destination rank, SEND_F or SEND_B).
 
         Messages of one channel are matched by order alone, so both ends must post them in the same order.
         """
@@ -160,7 +160,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """The schedule that prints as `text`; blank lines are skipped. Raises ScheduleError."""
+        """Return the schedule of a text; blank lines are skipped. Raises ScheduleError."""
         lines = [(at, line.strip()) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
         header = _HEADER.fullmatch(lines[0][1]) if lines else None
         if header is None:

@@ -1,4 +1,4 @@
-"""Which op needs which: the one definition of a dependency, and the walk that respects it."""
+"""The dependencies between ops, defined in one place, and the traversal that respects them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ _PRODUCER = {Kind.R: Kind.F, Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: K
 
 
 def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
-    """The ops that must be over before `op` starts.
+    """Return the ops that must be done before `op` starts.
 
-    Sends are buffered and receives are only posted, so neither ever waits for its peer: it is the op that consumes a
-    message that needs its receive posted and its send done. Without communication ops, or between two stages of one
-    rank, the consumer needs the producer directly.
+    Sends are buffered and receives only posted, so neither waits for its peer: the op that consumes a message needs its
+    receive posted and its send done. Without communication ops, or between two stages of one rank, the consumer needs
+    the producer directly.
     """
     stage, microbatch = op.stage, op.microbatch
     match op.kind:
@@ -46,7 +46,7 @@ def crosses_ranks(schedule: Schedule, transfer: Op) -> bool:
 
 
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
-    """Every (rank, entry) once, in an order in which all that an entry needs has come before.
+    """Yield every (rank, entry) once, after everything that the entry needs.
 
     Raises ScheduleError on a deadlock; the message names the ranks that wait for each other.
     """
@@ -77,7 +77,9 @@ def _missing(schedule: Schedule, entry: Entry, done: set[Op]) -> Op | None:
 
 
 def _deadlock(schedule: Schedule, position: list[int], blocker: dict[int, Op]) -> ScheduleError:
-    """Follows who waits for whom from the first blocked rank until a rank repeats, or waits for what never runs."""
+    """Follow who waits for whom from the first blocked rank until a rank repeats, or waits for an op that never
+    runs.
+    """
     chain: list[int] = []
     rank = min(blocker)
     while rank in blocker and rank not in chain:

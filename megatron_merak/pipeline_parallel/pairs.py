@@ -1,5 +1,6 @@
-"""Pairs: the forward of one micro-batch and the backward of another as one entry, each computing while the other
-communicates."""
+"""Pairs: the forward of one micro-batch and the backward of another in one entry; each computes while the other
+communicates.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def pair(schedule: Schedule, in_flight: Sequence[int] | None = None) -> Schedule
 
 
 class _Steps:
-    """All ranks, as far as they have come. `over[op]` is the step in which it ran."""
+    """All ranks at the same step. `over[op]` is the step in which it ran."""
 
     def __init__(self, schedule: Schedule, in_flight: Sequence[int] | None):
         orders = [[op for entry in program for op in ops_of(entry)] for program in schedule.ranks]
@@ -50,7 +51,7 @@ class _Steps:
         return any(self.forwards) or any(self.others)
 
     def advance(self) -> None:
-        """One step of every rank: recomputations, a forward and a backward, weight gradients."""
+        """Run one step of every rank: recomputations, a forward and a backward, weight gradients."""
         before = len(self.over)
         for program, forwards, others in zip(self.programs, self.forwards, self.others, strict=True):
             ready = self._ready(forwards, Kind.F, self.step) and self.room[forwards[0].stage] > 0
@@ -68,7 +69,7 @@ class _Steps:
         self.step += 1
 
     def _ready(self, ops: deque[Op], kind: Kind, step: int) -> bool:
-        """Whether the next op is of this kind, and needs nothing that is not over before `step`."""
+        """Whether the next op is of this kind, and everything that it needs was done before `step`."""
         if not ops or ops[0].kind is not kind:
             return False
         return all(self.over.get(need, step) < step for need in needs(self.schedule, ops[0]))

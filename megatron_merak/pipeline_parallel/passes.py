@@ -1,4 +1,4 @@
-"""Passes: a Schedule in, a Schedule out."""
+"""Passes: functions from Schedule to Schedule."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -9,15 +9,16 @@ from megatron_merak.pipeline_parallel.order import crosses_ranks
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule of compute ops, in its order, each on its own: what an evaluation runs."""
+    """Return the forwards of a schedule of compute ops, in order, each on its own: the schedule of an evaluation."""
     forwards = [[op for entry in program for op in ops_of(entry) if op.kind is Kind.F] for program in schedule.ranks]
     return replace(schedule, ranks=tuple(map(tuple, forwards)))
 
 
 def without(schedule: Schedule, kind: Kind, stages: Collection[int] | None = None) -> Schedule:
-    """The schedule of compute ops less the R or W ops of these stages (default: all): each B then does its part.
+    """Return a schedule of compute ops without the R or W ops of these stages (default: all): each B then includes
+    them.
 
-    Such as the R of stages that recompute nothing.
+    Used for the R ops of stages that recompute nothing.
     """
     if kind not in (Kind.R, Kind.W):
         raise ScheduleError("schedule", schedule.name, f"it cannot do without {kind} ops", "Drop R or W ops only")
@@ -30,8 +31,10 @@ def without(schedule: Schedule, kind: Kind, stages: Collection[int] | None = Non
 
 
 def resize(schedule: Schedule, microbatches: int) -> Schedule:
-    """The schedule of compute ops for another number of micro-batches: it leaves out the last ones, or runs again from
-    the start for those that it does not know."""
+    """Return a schedule of compute ops for another number of micro-batches.
+
+    The last ones are left out, or the schedule is repeated for further ones.
+    """
     rounds = -(-microbatches // schedule.microbatches)
 
     def program_of(program: tuple[Entry, ...]) -> Iterator[Entry]:
@@ -47,13 +50,13 @@ def resize(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def add_communication(schedule: Schedule) -> Schedule:
-    """Adds the sends and receives of a schedule of compute ops.
+    """Add the sends and receives to a schedule of compute ops.
 
-    A send stands right after the entry that produces its value. A receive is posted one forward or backward ahead of
-    its consumer, so that the transfer overlaps that and the recomputations and weight gradients in between, or earlier
-    where the messages of its channel were sent in another order than they are consumed: the two ends of a channel are
-    matched by order alone. Stages that share a rank exchange nothing. Raises ScheduleError where communication is
-    already there.
+    A send follows the entry that produces its value. A receive is posted one forward or backward before its consumer,
+    so that the transfer overlaps with that and with the recomputations and weight gradients in between. It is posted
+    earlier if the messages of its channel are sent in another order than they are consumed: the ends of a channel are
+    matched by order alone. Stages on one rank exchange no messages. Raises ScheduleError if there is communication
+    already.
     """
     if schedule.has_communication:
         raise ScheduleError("schedule", schedule.name, "it has communication ops already", "Pass compute ops only")
@@ -79,10 +82,10 @@ def _sends(schedule: Schedule, entry: Entry) -> list[Op]:
 
 
 def _place_receives(schedule: Schedule, sends: list[list[list[Op]]]) -> list[list[list[Op]]]:
-    """For every rank, the receives to post before each of its entries.
+    """Return for every rank the receives to post before each of its entries.
 
-    The receives of a channel take the order of its sends. Going through them backwards, each is posted as late as its
-    own consumer allows, and no later than the one that follows it.
+    The receives of a channel have the order of its sends. In reverse order, each is posted as late as its own consumer
+    allows, and no later than the one that follows it.
     """
     consumer = [{op: i for i, entry in enumerate(program) for op in ops_of(entry)} for program in schedule.ranks]
     receives: list[list[list[Op]]] = [[[] for _ in program] for program in schedule.ranks]
@@ -107,9 +110,9 @@ def _place_receives(schedule: Schedule, sends: list[list[list[Op]]]) -> list[lis
 
 
 def _ahead(program: Sequence[Entry], consumer: int) -> int:
-    """The entry before which to post a receive: the forward or backward next before its consumer.
+    """Return the entry before which to post a receive: the forward or backward next before its consumer.
 
-    An R or W alone may be too short to hide a transfer, or be nothing at all where a stage recomputes nothing.
+    An R or W alone may be too short to hide a transfer, or empty where a stage recomputes nothing.
     """
     earlier = range(consumer - 1, -1, -1)
     return next((i for i in earlier if any(op.kind in (Kind.F, Kind.B) for op in ops_of(program[i]))), 0)

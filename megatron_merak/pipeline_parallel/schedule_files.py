@@ -28,10 +28,12 @@ Cell = tuple[int, int, str]  # row and column, from 1, and what is written there
 
 
 def read_schedule(path: str | Path, what: str = "schedule file") -> Schedule:
-    """The schedule that a file holds, checked. Which of the two formats it is shows in its first line.
+    """Return the checked schedule of a file; the first line determines the format.
 
-    path: of the file. what: the flag or argument that named it, for messages. Raises ScheduleError, with the place in
-    the file, for a file that is neither, and for a schedule that ``check`` refuses.
+    path: of the file.
+    what: the flag or argument that named it, for messages.
+
+    Raises ScheduleError, with the position in the file, for another format, and for a schedule that ``check`` refuses.
     """
     places: dict[str, str] = {}
     try:
@@ -53,11 +55,13 @@ def read_schedule(path: str | Path, what: str = "schedule file") -> Schedule:
 
 
 def executable(schedule: Schedule, what: str, path: str | Path) -> Schedule:
-    """The compute ops of a schedule from a file, which the runtime derives all else from.
+    """Return the compute ops of a schedule from a file, from which the runtime derives the rest.
 
-    what, path: as of ``read_schedule``. Raises ScheduleError for what it would not run as it is written: transfers at
-    other places than where they are derived to be, groups that are not a forward and a backward, and forwards that are
-    out of order (statistics which forwards update, as those of batch norm, would depend on it).
+    what, path: see ``read_schedule``.
+
+    Raises ScheduleError for what would not run as written: transfers in other places than the derived ones, groups that
+    are not a forward and a backward, and forwards out of order (statistics that forwards update, such as those of batch
+    norm, would depend on it).
     """
     compute = tuple(tuple(e for e in program if ops_of(e)[0].kind.is_compute) for program in schedule.ranks)
     bare = replace(schedule, ranks=compute)
@@ -80,7 +84,7 @@ def executable(schedule: Schedule, what: str, path: str | Path) -> Schedule:
 
 
 def _content(path: Path) -> str:
-    """Raises ScheduleError for what is no text, or cannot be read."""
+    """Return the text of a file. Raises ScheduleError if it is no text, or cannot be read."""
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
@@ -91,7 +95,7 @@ def _content(path: Path) -> str:
 
 
 def _where(reason: str, places: Mapping[str, str]) -> str:
-    """The places of the ops that a reason names."""
+    """Return the positions of the ops that a reason names."""
     named = [f"{op}: {places[op]}" for op in dict.fromkeys(_OP.findall(reason)) if op in places]
     return f" ({'; '.join(named)})" if named else ""
 
@@ -103,7 +107,7 @@ def _places_of_text(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _places_of_cells(cells: Iterable[Cell]) -> Iterator[tuple[str, str]]:
-    """By our names of the ops: an I is a B."""
+    """Return positions by this package's names of the ops: an I is a B."""
     for row, column, text in cells:
         for part in _parts(text):
             if _CELL.fullmatch(part):
@@ -112,7 +116,7 @@ def _places_of_cells(cells: Iterable[Cell]) -> Iterator[tuple[str, str]]:
 
 
 def _cells(text: str) -> Iterator[Cell]:
-    """The cells that are not empty. Raises ScheduleError for what is no CSV."""
+    """Return the cells that are not empty. Raises ScheduleError if the text is no CSV."""
     rows = csv.reader(text.splitlines())
     try:
         for at, row in enumerate(rows, 1):
@@ -123,7 +127,7 @@ def _cells(text: str) -> Iterator[Cell]:
 
 
 def _parts(text: str) -> list[str]:
-    """Of a cell: the steps in it, several where they run together."""
+    """Return the steps in a cell, several if they run together."""
     group = _GROUP.fullmatch(text)
     return [part.strip() for part in group[1].split(";")] if group else [text]
 
@@ -164,7 +168,7 @@ def _from_cells(cells: list[Cell], name: str) -> Schedule:
 
 
 def _step(text: str, row: int, column: int) -> tuple[int, str, int]:
-    """The stage, letter and micro-batch of a step. Raises ScheduleError."""
+    """Return stage, letter and micro-batch of a step. Raises ScheduleError."""
     if match := _CELL.fullmatch(text):
         return int(match[1]), match[2], int(match[3])
     what, where = f"{text[:40]!r} in row {row}, column {column}", "schedule"
@@ -176,7 +180,7 @@ def _step(text: str, row: int, column: int) -> tuple[int, str, int]:
 
 
 def _check_backwards(steps: Mapping[tuple[int, int], Mapping[str, str]], name: str) -> None:
-    """A backward is whole (B), or in two steps (I and W)."""
+    """Check that each backward is one step (B), or two (I and W)."""
     for (stage, microbatch), kinds in steps.items():
         if kinds.keys() in ({"B"}, {"I", "W"}):
             continue

@@ -1,4 +1,4 @@
-"""The simulator: how long a schedule takes, where its ranks wait, and how many micro-batches they hold."""
+"""The simulator: how long a schedule takes, where its ranks wait, and how many micro-batches are in flight."""
 
 from collections import deque
 from dataclasses import astuple, dataclass
@@ -20,9 +20,12 @@ from megatron_merak.pipeline_parallel.timeline import KINDS, CompiledTimeline, E
 class StageCosts:
     """Seconds of one micro-batch, one value per stage; transfers have one value per boundary (stage b to b+1).
 
-    `backward` is the whole backward; `weight` is the part of it that a separate W takes over. `recompute` is the time
-    of an R, and is added to a B that had none (0: the stage keeps its activations). A message occupies the wire for
-    `transfer` seconds and arrives `latency` seconds later.
+    forward:   of F.
+    backward:  of the full backward, B and W.
+    weight:    the part of it that a separate W takes over.
+    recompute: of R; added to a B that had none (0: the stage stores its activations).
+    transfer:  for which a message occupies the wire.
+    latency:   after which it arrives.
     """
 
     forward: tuple[float, ...]
@@ -61,12 +64,14 @@ class StageCosts:
 
 
 def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Timeline:
-    """Runs the schedule on a clock: a rank starts an entry when it is free and all messages it consumes have arrived.
+    """Run the schedule on a clock: a rank starts an entry when it is free and all messages that it consumes have
+    arrived.
 
-    Communication is added by ``add_communication`` where there is none. A transfer starts when it is sent, its receive
-    is posted and those that were ready before it, from the same rank to the same rank, are through; it takes no time of
-    its ranks. Ops run together take
-    the sum of their times less `overlap` (0..1) times all but the longest. Raises ScheduleError as ``check`` does.
+    overlap: ops that run together take the sum of their times minus ``overlap`` (0..1) times all but the longest.
+
+    ``add_communication`` is applied if there is none. A transfer starts when it is sent, its receive is posted, and
+    those from the same rank to the same rank that were ready before it are done; it takes no time of its ranks. Raises
+    ScheduleError as ``check`` does.
     """
     if len(costs.forward) != schedule.stages:
         reason = f"it has {schedule.stages} stages, the costs {len(costs.forward)}"
@@ -75,7 +80,9 @@ def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Tim
 
 
 def _compiled(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline | None:
-    """By ``csrc/py/simulate.cpp``; None where that is not there, or has no answer: the walk says why, or has one."""
+    """Simulate by ``csrc/py/simulate.cpp``; None if that is absent or has no result: `_walked` then has one or
+    raises.
+    """
     host = _native.host()
     if host is None or not 0 <= overlap <= 1 or not are_doubles(chain.from_iterable(astuple(costs))):
         return None
@@ -85,7 +92,7 @@ def _compiled(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline
 
 
 def _walked(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline:
-    """The definition of it, in Python."""
+    """Simulate in Python: the reference implementation."""
     check(schedule)
     if not schedule.has_communication:
         schedule = add_communication(schedule)
@@ -117,7 +124,7 @@ def _walked(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline:
 
 
 class _Durations:
-    """The time of a compute op, given which micro-batches have their own W and R."""
+    """The time of a compute op, given which micro-batches have separate W and R ops."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts):
         self.costs = costs
@@ -139,8 +146,8 @@ class _Durations:
 
 
 class _Wire:
-    """The messages of one rank to another, of all stages and both kinds: one at a time, in the order in which they
-    become ready, that is sent and with their receive posted.
+    """The messages from one rank to another, of all stages and both kinds: one at a time, in the order in which they
+    become ready, i.e. are sent and have their receive posted.
     """
 
     def __init__(self, source: int, destination: int, costs: StageCosts):
@@ -158,8 +165,9 @@ class _Wire:
             self.posted[op.counterpart()] = time
 
     def arrival(self, op_wanted: Op) -> float:
-        """When the message of a send, whose receive is posted, has arrived. What its receiver waits for it knows of
-        this and all earlier sends, as in a run; that is all there is to know where it waits in the order of posting.
+        """Return when the message of a send, whose receive is posted, has arrived.
+
+        Its receiver waits in the order of posting, and knows this and all earlier sends, as in a run.
         """
         if op_wanted not in self.delivered:
             while op_wanted not in self.read:

@@ -1,4 +1,4 @@
-"""What a simulated step is: ops and messages with their times."""
+"""The result of a simulated step: ops and messages with their times."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message between two ranks, named by its send; `end` is when the whole of it has arrived."""
+    """A message between two ranks, named by its send; `end` is when all of it has arrived."""
 
     op: Op
     source: int
@@ -44,14 +44,14 @@ class Timeline:
     peak_in_flight: tuple[int, ...]
 
     def __eq__(self, other: object) -> bool:
-        """Of whichever class: the compiled simulator has its own."""
+        """Compare values, also with the compiled simulator's class."""
         if not isinstance(other, Timeline):
             return NotImplemented
         return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(Timeline))
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The fraction of the makespan in which each rank computes nothing."""
+        """The fraction of the makespan in which each rank is idle."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
@@ -61,9 +61,10 @@ class Timeline:
 
 
 class CompiledTimeline(Timeline):
-    """A timeline of the compiled simulator: its ops, events and messages become objects when they are first asked for.
+    """A timeline of the compiled simulator; its ops, events and messages are created when they are first read.
 
-    found: a ``Simulated`` of ``csrc/py/simulate.cpp``. given: the schedule that it was made from.
+    compiled: a ``Simulated`` of ``csrc/py/simulate.cpp``.
+    schedule: the simulated one.
     """
 
     def __init__(self, compiled: Any, schedule: Schedule):

@@ -1,1 +1,1 @@
-"""What a run left behind, as one HTML page: reading its directory, charts, the page."""
+"""A training run as one HTML page: its directory is read, charts are drawn, the page is written."""

@@ -1,4 +1,4 @@
-"""Axes of charts: which values are labelled, and where a value lies."""
+"""Axes of charts: labelled values, and positions of values."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ _STEPS = (1, 2, 2.5, 5, 10)
 
 @dataclass(frozen=True)
 class Axis:
-    """From ``low`` to ``high``, on a logarithmic scale where ``log``."""
+    """From ``low`` to ``high``; ``log``: logarithmic."""
 
     low: float
     high: float
@@ -17,7 +17,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: Iterable[float], log: bool = False, zero: bool = False) -> "Axis":
-        """An axis with some room on both sides of ``values``. zero: it starts at 0 where no value is below."""
+        """Return an axis with margins around ``values``. zero: start at 0 if no value is below."""
         shown = [value for value in values if value > 0] if log else list(values)
         low, high = min(shown, default=0.0), max(shown, default=1.0)
         if log:
@@ -29,13 +29,13 @@ class Axis:
         return cls(low - room, high + room)
 
     def place(self, value: float) -> float:
-        """Where a value lies, from 0 (low) to 1 (high)."""
+        """Return the position of a value, from 0 (low) to 1 (high)."""
         if self.log:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low or 1.0)
 
     def ticks(self, most: int = 5) -> list[tuple[float, str]]:
-        """Labelled values and their labels, ascending."""
+        """Return labelled values and their labels, ascending."""
         values = self._decades(most) if self.log else []
         if len(values) > 1:
             return [(value, short(value)) for value in values]
@@ -59,14 +59,14 @@ class Axis:
 
 
 def whole_ticks(low: int, high: int, most: int = 6) -> list[int]:
-    """Iterations to label, among ``low`` to ``high``."""
+    """Return iterations to label, from ``low`` to ``high``."""
     axis = Axis(float(low), float(max(high, low + 1)))
     step = max(1, round(axis._step(most)))
     return list(range(-(-low // step) * step, high + 1, step))
 
 
 def short(value: float, step: float = 0.0) -> str:
-    """A value as an axis shows it: "0.25", "12k", "3.4M", "4e-4". step: to the next label."""
+    """Return a value as an axis shows it: "0.25", "12k", "3.4M", "4e-4". step: to the next label."""
     size = abs(value)
     if size < 1e-12 or (step and size < step * 1e-6):
         return "0"

@@ -34,9 +34,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """key: of its values in the page's JSON. unit: of the values, in words. zero: the axis starts at 0. logs: a
-    logarithmic scale may be used. marks: iterations to mark at the bottom. digits: of values under the pointer, 0 for
-    whole numbers."""
+    """A chart.
+
+    key:    of its values in the page's JSON.
+    unit:   of the values, in words.
+    zero:   the axis starts at 0.
+    logs:   a logarithmic scale may be used.
+    marks:  iterations to mark at the bottom.
+    digits: of values under the pointer; 0 for integers.
+    """
 
     key: str
     title: str
@@ -56,7 +62,7 @@ class Chart:
 
 
 def data(chart: Chart) -> dict[str, Any]:
-    """What the page's script needs of a chart."""
+    """Return what the page's script needs of a chart."""
     axis = chart.axis()
     lines = [
         {
@@ -72,7 +78,9 @@ def data(chart: Chart) -> dict[str, Any]:
 
 
 def drawn(chart: Chart, first: int, last: int, restarts: Sequence[int] = ()) -> str:
-    """A chart over the iterations ``first`` to ``last``. restarts: iterations behind which the run was started."""
+    """Return a chart over the iterations ``first`` to ``last``. restarts: iterations after which the run was
+    restarted.
+    """
     axis, across = chart.axis(), _Across(first, last)
     ticks = [(1 - axis.place(value), text) for value, text in axis.ticks() if 0 <= axis.place(value) <= 1]
     grid = "".join(f"M0 {SIDE * place:.1f}H{SIDE}" for place, _ in ticks)
@@ -103,7 +111,7 @@ def drawn(chart: Chart, first: int, last: int, restarts: Sequence[int] = ()) -> 
 
 
 def spoken(chart: Chart) -> str:
-    """A chart in words, for those who do not see it."""
+    """Describe a chart in words, for screen readers."""
     parts = []
     for line in chart.lines:
         points = [(iteration, value) for iteration, value in line.points if value is not None]
@@ -115,7 +123,7 @@ def spoken(chart: Chart) -> str:
 
 @dataclass(frozen=True)
 class _Across:
-    """Iterations from left to right."""
+    """The horizontal axis of iterations."""
 
     first: int
     last: int
@@ -145,7 +153,7 @@ def _paths(line: Line, axis: Axis, across: _Across) -> Iterator[str]:
 
 
 def _line(points: Points, axis: Axis, across: _Across) -> str:
-    """The path through the points, with a gap where a value is missing."""
+    """Return the path through the points, with a gap where a value is missing."""
     parts, down = [], False
     for iteration, value in points:
         if value is None:
@@ -160,7 +168,9 @@ def _line(points: Points, axis: Axis, across: _Across) -> str:
 
 
 def _envelope(points: Points) -> Points:
-    """The lowest and the highest point of each of so many parts, in order: a line through them looks the same."""
+    """Return the lowest and the highest point of each of so many parts, in order: a line through them looks the
+    same.
+    """
     size, envelope = -(-2 * len(points) // MOST), []
     for start in range(0, len(points), size):
         part = [(value, at) for at, value in points[start : start + size] if value is not None]
@@ -173,7 +183,7 @@ def _envelope(points: Points) -> Points:
 
 
 def running_mean(points: Points, window: int) -> Points:
-    """Means over the last ``window`` values that are known, in front of each point."""
+    """Return at each point the mean of the last ``window`` known values."""
     means, recent = [], []
     for iteration, value in points:
         if value is not None:

@@ -1,4 +1,4 @@
-"""All that is known of a run, read from its directory."""
+"""Everything known of a run, read from its directory."""
 
 import json
 from collections.abc import Mapping
@@ -21,8 +21,14 @@ _SHOWN = 60  # characters of a damaged line
 
 @dataclass(frozen=True)
 class Facts:
-    """name: of the directory. starts: what run.json says, first to last. state: a trainer_state.json. arguments: of a
-    HuggingFace trainer. notes: what a reader has to know of the files."""
+    """What is known of a run.
+
+    name:      of the directory.
+    starts:    of run.json, first to last.
+    state:     of a trainer_state.json.
+    arguments: of a HuggingFace trainer.
+    notes:     what a reader should know of the files.
+    """
 
     name: str
     history: History
@@ -40,13 +46,13 @@ class Facts:
 
     @property
     def work(self) -> Mapping[str, Any]:
-        """What a sample costs, as the last start says: tokens, flops, ranks, peak, clock."""
+        """The work of a sample, as the last start recorded it: tokens, flops, ranks, peak, clock."""
         work = self.start.get("work")
         return work if isinstance(work, Mapping) else {}
 
     @property
     def iterations(self) -> int:
-        """Those of the whole run; 0 where nobody said."""
+        """Iterations of the complete run; 0 if unknown."""
         planned = self.start.get("iterations") or self.state.get("max_steps")
         return planned if type(planned) is int else 0
 
@@ -89,7 +95,7 @@ def _trainer(path: Path, name: str) -> Facts:
 
 
 def _read(path: Path, parse, otherwise: str):
-    """What ``parse`` makes of a file; None without it. Raises ReportError."""
+    """Return ``parse`` of a file; None without it. Raises ReportError."""
     if not path.is_file():
         return None
     try:
@@ -100,7 +106,7 @@ def _read(path: Path, parse, otherwise: str):
 
 
 def _history(path: Path) -> tuple[History, bool]:
-    """The history in a file of metrics, and whether its last line is cut off. Raises ReportError."""
+    """Return the history in a file of metrics, and whether its last line is truncated. Raises ReportError."""
     history = History()
     if not path.is_file():
         return history, False

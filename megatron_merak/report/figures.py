@@ -1,4 +1,4 @@
-"""What the page shows of a run's numbers: its charts, the figures at its top, and what a reader has to know of them."""
+"""What the page shows of a run's numbers: charts, the figures at its top, and notes."""
 
 import math
 import statistics
@@ -13,14 +13,14 @@ _KINDS = {"valid": ("validation", 2), "test": ("test", 3)}
 
 
 def span(history: History) -> tuple[int, int]:
-    """The first and the last iteration of all charts."""
+    """Return the first and the last iteration of all charts."""
     places = [*history.steps, *(at for points in history.evaluations.values() for at in points)]
     places += [at for points in history.metrics.values() for at in points]
     return (min(places), max(places)) if places else (0, 1)
 
 
 def charts(facts: Facts) -> list[Chart]:
-    """The charts of what there are values of."""
+    """Return the charts for which there are values."""
     history = facts.history
     steps = [history.steps[at] for at in sorted(history.steps)]
     shown = [_loss(history, steps)]
@@ -63,7 +63,7 @@ def _throughput(facts: Facts, steps: list[Step]) -> Chart:
 
 
 def tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """(name, value, more) of the figures at the top."""
+    """Return (name, value, more) of the figures at the top."""
     history, last = facts.history, facts.history.last
     of = f"of {facts.iterations:,}" if facts.iterations else ""
     yield "iterations", f"{last:,}", of
@@ -96,7 +96,7 @@ def _speed(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 
 def _utilization(facts: Facts, rate: float) -> str:
-    """What ranks compute per second, at so many samples per second."""
+    """Return the FLOP/s of ranks at so many samples per second."""
     flops, ranks, peak = (facts.work.get(name) for name in ("flops", "ranks", "peak"))
     if not flops or not ranks:
         return ""
@@ -105,7 +105,7 @@ def _utilization(facts: Facts, rate: float) -> str:
 
 
 def time(seconds: float) -> str:
-    """A time in its two largest units: "2 h 5 min", "1 min 6 s"."""
+    """Return a time in its two largest units: "2 h 5 min", "1 min 6 s"."""
     left = round(seconds)
     if left < 10:
         return f"{seconds:.1f} s"
@@ -120,7 +120,7 @@ def time(seconds: float) -> str:
 
 
 def notes(facts: Facts) -> list[str]:
-    """What a reader has to know, in sentences."""
+    """Return what a reader should know, in sentences."""
     history, lines = facts.history, list(facts.notes)
     last, planned = history.last, facts.iterations
     if planned and last < planned and history.steps:

@@ -1,9 +1,10 @@
-"""Runs of HuggingFace's kind: their history is the log of trainer_state.json, in the run's directory or a checkpoint.
+"""Runs of HuggingFace trainers: their history is the log of trainer_state.json, in the run's directory or a
+checkpoint.
 
-output_dir/trainer_state.json                                    where save_state() was called
-           checkpoint-500/trainer_state.json                     one per checkpoint
-                          training_args.json
-                          training_state/iter_*/manifest.json    of MerakTrainer: it holds the plan
+    output_dir/trainer_state.json                                    written by save_state()
+               checkpoint-500/trainer_state.json                     one per checkpoint
+                              training_args.json
+                              training_state/iter_*/manifest.json    of MerakTrainer: it has the plan
 """
 
 import json
@@ -22,7 +23,7 @@ _SPEED = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_prepar
 
 
 def newest_state(directory: Path) -> Path | None:
-    """The trainer_state.json that went furthest, of a run's directory or a checkpoint; None without any."""
+    """Return the most advanced trainer_state.json of a run's directory or a checkpoint; None without any."""
     paths = [path for path in (directory / STATE, *directory.glob(f"checkpoint-*/{STATE}")) if path.is_file()]
     return max(paths, key=lambda path: (_steps_of(path), path.parent == directory), default=None)
 
@@ -39,7 +40,7 @@ def _steps_of(path: Path) -> int:
 
 
 def history_of_state(text: str) -> tuple[History, dict[str, Any]]:
-    """The history in the text of a trainer_state.json, and all it holds. Raises ValueError for any other text."""
+    """Return the history in a trainer_state.json, and its content. Raises ValueError for any other text."""
     state = json.loads(text)
     if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
         raise ValueError("it has no log_history")
@@ -57,7 +58,7 @@ def history_of_state(text: str) -> tuple[History, dict[str, Any]]:
 
 
 def _note(history: History, name: str, step: int, value: float | None) -> None:
-    """Take a value of an evaluation."""
+    """Record a value of an evaluation."""
     if value is None or not name.startswith("eval_") or name.endswith(_SPEED):
         return
     if name == "eval_loss":
@@ -67,8 +68,7 @@ def _note(history: History, name: str, step: int, value: float | None) -> None:
 
 
 def plan_beside(path: Path) -> Plan | None:
-    """The plan in the newest training state beside or below a trainer_state.json; None where there is none, or where it
-    is one of another version."""
+    """Return the plan in the newest training state near a trainer_state.json; None without one of this version."""
     state = "training_state/iter_*/manifest.json"
     manifests = [*path.parent.glob(state), *path.parent.glob(f"checkpoint-*/{state}")]
     if not manifests:
@@ -81,7 +81,7 @@ def plan_beside(path: Path) -> Plan | None:
 
 
 def arguments_beside(path: Path) -> dict[str, Any]:
-    """The arguments of the run that are not empty; none where there is no training_args.json beside ``path``."""
+    """Return the arguments of the run that are not empty; none without a training_args.json beside ``path``."""
     try:
         arguments = json.loads((path.parent / ARGUMENTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

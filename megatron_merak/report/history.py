@@ -1,7 +1,7 @@
-"""What a run did, iteration by iteration: read from lines of metrics.
+"""The history of a run, iteration by iteration, read from lines of metrics.
 
 A run that was killed and resumed did some iterations twice. A line of kind "start" says where training began; what
-earlier lines say of later iterations was lost with the process, and the page shows what was done in their place.
+earlier lines say of later iterations was lost with the process, and the page shows the repeated ones.
 """
 
 import math
@@ -12,9 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration; None where a value is not known or not finite.
+    """One iteration; None for unknown and not finite values.
 
-    seconds: that it took. samples: that it trained on. skipped: the gradient was not finite, and not applied.
+    seconds: its duration.
+    samples: trained on.
+    skipped: whether the gradient was not finite, and not applied.
     """
 
     iteration: int
@@ -34,8 +36,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Start:
-    """Training began behind ``iteration``. ``number``: which start of run.json this is, None where nobody said.
-    ``repeated``: iterations that were done before and were lost."""
+    """Training began after ``iteration``.
+
+    number:   index of this start in run.json; None if unknown.
+    repeated: iterations that were done before and were lost.
+    """
 
     iteration: int
     number: int | None = None
@@ -44,8 +49,13 @@ class Start:
 
 @dataclass
 class History:
-    """steps: by iteration. evaluations: losses by iteration, of "valid" and "test". metrics: what else evaluations
-    measured, by name, then iteration. modelled: seconds are those of an emulated cluster. consumed: samples up to now.
+    """The values of a run.
+
+    steps:       by iteration.
+    evaluations: losses by iteration, of "valid" and "test".
+    metrics:     other values of evaluations, by name, then iteration.
+    modelled:    whether seconds are those of an emulated cluster.
+    consumed:    samples so far.
     """
 
     steps: dict[int, Step] = field(default_factory=dict)
@@ -57,12 +67,12 @@ class History:
 
     @property
     def last(self) -> int:
-        """The last iteration that a line tells of."""
+        """The last iteration with a value."""
         places = [*self.steps, *(place for points in self.evaluations.values() for place in points)]
         return max(places, default=self.starts[-1].iteration if self.starts else 0)
 
     def begin(self, iteration: int, number: int | None = None, consumed: int | None = None) -> None:
-        """Training begins behind ``iteration``."""
+        """Record that training begins after ``iteration``."""
         lost = [place for place in self.steps if place > iteration]
         for points in (self.steps, *self.evaluations.values()):
             for place in [place for place in points if place > iteration]:
@@ -71,7 +81,7 @@ class History:
         self.consumed = consumed
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a line. Raises ValueError where it is none of a run."""
+        """Add a line. Raises ValueError if it is not of a run."""
         kind, iteration = row.get("kind"), row.get("iteration")
         if type(iteration) is not int or iteration < 0:
             raise ValueError("it has no iteration")
@@ -110,7 +120,7 @@ class History:
 
 
 def history_of(rows: Iterable[Mapping[str, Any]]) -> History:
-    """The history that lines tell. Raises ValueError for one that is none of a run."""
+    """Return the history in lines. Raises ValueError for one that is not of a run."""
     history = History()
     for row in rows:
         history.add(row)

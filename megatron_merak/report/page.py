@@ -1,6 +1,6 @@
-"""The page of a run: one HTML file that needs nothing else, no network and no other file.
+"""The page of a run: one HTML file that needs no network and no other file.
 
-Charts and tables are there without JavaScript; the script shows values under the pointer.
+Charts and tables do not need JavaScript; the script shows values under the pointer.
 """
 
 import json
@@ -20,7 +20,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def page(facts: Facts) -> str:
-    """The page of what is known of a run."""
+    """Return the page of a run."""
     first, last = span(facts.history)
     shown = charts(facts)
     restarts = [start.iteration for start in facts.history.starts[1:]]
@@ -45,7 +45,7 @@ def page(facts: Facts) -> str:
 
 
 def about(facts: Facts) -> str:
-    """A run in one line."""
+    """Return a run in one line."""
     start, plan = facts.start, facts.plan
     parts = [layout(plan) if plan is not None else "", str(start.get("device_name") or "")]
     if plan is not None:
@@ -117,7 +117,7 @@ def _folded(title: str, content: str) -> str:
 
 
 def _table(rows: Rows, left: Sequence[int] = ()) -> str:
-    """The first row is the header, the first column names the row; columns ``left`` are text."""
+    """Return a table; the first row is the header, the first column names the row; columns ``left`` are text."""
     kinds = [' class="text"' if column in left else "" for column in range(len(rows[0]))]
     head = "".join(f'<th scope="col"{kind}>{escape(cell)}</th>' for cell, kind in zip(rows[0], kinds, strict=True))
     body = "\n".join(

@@ -1,4 +1,4 @@
-"""The pipeline of a run as HTML: one step as it was predicted and measured, and the memory of every rank."""
+"""The pipeline of a run as HTML: one step as predicted and measured, and the memory of every rank."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, fields
@@ -12,12 +12,12 @@ from megatron_merak.planner.memory import StageMemory, rank_memory
 from megatron_merak.report.axis import Axis
 
 BOXES = 1600  # ops that are drawn with their micro-batch; of more, only the shapes
-# One per field of StageMemory, told apart with any colour vision (Okabe, Ito).
+# One per field of StageMemory, for any colour vision (Okabe, Ito).
 _PARTS = ("#2F7FC1", "#86BBE3", "#12936F", "#E69F00", "#D55E00", "#B5659A")
 
 
 def styles() -> str:
-    """The colours of ops and of parts of memory, as CSS."""
+    """Return the colours of ops and of parts of memory, as CSS."""
     rules = [
         f".op-{kind.value}{shade}{{background:{face};color:{ink(face)};fill:{face}}}"
         for kind, faces in FACES.items()
@@ -28,7 +28,9 @@ def styles() -> str:
 
 
 def step(view: View, word: str) -> str:
-    """A timeline: a row per pipeline rank, a box per op, what is empty is idle. word: where its times come from."""
+    """Return a timeline: a row per pipeline rank, a box per op; empty space is idle time. word: the origin of its
+    times.
+    """
     timeline = view.timeline
     axis = Axis(0.0, timeline.makespan or 1.0)
     lanes = "".join(
@@ -70,7 +72,7 @@ def _boxes(view: View, rank: int) -> str:
 
 
 def _shapes(events: Sequence[Event], shades: dict[int, int], total: float) -> str:
-    """One path per colour."""
+    """Return one path per colour."""
     paths: dict[str, list[str]] = {}
     for event in events:
         low, wide = 1000 * event.start / total, 1000 * (event.end - event.start) / total
@@ -86,7 +88,7 @@ def _text(event: Event) -> str:
 
 
 def rank_rows(predicted: View | None, measured: View | None) -> list[tuple[str, ...]]:
-    """A row per pipeline rank, the first is the header: what was predicted and what was measured of a step."""
+    """Return a row per pipeline rank, after the header: what was predicted and measured of a step."""
     shown = [view for view in (predicted, measured) if view is not None]
     memory = predicted is not None and bool(predicted.memory)
     head = ["pipeline rank", "stages"]
@@ -104,7 +106,7 @@ def rank_rows(predicted: View | None, measured: View | None) -> list[tuple[str, 
 
 
 def memory(plan: Plan) -> str:
-    """A bar per pipeline rank of what fills its memory at its peak, as predicted."""
+    """Return a bar per pipeline rank of the predicted contents of its memory at the peak."""
     ranks, names = rank_memory(plan), [part.name for part in fields(StageMemory)]
     capacity, most = plan.cluster.device.memory, max(one.total for one in ranks) or 1
     full = capacity if 0 < capacity < 4 * most else most

@@ -1,9 +1,9 @@
-"""The directory that --run-dir names: what is in it, and how the rank that reports writes it.
+"""The files in the directory that --run-dir names, written by the rank that reports.
 
 DIR/plan.json        the plan that ran last, in the form that --plan reads
     run.json         every start of the run: time, command, ranks, device, settings, versions of libraries
     metrics.jsonl    a line per iteration and evaluation, as --metrics writes them, and a line per start
-    timeline.json    the last step as it was measured, where --timeline asked for it
+    timeline.json    the last step as it was measured, with --timeline
 """
 
 import json
@@ -22,7 +22,7 @@ FORMAT = 1
 
 
 def parse_run(text: str) -> list[dict[str, Any]]:
-    """The starts in the text of a run.json, first to last. Raises ValueError for any other text."""
+    """Return the starts in a run.json, first to last. Raises ValueError for any other text."""
     record = json.loads(text)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"it is no object of format {FORMAT}")
@@ -33,7 +33,7 @@ def parse_run(text: str) -> list[dict[str, Any]]:
 
 
 def starts_before(directory: str | Path) -> list[dict[str, Any]]:
-    """The starts that a directory holds already. Raises ConfigError where its run.json is damaged."""
+    """Return the earlier starts in a directory. Raises ConfigError if its run.json is damaged."""
     path = Path(directory) / RUN
     try:
         return parse_run(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -45,9 +45,9 @@ def starts_before(directory: str | Path) -> list[dict[str, Any]]:
 class RunFiles:
     """Writes the files of one start of a run.
 
-    directory: made if it does not exist
-    start:     facts of this start, as JSON has them
-    plan:      what runs
+    directory: created if it does not exist.
+    start:     facts of this start, JSON-safe.
+    plan:      of the run.
     """
 
     def __init__(self, directory: str | Path, start: Mapping[str, Any], plan: Plan):
@@ -62,8 +62,10 @@ class RunFiles:
         self._began = False
 
     def began(self, iteration: int, consumed_samples: int) -> None:
-        """The run stands at ``iteration`` and trains from there; what a file says of later ones was lost. Only the
-        first call counts."""
+        """Record that training continues from ``iteration``; what a file says of later ones was lost.
+
+        Only the first call counts.
+        """
         if not self._began:
             self._began = True
             row = {"kind": "start", "start": self._number, "iteration": iteration}
@@ -74,7 +76,7 @@ class RunFiles:
         self._metrics.write(json.dumps(row) + "\n")
 
     def measured(self, views: Sequence[View]) -> None:
-        """Write the timeline of a step."""
+        """Write the measured timeline of a step."""
         _replace(self.directory / TIMELINE, json.dumps(to_trace(views)))
 
     def close(self) -> None:
@@ -82,14 +84,14 @@ class RunFiles:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that is whole or as it was."""
+    """Replace a file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def _drop_cut_off_line(path: Path) -> None:
-    """Remove the end of a file that a killed run did not end with a line."""
+    """Remove the incomplete last line that a killed run left."""
     if not path.exists():
         return
     with open(path, "r+b") as file:

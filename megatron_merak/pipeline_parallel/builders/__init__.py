@@ -1,7 +1,8 @@
-"""The pipeline schedules, by name. A builder lists compute ops only; ``passes.add_communication`` adds the transfers.
+"""The pipeline schedules, by name. A builder lists compute ops only; ``passes.add_communication`` adds the
+transfers.
 
-To add a schedule, write its builder, with its figure, and add a row to ``BUILDERS``. Unless said otherwise the figures
-have forward = 1 and backward = 2 units of time; a dot is an idle unit.
+To add a schedule, write its builder, with its figure, and add a row to ``BUILDERS``. Unless stated otherwise, the
+figures have forward = 1 and backward = 2 units of time; a dot is an idle unit.
 """
 
 from collections.abc import Mapping
@@ -31,11 +32,12 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType({builder.name: builder for bu
 def build_schedule(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None
 ) -> Schedule:
-    """The compute ops of a named schedule over `ranks` pipeline ranks.
+    """Return the compute ops of a named schedule over ``ranks`` pipeline ranks.
 
-    `chunks`: (virtual) stages per rank, where the schedule leaves a choice; `group`: how many micro-batches an
-    interleaved rank runs on one stage before it turns to the next. Raises ScheduleError for an unknown name, or outside
-    of what the schedule is defined for.
+    chunks: (virtual) stages per rank, if the schedule leaves a choice.
+    group:  number of micro-batches that an interleaved rank runs on one stage before it continues with the next.
+
+    Raises ScheduleError for an unknown name, and for arguments to which the schedule is not applicable.
     """
     if name not in BUILDERS:
         raise ScheduleError("schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}")

@@ -1,4 +1,4 @@
-"""What builders share: the order of 1F1B, and how the orders of stages become a Schedule."""
+"""Common parts of builders: the order of 1F1B, and the conversion of stages' orders to a Schedule."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ Step = tuple[Kind, int]
 
 
 def alternate(microbatches: int, ahead: int) -> list[Step]:
-    """`ahead` forwards (or all there are), then B and F in turn, then the backwards that are left."""
+    """`ahead` forwards (or all of them), then alternating B and F, then the remaining backwards."""
     ahead = min(ahead, microbatches)
     order = [(Kind.F, k) for k in range(ahead)]
     for k in range(microbatches):
@@ -20,6 +20,6 @@ def alternate(microbatches: int, ahead: int) -> list[Step]:
 
 
 def one_stage_per_rank(name: str, microbatches: int, orders: Sequence[Sequence[Step]]) -> Schedule:
-    """`orders[s]` lists the steps of stage s, which lives on rank s."""
+    """Return the schedule in which `orders[s]` lists the steps of stage s, on rank s."""
     ranks = tuple(tuple(Op(stage, kind, k) for kind, k in order) for stage, order in enumerate(orders))
     return Schedule(name, len(orders), microbatches, ranks)

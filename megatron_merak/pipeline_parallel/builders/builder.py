@@ -1,4 +1,4 @@
-"""A row of the table of schedules: how one is made, and for what."""
+"""A row of the table of schedules: how one is built, and where it is applicable."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ def _one(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Builder:
-    """One schedule, and what it is defined for.
+    """One schedule, and where it is applicable.
 
-    `make(ranks, microbatches)` writes it; where `chunked` it also takes how many stages each rank has, where `grouped`
-    then the size of a group of micro-batches. `recomputes`: it has R ops. `splits`: it has W ops. `chunks`: the stages
-    of each rank; where `chunked`, unless another number is asked for. `least_ranks` and `least_microbatches` (of the
-    ranks) bound its domain.
+    make:                            (ranks, microbatches) -> schedule; if ``chunked``, also the number of stages per
+                                     rank; if ``grouped``, then the number of micro-batches of a group.
+    recomputes, splits:              whether it has R ops, or W ops.
+    chunks:                          stages of each rank; if ``chunked``, the default.
+    least_ranks, least_microbatches: (of the ranks) the smallest numbers to which it is applicable.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Builder:
     least_microbatches: Callable[[int], int] = _one
 
     def build(self, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None) -> Schedule:
-        """The compute ops of this schedule; raises ScheduleError outside of its domain."""
+        """Return the compute ops of this schedule; raise ScheduleError if it is not applicable."""
         self._check_size(ranks, microbatches)
         self._check_options(chunks, group)
         options = [chunks or self.chunks] if self.chunked else []

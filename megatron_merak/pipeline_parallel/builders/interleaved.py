@@ -41,7 +41,7 @@ def default_group(ranks: int, microbatches: int) -> int:
 
 
 def _legal(group: int, ranks: int, microbatches: int) -> int:
-    """`group`, unless it would make ranks wait, in places for each other."""
+    """Return `group`, unless ranks would wait for each other with it."""
     least, rest = min(ranks, microbatches), microbatches % group
     if least <= group <= microbatches and (rest == 0 or rest >= least):
         return group

@@ -12,9 +12,10 @@ _ROW, _LEFT, _RIGHT, _ABOVE, _BELOW, _LAST = 0.46, 0.85, 1.55, 0.78, 0.12, 0.5
 
 
 def draw_text(timeline: Timeline, unit: float = 1.0) -> str:
-    """One line per rank, three columns per `unit` seconds: an op is its kind, micro-batch and dashes; a dot is idle.
+    """Return one line per rank, three columns per `unit` seconds: an op is its kind, micro-batch and dashes; a dot is
+    idle.
 
-    Exact where all times are multiples of the unit, else rounded to columns. Ops run together overprint each other.
+    Exact if all times are multiples of the unit, else rounded to columns. Ops that run together overprint each other.
     """
     columns = round(timeline.makespan / unit)
     lines = []
@@ -30,7 +31,7 @@ def draw_text(timeline: Timeline, unit: float = 1.0) -> str:
 
 
 def draw(views: Sequence[View], path: str | Path) -> None:
-    """Writes a PNG: a row per pipeline rank, ops coloured by kind with their micro-batch, the bubble in the margin.
+    """Write a PNG: a row per pipeline rank, ops coloured by kind with their micro-batch, the bubble in the margin.
 
     Several views share the time axis. Needs matplotlib, and no display.
     """
@@ -70,7 +71,7 @@ def _clocks(views: Sequence[View]) -> str:
 
 
 def _columns(timeline: Timeline) -> float:
-    """The makespan in units of the median op."""
+    """Return the makespan in units of the median op."""
     times = sorted(event.end - event.start for event in timeline.events)
     median = times[len(times) // 2]
     return timeline.makespan / median if median else 0.0
@@ -95,14 +96,14 @@ def _rows(axes, view: View, span: float) -> None:
 
 
 def _idle(axes, timeline: Timeline, scale: float) -> None:
-    """The lanes up to the end of the step, hatched: what no op covers is bubble."""
+    """Hatch the rows up to the end of the step: what no op covers is bubble."""
     for rank in range(len(timeline.busy)):
         lane = {"facecolor": "#F5EBE3", "edgecolor": "#D3B69F", "hatch": "////", "linewidth": 0, "zorder": 1}
         axes.broken_barh([(0, timeline.makespan / scale)], (rank - 0.39, 0.78), **lane)
 
 
 def _boxes(axes, view: View, scale: float, points: float) -> None:
-    """`points` is the width in typographic points of one unit of the time axis."""
+    """Draw the ops. points: the width of one unit of the time axis, in typographic points."""
     from matplotlib.collections import PolyCollection
 
     shades = {stage: place % SHADES for rank in range(view.ranks) for place, stage in enumerate(view.stages_of(rank))}
@@ -122,7 +123,7 @@ def _boxes(axes, view: View, scale: float, points: float) -> None:
 
 
 def _label(axes, event: Event, middle: tuple[float, float], points: float, digits: int, colour: str) -> None:
-    """The kind and the micro-batch, or the micro-batch alone, where there is room for the one of most digits."""
+    """Return the kind and the micro-batch, or the latter alone if that is all there is room for."""
     number = str(event.op.microbatch)
     most = 9.0 if event.parts == 1 else 6.5
     for text, least in ((event.op.kind.value + number, 6.5), (number, 4.5)):

@@ -1,4 +1,4 @@
-"""Where pictures go: the suffix of a file says what it will hold."""
+"""Files of pictures: the suffix determines the format."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ SUFFIXES = (".png", ".html", ".json")
 
 
 def check_suffix(flag: str, path: str) -> None:
-    """Raises ConfigError for a file that ``write`` does not know, and for a picture where nothing can draw it."""
+    """Raise ConfigError for a suffix that ``write`` does not know, and for a picture without a drawing library."""
     if Path(path).suffix.lower() not in SUFFIXES:
         reason = "its suffix is none of " + ", ".join(SUFFIXES)
         remedy = "Name a .png (a picture), an .html (a page to zoom into) or a .json (a trace for ui.perfetto.dev)"
@@ -25,7 +25,7 @@ def check_suffix(flag: str, path: str) -> None:
 
 
 def write(views: Sequence[View], path: str | Path, title: str = "") -> None:
-    """Writes a picture (.png), a page (.html) or a trace (.json). Raises ConfigError for any other suffix."""
+    """Write a picture (.png), a page (.html) or a trace (.json). Raises ConfigError for any other suffix."""
     check_suffix("picture", str(path))
     match Path(path).suffix.lower():
         case ".png":

@@ -1,4 +1,4 @@
-"""The library that draws pictures comes with an extra; what writes text, pages and traces does without."""
+"""The optional library that draws pictures; text, pages and traces need none."""
 
 import importlib.util
 
@@ -6,7 +6,7 @@ from megatron_merak.errors import ConfigError
 
 
 def check_drawing(what: str, value: object) -> None:
-    """Raises ConfigError, of ``what`` asked for a picture with ``value``, where matplotlib is not installed."""
+    """Raise ConfigError, naming ``what`` and its ``value``, if a picture is requested without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         reason = "pictures are drawn by matplotlib, which is not installed"
         raise ConfigError(what, value, reason, "Install it: pip install 'megatron-merak[pictures]'")

@@ -24,7 +24,7 @@ _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', 
 
 
 def page(views: Sequence[View], title: str = "") -> str:
-    """The page of these views, one below the other over one time axis. Raises ScheduleError without any."""
+    """Return the page of these views, below each other over one time axis. Raises ScheduleError without any."""
     if not views:
         raise ScheduleError("page", "views", "there are none", "Give one or more timelines")
     title = title or " · ".join(view.name for view in views)
@@ -40,7 +40,7 @@ def page(views: Sequence[View], title: str = "") -> str:
 
 
 def views_of(html: str) -> tuple[View, ...]:
-    """The views that a page was made of. Raises ScheduleError for a file that is no such page."""
+    """Return the views of a page. Raises ScheduleError for a file that is no such page."""
     match = _DATA.search(html)
     if match is None:
         raise ScheduleError("page", "HTML", "it holds no timelines", "Give a page that tools/simulate.py wrote")
@@ -48,7 +48,7 @@ def views_of(html: str) -> tuple[View, ...]:
 
 
 def encode(views: Sequence[View]) -> dict:
-    """What the page's script reads: colours, and each view with its events in columns; times in seconds."""
+    """Return the data of the page's script: colours, and each view with its events in columns; times in seconds."""
     return {
         "format": 1,
         "names": {kind.value: name for kind, name in NAMES.items()},
@@ -59,7 +59,7 @@ def encode(views: Sequence[View]) -> dict:
 
 
 def decode(data: Mapping) -> tuple[View, ...]:
-    """Inverse of ``encode``."""
+    """Undo ``encode``."""
     return tuple(_decode(view) for view in data["views"])
 
 
@@ -86,7 +86,7 @@ def _encode(view: View) -> dict:
 
 
 def _columns(items: Sequence[Event] | Sequence[Transfer]) -> dict:
-    """A letter per op: that of its kind, for a message F for an activation and B for a gradient."""
+    """Return a letter per op: that of its kind; of a message F for an activation and B for a gradient."""
     return {
         "kind": "".join(item.op.kind.value[-1] for item in items),
         "stage": [item.op.stage for item in items],
@@ -127,7 +127,7 @@ def _ranks(view: View) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], kind: str) -> str:
-    """The first row is the header, the first column names the row."""
+    """Return a table; the first row is the header, the first column names the row."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
     body = "\n".join(
         f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"

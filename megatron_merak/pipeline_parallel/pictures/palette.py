@@ -1,4 +1,4 @@
-"""The colours and words of all pictures of a pipeline. The hues are told apart with any colour vision (Okabe, Ito)."""
+"""Colours and words of all pictures of a pipeline, for any colour vision (Okabe, Ito)."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -30,7 +30,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def ink(face: str) -> str:
-    """Black or white, whichever contrasts more with a face colour (relative luminance of WCAG 2)."""
+    """Return black or white, whichever contrasts more with a face colour (relative luminance of WCAG 2)."""
     channels = [int(face[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -38,7 +38,7 @@ def ink(face: str) -> str:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The seconds and the name of the unit in which a time reads best."""
+    """Return the seconds and the name of the unit in which a time reads best."""
     return next((unit for unit in _UNITS if seconds >= unit[0]), _UNITS[-1])
 
 

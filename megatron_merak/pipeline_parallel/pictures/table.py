@@ -1,4 +1,4 @@
-"""The figures of timelines as rows of text: one row per timeline, or one per rank. The first row is the header."""
+"""The figures of timelines as rows of text: one row per timeline, or per rank. The first row is the header."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ Rows = list[tuple[str, ...]]
 
 
 def summary_rows(views: Sequence[View]) -> Rows:
-    """The times of all against the first; steps and bytes where they are known of any."""
+    """Return a row per timeline, with times relative to the first; steps and bytes if known of any."""
     several, known, steps = len(views) > 1, any(view.memory for view in views), any(view.step for view in views)
     header = ("schedule", "times", "makespan", "bubble", "of the ranks", "in flight")
     rows = [header[:3] + ("against the first",) * several + ("step",) * steps + header[3:] + ("peak bytes",) * known]
@@ -28,7 +28,7 @@ def summary_rows(views: Sequence[View]) -> Rows:
 
 
 def rank_rows(view: View) -> Rows:
-    """One row per pipeline rank."""
+    """Return a row per pipeline rank."""
     timeline, peak = view.timeline, view.peak_in_flight()
     known = bool(view.memory)
     rows = [("rank", "stages", "busy", "idle", "bubble", "in flight") + ("peak bytes",) * known]
@@ -41,7 +41,7 @@ def rank_rows(view: View) -> Rows:
 
 
 def bytes_text(count: int) -> str:
-    """A size as people read it."""
+    """Return a size in a readable unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -49,7 +49,7 @@ def bytes_text(count: int) -> str:
 
 
 def aligned(rows: Rows) -> str:
-    """The rows as lines of text, the first column to the left."""
+    """Return the rows as aligned lines of text, the first column to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -24,7 +24,7 @@ _THREADS = {Kind.SEND_F: 100, Kind.SEND_B: 200}
 
 
 def to_trace(views: Sequence[View]) -> dict:
-    """JSON-safe; inverse of ``from_trace`` up to the rounding of times."""
+    """Return a JSON-safe trace; the inverse of ``from_trace`` up to the rounding of times."""
     events: list[dict] = []
     headers: list[dict] = []
     process = 0
@@ -44,7 +44,7 @@ def to_trace(views: Sequence[View]) -> dict:
 
 
 def from_trace(trace: Mapping) -> tuple[View, ...]:
-    """The views of a trace that ``to_trace`` made. Raises ScheduleError for any other."""
+    """Return the views of a trace that ``to_trace`` made. Raises ScheduleError for any other."""
     try:
         other = trace["otherData"]
         if other["format"] != FORMAT:
@@ -85,7 +85,7 @@ def _view(words: Mapping, rows: Sequence[Mapping]) -> View:
 
 
 def timeline_of(schedule: Schedule, events: Sequence[Event], transfers: Sequence[Transfer]) -> Timeline:
-    """The timeline of these events, in seconds; a group of ops counts once as busy time."""
+    """Return the timeline of these events, in seconds; a group of ops counts once as busy time."""
     busy = [0.0] * len(schedule.ranks)
     for event in events:
         if event.part == 0:
@@ -95,8 +95,10 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], transfers: Sequence
 
 
 def messages_between(schedule: Schedule, events: Sequence[Event]) -> tuple[Transfer, ...]:
-    """Of events whose messages were not timed: each from the end of the op that makes it to the start of its reader,
-    which is the longest that it can have been under way."""
+    """Return messages of events whose messages were not timed.
+
+    Each lasts from the end of its producer to the start of its consumer, the longest that it can have been in flight.
+    """
     placed = {event.op: event for event in events}
     transfers = []
     for op, event in placed.items():
@@ -139,7 +141,7 @@ def _span(op: Op, process: int, thread: int, start: float, end: float, **more) -
 
 
 def _messages(timeline: Timeline, process: int) -> list[dict]:
-    """On as many threads as messages of a kind are under way at once: spans of a thread must not cross."""
+    """Return spans on as many threads as messages of a kind are in flight at once: spans of a thread must not cross."""
     free: dict[tuple[int, Kind], list[float]] = {}
     rows: list[dict] = []
     for message in timeline.transfers:
@@ -156,7 +158,7 @@ def _messages(timeline: Timeline, process: int) -> list[dict]:
 
 
 def _arrows(timeline: Timeline, process: int) -> list[dict]:
-    """From the op that made a message to the op that reads it; Perfetto draws from the end of the one."""
+    """Return arrows from the producer of a message to its consumer; Perfetto draws from the end of the former."""
     placed = {event.op: event for event in timeline.events}
     rows = []
     for number, message in enumerate(timeline.transfers):

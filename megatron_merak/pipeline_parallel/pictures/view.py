@@ -1,4 +1,4 @@
-"""What a picture of a pipeline shows: a timeline, where its times come from, and what every rank holds meanwhile."""
+"""What a picture of a pipeline shows: a timeline, the origin of its times, and the memory of every rank."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -56,12 +56,12 @@ class View:
         return f"{stages} on {counted(self.ranks, 'rank')}, {microbatches}"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, ascending."""
+        """Return the stages of a pipeline rank, ascending."""
         schedule = self.timeline.schedule
         return tuple(stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank)
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Of each rank: the most micro-batches it holds at once, counted once for each of its stages."""
+        """Return for each rank the most micro-batches in flight, counted once for each of its stages."""
         return tuple(peak(curve) for curve in in_flight(self.timeline))
 
     def peak_bytes(self) -> tuple[int, ...]:
@@ -73,7 +73,8 @@ def peak(curve: Curve) -> int:
 
 
 def in_flight(timeline: Timeline) -> tuple[Curve, ...]:
-    """Of each rank, the micro-batches that its stages hold: from the start of F to the end of B, or of W if it has one.
+    """Return for each rank the micro-batches in flight on its stages: from the start of F to the end of B, or W if
+    any.
 
     Counted in the order of the events of a rank, so that rounded times change nothing.
     """
@@ -89,7 +90,7 @@ def in_flight(timeline: Timeline) -> tuple[Curve, ...]:
 
 
 def groups(events: Iterable[Event]) -> Iterator[list[Event]]:
-    """The events in order, those of ops that run together as one."""
+    """Return the events in order, with those of ops that run together as one."""
     group: list[Event] = []
     for event in events:
         group.append(event)

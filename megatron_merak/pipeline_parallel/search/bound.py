@@ -20,7 +20,7 @@ _WINDOW, _LARGE = 64, 1 << 13  # jobs that a load tells apart; a quarter of them
 
 
 def lower_bound(problem: Problem) -> float:
-    """Seconds that no schedule of the problem can beat, of those that keep micro-batches in order."""
+    """Return seconds that no schedule of the problem can beat, of those that keep micro-batches in order."""
     parts = _parts(problem)
     heads, tails = heads_and_tails(problem)
     of_stages = [_jobs(parts[stage], heads[stage], tails[stage]) for stage in range(problem.stages)]
@@ -96,9 +96,9 @@ def _heads(problem: Problem, parts: list[tuple[float, ...]]) -> Heads:
 
 
 class _Load:
-    """Jobs of one machine, each with a release: the earliest that all of them can be over.
+    """Jobs of one machine, each with a release time: the earliest that all of them can be done.
 
-    window: how many jobs are told apart; a smaller one gives a lower bound in less time.
+    window: how many jobs are distinguished; a smaller number gives a lower bound in less time.
     """
 
     def __init__(self, window: int):
@@ -124,7 +124,7 @@ class _Load:
 
 
 def _jobs(parts: tuple[float, ...], heads: list[list[float]], tails: list[list[float]]) -> list[Job]:
-    """Of a stage."""
+    """Return the jobs of a stage."""
     rows = [
         zip(heads[p], tails[p], [seconds] * len(heads[p]), strict=True) for p, seconds in enumerate(parts) if seconds
     ]

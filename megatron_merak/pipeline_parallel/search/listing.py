@@ -1,4 +1,4 @@
-"""List scheduling: every rank takes, whenever it is free, the op that a rule prefers among those that are ready."""
+"""List scheduling: whenever a rank is free, it takes the op that a rule prefers among those that are ready."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -12,14 +12,15 @@ Choice = tuple[float, int]
 
 @dataclass(frozen=True)
 class Rule:
-    """How a list is scheduled.
+    """A rule of list scheduling.
 
-    `warmup[s]`: the most micro-batches that stage s holds between F and B. `patience`: a rank that could run an op of
-    d seconds rather waits for a B (or, with `forward_first`, an F) that arrives within patience * d. `early`: the most
-    micro-batches that are recomputed ahead of B. `split[s]`: whether stage s has W ops, where it may (default: it has);
-    `weights_last`: they wait until all its backwards are done, or memory runs out, instead of filling every gap.
-    `late`: which of the stages of a rank goes first where several are ready, the last or the first, in forwards and in
-    backwards.
+    warmup:       the most micro-batches in flight between F and B, per stage.
+    patience:     a rank that could run an op of d seconds waits instead for a B (with `forward_first`, an F) that
+                  arrives within patience * d.
+    early:        the most micro-batches that are recomputed before their B is ready.
+    split:        whether a stage has W ops, where it may (default: yes).
+    weights_last: W ops wait until all backwards are done, or memory runs out, instead of filling every gap.
+    late:         which of a rank's ready stages goes first, the last or the first, in forwards and in backwards.
     """
 
     warmup: tuple[int, ...]
@@ -32,8 +33,10 @@ class Rule:
 
 
 def list_programs(problem: Problem, rule: Rule) -> list[Program] | None:
-    """The programs of all ranks under the rule; None where they do not come to an end. Deterministic: equal times are
-    taken in the order of ranks."""
+    """Return the programs of all ranks under the rule; None if they do not finish.
+
+    Deterministic: equal times are taken in the order of ranks.
+    """
     if problem.compiled is not None:
         return problem.compiled.list(*astuple(rule)) or None
     ranks = [Rank(problem, rule, index) for index in range(problem.ranks)]
@@ -42,7 +45,7 @@ def list_programs(problem: Problem, rule: Rule) -> list[Program] | None:
 
 
 def play(problem: Problem, ranks: Sequence["Rank"]) -> list[Program]:
-    """Lets the ranks run until none can go on; what they then have run."""
+    """Run the ranks until none can continue; return what they have run."""
     home, last = problem.home, problem.stages - 1
     stages = [ranks[rank].stages[problem.stages_of[rank].index(stage)] for stage, rank in enumerate(home)]
     wake = [(0.0, home[0])]
@@ -66,7 +69,7 @@ def play(problem: Problem, ranks: Sequence["Rank"]) -> list[Program]:
 
 
 class Stage:
-    """A stage on the way: how many ops of each kind it has run, and which messages are under way."""
+    """The state of a stage: how many ops of each kind it has run, and which messages are in flight."""
 
     def __init__(self, problem: Problem, rule: Rule, index: int):
         costs, limits = problem.costs, problem.limits
@@ -83,7 +86,7 @@ class Stage:
             B: (0.0, 0.0) if self.last else (problem.transfer[index], problem.latency[index]),
         }
         self.kept, self.taped, self.weight_held = limits.kept[index], problem.taped[index], limits.weight_held[index]
-        # What a B with its W behind it holds more after than before.
+        # Memory that a B followed by its W has in use after it, more than before.
         self.growth = max(self.weight_held - self.kept, 0.0) if self.split else 0.0
         self.through = {F: 0.0, B: 0.0}
         self.arrivals: dict[int, list[float]] = {F: [], B: []}
@@ -101,7 +104,7 @@ class Stage:
         return (forwards - backwards) * self.kept + max(recomputed - backwards, 0) * self.taped + waiting
 
     def run(self, kind: int) -> float:
-        """The seconds of its next op of a kind, which it has run then."""
+        """Run its next op of a kind; return its seconds."""
         seconds = self.seconds[kind]
         if kind == B and self.done[R] <= self.done[B]:
             seconds += self.seconds[R]
@@ -110,9 +113,10 @@ class Stage:
         return seconds
 
     def ready(self, kind: int, room: float, tape: float) -> float | None:
-        """When the message of the next F or B is there; None if it is not known, or the op may not run.
+        """Return when the message of the next F or B arrives; None if that is unknown, or the op is not allowed.
 
-        room: what the rank may give this stage. tape: what one of its later stages needs for a B, at another time.
+        room: memory that the rank can give this stage.
+        tape: memory that one of its later stages needs for a B, at another time.
         """
         k = self.done[kind]
         if k == self.count:
@@ -125,12 +129,12 @@ class Stage:
         return self.arrival(kind, k)
 
     def needed(self) -> float:
-        """What the next B needs beside all that is held."""
+        """Return the memory that the next B needs beside what is in use."""
         early = self.done[R] > self.done[B]  # then its tape is held, and goes
         return max(self.growth - self.taped, 0.0) if early else max(self.taped, self.growth)
 
     def arrival(self, kind: int, k: int) -> float | None:
-        """When the message of the F or B of a micro-batch is there, None if that is not known."""
+        """Return when the message of the F or B of a micro-batch arrives; None if unknown."""
         if self.first if kind == F else self.last:
             return 0.0
         arrivals = self.arrivals[kind]
@@ -149,7 +153,7 @@ class Stage:
 
 
 class Rank:
-    """The stages of a rank on the way, what they hold together, and what the rank has run."""
+    """The state of a rank: its stages, their memory, and what it has run."""
 
     def __init__(self, problem: Problem, rule: Rule, index: int):
         self.rule, self.cap = rule, problem.limits.cap[index]
@@ -164,11 +168,11 @@ class Rank:
         return all(stage.done[B] == stage.count and stage.done[W] in (0, stage.count) for stage in self.stages)
 
     def code(self, place: int, kind: int) -> int:
-        """Of the next op of a kind."""
+        """Return the code of the next op of a kind."""
         return 4 * (self.stages[place].done[kind] * len(self.stages) + place) + kind
 
     def run(self, code: int, now: float) -> int:
-        """The stage of an op that starts now."""
+        """Start the op of a code; return its stage."""
         stage = self.stages[(code >> 2) % len(self.stages)]
         self.free = now + stage.run(code & 3)
         self.program.append(code)
@@ -176,7 +180,7 @@ class Rank:
         return stage.index
 
     def choose(self, now: float) -> tuple[int | None, float | None]:
-        """(code to run, None), or (None, when to look again if it waits for a message that is known)."""
+        """Return (code to run, None), or (None, when to look again if it waits for a known message)."""
         kinds = (F, B) if self.rule.forward_first else (B, F)
         favourite, other = (self._next(kind, now) for kind in kinds)
         if favourite is not None and favourite[0] <= now:
@@ -198,7 +202,7 @@ class Rank:
         return self.code(place, chosen), None
 
     def _next(self, kind: int, now: float) -> Choice | None:
-        """The next F or B: the first in order that is ready, or the one that will be first."""
+        """Return the next F or B: the first in order that is ready, or the one that will be first."""
         soonest: Choice | None = None
         for place in self.orders[kind]:
             room, tape = self._left(place) if kind == F else (self.cap - self.held, 0.0)
@@ -212,8 +216,10 @@ class Rank:
         return soonest
 
     def _left(self, place: int) -> tuple[float, float]:
-        """What a stage may still take, and the tape that must be left: the rank's later stages must be able to run a
-        micro-batch that they do not have yet."""
+        """Return the memory that a stage may still take, and the tape to leave free.
+
+        The rank's later stages must be able to run a micro-batch that they do not have yet.
+        """
         room, tape = self.cap - self.held, 0.0
         for stage in self.stages[place + 1 :]:
             tape = max(tape, stage.taped, stage.growth)
@@ -222,7 +228,7 @@ class Rank:
         return room, tape
 
     def _room(self, place: int) -> float:
-        """What a stage may take for longer than for a B."""
+        """Return the memory that a stage may take for longer than a B."""
         room, tape = self._left(place)
         return room - tape
 

@@ -15,14 +15,14 @@ _HEAT = 0.02
 _ROUND = 400
 _KICKS = 4
 _ANY = 1e9
-# A change of the program of a rank: the op at an index goes to another, or away (None), or a code is put in there.
+# A change of a rank's program: the op at an index moves to another, is removed (None), or a code is inserted there.
 Move = tuple[int, int, int | None, int | None]  # rank, index, the other index, code
 
 
 class LocalSearch:
-    """A walk from given programs. `best` and `makespan` are the best seen; `evaluations` counts clocks.
+    """A walk from given programs. ``best`` and ``makespan`` are the best seen; ``evaluations`` counts simulations.
 
-    told: is called after every clock.
+    report_progress: called after every simulation.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class LocalSearch:
         self.evaluations = 1
 
     def run(self, evaluations: int, goal: float) -> None:
-        """Walks in rounds, each from the best so far, until it has evaluated as many neighbours, or reached the goal.
+        """Walk in rounds, each from the best so far, until as many neighbours are evaluated, or the goal is reached.
 
-        A round but the first starts with a few changes anywhere. At its start a move may cost a little, too, which
-        leads out of local minima; at its end nothing.
+        Every round but the first starts with a few random changes. At its start a move may increase the makespan a
+        little, to leave local minima; at its end not at all.
         """
         kicks = 0
         while self.evaluations < evaluations and self.makespan > goal:
@@ -54,7 +54,7 @@ class LocalSearch:
             self._round(min(evaluations, self.evaluations + _ROUND), goal)
 
     def _kick(self) -> None:
-        """Two neighbours somewhere change places, whatever that costs."""
+        """Swap two neighbours somewhere, whatever that costs."""
         rank = self.random.randrange(self.problem.ranks)
         i = self.random.randrange(1, len(self.programs[rank]))
         before = self.evaluations
@@ -83,7 +83,7 @@ class LocalSearch:
                     break
 
     def _try(self, move: Move, heat: float) -> bool:
-        """Makes the move if it is good enough."""
+        """Make the move if it is good enough."""
         rank = move[0]
         program = _moved(self.programs[rank], len(self.problem.stages_of[rank]), *move[1:])
         if program is None or not self.problem.allows(rank, program):
@@ -102,7 +102,7 @@ class LocalSearch:
         return True
 
     def _moves(self) -> Iterator[Move]:
-        """Every neighbour; some of them are no use, or do not fit."""
+        """Yield every neighbour, including some that are useless or do not fit."""
         separate = [{code for code in program if code & 1} for program in self.programs]  # R and W
         for rank, i, by_machine in critical_path(self.problem, self.compiled, self.ends):
             if by_machine:
@@ -116,7 +116,7 @@ class LocalSearch:
                 yield rank, i, None, None
 
     def _around_backward(self, rank: int, i: int, separate: set[int]) -> Iterator[Move]:
-        """The recomputation leaves the backward for an earlier place, the weight gradient for a later one."""
+        """Move the recomputation out of the backward to an earlier place, the weight gradient to a later one."""
         program, stage = self.programs[rank], self.compiled[rank][i][1]
         again, weight = program[i] - B + R, program[i] - B + W
         if self.problem.early[stage] and again not in separate:
@@ -131,7 +131,8 @@ class LocalSearch:
 
 
 def _moved(program: Program, width: int, source: int, target: int | None, code: int | None) -> Program | None:
-    """The program after a move; None where an op passed one of its own kind and stage, or of its own micro-batch.
+    """Return the program after a move; None if an op passed one of its own kind and stage, or of its own
+    micro-batch.
 
     width: stages of the rank.
     """
@@ -154,10 +155,11 @@ def _moved(program: Program, width: int, source: int, target: int | None, code: 
 def critical_path(
     problem: Problem, compiled: list[list[Step]], ends: list[list[float]]
 ) -> Iterator[tuple[int, int, bool]]:
-    """(rank, index, whether it waited for the op before it on its rank) of a longest chain, from the end of the step.
+    """Return (rank, index, whether it waited for the op before it on its rank) of a longest chain, from the end of the
+    step.
 
-    A chain leads on from a message that was late over its producer, over the earlier op that let its receive be posted,
-    or over the message before it.
+    From a message that was late, a chain continues with its producer, with the earlier op that delayed posting its
+    receive, or with the message before it.
     """
     posted = [_posted(program) for program in compiled]
     places = [{step[:3]: i for i, step in enumerate(program)} for program in compiled]
@@ -189,7 +191,7 @@ def critical_path(
 
 
 def _posted(program: list[Step]) -> list[int]:
-    """For every op, where the last F or B before it is, before which its receive is posted; -1 if there is none."""
+    """Return for every op the last F or B before it, before which its receive is posted; -1 if there is none."""
     last, posted = -1, []
     for i, (kind, *_) in enumerate(program):
         posted.append(last)

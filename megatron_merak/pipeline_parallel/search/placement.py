@@ -1,4 +1,4 @@
-"""Where searched schedules may have their stages: one on each rank, several in turn, or two down the ranks and back."""
+"""Placements of the stages of searched schedules: one per rank, several in turn, or two down the ranks and back."""
 
 from dataclasses import dataclass
 
@@ -23,10 +23,11 @@ class Placement:
 
 
 def placements(ranks: int, chunks: int | None = None, most: int | None = None) -> tuple[Placement, ...]:
-    """Those that are worth a search, the simplest first.
+    """Return the placements that are worth a search, the simplest first.
 
-    ranks: pipeline ranks. chunks: stages of each, None for a choice of one to three. most: stages that there may be,
-    None for any number.
+    ranks:  pipeline ranks.
+    chunks: stages of each; None: one to three.
+    most:   largest number of stages; None: any.
     """
     usual = []
     for count in range(1, _MOST + 1) if chunks is None else (chunks,):

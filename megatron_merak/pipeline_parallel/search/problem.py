@@ -46,7 +46,7 @@ class Limits:
             self.check(range(len(self.cap)))
 
     def check(self, home: Sequence[int]) -> None:
-        """Raises ScheduleError where a rank has no room for one micro-batch on each of its stages.
+        """Raise ScheduleError if a rank has no room for one micro-batch on each of its stages.
 
         home: the rank of each stage.
         """
@@ -60,9 +60,10 @@ class Limits:
 
     @classmethod
     def in_flight(cls, counts: Sequence[int], chunks: int = 1) -> "Limits":
-        """At most ``counts[r]`` micro-batches on rank r, from F to B, or to W; early recomputation costs nothing.
+        """Return limits of ``counts[r]`` micro-batches on rank r, from F to B or W; early recomputation costs
+        nothing.
 
-        chunks: stages of each rank, on each of which a micro-batch counts as one part of so many.
+        chunks: stages of each rank; a micro-batch counts on each as one of so many parts.
         """
         ones = (1,) * (len(counts) * chunks)
         return cls(tuple(count * chunks for count in counts), ones, (0,) * len(ones), ones)
@@ -73,8 +74,7 @@ class Limits:
 
 
 class Problem:
-    """Costs, limits, where stages are, and which of them may run R (where they recompute) and W (where they have weight
-    gradients)."""
+    """Costs, limits, the ranks of stages, which stages may run R (if they recompute), and whether W may be separate."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Problem:
 
     @cached_property
     def compiled(self) -> Any:
-        """This problem for the loops of ``csrc/py/search.cpp``; None where those are not built."""
+        """This problem for the loops of ``csrc/py/search.cpp``; None if those are not built."""
         host, costs = _native.host(), list(astuple(self.costs))
         costs[4:] = self.transfer, self.latency
         limits = self.limits.cap, self.limits.kept, self.taped, self.limits.weight_held
@@ -128,12 +128,12 @@ class Problem:
         return host.Pipeline(self.microbatches, costs, limits, self.early, self.split, self.home)
 
     def depth(self, stage: int) -> int:
-        """The most micro-batches that the stage can hold between F and B: the next B needs a tape beside them."""
+        """Return the most micro-batches of the stage between F and B; the next B needs a tape beside them."""
         kept, free = self.limits.kept[stage], self.limits.cap[self.home[stage]] - self.taped[stage]
         return int(min(free / kept, self.microbatches)) if kept else self.microbatches
 
     def allows(self, rank: int, program: Program) -> bool:
-        """Whether weight gradients, those inside of backwards too, and R are in order, and memory suffices."""
+        """Whether weight gradients, also those inside backwards, and R are in order, and memory suffices."""
         if self.compiled is not None:
             return self.compiled.allows(rank, program)
         return _in_order(program, len(self.stages_of[rank])) and self.fits(rank, program)
@@ -237,14 +237,14 @@ class Problem:
         return ends
 
     def makespan(self, programs: Sequence[Program]) -> float:
-        """Seconds by the fast clock; infinite where the programs deadlock."""
+        """Return seconds by the fast clock; infinite if the programs deadlock."""
         if self.compiled is not None:
             return self.compiled.makespan(programs)
         ends = self.clock([self.compile(rank, program) for rank, program in enumerate(programs)])
         return max((end[-1] for end in ends), default=float("inf"))
 
     def simulated(self, programs: Sequence[Program]) -> float:
-        """Seconds by ``simulate``, with which the fast clock agrees where every rank has one stage."""
+        """Return seconds by ``simulate``; the fast clock agrees if every rank has one stage."""
         if self.stages == self.ranks:
             return self.makespan(programs)
         try:
@@ -261,10 +261,10 @@ class Problem:
         return Schedule(name, self.stages, self.microbatches, tuple(ranks), () if cyclic else self.home)
 
     def from_schedule(self, schedule: Schedule) -> list[Program] | None:
-        """The programs of a schedule of compute ops; None where it is no answer to this problem.
+        """Return the programs of a schedule of compute ops; None if it is no solution of this problem.
 
-        It is none if stages are on other ranks, ops run together, a kind is out of micro-batch order, an R or W stands
-        where it may not, or memory does not suffice. The R ops of a stage that recomputes nothing are left out.
+        It is none if stages are on other ranks, ops run together, a kind is out of micro-batch order, an R or W is not
+        allowed where it is, or memory does not suffice. The R ops of a stage that recomputes nothing are left out.
         """
         if len(schedule.ranks) != self.ranks or tuple(map(schedule.rank_of, range(schedule.stages))) != self.home:
             return None
@@ -293,7 +293,7 @@ class Problem:
 
 
 def _in_order(program: Program, width: int) -> bool:
-    """Of each of the rank's ``width`` stages."""
+    """Whether each of the rank's ``width`` stages has its ops in order."""
     split = {code >> 2 for code in program if code & 3 == W}
     recomputed, summed = [-1] * width, [-1] * width
     for code in program:

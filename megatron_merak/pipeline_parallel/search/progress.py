@@ -1,4 +1,4 @@
-"""A line on the terminal that says how far a long search is."""
+"""A line on the terminal that shows the progress of a long search."""
 
 import sys
 import time
@@ -10,10 +10,11 @@ _EVERY = 0.2
 
 
 class Progress:
-    """Is called with the share of the work that is done, and shows it on a terminal once that takes some seconds.
+    """Called with the finished share of the work; shows it on a terminal once the work has taken some seconds.
 
-    what: is done, such as "searching a schedule". Nothing is written unless ``shown``, and where ``stream`` (default:
-    stderr) is no terminal.
+    what:   the work, such as "searching a schedule".
+    shown:  False: write nothing.
+    stream: where to write (default: stderr); nothing is written unless it is a terminal.
     """
 
     def __init__(self, what: str, stream: TextIO | None = None, shown: bool = True):
@@ -24,7 +25,7 @@ class Progress:
         self.before, self.parts = 0, 1
 
     def part(self, before: int, parts: int) -> None:
-        """What follows is one of so many parts of the work, with so many before it."""
+        """Declare that what follows is one of so many parts of the work, with so many before it."""
         self.before, self.parts = before, parts
 
     def __call__(self, share: float) -> None:
@@ -37,7 +38,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The line goes."""
+        """Remove the line."""
         if self.length:
             self._write("")
             self.stream.write("\r")

@@ -1,9 +1,9 @@
-"""The ``auto`` schedule: one that is found for the given costs, links and memory caps, instead of built by a formula.
+"""The ``auto`` schedule: found for given costs, links and memory caps, instead of built by a formula.
 
-The search has three steps, each from the best of those before: the builders' schedules, list schedules under a family
-of rules, and a local search along the critical path. The result is never worse than any builder's that the limits
-allow and whose stages are where those of the search are, and comes with a lower bound that no schedule beats. All times
-are modelled. Its work is bounded by a count of schedules that are timed, so that it finds the same on every machine.
+The search has three steps, each from the best result so far: the builders' schedules, list schedules under a family of
+rules, and a local search along the critical path. The result is never worse than any builder's that the limits allow
+and whose placement is the same, and comes with a lower bound that no schedule beats. All times are modelled. The work
+is limited by a number of simulated schedules, so that it finds the same on every machine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +48,9 @@ class Found:
 
 
 def default_evaluations(stages: int, microbatches: int, searches: int = 1) -> int:
-    """How many schedules a search times, unless it is told: fewer, the longer they are. searches: that share them."""
+    """Return how many schedules a search simulates by default: fewer, the longer they are. searches: that share
+    them.
+    """
     size = stages * microbatches
     return max(2, min(_FEW, _MOST // size), EVALUATIONS * _SMALL // max(size, _SMALL) // searches)
 
@@ -101,12 +103,12 @@ def search(
 
 
 def builder_makespans(problem: Problem) -> dict[str, float]:
-    """The makespan of every builder whose stages are where the problem has them, of those that it allows."""
+    """Return the makespan of every builder with the problem's placement that its limits allow."""
     return {name: problem.simulated(programs) for name, programs in _built(problem).items()}
 
 
 def _built(problem: Problem) -> dict[str, list[Program]]:
-    """The programs of every such builder."""
+    """Return the programs of every such builder."""
     built, chunks = {}, problem.stages // problem.ranks
     for name, row in BUILDERS.items():
         if row.chunks != chunks and not (row.chunked and chunks > 1):
@@ -122,7 +124,7 @@ def _built(problem: Problem) -> dict[str, list[Program]]:
 
 
 class _Best:
-    """The best programs so far of a problem, and how many were timed of as many as may be."""
+    """The best programs so far, and how many of the allowed schedules were simulated."""
 
     def __init__(self, problem: Problem, bound: float, most: int, report_progress: ProgressCallback):
         self.problem, self.bound, self.most, self.report_progress = problem, bound, most, report_progress
@@ -136,7 +138,7 @@ class _Best:
         return self.makespan <= self.goal
 
     def offer(self, programs: list[Program] | None) -> float:
-        """The makespan; infinity for programs that break a limit, or for none."""
+        """Return the makespan of programs; infinity if they break a limit, or are None."""
         self.count()
         if programs is None or not all(map(self.problem.allows, range(self.problem.ranks), programs)):
             return float("inf")
@@ -154,9 +156,10 @@ class _Best:
 
 
 def _search_rules(best: _Best) -> None:
-    """List schedules: first the warm-up, then how to choose, then small changes of both, each from the best rule.
+    """Try list schedules: first the warm-up, then how to choose, then small changes of both, each from the best
+    rule.
 
-    Takes at most half of the evaluations.
+    Uses at most half of the evaluations.
     """
     tried: dict[Rule, float] = {}
     most = best.most // 2
@@ -180,7 +183,7 @@ def _search_rules(best: _Best) -> None:
 
 
 def _warmups(rule: Rule, count: int) -> Iterator[Rule]:
-    """1F1B's depth of S - s, times a factor, and more."""
+    """Yield 1F1B's depth of S - s, times factors, and more."""
     stages = len(rule.warmup)
     for factor in (1, 1.5, 2, 3, count):
         for extra in (0, 1, 2):
@@ -198,7 +201,7 @@ def _choices(rule: Rule, problem: Problem) -> Iterator[Rule]:
 
 
 def _orders(problem: Problem) -> tuple[tuple[bool, bool], ...]:
-    """Which stage of a rank goes first, in forwards and in backwards."""
+    """Yield which stage of a rank goes first, in forwards and in backwards."""
     several = problem.stages > problem.ranks
     return ((True, True), (False, True), (True, False), (False, False)) if several else ((True, True),)
 
@@ -208,7 +211,7 @@ def _recomputations(problem: Problem) -> tuple[int, ...]:
 
 
 def _mutant(rule: Rule, problem: Problem, draw: Random) -> Rule:
-    """The rule with one to three changes."""
+    """Return the rule with one to three changes."""
     for _ in range(draw.randint(1, 3)):
         s, what = draw.randrange(problem.stages), draw.randrange(8 if problem.stages == problem.ranks else 9)
         if what < 4:

@@ -61,7 +61,7 @@ def shift_recompute(
 def _better(
     problem: Problem, programs: list[Program], best: list[Program], makespan: float, drain: bool, warmup: bool
 ) -> tuple[list[Program], float]:
-    """The shortest of `best` and of the programs with R inserted, few or many micro-batches ahead."""
+    """Return the best of `best` and of the programs with R inserted, few or many micro-batches ahead."""
     for ahead in sorted({1, 2, problem.microbatches}):
         ranks = [_Fixed(problem, programs, rank, ahead, drain, warmup) for rank in range(problem.ranks)]
         candidate = play(problem, ranks)
@@ -74,7 +74,7 @@ def _better(
 
 
 def _advance(programs: list[Program], stage: int) -> list[Program] | None:
-    """The programs with the first forward after the first backward of a stage before that backward."""
+    """Return the programs with a stage's first forward after its first backward moved before that backward."""
     program = programs[stage]
     first = program.index(B)
     later = next((i for i in range(first, len(program)) if program[i] & 3 == F), None)
@@ -85,7 +85,7 @@ def _advance(programs: list[Program], stage: int) -> list[Program] | None:
 
 
 class _Fixed(Rank):
-    """A rank of one stage that runs a given program, and recomputes while it would wait."""
+    """A rank of one stage that runs a given program, and recomputes instead of waiting."""
 
     def __init__(self, problem: Problem, programs: list[Program], index: int, ahead: int, drain: bool, warmup: bool):
         weighs = tuple(any(code & 3 == W for code in program) for program in programs)
@@ -121,7 +121,7 @@ class _Fixed(Rank):
         return stage.early and done[B] <= done[R] < min(done[F], done[B] + self.rule.early)
 
     def _has_memory(self) -> bool:
-        """Whether the next R leaves enough for what follows, up to the B that frees its tape."""
+        """Whether the next R leaves enough memory for what follows, up to the B that frees its tape."""
         stage = self.stage
         last, in_use = stage.done[R], self.held + stage.taped
         for code in reversed(self.left):
