@@ -1,4 +1,4 @@
-"""Several data sets read as one, in fixed proportions; the steps of `csrc/py/indices.cpp` where that is built."""
+"""Several data sets read as one, in fixed proportions; compiled steps are in `csrc/py/indices.cpp`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def samples_per_dataset(weights: Sequence[float], samples: int, surplus: float = 0.0) -> list[int]:
-    """Samples to ask of each data set so that a blend of `samples` by normalised weights never runs one dry."""
+    """Return how many samples of each data set a blend of `samples` by normalised weights needs, with a margin."""
     return [math.ceil(math.ceil(samples * weight) * (1 + surplus)) for weight in weights]
 
 
@@ -73,7 +73,7 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 
 
 def exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The same with every sample of every data set used once: weights are sizes / total, a spent data set drops out."""
+    """Blend every sample of every data set once: weights are sizes / total, an exhausted data set drops out."""
     left = np.array(sizes, dtype=np.int64)
     total = int(left.sum())
     share = left / float(total)
@@ -91,7 +91,7 @@ def exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[np.ndarray, np.nd
 
 
 def _ranks(dataset_index: np.ndarray, count: int) -> np.ndarray:
-    """For each entry, how many entries before it name the same data set; int64."""
+    """Return for each entry how many entries before it name the same data set; int64."""
     ranks = np.empty(len(dataset_index), dtype=np.int64)
     for dataset in range(count):
         places = np.flatnonzero(dataset_index == dataset)

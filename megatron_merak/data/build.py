@@ -21,7 +21,7 @@ Dataset = GPTDataset | BlendedDataset
 
 
 class Datasets(NamedTuple):
-    """One data set per part of the data; None where the run asks for no sample of it or it has weight 0."""
+    """One data set per part of the data; None if the run needs no sample of it or it has weight 0."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -29,8 +29,10 @@ class Datasets(NamedTuple):
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
-    """The run's tokenizer. Generated data without --tokenizer-type has --vocab-size ids, the last one of which ends a
-    document. Raises `DataError`."""
+    """Return the run's tokenizer. Raises `DataError`.
+
+    Generated data without --tokenizer-type has --vocab-size ids; the last one ends a document.
+    """
     data, vocab_size = config.data, config.model.vocab_size
     if data.tokenizer_type is None and data.mock_data and vocab_size is not None:
         return NullTokenizer(vocab_size - 1)
@@ -38,8 +40,10 @@ def build_tokenizer(config: Config) -> Tokenizer:
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
-    """The number of token ids that the model has to know, before padding: --vocab-size where it is larger than the
-    tokenizer's. Raises `DataError` where it is smaller."""
+    """Return the number of token ids before padding: --vocab-size if larger than the tokenizer's.
+
+    Raises `DataError` if it is smaller.
+    """
     size = config.model.vocab_size
     # The vocabulary of a NullTokenizer is --vocab-size and the end of a document.
     if size is None or isinstance(tokenizer, NullTokenizer):
@@ -51,8 +55,10 @@ def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
 
 
 def samples_wanted(config: Config, world_size: int) -> tuple[int, int, int]:
-    """Samples of the train, valid and test parts that the run can ask for: one evaluation of --eval-iters global
-    batches per --eval-interval and one at the end, and one test."""
+    """Return the samples of the train, valid and test parts that the run may need.
+
+    There is one evaluation of --eval-iters global batches per --eval-interval and one at the end, and one test.
+    """
     train = config.train
     batch = config.global_batch_size(world_size)
     evaluations = 1
@@ -64,10 +70,10 @@ def samples_wanted(config: Config, world_size: int) -> tuple[int, int, int]:
 
 
 def build_datasets(config: Config, tokenizer: Tokenizer, world_size: int) -> Datasets:
-    """The run's data sets, equal on every rank. Needs no communication: indices are built by whichever process of a
-    host comes first, and mapped by the others.
+    """Return the run's data sets, equal on every rank.
 
-    Raises `DataError` for data that is missing, damaged, empty or too small.
+    Needs no communication: the first process of a host builds indices, and the others map them. Raises `DataError` for
+    data that is missing, damaged, empty or too small.
     """
     pad = tokenizer.pad
     shared = GPTDatasetConfig(
@@ -90,7 +96,7 @@ class Parts:
         self._sources: dict[str, IndexedDataset] = {}
 
     def build(self, part: int, samples: int) -> Dataset | None:
-        """The part `SPLITS[part]` with at least `wanted` samples."""
+        """Return the part `SPLITS[part]` with at least `samples` samples."""
         if samples == 0:
             return None
         if self._mock is not None:
@@ -122,8 +128,11 @@ class Parts:
         return GPTDataset(source, bounds, samples, SPLITS[part], config)
 
     def _bounds(self, source: TokenSource, part: int) -> tuple[int, int] | None:
-        """The part's range of sequences. An evaluation that nobody asked for by --eval-interval is left out, with a
-        warning, where the data is too small to have that part."""
+        """Return the part's range of sequences.
+
+        An evaluation that was not requested by --eval-interval is left out, with a warning, if the data is too small
+        for it.
+        """
         if not self.data.data_path and self._mock is None:
             return 0, len(source)
         bounds = split_bounds(self.data.split_weights, len(source))[part]

@@ -1,4 +1,4 @@
-"""Raw documents out of files, each with the place that it came from."""
+"""Raw documents from files, each with its position."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ TEXT_SUFFIXES = (".txt",)
 
 
 class Raw(NamedTuple):
-    """One document as it lies in its file: a line of JSON, or (`line` None) the whole of a text file."""
+    """One document in a file: a line of JSON, or (`line` None) a text file."""
 
     source: str
     line: int | None
@@ -26,7 +26,7 @@ class Raw(NamedTuple):
 
 
 def input_files(path: Path) -> list[Path]:
-    """`path` itself, or every file of a known kind below a directory, sorted by name. Raises `DataError`."""
+    """Return `path` itself, or every file of a known kind below a directory, sorted by name. Raises `DataError`."""
     if not path.is_dir():
         regular_file_size(path, "--input", "--input")
         return [path]
@@ -43,8 +43,10 @@ def _kind(path: Path) -> str | None:
 
 
 def read_documents(path: Path) -> Iterator[Raw]:
-    """The documents of one file: .txt is one document, anything else one JSON object per line; .gz is unpacked and
-    blank lines are skipped. Raises `DataError` naming the line behind which a file cannot be read."""
+    """Yield the documents of one file: a .txt file is one document, others have one JSON object per line.
+
+    .gz is unpacked and blank lines are skipped. Raises `DataError` naming the line after which a file cannot be read.
+    """
     line = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
@@ -60,7 +62,9 @@ def read_documents(path: Path) -> Iterator[Raw]:
 
 
 def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
-    """The texts of `raw` under `keys`; a text file is the text of every key. Raises ValueError with the reason."""
+    """Return the texts of `raw` under `keys`; a text file is the text of every key. Raises ValueError with the
+    reason.
+    """
     try:
         text = raw.data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent."""
+"""Files that are either complete or absent."""
 
 import errno
 import os
@@ -12,12 +12,12 @@ from ..errors import DataError
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that no other live process of this host writes."""
+    """Return a name beside `path` that no other live process of this host writes."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a closed, flushed file over `path` and make the rename itself durable, where the file system can."""
+    """Rename a closed, flushed file to `path` and make the rename durable, if the file system can."""
     os.replace(temporary, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
@@ -44,7 +44,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
 
 def regular_file_size(path: Path, what: str, flag: str = "--data-path") -> int:
-    """Bytes of a regular file; a directory, FIFO, device or absent file is a `DataError` before anything opens it."""
+    """Return the size of a regular file; raise `DataError` for anything else before it is opened."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:

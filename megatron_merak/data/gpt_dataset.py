@@ -1,4 +1,4 @@
-"""Samples of a fixed length out of a stream of shuffled documents."""
+"""Samples of a fixed length from a stream of shuffled documents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .index_cache import cached_arrays
 
 
 class TokenSource(Protocol):
-    """What a GPTDataset reads: an IndexedDataset, or a stand-in that makes its tokens up."""
+    """What a GPTDataset reads: an IndexedDataset, or generated tokens."""
 
     prefix: str
     sequence_lengths: np.ndarray
@@ -70,12 +70,11 @@ class GPTDataset:
         self._position_ids = torch.arange(config.sequence_length)
 
     def __reduce__(self) -> tuple:
-        """Pickled, as for the worker processes of a loader, it is built again where it arrives; cached indices are
-        mapped there, not sent."""
+        """Pickle what rebuilds it, for the worker processes of a loader; they map cached indices."""
         return type(self), (self.source, self.bounds, self.num_samples, self.index_split, self.config)
 
     def description(self) -> dict[str, object]:
-        """Everything that the indices depend on, JSON-safe."""
+        """Return everything that the indices depend on, JSON-safe."""
         return {
             "class": type(self).__name__,
             "dataset_path": self.source.prefix,
@@ -111,7 +110,7 @@ class GPTDataset:
         return len(self.shuffle_index)
 
     def tokens(self, index: int) -> np.ndarray:
-        """The sequence_length + 1 token ids of item `index`, int64, padded."""
+        """Return the sequence_length + 1 token ids of item `index`, int64, padded."""
         sample = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[sample : sample + 2].tolist()
         parts = []

@@ -1,8 +1,8 @@
-"""Which tokens make sample i: Megatron's document, sample and shuffle indices, as pure functions of numpy arrays.
+"""Which tokens form sample i: Megatron's document, sample and shuffle indices, as pure functions of numpy arrays.
 
-The random numbers come from `numpy.random.RandomState`, whose stream is frozen, in the order in which Megatron-LM
-(megatron/core/datasets/gpt_dataset.py) draws them, so that equal inputs give bit-equal indices. The loops are those of
-`csrc/py/indices.cpp` where it is built; the NumPy code here gives the same bits without.
+Random numbers come from `numpy.random.RandomState`, whose stream is frozen, in the order in which Megatron-LM
+(megatron/core/datasets/gpt_dataset.py) draws them, so that equal inputs give bit-equal indices. `csrc/py/indices.cpp`
+has the compiled loops; the NumPy code here computes the same bits.
 """
 
 import os
@@ -30,8 +30,11 @@ class Indices(NamedTuple):
 
 
 class Epochs(NamedTuple):
-    """How often a split is read: `count` passes; `sans_last` is the number of samples of all passes but the last
-    when the last one is shuffled by itself, else None."""
+    """How often a split is read.
+
+    count:     passes.
+    sans_last: number of samples of all passes but the last, if that one is shuffled separately; else None.
+    """
 
     count: int
     sans_last: int | None
@@ -51,8 +54,11 @@ def split_bounds(weights: Sequence[float], sequences: int) -> list[tuple[int, in
 
 
 def count_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length: int) -> Epochs:
-    """The fewest passes that give `num_samples` samples (None: one pass). The last pass is kept apart when less than
-    80 % of it is needed, so that its samples come last and no document is seen more than one time too often."""
+    """Return the fewest passes that give `num_samples` samples (None: one pass).
+
+    The last pass is shuffled separately if less than 80 % of it is needed, so that its samples come last and no
+    document is seen more than one time too often.
+    """
     if num_samples is None:
         return Epochs(1, None)
     tokens = num_samples * sequence_length + 1
@@ -66,7 +72,7 @@ def count_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length
 
 
 def shuffle(items: np.ndarray, random: np.random.RandomState) -> None:
-    """`random.shuffle(items)`: the same order in place, and the same draws taken. `items` has one dense dimension."""
+    """Do `random.shuffle(items)` in place, with the same draws. `items`: one contiguous dimension."""
     host = _native.host()
     if host is None or items.itemsize not in (4, 8) or len(items) > _SHUFFLED_HERE:
         random.shuffle(items)
@@ -86,7 +92,7 @@ def document_order(documents: np.ndarray, epochs: Epochs, random: np.random.Rand
 
 
 def count_tokens(sequence_lengths: np.ndarray, documents: np.ndarray) -> int:
-    """The tokens of `documents`, ids into `sequence_lengths`."""
+    """Return the number of tokens of `documents`, ids into `sequence_lengths`."""
     host = _native.host()
     if host is None:
         return int(sequence_lengths[documents].sum(dtype=np.int64))
@@ -120,12 +126,12 @@ def sample_starts(
 
 
 def _full(values: np.ndarray) -> np.ndarray:
-    """Dense, of int32 or int64."""
+    """Return the array contiguous, as int32 or int64."""
     return np.ascontiguousarray(values if values.dtype in (np.int32, np.int64) else values.astype(np.int64))
 
 
 def _threads() -> int:
-    """As many as this process has cores, up to where memory is the limit."""
+    """Return the number of this process's cores, up to where memory is the limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST_THREADS)
 

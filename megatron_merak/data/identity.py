@@ -1,4 +1,4 @@
-"""What a run's data is, to be stored with a checkpoint and compared when the run resumes."""
+"""The identity of a run's data, stored with a checkpoint and compared when the run resumes."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,16 +8,21 @@ import numpy as np
 from .build import Dataset, Datasets
 from .gpt_dataset import GPTDataset
 
-_PREFIX = 1 << 12  # entries of an index that tell its order
+_PREFIX = 1 << 12  # entries of an index that are hashed for its order
 
 
 def identity(datasets: Datasets) -> dict[str, dict | None]:
-    """The data of each part, JSON-safe; None where there is none. Reads a few MiB of each data set."""
+    """Return the identity of each part, JSON-safe; None for a part without data. Reads a few MiB of each data set."""
     return {part: None if dataset is None else _identity(dataset) for part, dataset in datasets._asdict().items()}
 
 
 def _identity(dataset: Dataset) -> dict:
-    """``sources``: where tokens come from. ``samples``: how they are cut. ``order``: digest of which comes when."""
+    """Return the identity of one data set.
+
+    sources: of tokens.
+    samples: how they are cut.
+    order:   digest of their order.
+    """
     single = isinstance(dataset, GPTDataset)
     parts = [dataset] if single else dataset.datasets
     indices = [index for part in parts for index in (part.document_index, part.sample_index, part.shuffle_index)]
@@ -42,9 +47,10 @@ def _source(part: GPTDataset) -> dict:
 
 
 def difference(now: Mapping | None, saved: Mapping | None) -> str:
-    """What tells one part of a run's data from the saved one, whatever the names of its files; empty: nothing.
+    """Return how one part of a run's data differs from the saved one, whatever the names of its files; "" if it does
+    not.
 
-    The order of samples is not looked at.
+    The order of samples is not compared.
     """
     if now is None or saved is None:
         return "" if now is saved else f"there is {'none' if now is None else 'some'} now, unlike then"

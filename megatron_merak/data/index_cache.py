@@ -1,4 +1,4 @@
-"""Arrays that one process builds and every other process of the host maps."""
+"""Arrays that one process builds and all processes of the host map."""
 
 import fcntl
 import hashlib

@@ -1,4 +1,4 @@
-"""Which samples form the micro-batches of a step, and fetching them ahead of need."""
+"""The samples of the micro-batches of a step, fetched in advance."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -76,14 +76,14 @@ class BatchLoader:
         return step
 
     def at(self, consumed_samples: int) -> list[dict[str, torch.Tensor]] | None:
-        """The step that starts there, whatever was handed out before; None where the data end within it."""
+        """Return the step that starts there, whatever was returned before; None if the data end within it."""
         return None if self._end(consumed_samples) > len(self.dataset) else self._load(consumed_samples)
 
     def _end(self, consumed_samples: int) -> int:
         return consumed_samples + self._size(consumed_samples)
 
     def _fetch_ahead(self) -> None:
-        """One step more than the workers: the one that is waited for, and those that run behind it."""
+        """Prepare one step more than there are workers: the one that is waited for, and those after it."""
         start = self._ahead[-1][0] if self._ahead else self.consumed_samples
         while len(self._ahead) <= self._workers and (end := self._end(start)) <= len(self.dataset):
             self._ahead.append((end, self._pool.submit(self._load, start)))
@@ -106,5 +106,5 @@ class BatchLoader:
 
 
 def stack(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Samples of equal keys and shapes to one dict of tensors with a leading batch dimension."""
+    """Stack samples of equal keys and shapes to one dict of tensors with a leading batch dimension."""
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}

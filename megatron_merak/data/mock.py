@@ -1,4 +1,4 @@
-"""Documents made up on the spot, for runs that measure or test and need no file."""
+"""Generated documents, for runs that measure or test and need no file."""
 
 import numpy as np
 
@@ -9,8 +9,8 @@ MAX_LENGTH = 2048
 class MockIndexedDataset:
     """A source of `DOCUMENTS` documents of 2 to `MAX_LENGTH` tokens, the last one `eod`.
 
-    Document d counts upwards modulo the vocabulary from a start and with a stride that depend on d, so that a model
-    can learn it, and any part of it is computed without the rest. Equal in every process.
+    Document d counts upwards modulo the vocabulary from a start and with a stride that depend on d, so that a model can
+    learn it, and any part of it can be computed separately. Equal in every process.
     """
 
     def __init__(self, vocab_size: int, eod: int):

@@ -1,4 +1,4 @@
-"""Documents to indexed datasets, in as many processes as wished."""
+"""Tokenize documents into indexed datasets, in any number of processes."""
 
 import multiprocessing
 import sys
@@ -146,7 +146,7 @@ def _processes(config: EncoderConfig, workers: int) -> Iterator[deque[Connection
 
 
 def _serve(connection: Connection, config: EncoderConfig) -> None:
-    """A worker: chunks in, encoded chunks out, until the other end closes."""
+    """Run a worker: encode chunks until the other end closes."""
     tokenizer = None
     while True:
         try:

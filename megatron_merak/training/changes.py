@@ -1,4 +1,6 @@
-"""A run that resumes beside the run that saved: another model or other data is refused, another schedule is told."""
+"""Differences between a run that resumes and the run that saved: another model or other data is an error, the rest is
+reported.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,7 @@ _FREE = frozenset(
     """init_method_std make_vocab_size_divisible_by cross_entropy_chunk_size model init_weights trust_remote_code
     allow_pickle graph_sharding tensor_parallel_rules""".split()
 )
-# ... those that may change in the middle of a run, ...
+# ... those that may change during a run, ...
 _TOLD = frozenset("hidden_dropout attention_dropout attn_implementation fp32_residual_connection".split())
 # ... and those that a new run from old weights may choose anew.
 _OF_A_RUN = frozenset(
@@ -40,7 +42,7 @@ _CONFIG_TOLD = ("dropout", "_token_id", "pdrop", "_implementation", "_coef")
 
 
 class Change(NamedTuple):
-    """A setting that is not what it was; ``flag`` is what the user calls it."""
+    """A changed setting; ``flag`` is its name for the user."""
 
     flag: str
     now: Any
@@ -50,7 +52,7 @@ class Change(NamedTuple):
         return f"{self.flag} {_text(self.now)} (it was {_text(self.saved)})"
 
     def undone(self) -> str:
-        """How to have the saved value."""
+        """Return how to restore the saved value."""
         if not self.flag.startswith("--"):
             return "Use the same model"
         if self.saved is None or self.saved is False:
@@ -59,9 +61,12 @@ class Change(NamedTuple):
 
 
 def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, data: Mapping, batch: int) -> list[str]:
-    """What a resumed run has to tell, in lines. Raises CheckpointError for another model, and for other data.
+    """Return what a resumed run has to report, in lines. Raises CheckpointError for another model, and for other
+    data.
 
-    model: see ``TrainedModel.settings``. data: see ``data.identity``. batch: samples per step.
+    model: see ``TrainedModel.settings``.
+    data:  see ``data.identity``.
+    batch: samples per step.
     """
     refused, changes = _model_changes(config, saved, model)
     for change in refused:
@@ -79,8 +84,10 @@ def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, d
 
 
 def schedule_of(saved: SavedRun, config: RunConfig) -> OptimizerConfig:
-    """The optimizer of ``config`` with the checkpoint's schedule. Raises CheckpointError where it has none that is
-    sound, or one of samples for a run of iterations or the other way round."""
+    """Return the optimizer settings of ``config`` with the checkpoint's schedule.
+
+    Raises CheckpointError if that is invalid, or counts samples in a run of iterations or the other way round.
+    """
     theirs = {name: saved.config["optimizer"][name] for name in _SCHEDULE if name in saved.config["optimizer"]}
     unit, other = ("samples", "iters") if config.train.train_samples else ("iters", "samples")
     remedy = "Leave out --use-checkpoint-opt-param-scheduler"
@@ -101,7 +108,7 @@ def _model_changes(
     config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None
 ) -> tuple[list[Change], list[Change]]:
     now, then = config.to_dict()["model"], dict(saved.config["model"])
-    if isinstance(config, HFConfig) != ("model" in then):  # the native model and its captured twin share names only
+    if isinstance(config, HFConfig) != ("model" in then):  # a native model and a captured one share names only
         now, then = ({"seq_length": values.get("seq_length")} for values in (now, then))
     elif isinstance(config.model, ModelConfig):
         now, then = _effective(config.model), _effective_saved(then)
@@ -117,7 +124,7 @@ def _model_changes(
 
 
 def _effective(model: ModelConfig) -> dict[str, Any]:
-    """The settings with what stands for the unset ones."""
+    """Return the settings with the values that replace unset ones."""
     values = {name: value for name, value in dataclasses.asdict(model).items() if name not in _DERIVED}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
     learned = model.position_embedding_type == "learned_absolute"  # else it is the length of a table of angles
@@ -134,7 +141,7 @@ def _effective_saved(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]:
-    """Names that both have with different values; what only one version of the program knows tells nothing."""
+    """Yield the names with different values; names that only one version of this program has are skipped."""
     return (name for name, value in now.items() if name in then and value != then[name])
 
 

@@ -12,8 +12,12 @@ _DROPPED = ("zeros", "flops", "staleness", "rate", "norm", "scale", "left")  # l
 
 @dataclass(frozen=True)
 class Throughput:
-    """tokens, flops: of one sample, the model's FLOPs in forward and backward. peak: FLOP/s of one rank, None if
-    unknown. clock: where times come from, empty for this machine's.
+    """The work of a run.
+
+    tokens, flops: of one sample; the model's FLOPs in forward and backward.
+    ranks:         that share the work.
+    peak:          FLOP/s of one rank; None if unknown.
+    clock:         origin of the times; "" for this machine's.
     """
 
     tokens: int
@@ -23,14 +27,19 @@ class Throughput:
     clock: str = ""
 
     def per_rank(self, samples_per_second: float) -> float:
-        """Model FLOP/s of one rank."""
+        """Return the model FLOP/s of one rank."""
         return self.flops * samples_per_second / self.ranks
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step: its ``iteration`` of ``iterations``, the samples consumed, those of the step,
-    and the size of a batch, where the step was not all of one."""
+    """The position of a run after a step.
+
+    iteration, iterations: done, and of the complete run.
+    consumed_samples:      so far.
+    samples:               of the step.
+    batch:                 size of a batch, if the step was only a part of one.
+    """
 
     iteration: int
     iterations: int
@@ -41,8 +50,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Interval:
-    """Means over the iterations since the last line. nan: iterations whose loss was not finite. loss_scale: of the
-    next one. staleness: see ``StepReport``."""
+    """Means over the iterations since the last line.
+
+    nan:        iterations whose loss was not finite.
+    loss_scale: of the next iteration.
+    staleness:  see ``StepReport``.
+    """
 
     progress: Progress
     seconds: float
@@ -58,9 +71,9 @@ class Interval:
 
 
 def console_line(interval: Interval, work: Throughput, detailed: bool, now: datetime) -> str:
-    """Megatron-LM's fields in Megatron-LM's order, then ours: throughput, MFU or GFLOP/s, time left.
+    """Return Megatron-LM's fields in Megatron-LM's order, then ours: throughput, MFU or GFLOP/s, remaining time.
 
-    With modelled times every field that is made from one says so, and the time left is not known.
+    With modelled times, every field that depends on one says so, and the remaining time is omitted.
     """
     modelled = f" ({work.clock})" if work.clock else ""
     rate, progress = work.per_rank(interval.samples_per_second), interval.progress
@@ -95,7 +108,9 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
 
 
 def short_line(interval: Interval, work: Throughput, detailed: bool) -> str:
-    """The same facts in at most 120 columns; skipped and nan iterations, and a loss scale, only where there are any."""
+    """Return the same facts in at most 120 columns; skipped and nan iterations, and a loss scale, only if there are
+    any.
+    """
     progress, rate = interval.progress, work.per_rank(interval.samples_per_second)
     known, total = work.peak is not None, f"{progress.iterations:,}"
     left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))
@@ -123,7 +138,7 @@ def short_line(interval: Interval, work: Throughput, detailed: bool) -> str:
 
 
 def fitted(text: str, width: int = WIDTH) -> str:
-    """A text whose longer lines are broken at spaces, and continued where their own text began."""
+    """Break longer lines of a text at spaces; continuation lines are indented."""
     lines: list[str] = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
@@ -137,7 +152,7 @@ def fitted(text: str, width: int = WIDTH) -> str:
 
 
 def print_fitted(text: str) -> None:
-    """Print a text, on a terminal in lines that fit."""
+    """Print a text; on a terminal, break its lines to fit."""
     print(fitted(text) if sys.stdout.isatty() else text, flush=True)
 
 
@@ -146,14 +161,14 @@ def _loss(value: float) -> str:
 
 
 def _significant(value: float) -> str:
-    """Three or four digits: "0.562", "12.3", "4,321", "1.2e+09"."""
+    """Return three or four digits: "0.562", "12.3", "4,321", "1.2e+09"."""
     if not math.isfinite(value) or abs(value) >= 1e7:
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
 
 
 def _large(value: float) -> str:
-    """A whole number, a large one in millions and so on: "12,345", "12M"."""
+    """Return an integer, a large one in millions and so on: "12,345", "12M"."""
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= 10 * unit:
             return f"{value / unit:,.0f}{letter}"

@@ -1,10 +1,10 @@
-"""From samples of GPT data sets to batches of a HuggingFace causal language model, whose targets they keep.
+"""From samples of GPT data sets to batches of a HuggingFace causal language model, with the same targets.
 
-Data sets shift labels: label t is token t + 1. Models take that in one of three ways:
+Data sets shift labels: label t is token t + 1. Models take labels in one of three ways:
 
-- "shifted": the loss takes labels that are shifted already, as an argument of its own;
-- "longer": the loss shifts labels itself, so the model gets one token more, to which no target belongs;
-- "plain": the loss compares position t with label t (decoders of encoder-decoder models).
+    - "shifted": the loss takes labels that are already shifted, as a separate argument;
+    - "longer": the loss shifts labels itself, so the model gets one more token, which has no target;
+    - "plain": the loss compares position t with label t (decoders of encoder-decoder models).
 
     shifted   input_ids  t0 t1 .. ts-1       shift_labels   t1 t2 .. ts
     longer    input_ids  t0 t1 .. ts-1 ts    labels         -100 t1 t2 .. ts
@@ -21,28 +21,30 @@ IGNORED = -100  # a label that is left out of the loss
 
 
 def targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """The token that follows each position, int64[b, s]; ``IGNORED`` where the loss mask is 0."""
+    """Return the token that follows each position, int64[b, s]; ``IGNORED`` where the loss mask is 0."""
     return batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
 
 
 def token_count(batch: Mapping[str, Tensor]) -> int:
-    """Targets of a batch that count."""
+    """Return the number of targets of a batch that count."""
     return int((batch["loss_mask"] != 0).sum())
 
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """Makes a model's batches; ``way``: "shifted", "longer" or "plain"."""
+    """Makes a model's batches. way: "shifted", "longer" or "plain"."""
 
     way: str = "shifted"
 
     @property
     def more(self) -> int:
-        """Tokens that the model gets beside those of a sample."""
+        """Number of tokens that the model gets beside those of a sample."""
         return int(self.way == "longer")
 
     def __call__(self, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> dict[str, Tensor]:
-        """``num_items`` (float, 0-dim): what the sum of the targets' losses is divided by, instead of their number."""
+        """Return the model's batch. num_items: float, [], by which the sum of losses is divided instead of the number
+        of targets.
+        """
         tokens, labels = batch["tokens"], targets(batch)
         prepared = {"input_ids": tokens, "labels": labels}
         if self.way == "shifted":
@@ -56,7 +58,7 @@ class TokenBatches:
         return prepared if num_items is None else prepared | {"num_items_in_batch": num_items}
 
     def example(self, samples: int, length: int, num_items: bool = False) -> dict[str, Tensor]:
-        """A batch of ``samples`` sequences of ``length`` tokens, for what depends on shapes alone."""
+        """Return a batch of ``samples`` sequences of ``length`` tokens, of which only the shapes matter."""
         tokens = torch.zeros(samples, length, dtype=torch.long)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(samples, length)}
         return self(batch, torch.tensor(1.0) if num_items else None)

@@ -1,4 +1,4 @@
-"""From the flags of pretrain_hf.py to the model, and to how it is captured and planned."""
+"""From the flags of pretrain_hf.py to the model, its capture and its plan."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +26,11 @@ Made = TypeVar("Made")
 
 
 def build_model(config: HFModelConfig) -> nn.Module:
-    """The causal language model of ``--model``, without memory; ``merak_source`` is where its weights are read from,
-    None where they are drawn. Raises CheckpointError, and ConfigError for what the model cannot do."""
+    """Return the causal language model of ``--model``, without memory.
+
+    ``merak_source`` is the source of its weights; None if they are initialized. Raises CheckpointError, and ConfigError
+    for what the model cannot do.
+    """
     path = Path(config.model)
     model = from_pretrained(
         path,
@@ -46,7 +49,7 @@ def build_model(config: HFModelConfig) -> nn.Module:
 
 
 def _check_length(model: nn.Module, length: int, more: int) -> None:
-    """``more``: positions that the model needs beside those of the sample."""
+    """Raise ConfigError if a sample is too long for the model. more: positions needed beside those of the sample."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr]
     if isinstance(longest, int) and length + more > longest:
         needs = f" (the shift of its labels needs {more} more)" if more else ""
@@ -68,12 +71,12 @@ def _check_causal(model: nn.Module, path: Path) -> None:
 
 
 def known_tokens(model: nn.Module) -> int:
-    """The number of token ids that a model has rows for."""
+    """Return the number of rows of a model's embedding."""
     return model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
 
 
 def rules_text(text: str | None) -> str:
-    """The rules that ``--tensor-parallel-rules`` gives or that the file it names holds, # starting a comment."""
+    """Return the rules in ``--tensor-parallel-rules``, or in the file that it names, without # comments."""
     if text is None or "=" in text and not Path(text).is_file():
         return text or ""
     try:
@@ -85,7 +88,7 @@ def rules_text(text: str | None) -> str:
 
 
 def traced_of(model: nn.Module, config: HFConfig, mesh: Mesh | None = None) -> tuple[Traced, TokenBatches]:
-    """The model as its first micro-batch shows it, and how batches are made for it. mesh: see ``Traced``."""
+    """Return the model, traced with its first micro-batch, and how its batches are made. mesh: see ``Traced``."""
     train = config.train
     return with_example(model, config, lambda example: Traced(model, example, train.dtype, train.is_half, mesh))
 
@@ -93,9 +96,9 @@ def traced_of(model: nn.Module, config: HFConfig, mesh: Mesh | None = None) -> t
 def blueprint_of(
     traced: Traced, config: HFConfig, world_size: int, cluster: Cluster, progress: ProgressCallback = lambda share: None
 ) -> Blueprint:
-    """The plan of a run: that of ``--plan``, or one made for ``cluster``. Raises PlanError.
+    """Return the plan of a run: that of ``--plan``, or one made for ``cluster``. Raises PlanError.
 
-    told: see ``report_progress`` of ``plan_chain``.
+    progress: see ``report_progress`` of ``plan_chain``.
     """
     stored = plan_of(config, world_size, cluster)
     if stored is not None:
@@ -116,9 +119,9 @@ def blueprint_of(
 
 
 def with_example(model: nn.Module, config: HFConfig, make: Callable[[Batch], Made]) -> tuple[Made, TokenBatches]:
-    """What ``make`` makes of the first micro-batch, and how batches are made for the model.
+    """Return what ``make`` returns for the first micro-batch, and how batches are made for the model.
 
-    Whether the model's loss takes shifted labels shows when it is captured: a capture refuses what the forward does not
+    Whether the model's loss takes shifted labels shows in its capture, which refuses entries that the forward does not
     read.
     """
     per_token = config.train.calculate_per_token_loss
@@ -140,7 +143,7 @@ def with_example(model: nn.Module, config: HFConfig, make: Callable[[Batch], Mad
 
 
 def shifts_labels(captured: Captured) -> bool:
-    """Whether the loss compares position t with label t + 1, not with label t: the first label is then never read.
+    """Whether the loss compares position t with label t + 1, not label t: the first label is then never read.
 
     Everything that depends on labels alone is computed, with numbered labels.
     """
@@ -159,7 +162,7 @@ def shifts_labels(captured: Captured) -> bool:
 
 
 def outer_names(model: nn.Module) -> set[str]:
-    """The parameters of the model's word embedding and output layer."""
+    """Return the names of the parameters of the model's word embedding and output layer."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     outer = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in outer and parameter.dim() > 1}

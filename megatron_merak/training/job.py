@@ -39,7 +39,7 @@ _FILES = ("plan", "schedule_file", "emulate", "tensor_parallel_rules", "device_p
 
 
 def agree(config: RunConfig, control: dist.ProcessGroup | None) -> None:
-    """Raise ConfigError on every rank when their flags, or the files that these name, differ. control: all ranks."""
+    """Raise ConfigError on every rank if their flags, or the files that these name, differ. control: all ranks."""
     configs = gather_json(config.to_dict(), control, "cpu")
     for rank, other in enumerate(configs):
         for section, values in other.items():
@@ -60,7 +60,7 @@ def _setting(config: RunConfig, name: str) -> str | None:
 
 
 def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:
-    """Raise DataError on every rank when hosts have copies of the data that differ. ``data``: see ``data.identity``."""
+    """Raise DataError on every rank if hosts have different copies of the data. ``data``: see ``data.identity``."""
     everywhere = gather_json(data, mesh.control, "cpu")
     for rank, theirs in enumerate(everywhere):
         for part, first in everywhere[0].items():
@@ -71,7 +71,7 @@ def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:
 
 
 def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Sequence[str] = ()) -> str:
-    """What the first rank prints; ``notes`` are further lines."""
+    """Return what the first rank prints at the start; ``notes`` are further lines."""
     parts = [
         f"megatron_merak on {world}",
         f"Times of training steps are {world.clock.label}: this machine computes, its speed plays no part"
@@ -88,7 +88,10 @@ def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Se
 
 
 def throughput(config: RunConfig, plan: Plan, world: World, flops: int) -> Throughput:
-    """The work of a sample; ``flops``: of the plan's whole step, forward and backward, over all ranks."""
+    """Return the work of a sample.
+
+    flops: of the plan's step, forward and backward, over all ranks.
+    """
     device = peak_device(world)
     peak = None if device is None else device.flops(config.train.dtype)
     per_sample = flops / plan.global_batch_size
@@ -97,8 +100,10 @@ def throughput(config: RunConfig, plan: Plan, world: World, flops: int) -> Throu
 
 
 class Job:
-    """The training loop around a Trainer. ``report`` is None but on the rank that prints: whoever makes the job sets
-    it there."""
+    """The training loop around a Trainer.
+
+    ``report``: None except on the rank that prints, where the job's creator sets it.
+    """
 
     def __init__(self, trainer: Trainer, datasets: Datasets):
         self.config, self.plan, self.mesh = trainer.config, trainer.plan, trainer.mesh
@@ -112,7 +117,7 @@ class Job:
         self.lock: DirectoryLock | None = None
 
     def run(self) -> None:
-        """Train from where --load stands; --save is this job's alone meanwhile. Raises MerakError on every rank."""
+        """Train from the checkpoint of --load, if any; --save is locked meanwhile. Raises MerakError on every rank."""
         if self.config.checkpoint.save is None:
             self._run()
             return
@@ -121,8 +126,9 @@ class Job:
             self._run()
 
     def store_settings(self) -> None:
-        """Write the settings into the directory of --save, on the rank that prints. Raises CheckpointError on every
-        rank."""
+        """Write the settings into the directory of --save on the rank that prints. Raises CheckpointError on every
+        rank.
+        """
         with together(self.mesh.control, "cpu"):
             if self.report is not None:
                 store_settings(self.settings, self.config.checkpoint.save)
@@ -138,7 +144,7 @@ class Job:
         self.close()
 
     def interrupted(self, number: int) -> None:
-        """The run was saved where it was interrupted: end it, and say how it goes on. Raises Interrupted."""
+        """End the run after it was saved for a signal: report how to continue, and raise Interrupted."""
         text, options = "", self.config.checkpoint
         if self.report is not None:
             again = "start it again with the same flags" if options.load == options.save else f"--load {options.save}"
@@ -148,7 +154,7 @@ class Job:
         raise Interrupted(number, text)
 
     def close(self) -> None:
-        """What follows training: the model is written, evaluated, and the report closed."""
+        """Do what follows training: save the model, evaluate, close the report."""
         self.finish()
         for kind in ("valid", "test"):
             self.evaluate(kind)
@@ -162,8 +168,12 @@ class Job:
         """Called when training is over, before the last evaluation."""
 
     def resume(self, step: int | None = None) -> int | None:
-        """Stand where --load says; the iteration of the checkpoint that was loaded, if any. step: the one to load, in
-        place of --ckpt-step. Raises CheckpointError on every rank."""
+        """Load the checkpoint of --load and return its iteration, if there is one.
+
+        step: the one to load, in place of --ckpt-step.
+
+        Raises CheckpointError on every rank.
+        """
         options = self.config.checkpoint
         step = options.ckpt_step if step is None else step
         if options.load is None:
@@ -186,8 +196,10 @@ class Job:
             self.report.print(text)
 
     def training_data(self, replica: int, replicas: int, size: Callable[[int], int]) -> BatchLoader:
-        """The part of each batch that one of so many replicas trains on. ``size``: samples of the batch that follows so
-        many. Raises DataError."""
+        """Return one replica's part of each batch, of so many replicas. Raises DataError.
+
+        size: returns the samples of the batch after so many samples.
+        """
         if self.datasets.train is None:
             raise DataError(
                 "--split", self.config.data.split, "it leaves no training data", "Give the first part a weight"
@@ -238,7 +250,10 @@ class Job:
             self.save()
 
     def train_step(self, batches: list[dict[str, torch.Tensor]], before: int) -> None:
-        """One step, and what is told of it. ``before``: samples that the job had consumed when this rank last told."""
+        """Run and report one step.
+
+        before: samples that the job had consumed at this rank's last report.
+        """
         trainer, executor = self.trainer, self.trainer.model.executor(len(batches))
         drawn = self.config.logging.timeline is not None and trainer.iteration + 1 == trainer.iterations
         executor.trace = [] if drawn else None
@@ -263,7 +278,7 @@ class Job:
             self.report.print(f"pipeline timeline: {path}")
 
     def save(self) -> int:
-        """Write a checkpoint; the iteration that it is of. Raises CheckpointError and NumericsError on every rank."""
+        """Write a checkpoint; return its iteration. Raises CheckpointError and NumericsError on every rank."""
         options = self.config.checkpoint
         began = time.perf_counter()
         self.lock.confirm()
@@ -274,7 +289,7 @@ class Job:
         return self.trainer.iteration
 
     def evaluate(self, kind: str) -> None:
-        """Tell the loss on a part of the data, "valid" or "test", where there is one."""
+        """Report the loss on a part of the data, "valid" or "test", if it exists."""
         iterations, trainer, dataset = self.config.train.eval_iters, self.trainer, getattr(self.datasets, kind)
         if dataset is None or iterations == 0:
             return

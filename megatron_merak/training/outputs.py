@@ -1,4 +1,4 @@
-"""Where a run writes is checked before the run: a path that fails after hours of training costs them all."""
+"""Check the places that a run writes to before it starts: a path that fails after hours of training wastes them."""
 
 import tempfile
 from pathlib import Path
@@ -12,8 +12,11 @@ from ..report.run_files import starts_before
 
 
 def check_directory(flag: str, value: str, directory: Path, what: str = "it") -> None:
-    """Make ``directory`` and write into it. Raises ConfigError that names ``flag``, its ``value``, and by ``what`` the
-    directory where that is another."""
+    """Create ``directory`` and write into it. Raises ConfigError.
+
+    flag, value: named in the error.
+    what:        the directory in the error, if it is not ``value``.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -24,7 +27,7 @@ def check_directory(flag: str, value: str, directory: Path, what: str = "it") ->
 
 
 def check_file(flag: str, value: str) -> None:
-    """Check the place of a file that a run will make or replace. Raises ConfigError."""
+    """Check the place of a file that a run will write. Raises ConfigError."""
     if Path(value).is_dir():
         raise ConfigError(flag, value, "it is a directory", "Name a file")
     check_directory(flag, value, Path(value).parent)
@@ -39,7 +42,7 @@ def check_snapshots(config: RunConfig) -> None:
 
 
 def check_outputs(config: RunConfig, reports: bool) -> None:
-    """Check what this rank writes: checkpoints, and logs and pictures where it ``reports``. Raises ConfigError."""
+    """Check what this rank writes: checkpoints, and if it ``reports``, logs and pictures. Raises ConfigError."""
     if config.checkpoint.save is not None:
         check_directory("--save", config.checkpoint.save, Path(config.checkpoint.save))
     check_snapshots(config)

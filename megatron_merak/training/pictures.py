@@ -1,4 +1,4 @@
-"""Pictures of a run: the loss curve, and the pipeline timeline of a step as it was measured."""
+"""Pictures of a run: the loss curve, and the measured pipeline timeline of a step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +14,13 @@ Trace = Sequence[tuple[str, float, float]]
 
 
 def step_view(schedule: Schedule, trace: Trace, mesh: Mesh) -> View:
-    """The traces of the first replica's pipeline ranks (tensor rank 0) as one timeline. Collective over all ranks.
+    """Return the traces of the first replica's pipeline ranks (tensor rank 0) as one timeline. Collective over all
+    ranks.
 
-    trace: (op, start, end) in seconds of ``mesh.clock``, in the order of the schedule; ranks on hosts with other clocks
-    cannot be compared. Nobody times the messages: each is shown from the end of the op that makes it to the start of
-    the op that reads it.
+    trace: (op, start, end) in seconds of ``mesh.clock``, in the order of the schedule.
+
+    Ranks on hosts with different clocks cannot be compared. Messages are not timed: each is drawn from the end of its
+    producer to the start of its consumer.
     """
     traces = gather_json(list(trace), mesh.control, "cpu")
     rows = [traces[mesh.grid.rank(pp=pp)] for pp in range(mesh.grid.pp)]
@@ -35,10 +37,12 @@ def step_view(schedule: Schedule, trace: Trace, mesh: Mesh) -> View:
 
 
 def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str, float] | None = None) -> None:
-    """Write a PNG of training and validation loss (nats per token) over iterations; ``levels`` are labelled horizontal
-    lines.
+    """Write a PNG of training and validation loss (nats per token) over iterations.
 
-    records: rows as ``Report.note`` keeps them. Needs matplotlib, and no display.
+    records: rows of ``Report.note``.
+    levels:  labelled horizontal lines.
+
+    Needs matplotlib, and no display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Running a stored or hand-edited plan: what it decides is not asked of flags, and what flags say must be the same."""
+"""Run a stored or hand-edited plan: flags need not repeat what it decides, and must not contradict it."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from ..plan.fit import check_ranks
 from ..planner.memory import overflowing_ranks
 from ..planner.predict import priced
 
-# Settings whose value a plan has.
+# Settings that a plan decides.
 DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
     {
         "tensor_model_parallel_size": lambda plan: plan.grid.tp,
@@ -41,7 +41,7 @@ DECIDES: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "graph_sharding": lambda plan: plan.graph_sharding,
     }
 )
-# Settings from which plans are made, and which a plan that is there leaves without effect.
+# Settings from which plans are made; they have no effect beside a stored plan.
 MAKES = (
     *("pipeline_schedule", "schedule_file", "num_virtual_stages_per_pipeline_rank"),
     *("microbatch_group_size_per_virtual_pipeline_stage", "recompute_granularity", "recompute_method"),
@@ -50,7 +50,7 @@ MAKES = (
 
 
 def stored(path: str) -> Plan:
-    """The plan of a JSON file; what it predicts is computed anew, as it may have been edited. Raises PlanError."""
+    """Return the plan of a JSON file, with new predictions, as it may have been edited. Raises PlanError."""
     remedy = "Use a file written by tools/plan.py"
     try:
         if Path(path).exists() and not Path(path).is_file():
@@ -66,14 +66,16 @@ def stored(path: str) -> Plan:
 
 
 def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
-    """The settings that a ``--plan`` on the command line decides, by field. Raises PlanError, and ConfigError for a
-    flag of which plans are made."""
+    """Return the settings that a ``--plan`` on the command line decides, by field.
+
+    Raises PlanError, and ConfigError for a flag from which plans are made.
+    """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--plan")
     try:
         path = finder.parse_known_args(arguments)[0].plan
     except argparse.ArgumentError:
-        return {}  # the parser of all flags tells of it
+        return {}  # the parser of all flags reports it
     if path is None:
         return {}
     plan, known = stored(path), {flag.field for flag in flags(kind)}
@@ -81,7 +83,7 @@ def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
     for name in MAKES:
         if flag_name(name) in names and name in known:
             raise ConfigError(flag_name(name), "(given)", f"it is decided by the plan {path}", "Leave it out")
-    if names & {RAMP, STEPS}:  # they say the sizes, of which the plan has the largest
+    if names & {RAMP, STEPS}:  # they set the sizes, of which the plan has the largest
         known -= {"global_batch_size"}
     if "--use-distributed-optimizer" in names:  # it says so alone
         known -= {"data_parallel_sharding_strategy"}
@@ -91,17 +93,20 @@ def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def check_plan_ranks(config: RunConfig, world_size: int) -> None:
-    """Raises PlanError when ``--plan`` names a plan for another number of ranks: before what follows from its degrees
-    is checked as if flags had asked for it."""
+    """Raise PlanError if ``--plan`` names a plan for another number of ranks.
+
+    Called before checks of its degrees, whose errors would blame flags.
+    """
     if config.parallel.plan is not None:
         check_ranks(stored(config.parallel.plan), world_size)
 
 
 def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None:
-    """The plan that ``--plan`` names, None without it. Raises PlanError for one that does not fit the job or machine,
-    and ConfigError for a flag that says otherwise.
+    """Return the plan that ``--plan`` names; None without it.
 
-    cluster: what the job runs on.
+    cluster: on which the job runs.
+
+    Raises PlanError if it does not fit the job or machine, and ConfigError for a flag that contradicts it.
     """
     parallel = config.parallel
     if parallel.plan is None:
@@ -122,7 +127,7 @@ def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None
 
 
 def compare(plan: Plan, settings: Mapping[str, Any], named: Callable[[str], str]) -> None:
-    """Raises ConfigError for the first of some settings that a plan decides otherwise. named: what users call it."""
+    """Raise ConfigError for the first setting that contradicts a plan. named: returns its name for the user."""
     for name, value in DECIDES.items():
         if name in settings and settings[name] != value(plan):
             reason = f"the plan has {value(plan)}"
@@ -130,7 +135,7 @@ def compare(plan: Plan, settings: Mapping[str, Any], named: Callable[[str], str]
 
 
 def check_memory(plan: Plan, cluster: Cluster) -> None:
-    """Raises PlanError when a rank of ``cluster`` has less memory than the plan needs."""
+    """Raise PlanError if a rank of ``cluster`` has less memory than the plan needs."""
     for rank in overflowing_ranks(plan, cluster.device):
         capacity = cluster.device.memory / 2**30
         reason = f"pipeline rank {rank} does not fit into the {capacity:.0f} GiB of {cluster.device.name}"

@@ -1,4 +1,4 @@
-"""The plan that a command line asks for, for tools that only look at it: made from training flags, or stored."""
+"""The plan of a command line, for tools that only examine it: made from training flags, or stored."""
 
 import argparse
 import dataclasses
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def kind_of(arguments: Sequence[str]) -> type[RunConfig]:
-    """The configuration whose flags these are: with --model those of pretrain_hf.py."""
+    """Return the configuration class of these flags: that of pretrain_hf.py if ``--model`` is among them."""
     return HFConfig if any(argument.split("=")[0] == "--model" for argument in arguments) else Config
 
 
 def parser(
     description: str, usage: str, kind: type[RunConfig]
 ) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
-    """All training flags, and a group of those that say where the plan would run, to which a tool adds its own."""
+    """Return a parser of all training flags, and its group for the planned machine, to which a tool may add flags."""
     flags = build_parser(description, kind)
     flags.usage = usage
     own = flags.add_argument_group("plan")
@@ -38,18 +38,18 @@ def parser(
 
 
 def configured(flags: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
-    """The configuration and the tool's own values of a command line."""
+    """Return the configuration and the tool's own values of a command line."""
     return read(flags, arguments, kind_of(arguments))
 
 
 def planned(config: RunConfig, own: argparse.Namespace) -> tuple["Plan", tuple[str, ...]]:
-    """The plan, and what its making brought to light."""
+    """Return the plan, and notes on it."""
     maker = Maker(config, own)
     return maker.plan, maker.notes()
 
 
 class Maker:
-    """Makes the plan of a command line, and those with other settings of parallelism. A model is captured once."""
+    """Makes the plan of a command line, and plans with other parallel settings. A model is captured once."""
 
     def __init__(self, config: RunConfig, own: argparse.Namespace):
         self.ranks = world_size(own.world_size)
@@ -66,7 +66,7 @@ class Maker:
 
     @functools.cached_property
     def plan(self) -> "Plan":
-        """Raises as planning does."""
+        """The plan. Raises what planning raises."""
         try:
             return self._make(self.config, self.ranks)
         except PlanError as error:
@@ -75,7 +75,7 @@ class Maker:
             raise
 
     def notes(self) -> tuple[str, ...]:
-        """What making the plan brought to light."""
+        """Return notes on the plan, in sentences."""
         notes = self.worker_notes
         if not isinstance(self.config, Config):
             captured = self._traced.captured
@@ -83,8 +83,7 @@ class Maker:
         return notes + _growth(self.plan, self.config, self.ranks)
 
     def remade(self, changes: Mapping[str, Any]) -> "Plan | None":
-        """The plan with other values of settings of parallelism, and of ``world_size``; None where it is refused with
-        these."""
+        """Return the plan with other parallel settings, and ``world_size``; None if it is refused."""
         changes = dict(changes)
         ranks = changes.pop("world_size", self.ranks)
         if "data_parallel_sharding_strategy" in changes:
@@ -96,7 +95,7 @@ class Maker:
             return None
 
     def fitting(self) -> list[str]:
-        """Where no cut fits into ``--device-memory-gb``: a line for each change with which one does."""
+        """If no cut fits into ``--device-memory-gb``, return a line for each change with which one does."""
         from ..planner.remedies import misfits
 
         anyhow = {"device_memory_gb": None}

@@ -70,10 +70,10 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
 
 
 def followed(plan: Plan, config: Config) -> Plan:
-    """A stored plan with what it predicts computed anew. Raises PlanError when it is not one of this model."""
+    """Return a stored plan with new predictions. Raises PlanError if it is not for this model."""
     units = native_units(config, plan.grid.tp, plan.cluster)
     check_chain(plan, [unit.name for unit in units])
     table = tensors(config)
-    if plan.shardings:  # tools/plan.py leaves them out for the native model, which divides its tensors in one way
+    if plan.shardings:  # tools/plan.py leaves them out for the native model, which shards its tensors in one way
         check_native_shardings(plan.shardings, table)
     return priced(dataclasses.replace(plan, units=units, shardings=table))

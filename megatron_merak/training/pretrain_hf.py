@@ -67,7 +67,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
 
 
 def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokenizer]:
-    """The run's tokenizer, and the configuration with what ``--model`` says about it. Raises DataError."""
+    """Return the run's configuration, completed by what ``--model`` determines, and its tokenizer. Raises DataError."""
     data, known_ids = config.data, known_tokens(model)
     ids = config.model.vocab_size
     if data.tokenizer_type == "NullTokenizer" or (data.tokenizer_type is None and data.mock_data):
@@ -87,7 +87,7 @@ def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokeni
 
 
 def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
-    """The tokenizer in the model's directory, where none is named."""
+    """Use the tokenizer in the model's directory, if none is named."""
     if data.tokenizer_model is not None:
         return data
     if not any((model / name).is_file() for name in TOKENIZER_FILES):
@@ -97,7 +97,7 @@ def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
 
 
 class HFJob(Job):
-    """The job's loop, and at its end the model as a HuggingFace directory."""
+    """The training loop of a job; at its end the model is saved as a HuggingFace directory."""
 
     def finish(self) -> None:
         directory = self.config.checkpoint.save_hf
@@ -107,7 +107,7 @@ class HFJob(Job):
             self.say(f"saved {directory} for HuggingFace")
 
     def _tokenizer(self):
-        """The tokenizer that belongs to the model, to be saved with it."""
+        """Return the tokenizer to save with the model."""
         source = self.config.data.tokenizer_model or self.config.model.model
         if self.mesh.rank > 0 or not any((Path(source) / name).is_file() for name in TOKENIZER_FILES):
             return None

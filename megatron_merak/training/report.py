@@ -1,4 +1,4 @@
-"""What a run tells while it trains: console lines, a JSON line per iteration, TensorBoard, the files of --run-dir."""
+"""The output of a run: console lines, a JSON line per iteration, TensorBoard, the files of --run-dir."""
 
 import json
 import math
@@ -18,10 +18,11 @@ __all__ = ["Progress", "Report", "Throughput"]
 
 
 class Report:
-    """Collects steps and writes lines; one rank of the job has one, the others none.
+    """Collects steps and writes lines, on one rank of the job.
 
-    files: of --run-dir, None without it. Raises ConfigError where TensorBoard is not installed; that files can be
-    written was checked before.
+    files: of --run-dir; None without it.
+
+    Raises ConfigError if TensorBoard is requested but not installed; that files can be written was checked before.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Report:
                 self._board.add_scalar(f"{kind}/{name}", value, iteration)
 
     def step(self, progress: Progress, seconds: float, report) -> None:
-        """One training step (``report``: a StepReport with a loss); prints a line at each log interval."""
+        """Record one training step, and print a line at each log interval. report: a StepReport with a loss."""
         iteration = progress.iteration
         values = {
             k: v for k, v in asdict(report).items() if v is not None and k != "zeros" and (k, v) != ("late", False)
@@ -79,8 +80,10 @@ class Report:
             self._pending.clear()
 
     def _due(self, iteration: int, last: int) -> bool:
-        """Whether a log interval has passed since the step before: of workers that do not wait for each other, one may
-        take several steps of an iteration, or none."""
+        """Whether a log interval has passed since the last step.
+
+        Workers that do not wait for each other may take several steps of an iteration, or none.
+        """
         before = iteration - 1 if self._before is None else self._before
         self._before, interval = iteration, self.config.log_interval
         return iteration // interval > before // interval or (iteration == last and before < last)
@@ -113,16 +116,16 @@ class Report:
         print(line, file=self.out, flush=True)
 
     def print(self, text: str) -> None:
-        """Print a text, on a terminal in lines that fit."""
+        """Print a text; on a terminal, break its lines to fit."""
         print(fitted(text) if self.on_terminal else text, file=self.out, flush=True)
 
     def measured(self, views: Sequence[View]) -> None:
-        """Keep the timeline of a step with the files of the run."""
+        """Store the timeline of a step with the files of the run."""
         if self.files is not None:
             self.files.measured(views)
 
     def close(self) -> None:
-        """Close what was written, and name it."""
+        """Close the files and print their names."""
         written = [self.config.metrics, self.config.tensorboard_dir, self.config.run_dir]
         for path in filter(None, written):
             self.print(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""Running a job on this rank: by itself, or as one of several workers of parameter servers."""
+"""Run a job on this rank, alone or as one of several workers of parameter servers."""
 
 from collections.abc import Callable
 
@@ -20,10 +20,14 @@ def run_job(
     work: Callable[[Trainer], Throughput],
     as_passed: RunConfig,
 ) -> None:
-    """Make and run a job; ``make`` is given who keeps the optimizer's state. ``work``: of a sample, for the report.
-    ``asked``: the settings as they were given, before what data and model decide was filled in.
+    """Create and run a job.
 
-    Raises a MerakError on every rank of the job, or of the worker, alike."""
+    make:      creates it, given what makes the optimizer.
+    work:      returns the work of a sample, for the report.
+    as_passed: the settings before those decided by data and model were filled in.
+
+    Raises a MerakError on every rank of the job, or of the worker, alike.
+    """
     worker = None if world.role is None else Worker(config, world)
     job = make(optimizer_of_run(config.optimizer) if worker is None else worker.optimizer)
     job.settings = as_passed

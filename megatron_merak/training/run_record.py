@@ -1,4 +1,4 @@
-"""What --run-dir keeps of a start: when, how, on what and with which libraries it was made."""
+"""The record of a start in --run-dir: time, command, machine and versions of libraries."""
 
 import platform
 import shlex
@@ -24,13 +24,13 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 def files_of(trainer: Trainer, world: World, work: Throughput) -> RunFiles | None:
-    """The files of --run-dir, where it was given, with this start written into them."""
+    """Return the files of --run-dir, with this start recorded; None without the flag."""
     directory = trainer.config.logging.run_dir
     return None if directory is None else RunFiles(directory, start_of(trainer, world, work), trainer.plan)
 
 
 def start_of(trainer: Trainer, world: World, work: Throughput) -> dict[str, Any]:
-    """What there is to know of this start, as JSON has it. ``work``: of a sample."""
+    """Return the facts of this start, JSON-safe. work: of a sample."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
@@ -46,7 +46,7 @@ def start_of(trainer: Trainer, world: World, work: Throughput) -> dict[str, Any]
 
 
 def device_name(device: torch.device) -> str:
-    """What a rank computes on, as its maker calls it."""
+    """Return the vendor's name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -58,7 +58,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Versions of Python and of what the run uses."""
+    """Yield the versions of Python and of the libraries."""
     yield "megatron_merak", __version__
     yield "Python", platform.python_version()
     for name in _LIBRARIES:

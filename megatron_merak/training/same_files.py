@@ -1,4 +1,4 @@
-"""Files that settings name, and of which every host may have a copy of its own."""
+"""Files that settings name, of which every host may have its own copy."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,9 +11,10 @@ from ..parallel.agree import gather_json, together
 
 
 def check_same_files(paths: Mapping[str, str], control: dist.ProcessGroup | None) -> None:
-    """Raises ConfigError on every rank unless all find the same content under the names of files, or none.
+    """Raise ConfigError on every rank unless all have files of the same content, or none.
 
-    paths: by the flag or argument that names them, the same on every rank. control: all ranks; collective over them.
+    paths:   by the flag or argument that names them, the same on every rank.
+    control: the group of all ranks; collective over it.
     """
     with together(control, "cpu"):
         digests = {name: _digest(Path(path)) for name, path in paths.items()}

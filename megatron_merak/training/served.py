@@ -1,7 +1,7 @@
-"""A worker of parameter servers: its job, in which it trains beside other workers that may come and go.
+"""A worker of parameter servers: a job that trains beside other workers, which may come and go.
 
-Every worker is a job of its own, with a mesh, groups and data of its own. With ps-sync it takes its part of every
-batch; with ps-async it claims one part after the other, whose numbers all workers count together.
+Every worker is a job with its own mesh, groups and data. With ps-sync it takes its part of every batch; with ps-async
+it claims one part after the other, which all workers number together.
 """
 
 import hashlib
@@ -36,19 +36,19 @@ from .report import Report
 _CLAIMS = "parts of batches that workers claimed"
 _JOB = "what workers train, and on what"
 _LOADED = "the checkpoint that the first worker loaded"
-_ATTEMPTS, _PAUSE = 50, 0.2  # to take a lock over, and seconds between two
-_LOOK = 0.5  # seconds between two looks of a server at the signals that it was sent
+_ATTEMPTS, _PAUSE = 50, 0.2  # attempts to take over a lock, and seconds between two
+_LOOK = 0.5  # seconds between two checks of a server for signals
 
 
 def role_of(parallel: ParallelConfig) -> Callable[[int, int], Role] | None:
-    """What ``launch`` asks for the role of a rank among so many; None without parameter servers."""
+    """Return the function by which ``launch`` finds the role of a rank; None without parameter servers."""
     if not parallel.served:
         return None
     return lambda rank, size: Role(rank, size, parallel.ranks_of_replica, parallel.num_parameter_servers)
 
 
 def server_settings(config: RunConfig) -> Settings:
-    """Of the ranks that serve."""
+    """Return the settings of ranks that serve."""
     parallel, save = config.parallel, config.checkpoint.save
     directory = None if save is None else snapshot_directory(save)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
@@ -56,9 +56,9 @@ def server_settings(config: RunConfig) -> Settings:
 
 
 def serve(config: RunConfig, world: World) -> None:
-    """Run a rank that only serves, until all workers have left or are gone.
+    """Run a rank that only serves, until all workers have left or died.
 
-    Raises what went wrong, and Interrupted when this rank was sent a signal, for which the workers have stopped.
+    Raises the server's error, and Interrupted if this rank got a signal, for which the workers have stopped.
     """
     check_snapshots(config)
     stop = StopRequest(world.store.clone())
@@ -77,15 +77,17 @@ def serve(config: RunConfig, world: World) -> None:
 
 
 def mesh_of_worker(mesh: Mesh, config: RunConfig, role: Role) -> Mesh:
-    """The mesh of a worker's ranks, which knows of the other workers."""
+    """Return the mesh of a worker's ranks, which knows the number of workers."""
     sync = config.parallel.data_parallel_strategy == "ps-sync"
     return replace(mesh, worker=role.worker, workers=role.workers, steps_together=sync)
 
 
 class Worker:
-    """This rank's side of a job with parameter servers. ``config``: of the job, not of the worker alone.
+    """This rank's part in a job with parameter servers.
 
-    Its own server runs beside it where no ranks only serve.
+    config: of the job, not of the worker alone.
+
+    Without dedicated servers, this rank's own server runs beside it.
     """
 
     def __init__(self, config: RunConfig, world: World):
@@ -95,7 +97,7 @@ class Worker:
         self.stop = StopRequest(self.store)
 
     def optimizer(self, parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> ServedAdamW:
-        """An optimizer of this rank's parameters, connected to its servers; an ``OptimizerOf``."""
+        """Return an optimizer of this rank's parameters, connected to its servers; an ``OptimizerOf``."""
         parallel, buffer, workers = self.config.parallel, parameters.buffer, self.role.workers
         most = 4 * workers if parallel.ps_max_staleness is None else parallel.ps_max_staleness
         settings = {
@@ -112,8 +114,7 @@ class Worker:
         return ServedAdamW(parameters, config, client, workers, self.sync, scaler)
 
     def agree(self, mesh: Mesh, data: object) -> None:
-        """Raise ConfigError on all ranks of a worker whose settings or data are not those of the worker that came
-        first."""
+        """Raise ConfigError on all ranks of a worker whose settings or data differ from those of the first worker."""
         with together(mesh.control, "cpu"):
             if self.role.place == 0:
                 content = json.dumps([self.config.to_dict(), data], sort_keys=True)
@@ -124,20 +125,20 @@ class Worker:
                     raise ConfigError("worker", self.role.worker, reason, "Start all ranks with the same arguments")
 
     def tell_loaded(self, iteration: int | None) -> None:
-        """Tell the other workers which checkpoint to load, before the weights of this one are there."""
+        """Publish which checkpoint to load, before the first worker's weights are on the servers."""
         if self.role.place == 0:
             self.store.set(_LOADED, json.dumps(iteration))
 
     def loaded(self) -> int | None:
-        """What the first worker told. Call it when its weights are there."""
+        """Return the published checkpoint. Call it when the first worker's weights are on the servers."""
         return json.loads(self.store.get(_LOADED))
 
     def claim(self) -> int:
-        """The number of the next part of a batch that no worker has claimed."""
+        """Return the number of the next unclaimed part of a batch, and claim it."""
         return self.store.add(_CLAIMS, 1) - 1
 
     def claimed(self) -> int:
-        """How many parts of batches workers have claimed."""
+        """Return how many parts of batches were claimed."""
         return self.store.add(_CLAIMS, 0)
 
     def leave(self, optimizer: ServedAdamW) -> None:
@@ -148,9 +149,11 @@ class Worker:
 
 
 class WorkerJob:
-    """Runs a job's steps as one of several workers. The first one that lives leads: it prints, evaluates and saves.
+    """Runs a job's steps as one of several workers. The first worker that is alive leads: it prints, evaluates and
+    saves.
 
-    job: of this rank, without a report. make_report: called on the rank that prints once its worker leads.
+    job:         of this rank, without a report.
+    make_report: called on the rank that prints once its worker leads.
     """
 
     def __init__(self, job: Job, worker: Worker, make_report: Callable[[], Report | None]):
@@ -163,7 +166,7 @@ class WorkerJob:
         self.stopped = 0  # the signal for which all workers stop
 
     def run(self) -> None:
-        """As ``Job.run``. Raises a MerakError on all ranks of this worker; other workers go on."""
+        """Run like ``Job.run``. Raises a MerakError on all ranks of this worker; other workers continue."""
         saves = self.config.checkpoint.save is not None and not self.config.train.skip_train
         with self.leading:
             self._lead(self.worker.role.worker == 0)
@@ -181,8 +184,9 @@ class WorkerJob:
                 self.job.interrupted(self.stopped)
 
     def _resume(self) -> None:
-        """The first worker loads, for servers too, the newest checkpoint that is undamaged; the others load the same
-        one once it is done."""
+        """Load the newest undamaged checkpoint, on the first worker also into the servers; then the others load the
+        same.
+        """
         if self.config.checkpoint.load is None:
             return
         if self.worker.role.worker == 0:
@@ -207,7 +211,7 @@ class WorkerJob:
             self.job.say(f"worker {self.worker.role.worker} leads: those before it are gone")
 
     def _lock(self, directory: str) -> DirectoryLock:
-        """The one who led before may be dying still."""
+        """Lock the directory; the worker that led before may still be dying."""
         for _ in range(_ATTEMPTS if self.worker.role.worker > 0 else 0):
             try:
                 return DirectoryLock(directory, self.mesh.control)
@@ -216,8 +220,10 @@ class WorkerJob:
         return DirectoryLock(directory, self.mesh.control)
 
     def _next(self, start: int, last: int, interruption: Interruption) -> int | None:
-        """Return the next step to take, of ``last``: with ps-async the next part of a batch that nobody took; None at
-        the end. All ranks of the worker agree on it, on who leads, and on whether they stop for a signal."""
+        """Return the next step of ``last``, with ps-async the next unclaimed part of a batch; None at the end.
+
+        All ranks of the worker agree on it, on who leads, and on whether they stop for a signal.
+        """
         if interruption.received:
             self.worker.stop.make(interruption.received)
         answer = None
@@ -233,7 +239,7 @@ class WorkerJob:
         return part if part < last * (1 if self.worker.sync else self.mesh.workers) else None
 
     def _stops(self) -> int:
-        """Return the signal for which this worker stops now, 0 to go on. On its first rank."""
+        """Return the signal for which this worker stops now, 0 to continue. On its first rank."""
         done, number = self.trainer.iteration, self.worker.stop.number()
         return number if number and (not self.worker.sync or done >= self.worker.stop.last(done)) else 0
 
@@ -265,7 +271,7 @@ class WorkerJob:
             self._stand_at(last)
 
     def _stand_at(self, iteration: int) -> None:
-        """All parts of the batches up to there are taken, as far as a checkpoint can say."""
+        """Set the position of the run: all parts of batches before it are taken."""
         self.trainer.iteration = iteration
         self.trainer.consumed_samples = self.consumed + (iteration - self.start) * self.trainer.global_batch_size
 
@@ -281,7 +287,7 @@ class WorkerJob:
             self.evaluated = done
 
     def _save(self) -> None:
-        """Write a checkpoint, again where a server was lost with what was fetched: its state is of one moment."""
+        """Write a checkpoint; repeat it if a server was lost meanwhile, since its state must be of one moment."""
         self._stand_at(self.trainer.iteration)
         written = None
         while written is None:
@@ -294,8 +300,10 @@ class WorkerJob:
         self.saved = written
 
     def _end(self) -> None:
-        """When no worker takes steps any more the weights are final, and the one that leads completes the job. The
-        others wait for that: should it be killed meanwhile, the next one does."""
+        """Complete the job on the leading worker, when no worker takes steps any more and the weights are final.
+
+        The others wait for that; if the leader is killed meanwhile, the next one takes over.
+        """
         optimizer = self.optimizer
         optimizer.client.done()
         if not broadcast_json(optimizer.client.first(), self.mesh.control, "cpu"):

@@ -1,4 +1,4 @@
-"""The settings of a run beside its checkpoints, as a file that --config reads back to the same settings."""
+"""The settings of a run, stored beside its checkpoints as a file for --config."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ NAME = "config.yaml"
 
 
 def store_settings(config: RunConfig, directory: str) -> None:
-    """Write ``config`` into a directory; a file that is there is replaced once all is written. Raise CheckpointError.
+    """Write ``config`` into a directory, atomically. Raises CheckpointError.
 
-    config: the settings of the run, as they were given.
+    config:    the settings of the run, as passed.
     directory: that of --save, which exists.
     """
     path = Path(directory) / NAME

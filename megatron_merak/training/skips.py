@@ -1,7 +1,6 @@
-"""Steps skipped because their gradient was not finite: single ones happen, many in a row end the run.
+"""Steps skipped because their gradient was not finite: a single one may happen, many in a row end the run.
 
-In fp16 a step is also skipped because its loss scale was too high, as often as it takes to find one that fits. Such
-steps do not count.
+In fp16, a step is also skipped if its loss scale was too high, until one fits. Such steps do not count.
 """
 
 import torch.distributed as dist
@@ -15,10 +14,13 @@ _NAMED = 5  # parameters named in one message
 
 
 class SkippedSteps:
-    """Counts steps skipped in a row at a loss scale that cannot be to blame.
+    """Counts consecutive skipped steps for which the loss scale is not to blame.
 
-    limit: so many end the run. scaler: of the loss, None: there is none. buffer: this rank's parameters and gradients.
-    group: all ranks of the job, None for a process alone. flag: what the user calls the limit.
+    limit:  this many end the run.
+    scaler: of the loss; None: there is none.
+    buffer: this rank's parameters and gradients.
+    group:  all ranks of the job; None for a single process.
+    flag:   the user's name of the limit.
     """
 
     def __init__(
@@ -34,9 +36,9 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def count(self, skipped: bool) -> None:
-        """Take note of a step that the scaler knows of, before its gradient is overwritten; all ranks pass the same.
+        """Count a step, after the scaler's update and before its gradient is overwritten; all ranks pass the same.
 
-        Raises `NumericsError` on every rank at the limit. Collective then, and free of cost until then.
+        Raises `NumericsError` on every rank at the limit. Collective only then.
         """
         self.in_a_row = self.in_a_row + 1 if skipped and not self.scaler.to_blame else 0
         if self.in_a_row < self.limit:
@@ -54,9 +56,9 @@ class SkippedSteps:
 
 
 def bad_gradients(buffer: ParameterBuffer, group: dist.ProcessGroup | None) -> tuple[int, list[str]]:
-    """The number of parameters of the model, and the names of those whose gradient is not finite on some rank.
+    """Return the number of the model's parameters, and the names of those whose gradient is not finite on some rank.
 
-    Names are in the order in which a backward pass comes to them, the last stage's first. Collective.
+    Names are in the order of the backward, the last stage's first. Collective.
     """
     bad = [name for name in reversed(buffer.slots) if not all(own.isfinite().all() for own in buffer.own_grad(name))]
     reports = gather_json([list(buffer.slots), bad], group, "cpu")

@@ -114,8 +114,10 @@ class Trainer:
         return int(zeros)
 
     def save(self, root: str | Path) -> Path:
-        """Write a checkpoint of this iteration under ``root``. Raises CheckpointError on every rank, and NumericsError
-        for numbers that are not finite."""
+        """Write a checkpoint of this iteration under ``root`` and return its directory.
+
+        Raises on every rank CheckpointError, and NumericsError for numbers that are not finite.
+        """
         meta = {
             "consumed_samples": self.consumed_samples,
             "skipped_iterations": self.skipped_iterations,
@@ -133,10 +135,12 @@ class Trainer:
         return store.save(root, self.iteration, kinds, meta, self.mesh.control, "cpu")
 
     def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> int:
-        """Resume from ``root``, written under any layout: its newest undamaged checkpoint, or that of ``iteration``.
-        Returns the iteration of the one that was loaded.
+        """Resume from ``root``, written under any layout; return the iteration of the loaded checkpoint.
 
-        ``say`` is called on every rank with each line that the user has to know. Raises CheckpointError on every rank.
+        iteration: which to load; None: the newest undamaged one.
+        say:       called on every rank with each line that the user should read.
+
+        Raises CheckpointError on every rank.
         """
         options = self.config.checkpoint
         optimizer = not (options.finetune or options.no_load_optim)
