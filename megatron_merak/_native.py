@@ -1,6 +1,6 @@
-"""Where the compiled parts are, and whether they are wanted. The only reader of MERAK_EXT.
+"""The compiled parts: where they are, and whether they are enabled. The only reader of MERAK_EXT.
 
-``MERAK_EXT=0`` in the environment turns all of them off, ``MERAK_EXT=1`` makes a missing one an error.
+``MERAK_EXT=0`` in the environment disables all of them, ``MERAK_EXT=1`` makes a missing one an error.
 """
 
 import functools
@@ -34,9 +34,9 @@ def required() -> bool:
 
 
 def library(name: str) -> Path | None:
-    """The file of the operations ``name`` ("_ops_cpu", "_ops_cuda"), None where it was not built.
+    """Return the file of the operations ``name`` ("_ops_cpu", "_ops_cuda"); None if it was not built.
 
-    Of several, the first that this CPU can run; where it can run none, the last.
+    Of several, the first that this CPU can run; if it can run none, the last.
     """
     names = (f"{name}{variant}{suffix}" for variant in _VARIANTS for suffix in (".abi3.so", ".so"))
     paths = [path for path in map(_HERE.joinpath, names) if path.exists()]
@@ -44,7 +44,7 @@ def library(name: str) -> Path | None:
 
 
 def absent(name: str) -> str:
-    """That a part is not there, in words, and why where its build wrote that down."""
+    """Return a sentence on a missing part, with the reason if its build recorded one."""
     try:
         reason = json.loads((_HERE / "_left_out.json").read_text(encoding="utf-8")).get(name, "")
     except (OSError, ValueError):
@@ -53,7 +53,7 @@ def absent(name: str) -> str:
 
 
 def unfit(path: Path) -> str:
-    """Why a library must not be loaded, in words; empty when it may. One that is cut short would end the process."""
+    """Return why a library must not be loaded; "" if it may. A truncated one would end the process."""
     content = path.read_bytes()
     if content[:4] == b"\x7fELF" and len(content) < _elf_size(content):
         return f"{path.name} is cut short"
@@ -69,7 +69,7 @@ def unfit(path: Path) -> str:
 
 @functools.cache
 def _cpu_features() -> frozenset[str]:
-    """What this CPU has, by Linux's names; empty where that is not known."""
+    """Return this CPU's features, by Linux's names; empty if unknown."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     try:
@@ -80,7 +80,7 @@ def _cpu_features() -> frozenset[str]:
 
 
 def _elf_size(content: bytes) -> int:
-    """Bytes of an ELF file up to the end of its table of sections, which linkers put last."""
+    """Return the size of an ELF file up to the end of its section table, which linkers write last."""
     if len(content) < 64:
         return 64
     (table,), (size, count) = struct.unpack_from("<Q", content, 40), struct.unpack_from("<HH", content, 58)
@@ -88,7 +88,7 @@ def _elf_size(content: bytes) -> int:
 
 
 def host() -> ModuleType | None:
-    """The module _C with the host-side cores, None where it is not wanted or ``host_problem`` says why."""
+    """Return the module _C with the compiled host-side code; None if disabled or for the reason in ``host_problem``."""
     if not wanted():
         return None
     if _HOST in sys.modules:
@@ -101,7 +101,7 @@ def host() -> ModuleType | None:
 
 
 def host_problem() -> str:
-    """Why ``host()`` is None, in words; empty when it is there."""
+    """Return why ``host()`` is None; "" if it is not."""
     if not wanted():
         return "MERAK_EXT=0"
     path = next((path for suffix in EXTENSION_SUFFIXES if (path := _HERE / f"_C{suffix}").exists()), None)

@@ -1,6 +1,6 @@
 """The command line, generated from the configuration: a field is a flag, the string below it the flag's help.
 
-Each entry script has a configuration class of its own; ``Config`` is pretrain_gpt.py's, and the default throughout.
+Each entry script has its own configuration class; ``Config`` is pretrain_gpt.py's, and the default.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Flag:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as the help, the documentation and the start of a run print it."""
+    """Return a setting's value as the help, the documentation and the start of a run print it."""
     if value is None or value == ():
         return "unset"
     if isinstance(value, bool):
@@ -61,7 +61,7 @@ def shown(value: Any) -> str:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """The string literal below each field of ``cls``, inherited fields included."""
+    """Return the string literal below each field of ``cls``, including inherited fields."""
     texts: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         (definition,) = ast.parse(inspect.getsource(base)).body
@@ -74,14 +74,14 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def sections(config: type[RunConfig] = Config) -> Iterator[tuple[str, type]]:
-    """The name and dataclass of each section of the configuration."""
+    """Return the name and dataclass of each section of the configuration."""
     for field in dataclasses.fields(config):
         yield field.name, field.type
 
 
 @functools.cache
 def flags(config: type[RunConfig] = Config) -> tuple[Flag, ...]:
-    """Every flag, section by section."""
+    """Return every flag, section by section."""
     declared = []
     for section, cls in sections(config):
         texts = field_texts(cls)
@@ -92,12 +92,12 @@ def flags(config: type[RunConfig] = Config) -> tuple[Flag, ...]:
 
 
 def deviations(config: type[RunConfig] = Config) -> list[tuple[str, Any, Any]]:
-    """(flag, our default, Megatron-LM's default) of each default that differs."""
+    """Yield (flag, our default, Megatron-LM's default) of each default that differs."""
     return [(flag.name, flag.default, flag.metadata["megatron"]) for flag in flags(config) if flag.differs]
 
 
 def deviation_report(config: RunConfig) -> str:
-    """The defaults in effect in ``config`` that are not Megatron-LM's, one per line; empty when there are none."""
+    """Return the defaults in effect in ``config`` that are not Megatron-LM's, one per line; "" if there are none."""
     lines = []
     for flag in flags(type(config)):
         if flag.differs and getattr(getattr(config, flag.section), flag.field) == flag.default:
@@ -107,7 +107,7 @@ def deviation_report(config: RunConfig) -> str:
 
 
 def changed(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """The settings in ``config`` that are not the defaults, and the defaults, by flag."""
+    """Return the settings in ``config`` that are not the defaults, and the defaults, by flag."""
     settings = {}
     for flag in flags(type(config)):
         value = getattr(getattr(config, flag.section), flag.field)
@@ -117,7 +117,7 @@ def changed(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def help_text(flag: Flag) -> str:
-    """The flag's text, its default, and Megatron-LM's where it differs."""
+    """Return the flag's text, its default, and Megatron-LM's if it differs."""
     if flag.required:
         return f"{flag.text} [required]"
     theirs = f"; Megatron-LM: {shown(flag.metadata['megatron'])}" if flag.differs else ""
@@ -125,7 +125,7 @@ def help_text(flag: Flag) -> str:
 
 
 def build_parser(description: str | None = None, config: type[RunConfig] = Config) -> argparse.ArgumentParser:
-    """A parser of all flags, one group per section; a tool may add flags of its own before ``read``."""
+    """Return a parser of all flags, one group per section; a tool may add its own flags before ``read``."""
     parser = argparse.ArgumentParser(
         usage="torchrun --nproc-per-node RANKS %(prog)s FLAGS",
         description=description,
@@ -157,7 +157,7 @@ def build_parser(description: str | None = None, config: type[RunConfig] = Confi
 
 
 def convert(flag: Flag, text: Any) -> Any:
-    """What was typed, as the flag's type. Raises ConfigError."""
+    """Convert the text of a value to the flag's type. Raises ConfigError."""
     if flag.kind is int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
             raise ConfigError(flag.name, text, "is not a whole number", "Write it in digits, like 1024")
@@ -170,8 +170,10 @@ def convert(flag: Flag, text: Any) -> Any:
 
 
 def unknown_flags(tokens: Sequence[str], known: Sequence[str], config: type[RunConfig]) -> list[ConfigError]:
-    """One error for each token that is no flag: Megatron-LM's and other scripts' by name, others with the nearest of
-    ``known``."""
+    """Return one error for each token that is no flag.
+
+    Flags of Megatron-LM and other scripts are known by name; for others the nearest of ``known`` is proposed.
+    """
     errors = []
     elsewhere = {flag.name: script for other, script in SCRIPTS.items() if other is not config for flag in flags(other)}
     for token in (token.partition("=")[0] for token in tokens if re.match(r"-[^0-9.]", token)):
@@ -194,12 +196,12 @@ def unknown_flags(tokens: Sequence[str], known: Sequence[str], config: type[RunC
 
 
 def expanded(argv: Sequence[str], config: type[RunConfig] | None = None) -> list[str]:
-    """Return a command line with the settings of its ``--config`` file in front of its flags, which therefore win.
+    """Return a command line with the settings of its ``--config`` file before its flags, which therefore win.
 
-    argv: the command line; without ``--config`` it is returned as it is.
-    config: the class that it is for; None for the one that the command line or the file asks for by naming a model.
+    argv:   the command line; without ``--config`` it is returned as it is.
+    config: the class that it is for; None: the one that the command line or the file requests by naming a model.
 
-    Raise ConfigError for a file that cannot be read, and for a setting in it that is unknown or has a wrong value.
+    Raises ConfigError for a file that cannot be read, and for a setting in it that is unknown or has a wrong value.
     """
     left, rest, paths = list(argv), [], []
     while left:
@@ -232,7 +234,7 @@ def expanded(argv: Sequence[str], config: type[RunConfig] | None = None) -> list
 
 
 def _typed(setting: Given, config: type[RunConfig]) -> list[str]:
-    """A setting of a file as it would be typed. Raises ConfigError."""
+    """Return a setting of a file as command-line words. Raises ConfigError."""
     flag = next((flag for flag in flags(config) if flag.field == setting.field), None)
     if flag is None and setting.value is None and not setting.section and setting.field in dict(sections(config)):
         return []  # a section without settings
@@ -272,7 +274,7 @@ def _typed(setting: Given, config: type[RunConfig]) -> list[str]:
 
 
 def _shown(value: bool | str | tuple[str, ...]) -> str:
-    """A value as a configuration file has it."""
+    """Return a value as a configuration file has it."""
     return str(value).lower() if isinstance(value, bool) else value if isinstance(value, str) else str(list(value))
 
 
@@ -282,12 +284,13 @@ def read(
     config: type[Run] = Config,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Run, argparse.Namespace]:
-    """The configuration in ``argv``, and the values of the flags that a tool added to ``parser``.
+    """Return the configuration in ``argv``, and the values of flags that a tool added to ``parser``.
 
-    A ``--config`` file may be among them, and flags of Megatron-LM that change nothing (see ``expanded`` and
-    ``without_effect``, which says which they are).
-    ``config`` is the class that ``parser`` was built for. ``defaults``: by field, instead of the field's own. Raises
-    ConfigError; its notes tell of further unknown flags.
+    config:   the class that ``parser`` was built for.
+    defaults: by field, instead of the field's own.
+
+    There may be a ``--config`` file, and flags of Megatron-LM that change nothing (see ``expanded`` and
+    ``without_effect``, which reports them). Raises ConfigError; its notes are on further unknown flags.
     """
     switches = [flag.name for flag in flags(config) if flag.kind is bool]
     try:
@@ -321,9 +324,9 @@ def parse(
     config: type[Run] = Config,
     defaults: Callable[[type[RunConfig], Sequence[str]], Mapping[str, Any]] = lambda config, argv: {},
 ) -> Run:
-    """The configuration on the command line; a mistake in it is told on stderr and exits with status 2.
+    """Return the configuration on the command line; a mistake in it is printed to stderr, and the exit status is 2.
 
-    ``defaults``: the values of fields that ``argv`` leaves out, instead of their own; may raise a MerakError.
+    defaults: the values of fields that ``argv`` leaves out, instead of their own; may raise a MerakError.
     """
     parser = build_parser(description, config)
     argv = sys.argv[1:] if argv is None else argv

@@ -1,4 +1,4 @@
-"""Typed errors: every mistake a user can make is told as what, value, reason and remedy."""
+"""Typed errors: every mistake of a user as what, value, reason and remedy."""
 
 
 class MerakError(Exception):
@@ -21,7 +21,7 @@ class ConfigError(MerakError):
 
 
 class AbsentError(ConfigError, AttributeError):
-    """A name that the plain counterpart of an object has and this object does not; ``hasattr`` is False."""
+    """A name that this object lacks and its plain counterpart has; ``hasattr`` is False."""
 
 
 class LaunchError(MerakError):
@@ -57,7 +57,7 @@ class NumericsError(MerakError):
 
 
 class ServerError(MerakError):
-    """What a parameter server refused, or could not do."""
+    """An error that a parameter server reported."""
 
 
 class ReportError(MerakError):

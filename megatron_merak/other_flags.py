@@ -1,4 +1,4 @@
-"""Flags of other programs, and short names, by what they are called here: spelling alone would point elsewhere."""
+"""Flags of other programs, and short names, and their names here, which spelling alone would not find."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -13,9 +13,9 @@ import torch
 
 
 class Common(dict[str, torch.Tensor]):
-    """What all segments of one micro-batch share: values that the batch gives and that take no gradient.
+    """Values that all segments of one micro-batch share: from the batch, without gradient.
 
-    ``seed`` sets the random stream of a segment; it is called before each one that draws random numbers.
+    seed: sets the random stream of a segment; called before each one that draws random numbers.
     """
 
     def __init__(self, values: Mapping[str, torch.Tensor], seed: "Callable[[Segment], None] | None" = None):
@@ -25,7 +25,7 @@ class Common(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that enters or leaves a stage; ``grad``: a gradient comes back for it."""
+    """A value that enters or leaves a stage. grad: whether it gets a gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,9 +36,10 @@ class Crossing:
 class Collective(StrEnum):
     """What tensor-parallel ranks do with a value, or with its gradient. NONE is false.
 
-    ALL_REDUCE: each rank has a partial sum and gets the sum. REDUCE_SCATTER: the same, but each gets its part along the
-    sequence (dimension 1). ALL_GATHER: each has its part along the sequence and gets the whole. STACK: an all-gather in
-    a new first dimension.
+    ALL_REDUCE       each rank has a partial sum and gets the sum
+    REDUCE_SCATTER   each rank has a partial sum and gets its part of the sum along the sequence (dimension 1)
+    ALL_GATHER       each rank has its part along the sequence and gets the full tensor
+    STACK            an all-gather in a new first dimension
     """
 
     NONE = ""
@@ -52,8 +53,10 @@ class Collective(StrEnum):
 class In:
     """A value that a segment reads.
 
-    ``collective``: of its gradient, after the backward. ``grad``: it takes part in differentiation. ``regather``: it
-    was all-gathered; linear layers that read it keep this rank's shard for the backward, which gathers it again.
+    collective: of its gradient, after the backward.
+    grad:       whether it takes part in differentiation.
+    regather:   whether it was all-gathered; linear layers that read it keep this rank's shard for the backward, which
+                gathers it again.
     """
 
     value: str
@@ -64,10 +67,10 @@ class In:
 
 @dataclass(frozen=True)
 class Out:
-    """A value that a segment makes.
+    """A value that a segment computes.
 
-    ``collective``: of the value, before it is read. ``inplace``: no backward reads the value that the segment returned,
-    so an all-reduce may overwrite it.
+    collective: of the value, before it is read.
+    inplace:    no backward reads the value that the segment returned, so an all-reduce may overwrite it.
     """
 
     value: str
@@ -79,10 +82,13 @@ class Out:
 class Segment:
     """``fn(common, *ins) -> tuple of outs``.
 
-    ``unit``: global index of the unit it belongs to; ``index``: position inside that unit.
-    ``sharded``: it computes on tensor-parallel shards, so its randomness differs per rank and the gradient of a
-    replicated parameter in it is partial. ``random``: it draws random numbers when training. ``parameters``: every
-    parameter that ``fn`` reads. ``common`` values come from the batch and take no gradient.
+    unit:       global index of its unit.
+    index:      position inside that unit.
+    sharded:    whether it computes on tensor-parallel shards: its randomness differs per rank, and the gradient of a
+                replicated parameter in it is partial.
+    random:     whether it draws random numbers in training.
+    parameters: every parameter that ``fn`` reads.
+    common:     names of values from the batch, without gradient.
     """
 
     unit: int
@@ -97,7 +103,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """``fn`` of a fused segment: its parts one after the other, values handed over by name."""
+    """The function of a fused segment: its parts one after the other, values passed by name."""
 
     parts: tuple[Segment, ...]
     ins: tuple[str, ...]
@@ -114,10 +120,9 @@ class Chain:
 
 
 def fuse(segments: Sequence[Segment]) -> Segment:
-    """One segment that does the work of one unit's ``segments`` when no collective separates them (no tensor
-    parallelism).
+    """Return one segment that does the work of one unit's ``segments``, between which there is no collective.
 
-    Each random part seeds for itself, so that fusing changes no random number.
+    Each random part sets its own seed, so that fusing changes no random number.
     """
     made = {o.value for s in segments for o in s.outs}
     ins = {i.value: i for s in segments for i in s.ins if i.value not in made}
@@ -140,7 +145,7 @@ def fuse(segments: Sequence[Segment]) -> Segment:
 def run_serial(
     segments: Sequence[Segment], common: Common, values: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The stand-alone meaning of a segment list: one autograd graph, collectives called by the layers themselves."""
+    """Run a segment list on its own: one autograd graph, collectives called by the layers themselves."""
     values = dict(values or {})
     for segment in segments:
         assert not any(o.collective for o in segment.outs), (

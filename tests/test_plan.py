@@ -12,7 +12,16 @@ from megatron_merak.cluster import CLUSTERS
 from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
-from megatron_merak.plan import Grid, Plan, StagePlan, TensorSharding, Unit, held_parameters, placement
+from megatron_merak.plan import (
+    Grid,
+    Plan,
+    StagePlan,
+    TensorSharding,
+    Unit,
+    held_parameters,
+    placement,
+    plan_table,
+)
 
 degree = st.integers(1, 4)
 grids = st.builds(Grid, degree, degree, degree, degree)
@@ -199,7 +208,7 @@ def test_what_a_plan_derives():
 def test_a_plan_says_how_groups_lie_in_nodes(grid, node, line):
     assert placement(grid, node) == line
     made = replace(small_plan(), grid=replace(grid, pp=2), cluster=replace(CLUSTERS["laptop"], ranks_per_node=node))
-    assert placement(made.grid, node) in str(made)
+    assert placement(made.grid, node) in plan_table(made)
 
 
 def test_a_stage_holds_one_copy_of_a_tied_tensor():
@@ -209,11 +218,11 @@ def test_a_stage_holds_one_copy_of_a_tied_tensor():
 
 
 def test_samples_that_are_no_sequences_have_no_length():
-    assert "4 micro-batches of 2 on each of 3 replicas" in str(replace(small_plan(), sequence_length=0))
+    assert "4 micro-batches of 2 on each of 3 replicas" in plan_table(replace(small_plan(), sequence_length=0))
 
 
 def test_a_plan_prints_as_an_aligned_table():
-    lines = str(small_plan()).splitlines()
+    lines = plan_table(small_plan()).splitlines()
     assert lines[0] == "12 ranks = tp 2 x cp 1 x dp 3 x pp 2"
     header, first, second = lines[lines.index("") + 1 :][:3]
     assert "embedding .. layer.0" in first and "25.0%" in first and "1000 B" in first
@@ -296,7 +305,7 @@ def test_precisions_that_a_plan_adds_to_its_dtype():
     assert Plan.from_dict(older) == small_plan(), "plans stored before have neither"
     both = Plan.from_dict(older | {"fp32_residual": True, "grad_reduce_in_bf16": True})
     assert Plan.from_json(both.to_json()) == both and both.gradient_bytes == 2 and small_plan().gradient_bytes == 4
-    assert "replicas, bfloat16, residual stream in fp32, gradients sent in bf16" in str(both)
+    assert "replicas, bfloat16, residual stream in fp32, gradients sent in bf16" in plan_table(both)
     assert replace(small_plan(), dtype="float16", fp32_residual=True).fp32_residual
     with pytest.raises(PlanError, match="--grad-reduce-in-bf16 True: gradients of a model in float16 have more digits"):
         replace(small_plan(), dtype="float16", grad_reduce_in_bf16=True)
@@ -311,8 +320,8 @@ def test_what_is_sharded_over_how_many_ranks():
     assert [plan.shards_parameters for plan in plans] == [False, False, False, True]
     alone = replace(plans[3], grid=Grid(2, 1, 1, 2))
     assert (alone.optimizer_shards, alone.shards_gradients, alone.shards_parameters) == (1, False, False)
-    assert "optimizer state, gradients and weights: shared by 3 replicas\n" in str(plans[3])
-    assert "weights: not shared, as there is one replica\n" in str(alone)
+    assert "optimizer state, gradients and weights: sharded over 3 replicas\n" in plan_table(plans[3])
+    assert "weights: not sharded, as there is one replica\n" in plan_table(alone)
     with pytest.raises(PlanError, match="sharding zero: there is no such one. Use one of no_shard, optim, "):
         replace(small_plan(), sharding="zero")
 

@@ -31,7 +31,6 @@ NAME = ".megatron_merak.lock"
 HEARTBEAT = 5.0  # seconds between two heartbeats
 PATIENCE = 30.0  # seconds for which a foreign lock is watched for one
 
-_REMEDY = "Wait for it, end it, or give this run a directory of its own"
 _LARGEST = 1 << 16  # bytes of a lock file
 
 
@@ -204,7 +203,7 @@ def _renewed(path: Path) -> int | None:
 
 def _locked(path: Path, owner: dict) -> DirectoryLockedError:
     who = f"process {owner.get('pid')} on host {owner.get('host')}"
-    remedy = f"{_REMEDY}; if no such process exists, remove {path}"
+    remedy = f"Wait for it, end it, or give this run a directory of its own; if no such process exists, remove {path}"
     return DirectoryLockedError("directory", path.parent, f"another job writes to it: {who}", remedy)
 
 

@@ -59,10 +59,11 @@ def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
 
 def shown(plan: "Plan", notes: Sequence[str] = (), remake: "Remake | None" = None) -> str:
     """A plan, what was noted about it, its tables, and where it does not fit what would (see ``misfits``)."""
+    from ..plan import plan_table
     from ..planner.remedies import misfits
     from ..planner.tables import memory_table, tensor_table
 
-    parts = [str(plan), "\n".join(notes), memory_table(plan)]
+    parts = [plan_table(plan), "\n".join(notes), memory_table(plan)]
     parts += [tensor_table(plan)] if plan.reasons else []
     parts += ["\n".join(misfits(plan, plan.cluster.device, remake))]
     return "\n\n".join(part for part in parts if part)

@@ -51,7 +51,7 @@ def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str
 
     remake: see ``misfits``.
     """
-    from ..plan import prediction, sharing
+    from ..plan import prediction, sharding_text
     from ..planner.memory import rank_memory
     from ..planner.remedies import misfits
     from ..planner.tables import memory_table
@@ -64,7 +64,7 @@ def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str
         f"{counted(plan.grid.size, 'rank')}, {plan.schedule.name}, {batches}, {plan.dtype}; "
         "every number is modelled, per rank",
         f"recomputed units per stage: {' '.join(recomputed)}",
-        *filter(None, [sharing(plan), prediction(plan)]),
+        *filter(None, [sharding_text(plan), prediction(plan)]),
         "",
         memory_table(plan),
         "",

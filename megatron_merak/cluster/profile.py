@@ -1,4 +1,4 @@
-"""A device as it was measured, in a file: what ``benchmarks/calibrate.py`` writes and plans are made with."""
+"""A measured device in a file, which ``benchmarks/calibrate.py`` writes and plans use."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +15,11 @@ _REMEDY = "Measure it again by benchmarks/calibrate.py"
 
 @dataclass(frozen=True)
 class Profile:
-    """A device with measured rates. measured_on: what the driver calls it. date, torch: when, and by which version."""
+    """A device with measured rates.
+
+    measured_on: the driver's name of it.
+    date, torch: of the measurement.
+    """
 
     device: Device
     measured_on: str
@@ -29,7 +33,9 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Raises ConfigError for a file that cannot be read, is of another version, or holds what cannot be."""
+    """Read a profile. Raises ConfigError for a file that cannot be read, is of another version, or has invalid
+    values.
+    """
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is not a regular file")
@@ -54,7 +60,7 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def profiled(cluster: Cluster, path: str | None) -> Cluster:
-    """The cluster with its device as the file at ``path`` has it; as it is without a path.
+    """Return the cluster with the device of the file at ``path``; unchanged without a path.
 
     Raises ConfigError as ``read_profile`` does, and for a profile of another device.
     """

@@ -1,4 +1,4 @@
-"""How fast a device was measured to compute: matrix products by their shape, attention by its size. FLOP per second."""
+"""Measured speeds of a device: matrix products by shape, attention by size, in FLOP per second."""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +10,13 @@ from megatron_merak.errors import ConfigError
 
 @dataclass(frozen=True)
 class ProductRate:
-    """A linear layer's three products at one shape: [m, k] by [n, k] transposed, and its gradients of input and weight.
+    """The three products of a linear layer at one shape: [m, k] by [n, k] transposed, and its gradients of input and
+    weight.
 
-    m: tokens. n, k: features that leave and that enter. Each product is 2 m n k FLOPs.
+    m:    tokens.
+    n, k: output and input features.
+
+    Each product is 2 m n k FLOPs.
     """
 
     m: int
@@ -26,8 +30,10 @@ class ProductRate:
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """Causal attention at one size. ``flops``: of its forward, for half of the scores; the backward counts twice these,
-    whatever it computes again."""
+    """Causal attention at one size.
+
+    flops: of its forward, for half of the scores; the backward counts twice these, whatever it recomputes.
+    """
 
     flops: float
     dtype: str
@@ -37,14 +43,16 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured on a device, and where it is from."""
+    """The measurements of a device, and their origin."""
 
     products: tuple[ProductRate, ...]
     attention: tuple[AttentionRate, ...] = ()
     source: str = ""
 
     def product(self, m: int, n: int, k: int, dtype: str) -> ProductRate | None:
-        """The measured product that is nearest in shape, by the logarithms of its sides; None of other types alone."""
+        """Return the measured product nearest in shape, by the logarithms of its sides; None without one of that
+        type.
+        """
         rows = [row for row in self.products if row.dtype == dtype]
         sides = [math.log(max(side, 1)) for side in (m, n, k)]
 
@@ -54,7 +62,7 @@ class Rates:
         return min(rows, key=away, default=None)
 
     def attend(self, flops: float, dtype: str) -> AttentionRate | None:
-        """The measured attention that is nearest in size."""
+        """Return the measured attention nearest in size."""
         rows = [row for row in self.attention if row.dtype == dtype]
         return min(rows, key=lambda row: abs(math.log(row.flops / max(flops, 1.0))), default=None)
 
@@ -63,7 +71,7 @@ _Row = TypeVar("_Row", ProductRate, AttentionRate)
 
 
 def rates_of(content: Any, where: str) -> Rates:
-    """Rates from what JSON gives. ``where`` names them in errors. Raises ConfigError."""
+    """Parse rates from JSON. ``where`` names them in errors. Raises ConfigError."""
     if not isinstance(content, dict) or not {"products"} <= content.keys() <= {field.name for field in fields(Rates)}:
         raise ConfigError(where, "(keys)", "it is not an object of products, attention and source", "Measure it again")
     products = _rows(ProductRate, content["products"], f"{where}: products")

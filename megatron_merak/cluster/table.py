@@ -22,11 +22,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with. ``memory`` is in bytes, 0 where it is shared and has no fixed size per rank.
+    """What one rank computes with.
 
-    ``dispatch`` is the seconds that the host takes to start one operation and that no computation hides: 0 on GPUs.
-    ``fused_attention``: attention is one kernel that keeps no probabilities, with dropout too, as on GPUs. ``rates``:
-    measured ones of products and attention, which count instead of ``matmul_efficiency`` where there are any.
+    memory:          in bytes; 0 if it is shared and has no fixed size per rank.
+    dispatch:        seconds in which the host starts one operation and which no computation hides; 0 on GPUs.
+    fused_attention: attention is one kernel that stores no probabilities, also with dropout, as on GPUs.
+    rates:           measured ones of products and attention, used instead of ``matmul_efficiency`` if there are any.
     """
 
     name: str
@@ -40,22 +41,22 @@ class Device:
     rates: Rates | None = None
 
     def flops(self, dtype: str) -> float:
-        """The dense matrix-product peak for "float32", or for the 16-bit types."""
+        """Return the dense matrix-product peak for "float32", or for the 16-bit types."""
         return self.float32_flops if dtype == "float32" else self.bfloat16_flops
 
     def compute_time(self, flops: float, moved_bytes: float, dtype: str) -> float:
-        """Of many kernels: matrix products one after the other with the element-wise work around them, so the sum."""
+        """Return the time of many kernels: matrix products and element-wise work one after the other, so the sum."""
         return flops / (self.flops(dtype) * self.matmul_efficiency) + moved_bytes / self.memory_bandwidth
 
     def kernel_time(self, flops: float, moved_bytes: float, dtype: str) -> float:
-        """Of one kernel, by the roofline: its arithmetic and its traffic run at once, so the longer of the two."""
+        """Return the time of one kernel, by the roofline: the longer of arithmetic and traffic."""
         arithmetic = flops / (self.flops(dtype) * self.matmul_efficiency)
         return self.dispatch + max(arithmetic, moved_bytes / self.memory_bandwidth)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection as one rank sees it, or a group of ranks: seconds per message, and bytes per second each way."""
+    """A connection of one rank, or of a group of ranks: seconds per message, and bytes per second in each direction."""
 
     name: str
     latency: float
@@ -64,9 +65,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of ``ranks_per_node`` devices; ``inside`` joins ranks of one node, ``between`` is one network card.
+    """Equal nodes of ``ranks_per_node`` devices.
 
-    ``nics``: network cards of a node, of which its ranks have equal shares; 0: each rank has one of its own.
+    inside:  link between ranks of one node.
+    between: one network card.
+    nics:    network cards of a node, shared equally by its ranks; 0: each rank has its own.
     """
 
     device: Device
@@ -77,21 +80,21 @@ class Cluster:
     nics: int = 0
 
     def __str__(self) -> str:
-        """The device's name, and the cluster's own where that is another."""
+        """Return the device's name, and the cluster's if it differs."""
         return self.device.name if self.name in ("", self.device.name) else f"{self.device.name} ({self.name})"
 
     def crosses(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks are of several nodes."""
+        """Whether these ranks are on several nodes."""
         return len({rank // self.ranks_per_node for rank in ranks}) > 1
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """What a collective over these ranks, or a message between two, goes by, as the formulas below take it.
+        """Return the link of a collective over these ranks, or of a message between two, for the formulas below.
 
-        A group with k ranks in each node it is on has the bandwidth of k ranks' network cards: its ranks lie on a ring
-        through all nodes, and NCCL lays as many such rings as there are cards, each with its part of the message. The
-        links inside bound it, as every ring uses them. Of the N - 1 steps once around the ring, one less than there
-        are nodes goes through the network. A node with fewer ranks of the group than others is the bound. The other
-        ranks of a node are taken to send at the same time, so cards that they share are divided.
+        A group with k ranks on each of its nodes has the bandwidth of k ranks' network cards: its ranks form a ring
+        through all nodes, and NCCL forms as many such rings as there are cards, each with its part of the message. The
+        links inside bound it, as every ring uses them. Of the N - 1 steps around the ring, one less than there are
+        nodes crosses the network. A node with fewer ranks of the group than others is the bound. The other ranks of a
+        node are assumed to send at the same time, so that shared cards are divided among them.
 
         Source: NCCL's own model of a ring, src/graph/tuning.cc (the sum of its channels; the steps between nodes).
         """
@@ -112,10 +115,9 @@ class Cluster:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
-        """Read a cluster: the fields of this class, where a device or link may be the name of one in the table.
+        """Read a cluster: the fields of this class; a device or link may be the name of one in the table.
 
-        Raises ConfigError for a file that is missing or no JSON, a key that is unknown or missing, a number that cannot
-        be.
+        Raises ConfigError for a file that is missing or no JSON, unknown or missing keys, and impossible numbers.
         """
         try:
             if Path(path).exists() and not Path(path).is_file():
@@ -130,9 +132,8 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, content: Any, where: str) -> Self:
-        """A cluster from what JSON gives: an object as ``from_json`` describes it. ``where`` names it in errors.
-
-        Raises ConfigError as ``from_json`` does.
+        """Return a cluster from the JSON object that ``from_json`` describes. ``where`` names it in errors. Raises
+        ConfigError.
         """
         values = _fields(cls, content, where, {"name", "nics"})
         values["device"] = device_of(values["device"], f"{where}: device")
@@ -146,7 +147,7 @@ _KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or 
 
 
 def _fields(kind: type, content: Any, where: str, optional: Sequence[str] = ()) -> dict[str, Any]:
-    """The values of a dataclass as JSON gives them, checked by name, type and range. Raises ConfigError."""
+    """Return the checked values of a dataclass: names, types and ranges. Raises ConfigError."""
     types = {field.name: field.type for field in fields(kind)}
     if not isinstance(content, dict):
         raise ConfigError("cluster", where, "it is not an object", f"Give {', '.join(types)}")
@@ -169,7 +170,7 @@ def _fields(kind: type, content: Any, where: str, optional: Sequence[str] = ()) 
 
 
 def _row(value: Any, table: Mapping[str, Any], where: str) -> Any:
-    """A row of the table by its name, or a new one by its fields."""
+    """Return a row of the table by its name, or a new one by its fields."""
     if isinstance(value, str):
         if value not in table:
             raise ConfigError(
@@ -181,9 +182,9 @@ def _row(value: Any, table: Mapping[str, Any], where: str) -> Any:
 
 
 def device_of(content: Any, where: str) -> Device:
-    """A device from what JSON gives: the name of one in the table, or its fields. ``where`` names it in errors.
+    """Return a device from JSON: the name of one in the table, or its fields. ``where`` names it in errors.
 
-    Raises ConfigError for a name that is unknown, a key that is unknown or missing, a number that cannot be.
+    Raises ConfigError for unknown names, unknown or missing keys, and impossible numbers.
     """
     device = _row(content, DEVICES, where)
     return device if device.rates is None else replace(device, rates=rates_of(device.rates, f"{where}: rates"))
@@ -231,7 +232,9 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
 
 
 def find_device(name: str) -> Device:
-    """The table's row for a name such as "cpu", "H100" or "NVIDIA A100-SXM4-80GB"; PlanError when there is none."""
+    """Return the table's row for a name such as "cpu", "H100" or "NVIDIA A100-SXM4-80GB"; PlanError if there is
+    none.
+    """
     words = set(re.findall("[A-Z0-9]+", name.upper()))
     rows = [device for device in _DEVICES if set(device.name.upper().split()) <= words]
     if not rows:
@@ -240,7 +243,7 @@ def find_device(name: str) -> Device:
 
 
 def find_cluster(name: str) -> Cluster:
-    """A cluster by its profile's name, by its JSON file, or the usual one around a device of that name.
+    """Return a cluster by its name, by its JSON file, or the usual one around a device of that name.
 
     The usual one: 8 GPUs joined by NVLink and InfiniBand, or the cores of one host. Raises ConfigError for a file that
     cannot be read, PlanError for an unknown name.
@@ -259,7 +262,7 @@ def find_cluster(name: str) -> Cluster:
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float:
-    """The dense peak (no sparsity) that MFU is measured against; PlanError for a device that is not in the table."""
+    """Return the dense peak (no sparsity) that MFU is relative to; PlanError for a device that is not in the table."""
     return find_device(device_name).flops(dtype)
 
 

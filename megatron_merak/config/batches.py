@@ -1,4 +1,4 @@
-"""How many samples each optimizer step takes, and how many steps a number of samples makes."""
+"""Samples per optimizer step, and the number of steps in a number of samples."""
 
 import re
 from bisect import bisect_right
@@ -21,7 +21,7 @@ _MOST_SIZES = 100_000
 class Batches:
     """Samples per optimizer step, as a function of the samples that a run has consumed.
 
-    sizes: (samples consumed from which on it holds, samples per step), ascending, the first from 0.
+    sizes: (consumed samples from which on it applies, samples per step), ascending, the first from 0.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -50,9 +50,9 @@ class Batches:
 
 
 def batches_of(train: TrainConfig, sequence_length: int, replicas: int) -> Batches:
-    """The batch sizes that flags ask for, on so many replicas. Raises ConfigError.
+    """Return the batch sizes that flags define for so many replicas. Raises ConfigError.
 
-    sequence_length: tokens of a sample, in which --step-batch-size-schedule counts.
+    sequence_length: tokens of a sample; --step-batch-size-schedule counts tokens.
     """
     unit = train.micro_batch_size * replicas
     if train.rampup_batch_size:
@@ -70,7 +70,7 @@ def batches_of(train: TrainConfig, sequence_length: int, replicas: int) -> Batch
 
 
 def check_sizes(train: TrainConfig, batches: Batches, replicas: int, consumed: int = 0) -> None:
-    """Raise ConfigError where a step after ``consumed`` samples is not made of whole micro-batches of all replicas."""
+    """Raise ConfigError if a step after ``consumed`` samples does not consist of full micro-batches of all replicas."""
     unit = train.micro_batch_size * replicas
     product = f"--micro-batch-size {train.micro_batch_size} x data-parallel size {replicas} = {unit}"
     later = [after for after, _ in batches.sizes[1:]] + [consumed + 1]
@@ -86,7 +86,7 @@ def check_sizes(train: TrainConfig, batches: Batches, replicas: int, consumed: i
 
 
 def check_length(train: TrainConfig, batches: Batches) -> None:
-    """Raise ConfigError where a run is given in iterations and in samples, or sizes change in one of iterations."""
+    """Raise ConfigError for a run in both iterations and samples, or in iterations with changing sizes."""
     if train.skip_train:
         return
     for flag in (RAMP, STEPS):
@@ -105,7 +105,7 @@ def check_length(train: TrainConfig, batches: Batches) -> None:
 
 
 def _present(train: TrainConfig, size: int) -> tuple[str, object]:
-    """The flag that asks for a batch size, and its value."""
+    """Return the flag that sets a batch size, and its value."""
     for flag in (RAMP, STEPS):
         if (value := _value(train, flag)) is not None and size != train.global_batch_size:
             return flag, value
@@ -117,7 +117,9 @@ def _value(train: TrainConfig, flag: str) -> str | None:
 
 
 def _ramp(train: TrainConfig) -> Batches:
-    """Megatron-LM's ramp: from the first size to --global-batch-size in equal increments, each for as many samples."""
+    """Return Megatron-LM's ramp: from the first size to --global-batch-size in equal increments, each for as many
+    samples.
+    """
     value, last = _value(train, RAMP), train.global_batch_size
     if train.step_batch_size_schedule is not None:
         raise ConfigError(RAMP, value, f"contradicts {STEPS}", "Give only one of them")
@@ -141,14 +143,16 @@ def _ramp(train: TrainConfig) -> Batches:
 
 
 def _start(step: int, samples: int, count: int) -> int:
-    """The first number of consumed samples at which the ramp stands at ``step``: Megatron-LM divides in floating point,
-    which now and then is one sample late."""
+    """Return the number of consumed samples at which the ramp reaches ``step``.
+
+    Megatron-LM divides in floating point, which is sometimes one sample late.
+    """
     start = -(-step * samples // count) if step else 0
     return start if step == 0 or int(start / (samples / count)) >= step else start + 1
 
 
 def _steps(train: TrainConfig, sequence_length: int) -> Batches:
-    """Sizes from thresholds in tokens, like '0:768 250B:1536'."""
+    """Parse sizes with thresholds in tokens, like '0:768 250B:1536'."""
     text = train.step_batch_size_schedule
     like = "Write it like '0:768 250B:1536 500B:3072': tokens from which on, and samples per step"
     sizes: dict[int, int] = {}
@@ -170,7 +174,7 @@ def _steps(train: TrainConfig, sequence_length: int) -> Batches:
 
 
 def _number(text: str) -> int | None:
-    """'250B', '0.3K' and the like, as Megatron-LM counts them; None for anything else, and for fractions."""
+    """Parse '250B', '0.3K' and the like, as Megatron-LM does; None for anything else, and for fractions."""
     factor = _SUFFIXES.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
     if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,15})?", digits) or (Decimal(digits) * factor) % 1:

@@ -1,4 +1,4 @@
-"""Settings that contradict each other. Every check raises ConfigError and names the nearest values that work."""
+"""Checks for contradictory settings. Each raises ConfigError and names the nearest values that work."""
 
 from collections.abc import Iterable
 
@@ -10,14 +10,14 @@ from .settings import flag_name
 
 
 def closest(value: int, candidates: Iterable[int]) -> str:
-    """The nearest candidate below and the nearest above ``value``, as "4 or 8"."""
+    """Return the nearest candidate below and the nearest above ``value``, as "4 or 8"."""
     candidates = sorted(candidates)
     below, above = [c for c in candidates if c < value], [c for c in candidates if c > value]
     return " or ".join(str(c) for c in below[-1:] + above[:1])
 
 
 def multiples(value: int, step: int) -> str:
-    """The positive multiples of ``step`` around ``value``, as "4 or 8"."""
+    """Return the positive multiples of ``step`` around ``value``, as "4 or 8"."""
     below = value // step * step
     return closest(value, [m for m in (below, below + step) if m > 0])
 
@@ -90,7 +90,7 @@ def _check_rotary(model: ModelConfig) -> None:
 
 
 def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
-    """Whether ``size`` ranks can share a layer evenly: query heads, key-value heads and MLP width."""
+    """Whether ``size`` ranks can shard a layer evenly: query heads, key-value heads and MLP width."""
     return all(extent % size == 0 for extent in (model.num_attention_heads, model.query_groups, model.ffn_size))
 
 
@@ -109,7 +109,7 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
 
 
 def check_sequence_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Of one tensor-parallel rank the flag means nothing, as in Megatron-LM, and is told."""
+    """Check the flag; with one tensor-parallel rank it has no effect, as in Megatron-LM, which is reported."""
     size, length = parallel.tensor_model_parallel_size, model.seq_length
     if parallel.sequence_parallel and length % size:
         fitting = [m for m in (length // size * size, -(-length // size) * size) if m > 0]
@@ -135,7 +135,7 @@ def check_pipeline(model: ModelConfig, size: int) -> None:
 
 
 def check_schedule(parallel: ParallelConfig) -> None:
-    """A schedule of a file leaves nothing to choose that builders of schedules ask for."""
+    """Refuse flags of schedule builders beside a schedule file."""
     if parallel.schedule_file is None:
         return
     for name in (
@@ -173,7 +173,7 @@ def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def check_sharding(parallel: ParallelConfig) -> None:
-    """Either flag may name what replicas share; both may, where they do not contradict each other."""
+    """Check the two flags for sharding, which may both be set if they agree."""
     if parallel.use_distributed_optimizer and parallel.sharding == "no_shard":
         reason = "contradicts --use-distributed-optimizer, which shards the optimizer's state"
         raise ConfigError(
@@ -236,7 +236,7 @@ _OWN = {  # settings of one optimizer
 
 
 def _check_own(optimizer: OptimizerConfig) -> None:
-    """A setting of another optimizer than the one chosen would have no effect."""
+    """Refuse a setting of another optimizer than the chosen one: it would have no effect."""
     default = OptimizerConfig()
     for kind, names in _OWN.items():
         for name in names if kind != optimizer.optimizer else ():
@@ -246,7 +246,7 @@ def _check_own(optimizer: OptimizerConfig) -> None:
 
 
 def _check_decay(optimizer: OptimizerConfig, decay: int, unit: str) -> None:
-    """``decay``: where it ends, in ``unit``."""
+    """Check the end of the decay, in ``unit``."""
     warmup, anneal, word = optimizer.warmup, optimizer.anneal, "iterations" if unit == "iters" else unit
     if warmup and optimizer.lr_warmup_fraction is not None:
         raise ConfigError(

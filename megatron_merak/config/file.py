@@ -1,7 +1,7 @@
-"""A configuration file: YAML whose keys are settings, alone or under the names of their sections, as texts and lines.
+"""Configuration files: YAML whose keys are settings, alone or under their sections, as texts with positions.
 
-Values keep the text that was written, since YAML 1.1 takes 1e-5 for a text, and 010 for 8; whoever knows the type of a
-setting reads them.
+Values keep the text that was written, since YAML 1.1 reads 1e-5 as a text, and 010 as 8; the reader of a setting knows
+its type.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,11 +21,11 @@ _SCALARS = tuple(f"{_PLAIN}{name}" for name in ("str", "int", "float", "bool", "
 class Given:
     """A setting in a configuration file.
 
-    key: as it is written.
-    section: the key that it stands under; empty at the top.
-    value: True or False, None for null, else the text, or the texts of a list.
-    quoted: whether the text stands in quotes.
-    where: file and line.
+    key:     as written.
+    section: the key above it; "" at the top.
+    value:   True or False, None for null, else the text, or the texts of a list.
+    quoted:  whether the text is in quotes.
+    where:   file and line.
     """
 
     key: str
@@ -40,7 +40,7 @@ class Given:
         return self.key.removeprefix("--").replace("-", "_")
 
     def error(self, reason: str, remedy: str, value: object = None) -> ConfigError:
-        """An error that names file, line and key, and the value if it is given."""
+        """Return an error that names file, line and key, and the value if it is passed."""
         if value is None:
             return ConfigError(f"{FLAG} {self.where}:", self.key, reason, remedy)
         return ConfigError(f"{FLAG} {self.where}: {self.key}", value, reason, remedy)
@@ -48,14 +48,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a configuration file has: settings in order, and of every section the place where it begins."""
+    """The content of a configuration file: settings in order, and the position of every section."""
 
     settings: tuple[Given, ...]
     sections: Mapping[str, str]
 
 
 def contents_of(path: str) -> Contents:
-    """Return what is in a file. Raise ConfigError for a file that cannot be read or is no such mapping.
+    """Return the content of a file. Raises ConfigError if it cannot be read or is no such mapping.
 
     path: the YAML file.
     """
@@ -92,7 +92,7 @@ def contents_of(path: str) -> Contents:
 
 
 def _settings(mapping: Any, path: str, section: str, sections: dict[str, str]) -> Iterator[Given]:
-    """The settings of a mapping, and those of the mappings in it, which are ``sections`` and have none inside."""
+    """Yield the settings of a mapping, and of its sections, which contain no further ones."""
     for key, value in mapping.value:
         where = f"{path}, line {key.start_mark.line + 1}"
         if key.id != "scalar" or key.tag != f"{_PLAIN}str":
@@ -109,7 +109,7 @@ def _settings(mapping: Any, path: str, section: str, sections: dict[str, str]) -
 
 
 def _value(node: Any, setting: Given) -> tuple[bool | None | str | tuple[str, ...], bool]:
-    """The value of a node, and whether it is in quotes. Raise ConfigError for what no setting has."""
+    """Return the value of a node, and whether it is in quotes. Raises ConfigError for unsupported nodes."""
     if node.id == "sequence" and node.tag == f"{_PLAIN}seq":
         items = [_value(item, setting)[0] if item.id == "scalar" else None for item in node.value]
         if not all(isinstance(item, str) for item in items):
@@ -127,10 +127,10 @@ def _value(node: Any, setting: Given) -> tuple[bool | None | str | tuple[str, ..
 
 
 def text_of(settings: dict[str, dict[str, Any]], head: str) -> str:
-    """Return the YAML of settings by section, as ``contents_of`` reads it.
+    """Return the YAML of settings by section, for ``contents_of``.
 
-    settings: what ``RunConfig.to_dict`` gives.
-    head: lines for the beginning, which become comments.
+    settings: ``RunConfig.to_dict()``.
+    head:     lines for the beginning, which become comments.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""How many copies of what a sharding strategy shards the data-parallel ranks may keep."""
+"""The possible numbers of copies of sharded state that data-parallel ranks store."""
 
 from ..errors import ConfigError
 from .checks import closest, divisors
@@ -8,13 +8,12 @@ FLAG = "--num-distributed-optimizer-instances"
 
 
 def choices_of_instances(replicas: int) -> list[int]:
-    """The numbers of instances that so many data-parallel ranks can be divided into, two ranks or more in each."""
+    """Return the numbers of instances into which so many data-parallel ranks can be grouped, two or more in each."""
     return [count for count in divisors(replicas) if count < replicas] or [1]
 
 
 def refused_instances(instances: int, replicas: int, sharding: str) -> tuple[str, str] | None:
-    """Why ``replicas`` data-parallel ranks cannot be divided into ``instances`` under a strategy, and the remedy; None
-    where they can."""
+    """Return why a strategy cannot group ``replicas`` into ``instances``, and the remedy; None if it can."""
     if instances == 1:
         return None
     if sharding == "no_shard":
@@ -31,7 +30,7 @@ def refused_instances(instances: int, replicas: int, sharding: str) -> tuple[str
 
 
 def check_instances(parallel: ParallelConfig, replicas: int) -> None:
-    """Raises ConfigError for a number of instances that ``replicas`` data-parallel ranks cannot be divided into."""
+    """Raise ConfigError if ``replicas`` data-parallel ranks cannot be grouped into so many instances."""
     count = parallel.num_distributed_optimizer_instances
     if refused := refused_instances(count, replicas, parallel.sharding):
         raise ConfigError(FLAG, count, *refused)

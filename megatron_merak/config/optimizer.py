@@ -71,7 +71,7 @@ class OptimizerConfig(Section):
 
     @property
     def final_lr(self) -> float:
-        """``min_lr``, or a tenth of ``lr`` if it is unset; needs one of them."""
+        """``min_lr``, or a tenth of ``lr`` if unset; one of them is needed."""
         return self.min_lr if self.min_lr is not None else 0.1 * self.lr
 
     @property
@@ -81,7 +81,7 @@ class OptimizerConfig(Section):
 
     @property
     def warmup(self) -> int:
-        """The length of the warm-up in the same unit, unless it is given as a fraction."""
+        """The length of the warm-up in the same unit, unless it is a fraction."""
         return self.lr_warmup_iters or self.lr_warmup_samples
 
     @property

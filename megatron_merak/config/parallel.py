@@ -14,7 +14,9 @@ SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # cumula
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """Distribution over ranks. Data parallelism uses the ranks that tensor and pipeline parallelism leave over."""
+    """Distribution over ranks. The data-parallel degree is the number of ranks divided by the tensor and pipeline
+    degrees.
+    """
 
     tensor_model_parallel_size: int = setting(1, least=1)
     """Tensor-parallel degree: number of ranks over which every layer is sharded."""

@@ -1,5 +1,6 @@
-"""The order in which ranks run over the axes of parallelism, as Megatron-LM writes it: "tp-cp-ep-dp-pp", the first axis
-varying fastest."""
+"""The order of ranks over the axes of parallelism, as in Megatron-LM: "tp-cp-ep-dp-pp", the first axis varying
+fastest.
+"""
 
 from ..errors import ConfigError
 
@@ -11,7 +12,7 @@ _ALONE = ("cp", "ep")  # one rank stands along each of these, so they need no pl
 
 
 def mistake(order: str) -> str:
-    """What is wrong with an order; empty where nothing is."""
+    """Return what is wrong with an order; "" if it is valid."""
     names = order.lower().split("-")
     if unknown := [name for name in names if name not in (*AXES, *_ALONE)]:
         return f"there is no axis {unknown[0] or '(empty)'}"
@@ -23,9 +24,9 @@ def mistake(order: str) -> str:
 
 
 def normal(order: str | None, context_ranks: int = 1) -> str:
-    """An order of all axes in ``AXES``, the same text for all that place ranks alike; None is the default.
+    """Return an order of all axes in ``AXES``, the same text for equal placements; None is the default.
 
-    cp stands behind tp where it is not named, and where it has one rank (``context_ranks``).
+    cp follows tp if it is not named, and if it has one rank (``context_ranks``).
     """
     placed = [axis for axis in AXES if axis != "cp" or context_ranks > 1]
     named = [axis for axis in (order or DEFAULT).lower().split("-") if axis in placed]
@@ -35,8 +36,11 @@ def normal(order: str | None, context_ranks: int = 1) -> str:
 
 
 def check_order(order: str | None, pipeline_inside: bool, name: str) -> None:
-    """Raises ConfigError for an order that is none, and where --use-tp-pp-dp-mapping (``pipeline_inside``) says
-    otherwise. order: None where it was not given. name: what the user calls it."""
+    """Raise ConfigError for an invalid order, and one that contradicts --use-tp-pp-dp-mapping (``pipeline_inside``).
+
+    order: None if unset.
+    name:  its name for the user.
+    """
     if order is None:
         return
     if not isinstance(order, str):

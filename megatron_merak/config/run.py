@@ -34,7 +34,7 @@ from .settings import Section, known_keys
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What the runs of all models have: one section per concern. ``model`` is refined by subclasses."""
+    """The settings that runs of all models have, one section per concern. ``model`` is refined by subclasses."""
 
     model: Section
     parallel: ParallelConfig = ParallelConfig()
@@ -45,39 +45,42 @@ class RunConfig:
     logging: LoggingConfig = LoggingConfig()
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model on ``world_size`` ranks."""
+        """Return the number of model replicas on ``world_size`` ranks."""
         parallel = self.parallel
         return (world_size - parallel.num_parameter_servers) // parallel.ranks_of_replica
 
     def batches(self, world_size: int) -> Batches:
-        """Samples of every optimizer step. Raises ConfigError."""
+        """Return the samples of every optimizer step. Raises ConfigError."""
         return batches_of(self.train, self.model.seq_length, self.data_parallel_size(world_size))
 
     def global_batch_size(self, world_size: int) -> int:
-        """Samples per optimizer step, of the largest where they grow."""
+        """Return the samples per optimizer step; of the largest step, if they grow."""
         return self.batches(world_size).largest
 
     def iterations(self, world_size: int) -> int:
-        """Optimizer steps of the whole run; 0 where it does not train."""
+        """Return the optimizer steps of the run; 0 if it does not train."""
         train = self.train
         if train.train_samples is None:
             return train.train_iters or 0
         return self.batches(world_size).steps(train.train_samples)
 
     def phases(self, world_size: int) -> list[tuple[int, int]]:
-        """(samples per step, steps) of a run of --train-samples, in order."""
+        """Return (samples per step, steps) of a run of --train-samples, in order."""
         samples = self.train.train_samples
         return [] if samples is None else [*self.batches(world_size).phases(samples)]
 
     def num_microbatches(self, world_size: int) -> int:
-        """Forward passes per replica and step, of the largest where they grow."""
+        """Return the micro-batches per replica and step; of the largest step, if they grow."""
         samples = self.train.micro_batch_size * self.data_parallel_size(world_size)
         return self.global_batch_size(world_size) // samples
 
     def validate(self, world_size: int, *, training: bool = True) -> None:
-        """Check the settings against each other and against ``world_size`` ranks, without communicating; the remedy
-        names the nearest values that work. ``training=False``, for planning, asks for neither data, tokenizer nor
-        learning rate. Raises ConfigError."""
+        """Check the settings against each other and against ``world_size`` ranks, without communication.
+
+        training: False, for planning, needs neither data, tokenizer nor learning rate.
+
+        Raises ConfigError; the remedy names the nearest values that work.
+        """
         self.check_model()
         check_precision(self.train)
         check_servers(self.parallel, self.train, self.checkpoint, self.logging, self.optimizer)
@@ -102,11 +105,11 @@ class RunConfig:
         raise NotImplementedError
 
     def check_data(self) -> None:
-        """Check where samples come from. Raises ConfigError."""
+        """Check the sources of samples. Raises ConfigError."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Sections and their values as JSON has them; ``from_dict`` reads it back to an equal Config."""
+        """Return sections and their values, JSON-safe; ``from_dict`` returns an equal configuration."""
         return {
             name: {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
             for name, section in dataclasses.asdict(self).items()
@@ -114,14 +117,16 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, sections: Any) -> Self:
-        """The inverse of ``to_dict``; what is left out has its default. Raises ConfigError for an unknown key, a
-        missing required value or a value of the wrong type."""
+        """Undo ``to_dict``; missing settings have their defaults.
+
+        Raises ConfigError for an unknown key, a missing required value or a value of the wrong type.
+        """
         types = {field.name: field.type for field in dataclasses.fields(cls)}
         known_keys("configuration", sections, types)
         return cls(**{name: section_type.from_dict(sections.get(name, {})) for name, section_type in types.items()})
 
     def ignored(self) -> tuple[str, ...]:
-        """What was asked for and has no effect, in sentences."""
+        """Return sentences on settings that have no effect."""
         parallel = self.parallel
         alone, overlap = parallel.tensor_model_parallel_size == 1, parallel.tp_comm_overlap
         flags = {
@@ -141,7 +146,7 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """A run of the native GPT, whose shape is given by flags."""
+    """A run of the native GPT, whose shape flags define."""
 
     model: ModelConfig
 
@@ -157,13 +162,13 @@ class Config(RunConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HFConfig(RunConfig):
-    """A run of a captured model, whose shape ``--model`` knows; what the shape decides is checked once it is read."""
+    """A run of a captured model, whose shape ``--model`` defines; checks that need the shape follow when it is read."""
 
     model: HFModelConfig
     checkpoint: HFCheckpointConfig = HFCheckpointConfig()
 
     def check_model(self) -> None:
-        """What can be checked before the model is read."""
+        """Check what can be checked before the model is read."""
         if self.parallel.sequence_parallel:
             raise ConfigError(
                 "--sequence-parallel",

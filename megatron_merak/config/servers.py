@@ -1,4 +1,4 @@
-"""Parameter servers: what they contradict, and the configuration of one worker."""
+"""Parameter servers: contradictions with other settings, and the configuration of one worker."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ Run = TypeVar("Run")
 
 
 def snapshot_directory(save: str) -> Path:
-    """Where the snapshots of a job are that saves to ``save``."""
+    """Return the directory of the snapshots of a job that saves to ``save``."""
     return Path(save) / "parameter_servers"
 
 
@@ -29,7 +29,7 @@ def check_servers(
     logging: LoggingConfig,
     optimizer: OptimizerConfig,
 ) -> None:
-    """Raise ConfigError for what parameter servers cannot honour, and for their flags without them."""
+    """Raise ConfigError for settings that parameter servers do not support, and for their flags without them."""
     strategy, default = parallel.data_parallel_strategy, ParallelConfig()
     if not parallel.served:
         for name in ("num_parameter_servers", "ps_max_staleness", "ps_snapshot_interval"):
@@ -73,7 +73,7 @@ def check_servers(
 
 
 def check_workers(parallel: ParallelConfig, world_size: int) -> None:
-    """Raise ConfigError where the ranks that parameter servers leave over make no workers."""
+    """Raise ConfigError if the other ranks do not form workers."""
     servers, replica = parallel.num_parameter_servers, parallel.ranks_of_replica
     left = world_size - servers
     if left < replica:
@@ -88,7 +88,7 @@ def check_workers(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def _fewer_servers(servers: int, replica: int, world_size: int) -> str:
-    """Numbers of servers that leave workers of ``replica`` ranks, or a number of ranks."""
+    """Return numbers of servers that leave workers of ``replica`` ranks, or a number of ranks."""
     fits = range(world_size % replica, world_size - replica + 1, replica)
     more = f"start {replica + servers} ranks"
     if not fits:
@@ -98,7 +98,7 @@ def _fewer_servers(servers: int, replica: int, world_size: int) -> str:
 
 
 def worker_note(parallel: ParallelConfig, workers: int) -> str:
-    """What a plan made by `of_worker` does not say."""
+    """Return what a plan made by `of_worker` does not say."""
     servers = counted(parallel.num_parameter_servers, "parameter server")
     where = servers if parallel.num_parameter_servers else "servers beside the workers' ranks"
     return (
@@ -108,7 +108,7 @@ def worker_note(parallel: ParallelConfig, workers: int) -> str:
 
 
 def of_worker(config: Run, workers: int) -> Run:
-    """The configuration of one worker of a job: that of a job of its own, which has its part of every batch."""
+    """Return the configuration of one worker: of a job of its own, with its part of every batch."""
     train = config.train
     size = None if train.global_batch_size is None else train.global_batch_size // workers
     alone = {"data_parallel_strategy": "allreduce", "num_parameter_servers": 0}

@@ -1,4 +1,4 @@
-"""What a setting is: a typed, bounded dataclass field that checks its value and knows its flag."""
+"""Settings: typed, bounded dataclass fields that check their values and know their flags."""
 
 import dataclasses
 import difflib
@@ -23,13 +23,15 @@ def setting(default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
 
 
 def flag_name(field_name: str) -> str:
-    """The command-line flag of a field."""
+    """Return the command-line flag of a field."""
     return "--" + field_name.replace("_", "-")
 
 
 @functools.cache
 def value_type(cls: type, name: str) -> type:
-    """The type of field ``name`` of ``cls``: int, float, str, bool or tuple (of str), without an optional None."""
+    """Return the type of field ``name`` of ``cls``: int, float, str, bool or tuple (of str), without an optional
+    None.
+    """
     hint = typing.get_type_hints(cls)[name]
     if isinstance(hint, types.UnionType):
         (hint,) = (arm for arm in typing.get_args(hint) if arm is not types.NoneType)
@@ -37,7 +39,7 @@ def value_type(cls: type, name: str) -> type:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that ``name`` was probably meant to be, if any is close."""
+    """Return the one of ``names`` that ``name`` was probably meant to be, if any is close."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)), None)
 
 
@@ -60,7 +62,7 @@ def _check_choice(field: dataclasses.Field, value: str) -> None:
 
 
 def checked(cls: type, field: dataclasses.Field, value: Any) -> Any:
-    """``value`` in the field's own type. Raises ConfigError when it is of another type, out of range or no choice."""
+    """Return ``value`` in the field's type. Raises ConfigError for another type, out of range, or no choice."""
     flag, kind = flag_name(field.name), value_type(cls, field.name)
     if value is None and field.default is None:
         return None
@@ -82,7 +84,7 @@ def checked(cls: type, field: dataclasses.Field, value: Any) -> Any:
 
 
 def known_keys(kind: str, mapping: Any, names: Iterable[str]) -> Mapping[str, Any]:
-    """``given``, when it is a mapping with no key outside ``names``. Raises ConfigError."""
+    """Return ``mapping``, if it is a mapping with no key outside ``names``. Raises ConfigError."""
     names = list(names)
     if not isinstance(mapping, Mapping):
         raise ConfigError(kind, repr(mapping), "is not a mapping", f"Give a mapping with the keys {', '.join(names)}")
@@ -95,7 +97,7 @@ def known_keys(kind: str, mapping: Any, names: Iterable[str]) -> Mapping[str, An
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of the configuration sections: checks and normalises each value by itself, and reads itself from a dict."""
+    """Base of the configuration sections: checks and normalises each value, and reads itself from a dict."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -103,7 +105,9 @@ class Section:
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """The section with these values, defaults elsewhere. Raises ConfigError for an unknown or missing key."""
+        """Return the section with these values, and defaults elsewhere. Raises ConfigError for an unknown or missing
+        key.
+        """
         fields = dataclasses.fields(cls)
         known_keys(cls.__name__, values, [field.name for field in fields])
         missing = [flag_name(f.name) for f in fields if f.default is dataclasses.MISSING and f.name not in values]

@@ -1,11 +1,11 @@
-"""Megatron-LM flags with another name here, and those that are refused: what follows from that, and what to use."""
+"""Flags of Megatron-LM that have another name here, or are refused, with the consequences and remedies."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from .taken import TAKEN
 
-# Name -> flag here. One that brings its value replaces a switch; others keep the value that was given.
+# Name -> flag here. One with a value replaces a switch; others keep the value that was passed.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "--encoder-num-layers": "--num-layers",
@@ -280,7 +280,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
 
 REFUSED: Mapping[str, str] = MappingProxyType({name: told for told, names in _GROUPS for name in names.split()})
 
-# Beginnings of names that belong together; a flag with an answer of its own has that one.
+# Prefixes of related flags; a flag with a remedy of its own has that one.
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys("--fp8- --fp4- --kitchen-".split(), _FP8),
@@ -306,7 +306,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Remedies by name: of flags that are refused, and of accepted ones that were given another value.
+# Remedies by name: of refused flags, and of accepted ones with another value.
 NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         **REFUSED,
@@ -320,7 +320,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
 
 
 def remedy(name: str) -> str | None:
-    """Return what to do instead of a flag of Megatron-LM that is refused; None if it is none of them.
+    """Return the remedy for a refused flag of Megatron-LM; None if it is none.
 
     name: the flag, which is no setting here.
     """

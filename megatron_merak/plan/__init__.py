@@ -16,7 +16,7 @@ from megatron_merak.plan.parts import (
 from megatron_merak.plan.placement import placed_groups, placement
 from megatron_merak.plan.replicas import UNSHARDED, Shards, refused_together
 from megatron_merak.plan.sharding import TensorSharding
-from megatron_merak.plan.table import batch, layout, prediction, sharing, stage_rows, time_text
+from megatron_merak.plan.table import batch, layout, plan_table, prediction, sharding_text, stage_rows, time_text
 
 __all__ = [
     "AXES",
@@ -35,9 +35,10 @@ __all__ = [
     "optimizer_state",
     "placed_groups",
     "placement",
+    "plan_table",
     "prediction",
     "refused_together",
-    "sharing",
+    "sharding_text",
     "stage_rows",
     "time_text",
     "trained_parameters",

@@ -1,4 +1,4 @@
-"""Whether a stored or edited plan is one of this model, this job and this machine: the first difference is named."""
+"""Check that a stored or edited plan fits this model, job and machine; errors name the first difference."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -8,7 +8,7 @@ from megatron_merak.plan.frozen import Plan
 
 
 def check_ranks(plan: Plan, world_size: int) -> None:
-    """Raises PlanError when a plan is for another number of ranks."""
+    """Raise PlanError if a plan is for another number of ranks."""
     grid = plan.grid
     if grid.cp > 1:
         raise PlanError("plan: grid.cp", grid.cp, "there is no context parallelism", "Make a plan with cp 1")
@@ -18,7 +18,7 @@ def check_ranks(plan: Plan, world_size: int) -> None:
 
 
 def check_chain(plan: Plan, names: Sequence[str]) -> None:
-    """Raises PlanError, naming the first difference, when a plan's units are not those of a model.
+    """Raise PlanError, naming the first difference, if a plan's units are not those of a model.
 
     names: of the model's units, in order.
     """

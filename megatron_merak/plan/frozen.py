@@ -1,7 +1,7 @@
-"""The Plan: every decision about how a model runs on a cluster, frozen, printable and storable.
+"""The Plan: every decision about how a model runs on a cluster, frozen and storable.
 
-Whatever is automatic ends in a ``Plan``; whatever runs reads only a ``Plan``. It is plain data: hashable, equal by
-value, exact through JSON, small enough to be written by hand, and free of torch.
+Automatic choices end in a ``Plan``, and the runtime reads only a ``Plan``. It is plain data: hashable, equal by value,
+exact through JSON, small enough to be written by hand, and free of torch. ``plan_table`` shows it.
 """
 
 import json
@@ -19,30 +19,38 @@ from megatron_merak.plan.precision import refused_of
 from megatron_merak.plan.replicas import Shards, check_instances, refused_together
 from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.stored import build, record, rows_of
-from megatron_merak.plan.table import table
 
 
 @dataclass(frozen=True)
 class Plan:
     """Rank grid, chain of units, stages, tensor-parallel table and schedule of one training step.
 
-    ``schedule`` holds compute operations only; communication is derived from it. ``dtype`` is that of activations and
-    parameters (see ``DTYPE_BYTES``). ``sequence_length`` is 0 where samples are no token sequences. Predictions
-    describe one step on ``cluster`` (see ``planner.priced``): ``predicted_time`` in seconds, ``predicted_bubble`` the
-    idle fraction of its forwards and backwards, ``predicted_bytes`` each stage's peak on one rank. ``reasons``: why
-    tensors are divided as they are, by pattern of their names. ``overlap``: what runs while tensor-parallel collectives
-    are under way (see ``--tp-comm-overlap``; never "auto"). ``sequence_parallel``: norms and residuals are divided
-    along the sequence. ``overlap_grad_reduce``: gradients are reduced during the backward, ``bucket_size`` elements at
-    a time. ``sharding``: what data-parallel ranks share (see ``--data-parallel-sharding-strategy``); whole weights that
-    they update in shards they gather at the end of a step, or with ``overlap_param_gather`` during the next forward.
-    ``sharding_instances``: groups of neighbouring replicas, each of which shards among its own.
-    ``loss_chunk``: tokens whose logits exist at a time, 0 for all. ``recompute_activations``: the activations of
-    feed-forward parts are not kept, whatever else is recomputed. ``graph_sharding``: how the graph of a captured model
-    is cut into units, empty for the native model. ``grad_reduce_in_bf16``: replicas send gradients in bf16.
-    ``fp32_residual``: the residual stream of a 16-bit native model is fp32. ``state_bytes``: what the optimizer keeps
-    of a parameter on average, beside an fp32 copy of a 16-bit one; AdamW keeps 8. ``frozen_bytes``: what a rank keeps
-    of a weight that is not trained, on average; 0: the weight in ``dtype``. ``schedule_note``: what "auto" chose the
-    schedule from, in words; empty for others. Printing a plan gives its table.
+    schedule:              compute ops only; communication is derived from it.
+    sequence_length:       0 if samples are no token sequences.
+    dtype:                 of activations and parameters, see ``DTYPE_BYTES``.
+    shardings:             of all tensors.
+    cluster:               for which the predictions are made, see ``planner.priced``.
+    predicted_time:        of a step, in seconds.
+    predicted_bubble:      idle fraction of its forwards and backwards.
+    predicted_bytes:       each stage's peak on one rank.
+    reasons:               why tensors are sharded as they are, by pattern of their names.
+    overlap:               what runs while tensor-parallel collectives are in flight, see ``--tp-comm-overlap``; never
+                           "auto".
+    sequence_parallel:     whether norms and residuals are sharded along the sequence.
+    overlap_grad_reduce:   whether gradients are reduced during the backward.
+    bucket_size:           number of elements that are reduced at a time.
+    sharding:              what data-parallel ranks shard, see ``--data-parallel-sharding-strategy``.
+    sharding_instances:    groups of neighbouring replicas, each of which shards among its own.
+    overlap_param_gather:  whether full weights that replicas update in shards are gathered during the next forward, not
+                           at the end of a step.
+    loss_chunk:            tokens whose logits exist at a time; 0: all.
+    recompute_activations: whether the activations of feed-forward parts are recomputed, whatever else is.
+    graph_sharding:        how the graph of a captured model is cut into units; empty for the native model.
+    grad_reduce_in_bf16:   whether replicas send gradients in bf16.
+    fp32_residual:         whether the residual stream of a 16-bit native model is fp32.
+    state_bytes:           optimizer state of a parameter on average, beside an fp32 copy of a 16-bit one; 8 for AdamW.
+    frozen_bytes:          memory of a weight that is not trained, on average; 0: the weight in ``dtype``.
+    schedule_note:         from what "auto" chose the schedule, in words; empty for others.
     """
 
     grid: Grid
@@ -124,17 +132,17 @@ class Plan:
 
     @property
     def optimizer_shards(self) -> int:
-        """How many ranks share the optimizer's state of a parameter."""
+        """Number of ranks that shard the optimizer state of a parameter."""
         return self.shards.optimizer
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether a rank keeps its shard of the gradients alone, and all of a unit's while its backward runs."""
+        """Whether a rank stores its shard of the gradients only, and a unit's full ones while its backward runs."""
         return self.shards.gradients > 1
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a rank keeps its shard of the weights alone, and all of a unit's while it computes with them."""
+        """Whether a rank stores its shard of the weights only, and a unit's full ones while it computes."""
         return self.shards.parameters > 1
 
     @property
@@ -143,35 +151,32 @@ class Plan:
 
     @property
     def shard_ranks(self) -> int:
-        """How many replicas shard among themselves: those of one instance."""
+        """Number of replicas that shard among themselves: those of one instance."""
         return self.grid.dp // self.sharding_instances
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one gradient that replicas send."""
+        """Bytes of one gradient that replicas send."""
         return 2 if self.grad_reduce_in_bf16 else 4
 
     @property
     def copied(self) -> int:
-        """Gradients of a bucket that is copied for the way, 0 where none is."""
+        """Number of gradients of a bucket that is copied to be sent; 0 if none is."""
         return self.bucket_size if self.grad_reduce_in_bf16 and self.grid.dp > 1 else 0
 
     def stage_units(self, stage: int) -> tuple[Unit, ...]:
         return self.units[self.stages[stage].first : self.stages[stage].last]
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages that one pipeline rank runs, ascending."""
+        """Return the stages of one pipeline rank, ascending."""
         return tuple(stage for stage in range(len(self.stages)) if self.schedule.rank_of(stage) == pp_rank)
 
     def stage_parameters(self, stage: int) -> int:
-        """The values one rank of a stage holds, its own copies of tied tensors included."""
+        """Return the number of values on one rank of a stage, with its own copies of tied tensors."""
         return held_parameters(self.stage_units(stage))
 
-    def __str__(self) -> str:
-        return table(self)
-
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe; inverse of ``from_dict``."""
+        """Return a JSON-safe form; the inverse of ``from_dict``."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("units", "stages", "shardings"):
             plain[name] = [record(item) for item in plain[name]]
@@ -180,9 +185,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Plan":
-        """Raises PlanError when a key is unknown or missing, or the values do not make a plan.
+        """Parse what ``to_dict`` returns. Raises PlanError for an unknown or missing key, and for values that are no
+        plan.
 
-        In a plan written by hand the cluster, its device and its links may be names of the tables in ``cluster``.
+        In a plan written by hand, the cluster, its device and its links may be names of the tables in ``cluster``.
         """
         rows = {"units": Unit, "stages": StagePlan, "shardings": TensorSharding}
         values = _renamed(plain) | {"cluster": _cluster(plain)}
@@ -195,7 +201,7 @@ class Plan:
         return build(cls, values)
 
     def to_json(self) -> str:
-        """One row of data per line."""
+        """Return JSON with one row of data per line."""
         lines = []
         for name, value in self.to_dict().items():
             if name in ("units", "stages", "shardings") and value:
@@ -217,7 +223,7 @@ class Plan:
 
 
 def _renamed(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a stored plan by today's names: those stored before could shard optimizer state alone."""
+    """Return the values of a stored plan under today's names."""
     values = dict(plain)
     if "sharding" not in values and isinstance(values.get("distributed_optimizer"), bool):
         values["sharding"] = "optim" if values.pop("distributed_optimizer") else "no_shard"
@@ -225,7 +231,7 @@ def _renamed(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cluster(plain: Mapping[str, Any]) -> Cluster:
-    """The cluster of a stored plan. Raises PlanError."""
+    """Return the cluster of a stored plan. Raises PlanError."""
     if "cluster" not in plain and "device" in plain:
         reason = "the plan was stored when plans named a device, and no longer says for which links it was priced"
         raise PlanError("plan: device", plain["device"], reason, "Make it again with tools/plan.py")

@@ -1,4 +1,4 @@
-"""What a plan is made of: the rank grid, the units of the chain, the stages that they are cut into."""
+"""Parts of a plan: the rank grid, the units of the chain, the stages into which they are cut."""
 
 import functools
 import math
@@ -14,10 +14,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Grid:
-    """The rank grid: tensor, context, data and pipeline parallel extents, and the ``order`` in which ranks run over
-    these axes, the first varying fastest.
+    """The rank grid: extents of tensor, context, data and pipeline parallelism.
 
-    The default order is Megatron-LM's, so rank = ((p * dp + d) * cp + c) * tp + t.
+    order: in which ranks run over these axes, the first varying fastest; by default Megatron-LM's, so that rank = ((p *
+           dp + d) * cp + c) * tp + t.
     """
 
     tp: int = 1
@@ -36,11 +36,11 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """The (tp, cp, dp, pp) coordinates of a rank."""
+        """Return the (tp, cp, dp, pp) coordinates of a rank."""
         if not 0 <= rank < self.size:
             raise PlanError("rank", rank, f"the grid has {self.size} ranks", f"Use 0 to {self.size - 1}")
         extents = (self.tp, self.cp, self.dp, self.pp)
@@ -48,7 +48,7 @@ class Grid:
         return tp, cp, dp, pp
 
     def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank at these coordinates."""
+        """Return the rank at these coordinates."""
         places = (tp, cp, dp, pp)
         for axis, place in zip(AXES, places, strict=True):
             extent = getattr(self, axis)
@@ -57,7 +57,7 @@ class Grid:
         return sum(map(operator.mul, places, self._strides))
 
     def stride(self, axis: str) -> int:
-        """How many ranks neighbours along "tp", "cp", "dp" or "pp" are apart."""
+        """Return the distance of neighbours along "tp", "cp", "dp" or "pp", in ranks."""
         return dict(zip(AXES, self._strides, strict=True))[axis]
 
     @property
@@ -65,9 +65,9 @@ class Grid:
         return _strides(self.order, self.tp, self.cp, self.dp, self.pp)
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks that differ only along ``axis``, one ascending list per group, groups by their first rank.
+        """Return the groups of ranks that differ only along ``axis``, each ascending, ordered by their first rank.
 
-        ``axis`` is "tp", "cp", "dp" or "pp", or several joined by a dash: "tp-pp" is one model replica's ranks.
+        axis: "tp", "cp", "dp" or "pp", or several joined by a dash: "tp-pp" groups the ranks of a model replica.
         """
         free = axis.split("-")
         if unknown := [name for name in free if name not in AXES]:
@@ -91,7 +91,7 @@ class Grid:
 
 @functools.cache
 def _strides(order: str, *extents: int) -> tuple[int, ...]:
-    """Of each axis in ``AXES``; so are the extents."""
+    """Return the stride of each axis in ``AXES``, which is also the order of the extents."""
     inner = order.split("-")
     of = dict(zip(AXES, extents, strict=True))
     return tuple(math.prod(of[other] for other in inner[: inner.index(axis)]) for axis in AXES)
@@ -99,24 +99,32 @@ def _strides(order: str, *extents: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Unit:
-    """One link of the chain that a model is: what one tensor-parallel rank holds and computes of it.
+    """One link of the chain that a model is, as one tensor-parallel rank stores and computes it.
 
-    ``parameters``: values that this unit alone uses. ``tied``: name and values of each tensor that it shares with other
-    units; every stage with one of them holds a copy. ``flops``: of one micro-batch's forward, a multiply-add counting
-    two, causal attention with half of its scores; the ``attention_flops`` among them have no weights. ``more_flops``:
-    what its (forward, backward) computes beyond ``flops`` and twice ``flops``. ``saved_bytes``: kept from its forward
-    for its backward, beyond its input and its parameters. ``output_bytes``: what crosses a stage border behind it,
-    ``passed_bytes`` of which earlier units made. ``transient_bytes``: live only while it runs (the logits and their
-    gradient). In pairs of (forward, backward): ``reduces``, its all-reduces over the tensor-parallel ranks, their
-    ``reduced_bytes`` together, and ``operations`` that the host starts. ``weight_bytes``: what its weight gradients are
-    made of (inputs and output gradients of its matrix products), kept where they are computed apart from the backward;
-    0: as much as ``saved_bytes``, but where some are frozen. ``unread_bytes``: of what enters it, what no backward
-    reads. ``products``: (m, n, k) of the matrix products in its forward beside attention's, of a part where the rest is
-    alike; none: they are unknown.
-    ``frozen``: how many of its ``parameters`` are not trained, ``tied_frozen``: which of its ``tied`` tensors.
-    ``state_bytes``: what the optimizer keeps of one of its other ``parameters`` on average, ``tied_state_bytes``: of a
-    value of some ``tied`` tensors, by name; None, and where there is no entry: as much as the plan says.
-    ``unneeded_flops``: what the backward leaves out of twice ``flops``, since (inputs, weights) take no gradient.
+    name:             of the unit.
+    parameters:       number of values that this unit alone uses.
+    tied:             name and number of values of each tensor that other units use too; every stage with one of them
+                      has a copy.
+    flops:            of one micro-batch's forward; a multiply-add counts two, causal attention half of its scores.
+    attention_flops:  those of ``flops`` without weights.
+    more_flops:       of (forward, backward), beyond ``flops`` and twice ``flops``.
+    saved_bytes:      saved by its forward for its backward, beyond its input and its parameters.
+    output_bytes:     sent across a stage boundary after it.
+    passed_bytes:     those of ``output_bytes`` that earlier units produced.
+    transient_bytes:  live only while it runs (the logits and their gradient).
+    reduces:          number of its all-reduces over the tensor-parallel ranks, of (forward, backward).
+    reduced_bytes:    their sizes together, of (forward, backward).
+    operations:       that the host starts, of (forward, backward).
+    weight_bytes:     operands of its weight gradients (inputs and output gradients of its matrix products), stored if
+                      these are deferred; 0: ``saved_bytes``, unless some are frozen.
+    unread_bytes:     of its input, what no backward reads.
+    products:         (m, n, k) of the matrix products in its forward, except attention's; of one part, if the others
+                      are alike; none if unknown.
+    frozen:           number of its ``parameters`` that are not trained.
+    tied_frozen:      which of its ``tied`` tensors are not trained.
+    state_bytes:      optimizer state of one of its trained ``parameters`` on average; None: as the plan says.
+    tied_state_bytes: of a value of ``tied`` tensors, by name; tensors without an entry: as the plan says.
+    unneeded_flops:   that the backward saves of twice ``flops``, since (inputs, weights) need no gradient.
     """
 
     name: str
@@ -144,16 +152,17 @@ class Unit:
 
     @property
     def held_bytes(self) -> int:
-        """Kept between a backward and the weight gradients that it left."""
+        """Bytes stored between a backward and the weight gradients that it deferred."""
         known = self.weight_bytes or self.frozen or self.tied_frozen
         return self.weight_bytes if known else self.saved_bytes
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Units [first, last) of the chain; ``recompute`` names those (by index in the chain) that keep no tape.
+    """Units [first, last) of the chain.
 
-    Neighbours among them are recomputed in runs of ``span``, of which only the input is kept.
+    recompute: those (by index in the chain) that are recomputed.
+    span:      recomputed neighbours form runs of so many, of which only the input is saved.
     """
 
     first: int
@@ -186,24 +195,24 @@ class StagePlan:
 
 
 def held_parameters(units: Sequence[Unit]) -> int:
-    """The values of some units on one rank, tied ones once."""
+    """Return the number of values of some units on one rank, tied ones once."""
     tied = dict(pair for unit in units for pair in unit.tied)
     return sum(unit.parameters for unit in units) + sum(tied.values())
 
 
 def trained_tied(unit: Unit) -> list[tuple[str, int]]:
-    """Of a unit's ``tied``, those that are trained."""
+    """Return those of a unit's ``tied`` tensors that are trained."""
     return [pair for pair in unit.tied if pair[0] not in unit.tied_frozen]
 
 
 def trained_parameters(units: Sequence[Unit]) -> int:
-    """As ``held_parameters``, of those that are trained."""
+    """Return ``held_parameters`` of those that are trained."""
     tied = dict(pair for unit in units for pair in trained_tied(unit))
     return sum(unit.parameters - unit.frozen for unit in units) + sum(tied.values())
 
 
 def optimizer_state(units: Sequence[Unit], usual: float) -> float:
-    """Bytes that the optimizer keeps of some units on one rank. usual: of a value of which its unit says nothing."""
+    """Return the bytes of optimizer state of some units on one rank. usual: of a value whose unit does not say."""
     tied = {name: (values, dict(unit.tied_state_bytes)) for unit in units for name, values in trained_tied(unit)}
     own = ((unit.parameters - unit.frozen, unit.state_bytes) for unit in units)
     own_bytes = sum(values * (usual if each is None else each) for values, each in own)

@@ -1,4 +1,4 @@
-"""How the groups of a rank grid lie in nodes: ranks are numbered node by node."""
+"""How the groups of a rank grid are placed on nodes: ranks are numbered node by node."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,8 +7,10 @@ from megatron_merak.plan.parts import AXES, Grid
 
 
 def placed_groups(grid: Grid, axis: str, ranks_per_node: int, places: Sequence[int] | None = None) -> list[list[int]]:
-    """Of the groups along an axis one for each way of lying in nodes, its ranks less whole nodes. places: of those
-    coordinates along the axis alone; None for all."""
+    """Return one of the groups along an axis for each way in which they are placed on nodes, without full nodes.
+
+    places: use only groups of these coordinates along the axis; None: all.
+    """
     stride, extent = grid.stride(axis), getattr(grid, axis)
     block = stride * extent
     inner, outer = range(min(stride, ranks_per_node)), range(min(grid.size // block, ranks_per_node))
@@ -17,8 +19,9 @@ def placed_groups(grid: Grid, axis: str, ranks_per_node: int, places: Sequence[i
 
 
 def placement(grid: Grid, ranks_per_node: int) -> str:
-    """A line on the nodes that a grid takes and how its groups lie in them; on one node, on its order, unless that is
-    the default."""
+    """Return a line on the nodes of a grid and the placement of its groups; on one node, on its order, unless
+    default.
+    """
     order = "-".join(axis for axis in grid.order.split("-") if axis != "cp" or grid.cp > 1)
     nodes = -(-grid.size // ranks_per_node)
     if nodes == 1:

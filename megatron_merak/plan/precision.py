@@ -1,4 +1,4 @@
-"""Choices of precision that go with some dtypes of a model and not with others."""
+"""Choices of precision that some dtypes of a model exclude."""
 
 from megatron_merak.errors import PlanError
 
@@ -6,7 +6,7 @@ REDUCE, RESIDUAL = "--grad-reduce-in-bf16", "--fp32-residual-connection"
 
 
 def refused_of(dtype: str, grad_reduce_in_bf16: bool, fp32_residual: bool) -> PlanError | None:
-    """The error that tells what does not go with a model that computes in ``dtype``; None where all does."""
+    """Return the error for choices that a model with ``dtype`` excludes; None if there are none."""
     if grad_reduce_in_bf16 and dtype != "bfloat16":
         reason = f"gradients of a model in {dtype} have more digits than bf16 keeps"
         return PlanError(REDUCE, True, reason, "Leave it out, or compute in bf16")

@@ -1,4 +1,4 @@
-"""What replicas share instead of each holding all of it."""
+"""What replicas shard instead of each having all of it."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ TWO_PASSES = ("sub-pipeline", "pair")  # overlaps that run two passes in turns
 
 @dataclass(frozen=True)
 class Shards:
-    """Over how many ranks each part of a parameter's state is sharded; 1: every replica has all of it."""
+    """Number of ranks over which each part of a parameter's state is sharded; 1: every replica has all of it."""
 
     optimizer: int = 1
     gradients: int = 1
@@ -21,7 +21,9 @@ class Shards:
 
     @classmethod
     def of(cls, sharding: str, replicas: int) -> "Shards":
-        """``sharding``: one of ``SHARDINGS``, each of which shards one part more than the one before it."""
+        """Return the shards of a strategy. sharding: one of ``SHARDINGS``, each of which shards one part more than the
+        one before.
+        """
         parts = SHARDINGS.index(sharding)
         return cls(*(replicas if part < parts else 1 for part in range(3)))
 
@@ -30,13 +32,13 @@ UNSHARDED = Shards()
 
 
 def check_instances(instances: int, replicas: int, sharding: str) -> None:
-    """Raises PlanError where ``replicas`` cannot be divided into ``instances`` that shard, each among its own."""
+    """Raise PlanError if ``replicas`` cannot be grouped into ``instances`` that shard among their own."""
     if refused := refused_instances(instances, replicas, sharding):
         raise PlanError("sharding_instances", instances, *refused)
 
 
 def instances_by_node(grid: Grid, ranks_per_node: int) -> int:
-    """The fewest instances of which each lies in one node; ``grid.dp`` where no two neighbouring replicas do."""
+    """Return the fewest instances that are each inside one node; ``grid.dp`` if no two neighbours are."""
     for count in range(1, grid.dp):
         if grid.dp % count == 0:
             groups = grid.shard_groups(count)
@@ -46,9 +48,10 @@ def instances_by_node(grid: Grid, ranks_per_node: int) -> int:
 
 
 def refused_together(sharding: str, replicas: int, overlap: str, paired: bool = False) -> PlanError | None:
-    """The error that tells what the runtime cannot do yet under a strategy; None where it can.
+    """Return the error for what the runtime does not support under a strategy; None if it does.
 
-    overlap: of tensor-parallel collectives. paired: the schedule runs a forward and a backward together.
+    overlap: of tensor-parallel collectives.
+    paired:  whether the schedule runs a forward and a backward together.
     """
     if Shards.of(sharding, replicas).gradients == 1:
         return None

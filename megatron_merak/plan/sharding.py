@@ -10,10 +10,12 @@ from megatron_merak.errors import PlanError
 class TensorSharding:
     """How one tensor of the model, under its HuggingFace name, is sharded over the tensor-parallel ranks.
 
-    ``shape`` is the full shape, without padding. ``dim`` is the sharded dimension, None for a replicated tensor.
-    ``blocks`` fused blocks lie along ``dim`` (3 in a fused query-key-value), each sharded evenly by itself; a tuple
-    gives their extents where they differ (fewer key-value heads). ``padded`` is the extent of ``dim`` with padding (a
-    vocabulary): the padded extent is what is sharded evenly.
+    name:   of the tensor.
+    shape:  full shape, without padding.
+    dim:    the sharded dimension; None for a replicated tensor.
+    blocks: number of fused blocks along ``dim`` (3 in a fused query-key-value), each sharded evenly by itself; or their
+            extents, if they differ (fewer key-value heads).
+    padded: extent of ``dim`` with padding (a vocabulary), which is sharded evenly.
     """
 
     name: str
@@ -44,10 +46,10 @@ class TensorSharding:
         return f"sharded along dimension {self.dim}{blocks}{padded}"
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
-        """The index ranges [start, stop) along ``dim`` that a rank holds, ascending, in the order it stores them.
+        """Return the index ranges [start, stop) along ``dim`` of a rank, ascending, in the order of its storage.
 
-        ``()`` means the whole tensor (``dim`` is None). Padding is clipped away; a rank that holds only padding gets
-        one empty range.
+        ``()`` means the full tensor (``dim`` is None). Padding is excluded; a rank with padding only gets one empty
+        range.
         """
         if self.dim is None:
             return ()

@@ -1,4 +1,4 @@
-"""From the plain values of JSON back to dataclasses, every type checked."""
+"""Convert plain JSON values to dataclasses, with every type checked."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -13,7 +13,7 @@ def record(item: object) -> dict[str, Any]:
 
 
 def build(make: Callable[..., Any], row: Mapping[str, Any]) -> Any:
-    """``make`` called with a JSON object as keywords, lists becoming tuples; a dataclass only with what it declares."""
+    """Call ``make`` with a JSON object as keywords; lists become tuples; a dataclass accepts only its fields."""
     try:
         values = {name: _tuples(value) for name, value in row.items()}
         for name, hint in get_type_hints(make).items() if isinstance(make, type) else ():
@@ -26,7 +26,7 @@ def build(make: Callable[..., Any], row: Mapping[str, Any]) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a field's type; a whole number is a float, too."""
+    """Whether a value is of a field's type; an integer is also a float."""
     arms = get_args(hint)
     if isinstance(hint, UnionType):
         return any(_fits(value, arm) for arm in arms)

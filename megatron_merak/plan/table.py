@@ -1,20 +1,19 @@
-"""The table that a plan prints as."""
-
-from typing import Any
+"""Plans as text."""
 
 from megatron_merak.counting import counted
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
+from megatron_merak.plan.frozen import Plan
 from megatron_merak.plan.placement import placement
 
-_SHARED = {
+_SHARDED = {
     "optim": "optimizer state",
     "optim_grads": "optimizer state and gradients",
     "optim_grads_params": "optimizer state, gradients and weights",
 }
 
 
-def stage_rows(plan: Any) -> list[tuple[str, ...]]:
-    """A row per stage of a ``Plan`` (which imports this file); the first is the header."""
+def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return a row per stage; the first is the header."""
     total_flops = sum(unit.flops for unit in plan.units) or 1
     rows = [("stage", "pp rank", "units", "parameters/rank", "FLOPs", "peak bytes/rank", "recomputed")]
     for index, stage in enumerate(plan.stages):
@@ -33,14 +32,14 @@ def stage_rows(plan: Any) -> list[tuple[str, ...]]:
     return rows
 
 
-def layout(plan: Any) -> str:
-    """The rank grid of a ``Plan`` in one line."""
+def layout(plan: Plan) -> str:
+    """Return the rank grid in one line."""
     grid = plan.grid
     return f"{counted(grid.size, 'rank')} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
 
 
-def batch(plan: Any) -> str:
-    """The batch of a ``Plan`` in one line."""
+def batch(plan: Plan) -> str:
+    """Return the batch in one line."""
     tokens = f" x {plan.sequence_length:,} tokens" if plan.sequence_length else ""
     replicas = f"each of {plan.grid.dp:,} replicas" if plan.grid.dp > 1 else "1 replica"
     return (
@@ -49,8 +48,8 @@ def batch(plan: Any) -> str:
     )
 
 
-def table(plan: Any, width: int = 120) -> str:
-    """A ``Plan`` as text, lines of the schedule cut at ``width``."""
+def plan_table(plan: Plan, width: int = 120) -> str:
+    """Return a plan as text; lines of the schedule are cut at ``width``."""
     grid, rows = plan.grid, stage_rows(plan)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [layout(plan), batch(plan)]
@@ -60,9 +59,9 @@ def table(plan: Any, width: int = 120) -> str:
         tensors, over = counted(len(plan.shardings), "tensor"), counted(grid.tp, "tensor-parallel rank")
         lines.append(f"{tensors}, {sharded:,} of them sharded over {over}")
     if grid.tp > 1:
-        divided = ", sequence parallelism" if plan.sequence_parallel else ""
-        lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{divided}")
-    lines += [*filter(None, [sharing(plan)]), ""]
+        along_sequence = ", sequence parallelism" if plan.sequence_parallel else ""
+        lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{along_sequence}")
+    lines += [*filter(None, [sharding_text(plan)]), ""]
     for row in rows:
         aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(aligned).rstrip())
@@ -77,32 +76,32 @@ def table(plan: Any, width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def sharing(plan: Any) -> str:
-    """What the replicas of a ``Plan`` share, and how many; empty where its strategy is to share nothing."""
+def sharding_text(plan: Plan) -> str:
+    """Return what the replicas shard, and over how many; "" for no sharding."""
     if plan.sharding == "no_shard":
         return ""
-    shared = (
-        f"shared by {counted(plan.shard_ranks, 'replica')}"
+    sharded = (
+        f"sharded over {counted(plan.shard_ranks, 'replica')}"
         if plan.grid.dp > 1
-        else "not shared, as there is one replica"
+        else "not sharded, as there is one replica"
     )
-    shared += f", in each of {plan.sharding_instances} instances" if plan.sharding_instances > 1 else ""
-    return f"{_SHARED[plan.sharding]}: {shared}"
+    sharded += f", in each of {plan.sharding_instances} instances" if plan.sharding_instances > 1 else ""
+    return f"{_SHARDED[plan.sharding]}: {sharded}"
 
 
-def _precision(plan: Any) -> str:
-    """What has another dtype than the rest."""
+def _precision(plan: Plan) -> str:
+    """Return what has another dtype than the rest."""
     stream = ", residual stream in fp32" if plan.fp32_residual else ""
     return stream + (", gradients sent in bf16" if plan.grad_reduce_in_bf16 and plan.grid.dp > 1 else "")
 
 
-def prediction(plan: Any) -> str:
-    """What a ``Plan`` predicts for a step; empty where it predicts nothing."""
+def prediction(plan: Plan) -> str:
+    """Return what a plan predicts for a step; "" without a prediction."""
     if not plan.predicted_time:
         return ""
     return f"predicted on {plan.cluster}: {time_text(plan.predicted_time)} per step, bubble {plan.predicted_bubble:.1%}"
 
 
 def time_text(seconds: float) -> str:
-    """A time as tables show it."""
+    """Return a time as tables show it."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -24,7 +24,7 @@ from ..parallel.nodes import Nodes, notices
 from ..pipeline_parallel.ops import Schedule
 from ..pipeline_parallel.passes import resize
 from ..pipeline_parallel.pictures.files import write
-from ..plan import Plan
+from ..plan import Plan, plan_table
 from ..planner.growth import growth_table
 from ..stages.devices import peak_device, stand_in
 from .pictures import draw_curve, step_view
@@ -82,7 +82,7 @@ def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Se
         "\n".join((*config.ignored(), *notes)),
         "\n".join(notices(plan.grid, nodes)),
         "" if world.role is None else worker_note(config.parallel, world.role.workers),
-        str(plan),
+        plan_table(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -9,7 +9,7 @@ from megatron_merak.cluster import Cluster, Device, Link
 from megatron_merak.errors import MerakError, PlanError, ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS
 from megatron_merak.pipeline_parallel.check import check
-from megatron_merak.plan import Grid, Plan, Unit
+from megatron_merak.plan import Grid, Plan, Unit, plan_table
 from megatron_merak.planner import plan_chain, priced
 from megatron_merak.planner.automatic import largest
 from megatron_merak.planner.recompute import Recompute
@@ -95,7 +95,7 @@ def test_the_note_says_what_the_cap_is_and_which_placement_was_chosen():
     (chosen,) = (row for row in rows if row.endswith("chosen"))
     stages = found.schedule.stages // found.grid.pp
     assert ("one stage" in chosen) == (stages == 1) and f"{1e3 * found.predicted_time:.3g} ms" in chosen
-    assert found.schedule_note in str(found) and Plan.from_json(found.to_json()) == found
+    assert found.schedule_note in plan_table(found) and Plan.from_json(found.to_json()) == found
     assert plan_chain(**asked(0)).schedule_note == ""
 
 

@@ -9,7 +9,7 @@ from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.pairs import pair
-from megatron_merak.plan import Grid, Plan, StagePlan, Unit
+from megatron_merak.plan import Grid, Plan, StagePlan, Unit, plan_table
 from megatron_merak.plan.replicas import instances_by_node
 from megatron_merak.planner import plan_chain
 from megatron_merak.planner.cost import unit_costs
@@ -172,8 +172,8 @@ def test_instances_keep_as_much_as_so_many_replicas_would():
         divided, two = stage_memory(made(sharding, dp=4, instances=2)), stage_memory(made(sharding, dp=2))
         assert divided == two != stage_memory(made(sharding, dp=4))
     plan = made("optim_grads", dp=4, instances=2)
-    assert "optimizer state and gradients: shared by 2 replicas, in each of 2 instances" in str(plan)
-    assert "shared by 4 replicas\n" in str(made("optim_grads"))
+    assert "optimizer state and gradients: sharded over 2 replicas, in each of 2 instances" in plan_table(plan)
+    assert "sharded over 4 replicas\n" in plan_table(made("optim_grads"))
     assert Plan.from_json(plan.to_json()) == plan
 
 
