@@ -23,7 +23,7 @@ _VARIANTS = ("_avx512", "")  # ends of the names of one library's files, the fas
 _CPU = Path("/proc/cpuinfo")
 
 
-def wanted() -> bool:
+def enabled() -> bool:
     """Whether compiled parts may be used at all."""
     return os.environ.get("MERAK_EXT", "auto") != "0"
 
@@ -89,7 +89,7 @@ def _elf_size(content: bytes) -> int:
 
 def host() -> ModuleType | None:
     """Return the module _C with the compiled host-side code; None if disabled or for the reason in ``host_problem``."""
-    if not wanted():
+    if not enabled():
         return None
     if _HOST in sys.modules:
         return sys.modules[_HOST]
@@ -102,7 +102,7 @@ def host() -> ModuleType | None:
 
 def host_problem() -> str:
     """Return why ``host()`` is None; "" if it is not."""
-    if not wanted():
+    if not enabled():
         return "MERAK_EXT=0"
     path = next((path for suffix in EXTENSION_SUFFIXES if (path := _HERE / f"_C{suffix}").exists()), None)
     if path is None:

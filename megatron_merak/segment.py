@@ -114,8 +114,8 @@ class Chain:
         for part in self.parts:
             if part.random:
                 common.seed(part)
-            made = part.fn(common, *(values[i.value] for i in part.ins))
-            values.update(zip((o.value for o in part.outs), made, strict=True))
+            outputs = part.fn(common, *(values[i.value] for i in part.ins))
+            values.update(zip((o.value for o in part.outs), outputs, strict=True))
         return tuple(values[name] for name in self.outs)
 
 
@@ -124,8 +124,8 @@ def fuse(segments: Sequence[Segment]) -> Segment:
 
     Each random part sets its own seed, so that fusing changes no random number.
     """
-    made = {o.value for s in segments for o in s.outs}
-    ins = {i.value: i for s in segments for i in s.ins if i.value not in made}
+    written = {o.value for s in segments for o in s.outs}
+    ins = {i.value: i for s in segments for i in s.ins if i.value not in written}
     outs = segments[-1].outs
     assert not any(edge.collective for s in segments for edge in (*s.ins, *s.outs))
     parameters = tuple({id(p): p for s in segments for p in s.parameters}.values())
@@ -151,6 +151,6 @@ def run_serial(
         assert not any(o.collective for o in segment.outs), (
             "edges are collectives: build the model with collectives='call'"
         )
-        made = segment.fn(common, *(values[i.value] for i in segment.ins))
-        values.update(zip((o.value for o in segment.outs), made, strict=True))
+        outputs = segment.fn(common, *(values[i.value] for i in segment.ins))
+        values.update(zip((o.value for o in segment.outs), outputs, strict=True))
     return values

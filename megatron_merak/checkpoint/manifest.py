@@ -103,7 +103,7 @@ def check_entry(label: str, entry: Entry) -> None:
     """Raise `ValueError` unless the parts of a tensor tile it exactly once."""
     if entry.dim is None:
         if len(entry.parts) != 1:
-            raise ValueError(f"tensor {label} is stored whole {len(entry.parts)} times")
+            raise ValueError(f"tensor {label} is stored in full {len(entry.parts)} times")
         return
     intervals = [interval for part in entry.parts for interval in part.intervals]
     if problem := uncovered(entry.shape[entry.dim], intervals):

@@ -1,1 +1,1 @@
-"""The commands that an installation brings; the scripts in the root of a clone and in tools/ start the same ones."""
+"""The commands of an installation; the scripts in the root of a clone and in tools/ start the same ones."""

@@ -85,14 +85,14 @@ def show(arguments: Sequence[str]) -> None:
     if picture is not None:
         check_suffix("--timeline", picture)
     maker = Maker(config, own)
-    found = maker.plan
-    print(shown(found, (*without_effect(arguments)[1], *maker.notes()), maker.remade))
+    plan = maker.plan
+    print(shown(plan, (*without_effect(arguments)[1], *maker.notes()), maker.remade))
     for path in copies.values():
         if path is not None:
-            Path(path).write_text(found.to_json(), encoding="utf-8")
+            Path(path).write_text(plan.to_json(), encoding="utf-8")
             print(f"wrote {path}", file=sys.stderr)
     if picture is not None:
-        write([view(found)], picture)
+        write([view(plan)], picture)
         print(f"wrote {picture}", file=sys.stderr)
 
 

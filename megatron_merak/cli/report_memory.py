@@ -114,18 +114,18 @@ def show(arguments: Sequence[str]) -> None:
     if options.plan is not None:
         from ..training.plan_file import stored
 
-        found, notes, limit, remake = stored(options.plan), (), 0.0, None
+        plan, notes, limit, remake = stored(options.plan), (), 0.0, None
     else:
         config, values = configured(flags, arguments)
         maker = Maker(config, values)
-        found, notes, remake = maker.plan, (*without_effect(arguments)[1], *maker.notes()), maker.remade
+        plan, notes, remake = maker.plan, (*without_effect(arguments)[1], *maker.notes()), maker.remade
         limit = (config.parallel.device_memory_gb or 0) * GIB
-    limit = limit or found.cluster.device.memory
-    print("\n\n".join(part for part in (looked_at(found, limit, remake), "\n".join(notes)) if part))
+    limit = limit or plan.cluster.device.memory
+    print("\n\n".join(part for part in (looked_at(plan, limit, remake), "\n".join(notes)) if part))
     if options.picture is not None:
         from ..planner.memory_picture import draw_memory
 
-        draw_memory(found, options.picture, limit)
+        draw_memory(plan, options.picture, limit)
         print(f"wrote {options.picture}", file=sys.stderr)
 
 

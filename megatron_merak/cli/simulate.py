@@ -250,10 +250,10 @@ def traced(path: str) -> tuple[View, ...]:
 
 def views(arguments: argparse.Namespace) -> list[View]:
     names = arguments.schedule or ([] if arguments.plan or arguments.trace else ["1f1b"])
-    found = [scheduled(arguments, name) for name in names]
-    found += [planned(path) for path in arguments.plan]
-    found += [one for path in arguments.trace for one in traced(path)]
-    return found
+    shown = [scheduled(arguments, name) for name in names]
+    shown += [planned(path) for path in arguments.plan]
+    shown += [one for path in arguments.trace for one in traced(path)]
+    return shown
 
 
 def report(shown: View, arguments: argparse.Namespace) -> str:

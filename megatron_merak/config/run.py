@@ -1,4 +1,4 @@
-"""The configuration of a whole run."""
+"""The configuration of a run."""
 
 import dataclasses
 from typing import Any, Self

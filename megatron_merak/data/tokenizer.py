@@ -101,7 +101,7 @@ class FileTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer directory, through `transformers.AutoTokenizer`; code that a directory brings along is not run."""
+    """A tokenizer directory, through `transformers.AutoTokenizer`; code in the directory is not run."""
 
     def __init__(self, path: Path):
         from transformers import AutoTokenizer

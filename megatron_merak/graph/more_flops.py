@@ -48,8 +48,8 @@ def _operand(node: Node, place: int) -> Tensor:
 
 
 def _dropout(node: Node, place: int) -> float:
-    given = node.kwargs.get("dropout_p", node.kwargs.get("dropout", node.args[place] if len(node.args) > place else 0))
-    return given if isinstance(given, int | float) else 0.0
+    rate = node.kwargs.get("dropout_p", node.kwargs.get("dropout", node.args[place] if len(node.args) > place else 0))
+    return rate if isinstance(rate, int | float) else 0.0
 
 
 def unneeded_flops(nodes: Iterable[Node]) -> tuple[int, int]:

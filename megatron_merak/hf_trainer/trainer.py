@@ -103,7 +103,7 @@ class MerakTrainer(TrainerFace):
         refuse_inputs(model, model_init, optimizer_cls_and_kwargs, optimizers)
         refuse_overrides(type(self), MerakTrainer, self.adapted)
         self._given_optimizer, self._given_scheduler = optimizers
-        self._made, self.optimizer_cls_and_kwargs = self._given_optimizer, optimizer_cls_and_kwargs
+        self._created_optimizer, self.optimizer_cls_and_kwargs = self._given_optimizer, optimizer_cls_and_kwargs
         self.mesh = mesh_of(args)
         self._nodes = find_nodes(args.world, self.mesh.control)
         logging.set_verbosity(args.get_process_log_level())
@@ -272,7 +272,7 @@ class MerakTrainer(TrainerFace):
             resume = directory.find(resume_from)
         if self.model_init is not None and self._engine is not None:
             set_seed(self.args.seed)
-            self._engine = self._groups = self._moments = self._made_for = None
+            self._engine = self._groups = self._moments = self._created_for = None
             self.model = self._trained_model = self.call_model_init()
         self.args.refuse_changes()
         if isinstance(self._engine, CapturedModel):

@@ -98,8 +98,8 @@ class TrainerFace:
     optimizer_cls_and_kwargs: tuple | None = None
     _given_optimizer: torch.optim.Optimizer | None = None
     _given_scheduler: LRScheduler | None = None
-    _made: torch.optim.Optimizer | None = None  # its groups are those of the engine
-    _made_for: tuple | None = None  # the model, and its trainable parameters
+    _created_optimizer: torch.optim.Optimizer | None = None  # its groups are those of the engine
+    _created_for: tuple | None = None  # the model, and its trainable parameters
     _groups: ParameterGroups | None = None
     _moments: Moments | None = None
     _scheduler: LRScheduler | None = None
@@ -184,13 +184,13 @@ class TrainerFace:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """Parameter groups and their rates; before training, the optimizer that was passed or created, or None."""
-        return self._made if self._groups is None else self._groups
+        return self._created_optimizer if self._groups is None else self._groups
 
     @optimizer.setter
     def optimizer(self, value: torch.optim.Optimizer) -> None:
         if self._groups is not None or not isinstance(value, torch.optim.Optimizer):
             raise ConfigError(f"{type(self).__name__}.optimizer", "(set)", OPTIMIZER.why, OPTIMIZER.instead)
-        self._made = value
+        self._created_optimizer = value
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
@@ -215,14 +215,14 @@ class TrainerFace:
         Another model, or other trainable parameters, get a new one.
         """
         trained = (id(self.model), [name for name, p in self.model.named_parameters() if p.requires_grad])
-        if self._given_optimizer is None and self._made_for != trained:
-            self._made, groups, self._groups = None, self._groups, None
+        if self._given_optimizer is None and self._created_for != trained:
+            self._created_optimizer, groups, self._groups = None, self._groups, None
             self.create_optimizer()
-            self._made_for, self._groups = trained, groups
-        if self._made is None:
+            self._created_for, self._groups = trained, groups
+        if self._created_optimizer is None:
             reason = "it did not set self.optimizer"
             raise ConfigError(f"{type(self).__name__}.create_optimizer", "(called)", reason, "Set it there")
-        return self._made
+        return self._created_optimizer
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:

@@ -155,7 +155,10 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --sharp-enabled-group --nccl-communicator-config-path --use-ring-exchange-p2p""",
     ),
     ("Leave it out: ranks agree on settings and files over gloo", "--disable-gloo-process-groups"),
-    ("Leave it out: --distributed-timeout-minutes holds for the whole run", "--distributed-timeout-seconds-after-init"),
+    (
+        "Leave it out: --distributed-timeout-minutes applies throughout",
+        "--distributed-timeout-seconds-after-init",
+    ),
     ("Start ranks with torchrun, which sets LOCAL_RANK", "--local-rank"),
     ("Use merak-plan or merak-memory, which need no GPU and no other ranks", "--fake-process-group"),
     ("Use --ddp-bucket-size", "--ddp-num-buckets"),

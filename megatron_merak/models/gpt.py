@@ -293,7 +293,7 @@ class Prelude:
 
 
 class GPT(nn.Module):
-    """The whole chain as one stand-alone module whose layers call their own collectives."""
+    """The full chain as one stand-alone module whose layers call their own collectives."""
 
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()

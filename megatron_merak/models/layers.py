@@ -125,7 +125,7 @@ class Norm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, whole) [b, s, h], no output bias."""
+    """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, full) [b, s, h], no output bias."""
 
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()
@@ -157,7 +157,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """[b, s, h] -> partial (or whole) [b, s, h] without output bias: SwiGLU, or GELU (tanh), which adds the bias of its
+    """[b, s, h] -> partial (or full) [b, s, h] without output bias: SwiGLU, or GELU (tanh), which adds the bias of its
     one input matrix.
     """
 

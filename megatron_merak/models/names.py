@@ -144,7 +144,7 @@ def names_for(config: ModelConfig, tp: int) -> GPT2Names | LlamaNames:
 
 
 def tensor_table(config: ModelConfig, tp: int) -> tuple[TensorSharding, ...]:
-    """How every tensor of the model is divided over ``tp`` ranks, in the model's order; a tied tensor appears once."""
+    """Return how each tensor of the model is sharded over ``tp`` ranks, in the model's order, tied ones once."""
     names = names_for(config, tp)
     layouts = [names.embedding()]
     if config.position_embedding_type == "learned_absolute":

@@ -19,7 +19,7 @@ def load() -> dict[str, str]:
     problems = {"_ops_cpu": _problem("_ops_cpu"), "_ops_cuda": _problem("_ops_cuda")}
     problems["apex"] = _take_apex(problems["_ops_cuda"])
     missing = problems["_ops_cpu"]
-    if missing and _native.wanted():
+    if missing and _native.enabled():
         if _native.required():
             raise ImportError(f"MERAK_EXT=1: {missing}. {_native.REMEDY}.")
         warnings.warn(f"megatron_merak runs without its compiled kernels: {missing}. {_native.REMEDY}.", stacklevel=2)
@@ -27,7 +27,7 @@ def load() -> dict[str, str]:
 
 
 def _take_apex(problem: str) -> str:
-    if not _native.wanted():
+    if not _native.enabled():
         return "MERAK_EXT=0"
     if not problem:
         return "our own CUDA kernels are loaded"
@@ -39,7 +39,7 @@ def _take_apex(problem: str) -> str:
 
 
 def _problem(name: str) -> str:
-    if not _native.wanted():
+    if not _native.enabled():
         return "MERAK_EXT=0"
     path = _native.library(name)
     if path is None:

@@ -90,8 +90,8 @@ class Recipe:
     def state_bytes(self) -> float:
         """The average bytes of state per element of a parameter."""
         shapes = [(shape, group.entries(len(shape))) for group in self.groups for shape in group.shapes]
-        kept = sum(entry.nbytes(shape) for shape, entries in shapes for entry in entries.values())
-        return kept / max(sum(shape.numel() for shape, _ in shapes), 1)
+        nbytes = sum(entry.nbytes(shape) for shape, entries in shapes for entry in entries.values())
+        return nbytes / max(sum(shape.numel() for shape, _ in shapes), 1)
 
     def state_of(self, name: str, shape: tuple[int, ...]) -> float:
         """Return the bytes of state per element of one parameter."""

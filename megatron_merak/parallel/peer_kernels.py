@@ -22,7 +22,7 @@ class Kernels(NamedTuple):
 
 def load_kernels() -> Kernels | None:
     """Return the functions of the compiled library, None where it was not built or is disabled."""
-    path = _native.library("_ops_cuda") if _native.wanted() and torch.version.cuda is not None else None
+    path = _native.library("_ops_cuda") if _native.enabled() and torch.version.cuda is not None else None
     if path is None or _native.unfit(path):
         return None
     library = ctypes.CDLL(str(path))

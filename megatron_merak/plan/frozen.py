@@ -99,7 +99,7 @@ class Plan:
         rows = Counter(tensor.name for tensor in self.shardings)
         twice = [name for name, count in rows.items() if count > 1]
         if twice:
-            raise PlanError("sharding of", twice[0], "the plan says twice how it is divided", "Keep one of the rows")
+            raise PlanError("sharding of", twice[0], "the plan says twice how it is sharded", "Keep one of the rows")
         modes = [mode for mode in OVERLAPS if mode != "auto"]
         if self.overlap not in modes:
             raise PlanError("overlap", self.overlap, "there is no such one", f"Use one of {', '.join(modes)}")

@@ -66,14 +66,14 @@ class TensorSharding:
         return tuple(ranges)
 
     def _block_extents(self, tp: int) -> tuple[int, ...]:
-        divided = self.shape[self.dim] if self.padded is None else self.padded
+        extent = self.shape[self.dim] if self.padded is None else self.padded
         blocks = self.blocks
-        if isinstance(blocks, int) and divided % blocks == 0:
-            blocks = (divided // blocks,) * blocks
+        if isinstance(blocks, int) and extent % blocks == 0:
+            blocks = (extent // blocks,) * blocks
         if isinstance(blocks, int) or any(block % tp for block in blocks):
             parts = counted(blocks, "block") if isinstance(blocks, int) else f"blocks of {', '.join(map(str, blocks))}"
             reason = f"{parts} cannot be divided evenly over {tp} tensor-parallel ranks"
-            raise PlanError(f"extent of {self.name}", divided, reason, "Use a tensor-parallel size that divides it")
+            raise PlanError(f"extent of {self.name}", extent, reason, "Use a tensor-parallel size that divides it")
         return blocks
 
     def local_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:

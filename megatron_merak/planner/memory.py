@@ -158,11 +158,11 @@ class Ledger:
         What stages of a rank need one at a time (``working``) or have in common (tied tensors) counts for one of them.
         """
         memories: list[StageMemory | None] = [None] * len(stages)
-        for rank, mine in enumerate(self.stages_of):
-            footprints: dict[int, Footprint] = {index: footprint(self.units, stages[index]) for index in mine}
+        for rank, own in enumerate(self.stages_of):
+            footprints: dict[int, Footprint] = {index: footprint(self.units, stages[index]) for index in own}
             shares = peak(self.moments[rank], footprints)
-            busiest = max(mine, key=lambda index: self._working(index, stages[index]))
-            for index, values in zip(mine, self._values([stages[index] for index in mine]), strict=True):
+            busiest = max(own, key=lambda index: self._working(index, stages[index]))
+            for index, values in zip(own, self._values([stages[index] for index in own]), strict=True):
                 working = self._working(index, stages[index]) if index == busiest else 0
                 memories[index] = self._memory(stages[index], shares[index], values, working)
         return [memory for memory in memories if memory is not None]

@@ -59,7 +59,7 @@ class _Chain:
         self.units, self.more = len(costs), more
         self.prefix = [0, *accumulate(costs)]
         users = [frozenset(units) for _, units in shared]
-        before = [[0, *accumulate(int(unit in mine) for unit in range(self.units))] for mine in users]
+        before = [[0, *accumulate(int(unit in own) for unit in range(self.units))] for own in users]
         self.shared = [(cost, counts) for (cost, _), counts in zip(shared, before, strict=True)]
         numbers = [*costs, *(cost for cost, _ in shared)]
         integers = more is None and all(isinstance(value, int) for value in numbers)

@@ -53,9 +53,9 @@ def _curve(
         for time, moment in ((start, running), (end, after)):
             if points[-1][0] == time:
                 points.pop()  # the next op starts at once: the state between the ops has no duration
-            points.append((time, base + _kept(moment, footprints)))
+            points.append((time, base + _saved(moment, footprints)))
     return tuple(points)
 
 
-def _kept(moment: Moment, footprints: dict[int, Footprint]) -> int:
+def _saved(moment: Moment, footprints: dict[int, Footprint]) -> int:
     return sum(count * getattr(footprints[stage], state) for (stage, state), count in moment)

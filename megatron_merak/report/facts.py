@@ -84,7 +84,7 @@ def _run(directory: Path, name: str) -> Facts:
 
 
 def _trainer(path: Path, name: str) -> Facts:
-    history, state = _read(path, history_of_state, "name a checkpoint-N whose file is whole")
+    history, state = _read(path, history_of_state, "name a checkpoint-N whose file is complete")
     logged = state.get("logging_steps")
     notes = []
     if type(logged) in (int, float) and logged > 1:

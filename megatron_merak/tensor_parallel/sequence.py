@@ -1,4 +1,4 @@
-"""Tensors of all ranks one behind the other, and tensors divided along the sequence.
+"""Tensors of all ranks stacked, and tensors sharded along the sequence.
 
 These are x [b, s, ...] in as many parts [b, s / n, ...] as there are ranks. A collective wants the ranks' parts one
 behind the other, [n, b, s / n, ...]. Of a single sample that is x itself; of more it is a copy.

@@ -30,7 +30,7 @@ class Trainer:
     skipped_iterations, skipped_samples: those of them whose step was skipped; learning rates do not follow these.
     data:                                where samples come from, see ``data.identity``; set before loading and saving.
     batch_sizes:                         samples of every step.
-    iterations:                          optimizer steps of the whole run.
+    iterations:                          optimizer steps of the run.
     """
 
     def __init__(self, config: RunConfig, model: TrainedModel):
@@ -153,7 +153,7 @@ class Trainer:
             lines[:] = check(self.config, saved, self.model.settings(), self.data, self.global_batch_size)
 
         control = self.mesh.control
-        kinds = self.kinds(optimizer and self.mesh.worker == 0)  # what servers keep, one worker brings
+        kinds = self.kinds(optimizer and self.mesh.worker == 0)  # one worker loads what servers store
         meta = store.load(root, kinds, control, "cpu", iteration, say=say, check=compare)
         for line in lines if say is not None else ():
             say(line)

@@ -22,20 +22,20 @@ class Prelude:
     reads:     keys of the batch that are needed.
     """
 
-    def __init__(self, flow: Flow, wanted: Sequence[Node], device: torch.device):
-        self.device, self.names = device, tuple(node.name for node in wanted)
-        needed = _upstream(flow, wanted)
+    def __init__(self, flow: Flow, names: Sequence[Node], device: torch.device):
+        self.device, self.names = device, tuple(node.name for node in names)
+        needed = _upstream(flow, names)
         nodes = [node for node in flow.order if node in needed]
         varies = _varies(flow, nodes)
         constants = [n for n in nodes if n.op == "get_attr" and not flow.is_module(n)]
         inputs = [n for n in nodes if n.op == "placeholder"]
         first = [n for n in nodes if n.op == "call_function" and not varies[n]]
         then = [n for n in nodes if n.op == "call_function" and varies[n]]
-        late = dict.fromkeys((*wanted, *(x for n in then for x in n.all_input_nodes)))
-        passed = [n for n in (*constants, *first) if n in late]
+        late = dict.fromkeys((*names, *(x for n in then for x in n.all_input_nodes)))
+        inputs_only = [n for n in (*constants, *first) if n in late]
         self.constants = tuple(flow.constants[str(n.target)] for n in constants)
-        self.first = _code(flow, constants, first, passed, device)
-        self.then = _code(flow, (*passed, *inputs), then, wanted, device)
+        self.first = _code(flow, constants, first, inputs_only, device)
+        self.then = _code(flow, (*inputs_only, *inputs), then, names, device)
         self.reads = tuple(str(n.target) for n in inputs)
         self._fixed: tuple[Tensor, ...] | None = None
 
@@ -67,11 +67,11 @@ class Prelude:
         return dict(zip(self.names, self.then(*self._fixed, *entries), strict=True))
 
 
-def _upstream(flow: Flow, wanted: Sequence[Node]) -> dict[Node, None]:
+def _upstream(flow: Flow, targets: Sequence[Node]) -> dict[Node, None]:
     """Return all nodes that ``wanted`` depends on, including those that write in place to what it depends on."""
     of_storage = writers(flow.graph)
     needed: dict[Node, None] = {}
-    pending = list(wanted)
+    pending = list(targets)
     while pending:
         node = pending.pop()
         if node not in needed:

@@ -46,7 +46,7 @@ def take_heads(x: Tensor, dim: int, heads: int, repeats: int, rank: int, tp: int
     heads:   number of query heads.
     repeats: number of query heads that read one key-value head.
 
-    One head per group of query heads where the share consists of whole groups or lies in one, else one per query head.
+    One head per group of query heads where the share consists of full groups or lies in one, else one per query head.
     """
     share = heads // tp
     needed = [head // repeats for head in range(rank * share, (rank + 1) * share)]

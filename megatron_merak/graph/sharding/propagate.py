@@ -219,7 +219,7 @@ class Propagation:
         That is Restart, once the origins of ``layout`` have blocks that end there too. It is CannotShard if they had
         these blocks already, or the ranks cannot share them evenly.
         """
-        wanted = {}
+        blocks_needed = {}
         if any(origin in self.assumptions.pins for origin in layout.origins):
             return self.cannot_shard(node, "takes other pieces of the sharded dimension than its blocks")
         for origin in layout.origins:
@@ -232,10 +232,10 @@ class Propagation:
             new = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
             if not extent or not layout.features or new == blocks or any(block % self.tp for block in new):
                 return self.cannot_shard(node, "takes pieces of the sharded dimension that ranks cannot share evenly")
-            wanted[key] = new
-        if not wanted:
+            blocks_needed[key] = new
+        if not blocks_needed:
             return self.cannot_shard(node, "takes pieces of the sharded dimension")
-        self.assumptions.blocks.update(wanted)
+        self.assumptions.blocks.update(blocks_needed)
         return Restart()
 
     # ---- the walk -------------------------------------------------------------------------------------------------
