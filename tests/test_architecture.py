@@ -52,7 +52,7 @@ INNER = {
 }
 TORCH_FREE = {room for room, level in LEVELS.items() if level <= 2} | {"planner", "report"}
 ENVIRONMENT_READERS = {"parallel/launch.py", "parallel/position.py", "_native.py"}
-FILE_LINES, FUNCTION_LINES, SCRIPT_LINES = 400, 60, 20
+FILE_LINES, CLASS_LINES, FUNCTION_LINES, SCRIPT_LINES = 400, 350, 60, 20
 
 
 class Module:
@@ -255,7 +255,46 @@ def oversize(modules: list[Module]) -> list[str]:
     return found
 
 
-RULES = (upward_imports, cycles, state, environment_reads, heavy_imports, set_loops, oversize)
+def oversize_elsewhere(root: Path) -> list[str]:
+    """Files of tests and of compiled parts that are too long; the package's own are ``oversize``'s."""
+    kinds = {"tests": ("*.py",), "csrc": ("*.cpp", "*.h", "*.cu", "*.cuh")}
+    files = [path for folder, patterns in kinds.items() for each in patterns for path in (root / folder).rglob(each)]
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(files)}
+    return [f"{path.relative_to(root)} has {n} lines" for path, n in lengths.items() if n > FILE_LINES]
+
+
+def oversize_classes(modules: list[Module]) -> list[str]:
+    return [
+        f"{module.path}:{node.lineno} {node.name} has {lines} lines, more than {CLASS_LINES}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef) and (lines := node.end_lineno - node.lineno + 1) > CLASS_LINES
+    ]
+
+
+def caches(modules: list[Module]) -> list[str]:
+    """Functions that keep results for the life of the process, but for those whose results cannot change."""
+    return [
+        f"{module.path}:{node.lineno} {node.name} keeps its results"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(re.search(r"(^|\.)(cache|lru_cache)\b", ast.unparse(each)) for each in node.decorator_list)
+        and (module.path, node.name) not in CACHED
+    ]
+
+
+# Functions whose results depend on the source, or on frozen arguments of which a process sees few.
+CACHED = {
+    ("_native.py", "_cpu_features"),
+    ("arguments.py", "flags"),
+    ("config/settings.py", "value_type"),
+    ("plan/parts.py", "_strides"),
+    ("planner/links.py", "link_along"),
+}
+
+
+RULES = (upward_imports, cycles, state, environment_reads, heavy_imports, set_loops, oversize, oversize_classes, caches)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -287,6 +326,8 @@ def test_the_package_keeps(rule, house):
         (set_loops, "runtime/engine.py", "[name for name in {1, 2}]"),
         (oversize, "runtime/engine.py", "def f():\n" + "    pass\n" * 60),
         (oversize, "runtime/engine.py", "\n" * 401),
+        (oversize_classes, "runtime/engine.py", "class A:\n" + "    x = 1\n" * 350),
+        (caches, "cluster.py", "@functools.cache\ndef f(x):\n    return x"),
     ],
 )
 def test_a_breach_is_seen(rule, path, text, tmp_path):
@@ -313,6 +354,14 @@ def test_a_breach_is_seen(rule, path, text, tmp_path):
     assert rule(read(package)) == []
     (package / path).write_text(text)
     assert len(rule(read(package))) == 1
+
+
+def test_tests_and_compiled_parts_are_short_files(tmp_path):
+    assert not oversize_elsewhere(ROOT)
+    for name in ("tests/a.py", "csrc/py/b.cpp"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("\n" * 401)
+    assert len(oversize_elsewhere(tmp_path)) == 2
 
 
 def test_planning_runs_without_torch(house):

@@ -353,19 +353,6 @@ void Communicator::examine(double since, const Limit& limit) {
 
 std::string Communicator::name(int place) const { return "rank " + std::to_string(seat_.ranks[place]); }
 
-Communicator::Signature Communicator::Operation::signature() const {
-  return {uint64_t(kind) | uint64_t(element) << 8 | uint64_t(reduction) << 16 | uint64_t(root) << 24, bytes};
-}
-
-std::string Communicator::Operation::text() const {
-  static const char* const kinds[] = {"an all-reduce", "a reduce-scatter", "an all-gather", "a broadcast"};
-  static const char* const elements[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64"};
-  std::string text = std::string(kinds[int(kind)]) + " of " + std::to_string(bytes) + " bytes";
-  if (kind == Kind::all_reduce || kind == Kind::reduce_scatter)
-    text += std::string(" of ") + elements[int(element)] + (reduction == Reduction::sum ? ", sum" : ", max");
-  return text;
-}
-
 void Communicator::require_sound() const {
   if (!segment_) throw std::runtime_error("shared memory of group " + seat_.group + ": the group has been closed");
   uint32_t state = header().state.load(std::memory_order_acquire);

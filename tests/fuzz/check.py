@@ -18,8 +18,9 @@ from megatron_merak.graph.sharding.shard import Sharding, shard
 from megatron_merak.runtime.engine import Engine, Pass, State, execute
 from megatron_merak.segment import Common
 from megatron_merak.tensor_parallel import derive_seed
+from tests.fuzz.draw import BATCH, LENGTH, Recipe
 from tests.fuzz.edits import edited
-from tests.fuzz.grammar import BATCH, LENGTH, Recipe, source
+from tests.fuzz.grammar import source
 from tests.fuzz.simulated import Member, simulated
 from tests.graph.lockstep import part
 from tests.graph.stages import sink_of

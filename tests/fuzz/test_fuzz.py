@@ -7,7 +7,8 @@ import torch
 
 from megatron_merak.errors import PlanError
 from tests.fuzz.check import Subject, Way, check, compare, report, step_of_process, ways
-from tests.fuzz.grammar import HEAD, recipe
+from tests.fuzz.draw import HEAD
+from tests.fuzz.grammar import recipe
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.long

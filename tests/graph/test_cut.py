@@ -1,92 +1,26 @@
 """Chains of units: natural, stable, and exactly the model that was captured."""
 
-from functools import cache
-from itertools import pairwise
-from time import process_time
-
 import pytest
 import torch
 from torch import nn
-from torch.fx import map_arg
 
 from megatron_merak.errors import PlanError
 from megatron_merak.graph.capture.capture import capture
-from megatron_merak.graph.capture.captured import Captured
-from megatron_merak.graph.capture.empty import init_empty_weights
-from megatron_merak.graph.ir.aliases import aliased, mutation_deps, storages
-from megatron_merak.graph.ir.nodes import is_op, op_name
+from megatron_merak.graph.ir.nodes import op_name
 from megatron_merak.graph.partition.cut import ALGORITHMS, align, cut
 from megatron_merak.graph.partition.loads import unit_loads
-from megatron_merak.planner.partition import partition
+from tests.graph.chains import (
+    DTYPES,
+    FAMILIES,
+    Loss,
+    captured_family,
+    check_chain,
+    crossings,
+    imbalance,
+    run_stages,
+    stages,
+)
 from tests.graph.tiny import gradients, randomise, tiny
-
-FAMILIES = "llama gpt2 bloom gemma2 t5 bert vit whisper mixtral bart gpt_oss clip phi3".split()
-DTYPES = {"bloom": torch.float64}  # its own gelu takes its gradient by another formula: rounding must not matter
-
-
-@cache
-def captured_family(name, training=True, **sizes):
-    _, empty, batch = tiny(name, **sizes)
-    return capture(empty(), batch, training=training, dtype=DTYPES.get(name))
-
-
-def run_stages(captured, chain, bounds, parameters, batch):
-    """The outputs, computed stage by stage: each sees the values that cross into it and what the batch gives."""
-    graph, kinds, after = captured.module.graph, chain.kinds, mutation_deps(captured.module.graph)
-    values = {}
-    for first, last in pairwise(bounds):
-        mine = {node for unit in chain.units[first:last] for node in unit}
-        needed, waiting = set(mine), list(mine)
-        while waiting:
-            for above in [*(node := waiting.pop()).all_input_nodes, *after.get(node, ())]:
-                if above not in needed and kinds[above] not in ("main", "side"):
-                    needed.add(above)
-                    waiting.append(above)
-        values = {node: values[node] for node in (chain.crossing[first - 1] if first else ())}
-        for node in graph.nodes:
-            if node in needed:
-                values[node] = evaluate(node, captured, parameters, batch, values)
-    return map_arg(graph.output_node().args[0], values.__getitem__)
-
-
-def evaluate(node, captured, parameters, batch, values):
-    if node.op == "placeholder":
-        return batch[node.target]
-    if node.op == "get_attr":
-        return parameters[node.target] if node.target in captured.shapes else attribute(captured.module, node.target)
-    return node.target(*map_arg(node.args, values.__getitem__), **map_arg(node.kwargs, values.__getitem__))
-
-
-def attribute(module, name):
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module
-
-
-def stages(chain, count):
-    return partition([3 * load.flops + 1 for load in unit_loads(chain)], min(count, len(chain.units)))
-
-
-def check_chain(captured, chain):
-    """What is promised of every chain."""
-    graph, kinds = captured.module.graph, chain.kinds
-    line = [node for node in graph.nodes if kinds[node] in ("main", "side")]
-    assert [node for unit in chain.units for node in unit] == line and all(chain.units)
-    assert len(set(chain.names)) == len(chain.names) == len(chain.units) == len(chain.parameters)
-    where = {node: k for k, unit in enumerate(chain.units) for node in unit}
-    outputs = graph.output_node().all_input_nodes
-    for k, crossing in enumerate(chain.crossing):
-        read_later = {
-            node for node in line if where[node] <= k and any(where.get(user, len(where)) > k for user in node.users)
-        }
-        assert list(crossing) == [node for node in line if node in read_later]
-        assert all(isinstance(node.meta["val"], torch.Tensor) for node in crossing)
-    assert all(node in chain.units[-1] or node in chain.crossing[-1] for node in outputs if node in where)
-    root = storages(graph)
-    for writer in line:
-        for node in line if aliased(writer)[1] else ():
-            if root[node] is root[writer] and line.index(node) < line.index(writer):
-                assert where[node] == where[writer]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -107,11 +41,6 @@ def test_chained_units_are_the_model(name):
             for key, grad in grads.items():
                 error = (parameters[key].grad - grad).abs().max()
                 assert error <= (1e-11 * grad.abs().max() if name == "bloom" else 0), (algorithm, count, key)
-
-
-def crossings(chain):
-    """How many main values each cut sends."""
-    return [sum(chain.kinds[node] == "main" for node in crossing) for crossing in chain.crossing]
 
 
 def test_two_units_per_decoder_layer():
@@ -161,12 +90,6 @@ def test_decoders_of_encoders_send_two_values(name):
     assert crossings(chain) == [1] * begin + [2, 2, 2, 2, 1, 1]
     sides = [sum(chain.kinds[node] == "side" for node in crossing) for crossing in chain.crossing]
     assert sides == ([0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0] if name == "t5" else [0] * len(sides))
-
-
-def imbalance(chain, count):
-    """The costliest of ``count`` stages over their mean."""
-    flops, bounds = [3 * load.flops + 1 for load in unit_loads(chain)], stages(chain, count)
-    return max(sum(flops[a:b]) for a, b in pairwise(bounds)) * count / sum(flops)
 
 
 @pytest.mark.parametrize(("name", "cuts"), [("llama", (5, 4)), ("mixtral", (5, 2)), ("t5", (11, 4))])
@@ -296,173 +219,3 @@ def test_loads():
     assert loads[-1].shared == ("transformer.wte.weight",)
     names = [name for load in loads for name in load.parameters]
     assert sorted(names) == sorted(captured.shapes)
-
-
-class Loss(nn.Module):
-    """``body`` and a mean squared error."""
-
-    def __init__(self, *modules):
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, x, y):
-        return ((self.body(x) - y) ** 2).mean()
-
-
-def check_plain(model, algorithm="cut", max_crossing=2, take=capture):
-    """The chain of a small module of one's own, checked and run against the module."""
-    torch.manual_seed(3)
-    batch = {"x": torch.randn(6, 8), "y": torch.randn(6, 8)}
-    captured = take(model, batch)
-    chain = cut(captured, algorithm, max_crossing)
-    check_chain(captured, chain)
-    (found,) = run_stages(captured, chain, range(len(chain.units) + 1), dict(model.named_parameters()), batch)
-    assert torch.equal(found, model(**batch))
-    return chain
-
-
-def with_writes(model, batch):
-    """A capture as the exporter leaves it: whatever works in place still does."""
-    module = torch.export.export(model, (), batch, strict=False).module(check_guards=False)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return Captured(module, ("loss",), shapes, {}, frozenset(shapes), {}, (), "")
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_storage_stays_with_those_that_write_to_it(algorithm):
-    class Model(Loss):
-        def body(self, x):
-            buffer = torch.zeros(6, 8)
-            buffer[:3] = self.parts[0](x)[:3]
-            x = self.parts[1](x)
-            buffer[3:] = x[3:]
-            return self.parts[4](self.parts[3](self.parts[2](buffer) + x) + x)
-
-    chain = check_plain(Model(*(nn.Linear(8, 8) for _ in range(5))), algorithm, take=with_writes)
-    assert {"parts.0.weight", "parts.1.weight"} <= set(chain.parameters[0]) and len(chain.units) > 1
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_mask_that_changes_after_its_use(algorithm):
-    """It cannot be computed by every stage for itself: it is written to in place between two of its readers."""
-
-    class Model(Loss):
-        def body(self, x):
-            mask = torch.zeros(6, 8)
-            mask[0] = 1
-            x = self.parts[0](x) * mask
-            mask[:, 1] = 2
-            return self.parts[3](self.parts[2](self.parts[1](x * mask) * mask)) * mask
-
-    chain = check_plain(Model(*(nn.Linear(8, 8) for _ in range(4))), algorithm, take=with_writes)
-    assert "main" in [chain.kinds[node] for node in chain.kinds if is_op(node, "zeros")] and len(chain.units) > 1
-
-
-def test_pieces_of_one_result_are_not_parted():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = (nn.Parameter(torch.rand(n, n)) for n in (8, 4, 4))
-
-        def forward(self, x, y):
-            left, right = torch.split(nn.functional.linear(x, self.a), 4, dim=1)
-            made = [nn.functional.linear(left, self.b), nn.functional.linear(right, self.c)]
-            return ((torch.cat(made, dim=1) - y) ** 2).mean()
-
-    chain = check_plain(Model())
-    assert [[op_name(node) for node in crossing] for crossing in chain.crossing] == [["linear"]]
-
-
-def test_a_chain_of_layers_is_cut_at_each():
-    class Model(Loss):
-        def body(self, x):
-            for part in self.parts:
-                x = part(x).relu()
-            return x
-
-    chain = check_plain(Model(*(nn.Linear(8, 8) for _ in range(5))))
-    assert chain.names == tuple(f"parts.{i}" for i in range(5))
-
-
-def test_siamese_towers_share_parameters():
-    class Model(Loss):
-        def tower(self, x):
-            for part in self.parts:
-                x = part(x).relu()
-            return x
-
-        def body(self, x):
-            return self.tower(x) * self.tower(-x)
-
-    chain = check_plain(Model(*(nn.Linear(8, 8) for _ in range(3))))
-    assert chain.names == ("parts.0", "parts.1", "parts.2#1", "parts.0+1", "parts.2#2")
-    assert crossings(chain) == [1, 1, 1, 2]
-    names = [(f"parts.{i}.weight", f"parts.{i}.bias") for i in range(3)]
-    assert [load.parameters for load in unit_loads(chain)] == [*names, (), ()]
-    assert [load.shared for load in unit_loads(chain)] == [(), (), (), names[0] + names[1], names[2]]
-    assert align(chain, chain).units == chain.units
-
-
-def test_a_model_without_a_narrow_place_is_one_unit():
-    class Model(Loss):
-        def body(self, x):
-            made = [x]
-            for part in self.parts:
-                made.append(part(sum(made)))
-            return torch.stack(made).prod(0)
-
-    model = Model(*(nn.Linear(8, 8) for _ in range(5)))
-    assert len(check_plain(model).units) <= 2
-    assert len(check_plain(model, max_crossing=0).units) == 1
-    assert check_plain(Constant()).names == ("loss",)
-
-
-class Constant(nn.Module):
-    """No product, no module: only a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(8))
-
-    def forward(self, x, y):
-        return (x * self.w - y).mean()
-
-
-def test_small_values_do_not_count():
-    """Router logits are kept from every layer for the auxiliary loss at the end."""
-    captured = captured_family("mixtral", output_router_logits=True, num_hidden_layers=6)
-    chain = cut(captured)
-    assert len(chain.units) == 2 + 2 * 6
-    assert crossings(chain)[-1] == 1 + 6
-
-
-def test_random_numbers_are_drawn_once():
-    class Model(Loss):
-        def body(self, x):
-            noise = torch.rand(6, 8)
-            for part in self.parts:
-                x = part(x * noise)
-            return x * noise
-
-    captured = capture(Model(*(nn.Linear(8, 8) for _ in range(3))), {"x": torch.randn(6, 8), "y": torch.randn(6, 8)})
-    chain = cut(captured)
-    check_chain(captured, chain)
-    assert crossings(chain) == [2, 2] and is_op(chain.units[0][0], "rand")
-
-
-@pytest.mark.slow
-def test_405_billion_parameters_are_cut_in_a_second():
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128256}
-    config = LlamaConfig(**sizes, num_attention_heads=128, num_key_value_heads=8, max_position_embeddings=4096)
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    ids = torch.zeros(1, 4096, dtype=torch.long)
-    captured = capture(model, {"input_ids": ids, "labels": ids})
-    for algorithm, cuts in zip(ALGORITHMS, (2 * 126 + 1, 127), strict=True):
-        begin = process_time()
-        chain = cut(captured, algorithm)
-        assert process_time() - begin < 1
-        assert len(chain.crossing) == cuts and crossings(chain) == [1] * cuts
-    assert imbalance(cut(captured), 16) < 1.02

@@ -9,31 +9,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from packaging.version import parse
-from torch import nn
 
 from megatron_merak import ops
 from megatron_merak.errors import PlanError
-from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.fusion.fuse import fuse
-from megatron_merak.graph.lowering.rewrite import rewrite
 from megatron_merak.graph.measure import measure
 from megatron_merak.graph.partition.cut import cut
-from megatron_merak.graph.sharding.shard import shard
+from tests.graph.fused import ATTENTION, CAUSAL, assert_errs_alike, aten, mean, pieces
 from tests.graph.lockstep import part
 from tests.graph.sketch import Sketch
 from tests.graph.stages import Family, Stages, unequal, worst
 from tests.graph.tiny import gradients
 from tests.ranks import run_ranks
 
-aten = torch.ops.aten
 LOSS, NORM, LAYER_NORM = "output layer with loss", "rms norm", "layer norm"
-CAUSAL, ATTENTION = "causal attention", "attention"
+
+
 PAIR, SHARED = "gate and up as one", "linears of one input"
+
 
 # Two layers each. gemma2 caps scores and logits, bloom adds alibi in its product, t5 learns its position bias and has
 # two attentions to the encoder's output; the output layers of bert and gptj have a bias; mistral, phi3 slide a window.
 # gptj multiplies by an explicit mask up to transformers 5.23 and calls an attention function from 5.24.
 GPTJ = CAUSAL if parse(transformers.__version__) >= parse("5.24") else ATTENTION
+
+
 COUNTS = {
     "llama": {NORM: 5, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
     "qwen3": {NORM: 9, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
@@ -94,12 +94,6 @@ def test_mixtures_of_experts(name, wanted):
     assert abs(found_loss - loss) <= 4e-7 * abs(loss) and worst(unequal(found, grads)) < 1e-5
 
 
-def assert_errs_alike(found, eager, truth, precision):
-    for name, grad in truth.items():
-        scale, error = grad.abs().max(), (found[name] - grad).abs().max()
-        assert error <= max(3 * (eager[name] - grad).abs().max(), precision * scale, 1e-9), (name, error / scale)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bert", "phi3", "gpt_neox"])
 def test_what_does_not_narrow_is_exact_in_double_precision(name):
     family = Family(name, dtype=torch.float64)
@@ -149,51 +143,8 @@ def test_pieces_of_sharded_work():
     assert first["gpt2", 0][1] == {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, "bias gelu": 2, "bias dropout add": 4}
 
 
-# ---- pieces on their own ------------------------------------------------------------------------------------------
-class Scored(nn.Module):
-    """``body`` between an embedding of width 8 and a loss."""
-
-    def __init__(self, body, classes=6):
-        super().__init__()
-        self.table, self.head = nn.Embedding(classes, 8), nn.Linear(8, classes, bias=False)
-        self.weight, self.body = nn.Parameter(torch.rand(8) + 0.5), body
-
-    def forward(self, ids, labels):
-        return {"loss": self.body(self, self.table(ids), labels)}
-
-
-def pieces(body, ids=None, labels=None, seen=None, chunk=0):
-    """How often each kind is found in ``body(module, x [2, 4, 8], labels)``, which must keep its loss and gradients.
-
-    The graph is added to ``seen``.
-    """
-    torch.manual_seed(0)
-    model = Scored(body)
-    ids = torch.tensor([[0, 1, 2, 3], [5, 4, 0, 0]]) if ids is None else ids
-    batch = {"ids": ids, "labels": ids if labels is None else labels}
-    captured = capture(model, batch)
-    chain = cut(captured)
-    rewritten = rewrite(captured, chain, shard(captured, 1), 0, 1)
-    counts = fuse(rewritten.graph, chunk)
-    if seen is not None:
-        seen.append(rewritten.graph)
-    loss, grads = gradients(model, batch)
-    family = Family.__new__(Family)
-    family.model, family.batch, family.captured, family.rewritten = model, batch, captured, rewritten
-    family.units, family.rank, family.tp, family.sharding = len(chain.units), 0, 1, shard(captured, 1)
-    found_loss, found = Stages(family).step(batch)
-    torch.testing.assert_close(found_loss, loss, equal_nan=True)
-    for name, grad in grads.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, equal_nan=True)
-    return dict(counts)
-
-
 def cross_entropy(module, x, labels, **options):
     return F.cross_entropy(module.head(x).view(-1, 6), labels.view(-1), **options)
-
-
-def mean(module, x, labels):
-    return module.head(x).square().mean()
 
 
 def rms(x, eps=1e-5):
@@ -295,158 +246,6 @@ def test_what_is_written_in_place_is_left_alone(writes):
         s.call(aten.zero_.default, y, unit=0)
     program = s.done(s.call(aten.mul.Tensor, normed, w, unit=0))
     assert fuse(program.graph) == ({} if writes else {NORM: 1})
-
-
-def rotate(x, cos, sin):
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-
-
-def angles(width, repeat=True):
-    angle = torch.outer(torch.arange(4.0), 0.3 ** torch.arange(width // 2 if repeat else width))
-    angle = torch.cat((angle, angle), -1) if repeat else angle
-    return angle.cos()[None], angle.sin()[None]
-
-
-def test_rotary_needs_tables_that_repeat():
-    assert pieces(lambda m, x, y: mean(m, rotate(x, *angles(8)), y)) == {"rotary": 1}
-    assert pieces(lambda m, x, y: mean(m, rotate(x, *angles(8, repeat=False)), y)) == {}
-
-    def partial(m, x, y):
-        return mean(m, torch.cat((rotate(x[..., :4], *angles(4)), x[..., 4:]), -1), y)
-
-    assert pieces(partial) == {"partial rotary": 1}
-
-    def by_halves(m, x, y):
-        (a, b), (cos, sin) = x.chunk(2, -1), (t[..., :4] for t in angles(8))
-        return mean(m, torch.cat((a * cos - b * sin, b * cos + a * sin), -1), y)
-
-    assert pieces(by_halves) == {"rotary": 1}
-
-    def swapped(m, x, y):
-        return mean(m, torch.cat((x[..., 4:], rotate(x[..., :4], *angles(4))), -1), y)
-
-    assert pieces(swapped) == {"rotary": 1}
-
-
-def rotate_pairs(x, cos, sin):
-    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
-
-
-def angles_of_pairs(width, repeat=lambda table: table.repeat_interleave(2, 2)):
-    angle = torch.outer(torch.arange(4.0), 0.3 ** torch.arange(width // 2))[None]
-    return repeat(angle.cos()), repeat(angle.sin())
-
-
-def test_interleaved_rotary_needs_tables_that_repeat_pair_by_pair():
-    assert pieces(lambda m, x, y: mean(m, rotate_pairs(x, *angles_of_pairs(8)), y)) == {"rotary": 1}
-
-    def partial(m, x, y):
-        return mean(m, torch.cat((rotate_pairs(x[..., :4], *angles_of_pairs(4)), x[..., 4:]), -1), y)
-
-    assert pieces(partial) == {"partial rotary": 1}
-
-    def halves(table):
-        return torch.cat((table, table), -1)
-
-    def by_position(table):
-        return table.repeat_interleave(2, 1)[:, :4].repeat(1, 1, 2)
-
-    for repeat in (halves, by_position):
-        assert pieces(lambda m, x, y, r=repeat: mean(m, rotate_pairs(x, *angles_of_pairs(8, r)), y)) == {}
-
-    def unsigned(m, x, y):
-        cos, sin = angles_of_pairs(8)
-        return mean(m, x * cos + torch.stack((x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin, y)
-
-    assert pieces(unsigned) == {}
-
-
-def heads(x, count=2):
-    return x.view(2, 4, count, -1).transpose(1, 2)
-
-
-TRIANGLE = torch.ones(4, 4).tril().bool()
-
-
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [
-        ({"is_causal": True}, CAUSAL),
-        ({"is_causal": True, "scale": 0.7}, CAUSAL),
-        ({"scale": 0.7}, ATTENTION),
-        ({"attn_mask": TRIANGLE[None, None]}, ATTENTION),
-        ({"attn_mask": torch.randn(2, 1, 4, 4)}, ATTENTION),
-        ({"attn_mask": TRIANGLE}, None),
-    ],
-)
-def test_attention(options, kind):
-    def body(m, x, y):
-        out = F.scaled_dot_product_attention(heads(x), heads(x * m.weight), heads(x.tanh()), **options)
-        return mean(m, out.transpose(1, 2).reshape(2, 4, 8), y)
-
-    assert pieces(body) == ({kind: 1} if kind else {})
-
-
-def test_attention_with_a_learned_bias_is_left_alone():
-    def body(m, x, y):
-        bias = (x @ x.mT)[:, None]
-        out = F.scaled_dot_product_attention(heads(x), heads(x * m.weight), heads(x.tanh()), attn_mask=bias)
-        return mean(m, out.transpose(1, 2).reshape(2, 4, 8), y)
-
-    assert pieces(body) == {}
-
-
-def test_attention_that_is_read_head_by_head():
-    def body(m, x, y):
-        out = F.scaled_dot_product_attention(heads(x), heads(x * m.weight), heads(x.tanh()), is_causal=True)
-        return mean(m, out.flip(1).transpose(1, 2).reshape(2, 4, 8), y)
-
-    assert pieces(body) == {CAUSAL: 1}
-
-
-def shared(x):
-    """One key head [2, 1, 4, 4] for two query heads."""
-    return heads(x, 1)[:, :, None].expand(2, 1, 2, 4, 4).reshape(2, 2, 4, 4)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_key_heads_of_a_group_are_not_repeated(causal):
-    seen = []
-
-    def body(m, x, y):
-        out = F.scaled_dot_product_attention(heads(x), shared(x[..., :4]), shared(x[..., 4:]), is_causal=causal)
-        return mean(m, out.transpose(1, 2).reshape(2, 4, 8), y)
-
-    assert pieces(body, seen=seen) == {CAUSAL if causal else ATTENTION: 1}
-    assert not any(node.target is aten.expand.default for node in seen[0].nodes)
-
-
-def written_out(m, x, mask=None, scale=lambda scores: scores * 0.5, softmax=torch.softmax):
-    scores = scale(heads(x) @ shared(x[..., :4]).transpose(2, 3))
-    part = softmax(scores if mask is None else scores + mask, -1)
-    return (part @ shared(x[..., 4:])).transpose(1, 2).reshape(2, 4, 8)
-
-
-BIAS = torch.zeros(1, 1, 4, 4).masked_fill(~TRIANGLE, torch.finfo(torch.float32).min)
-
-
-@pytest.mark.parametrize(
-    ("options", "count"),
-    [
-        ({}, 1),
-        ({"mask": BIAS}, 1),
-        ({"mask": BIAS, "scale": lambda scores: scores / 3.0}, 1),
-        ({"mask": BIAS, "scale": lambda scores: scores}, 1),
-        ({"softmax": lambda scores, dim: torch.softmax(scores, dim, dtype=torch.float32)}, 1),
-        ({"scale": lambda scores: scores.tanh() * 2}, 0),
-        ({"scale": lambda scores: scores * scores.detach().amax()}, 0),
-        ({"softmax": lambda scores, dim: torch.softmax(scores, 1)}, 0),
-        ({"softmax": lambda scores, dim: torch.sigmoid(scores)}, 0),
-    ],
-)
-def test_attention_written_out(options, count):
-    assert pieces(lambda m, x, y: mean(m, written_out(m, x, **options), y)) == ({ATTENTION: 1} if count else {})
 
 
 @pytest.mark.parametrize(

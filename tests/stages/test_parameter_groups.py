@@ -10,8 +10,8 @@ from megatron_merak.config import HFConfig, OptimizerConfig
 from megatron_merak.errors import ConfigError
 from megatron_merak.optimizer.schedules import learning_rate
 from megatron_merak.stages.parameter_groups import groups_of_run, matrices_and_others, rates_of_run
+from tests.config import make
 from tests.ranks import run_ranks
-from tests.test_config import make
 from tests.training.jobs import job
 
 FLAGS = "--train-iters 3 --decoupled-lr 3e-2 --decoupled-min-lr 2e-2 --lr-warmup-iters 1 --weight-decay 0.3"
