@@ -162,7 +162,5 @@ class VocabParallelEmbedding(ParallelLayer):
     def forward(self, ids: Tensor) -> Tensor:
         if group_size(self.group) == 1:
             return ops.embedding(ids, self.weight, self.sink)
-        local = ids - self.start
-        outside = (local < 0) | (local >= self.weight.shape[0])
-        y = ops.embedding(local.masked_fill(outside, 0), self.weight, self.sink).masked_fill(outside.unsqueeze(-1), 0.0)
+        y = ops.embedding_part(ids, self.weight, self.start, self.sink)
         return self._summed(y) if self.calls else y

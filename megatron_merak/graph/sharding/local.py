@@ -84,10 +84,7 @@ def embedding_part(weight: Tensor, index: Tensor, start: int, padding_idx: int |
     start:       row of the table that the shard starts with.
     padding_idx: row of the full table that takes no gradient.
     """
-    rows = index - start
-    outside = (rows < 0) | (rows >= weight.shape[0])
-    own = None if padding_idx is None or not start <= padding_idx < start + weight.shape[0] else padding_idx - start
-    return F.embedding(rows.masked_fill(outside, 0), weight, own).masked_fill(outside.unsqueeze(-1), 0.0)
+    return ops.embedding_part(index, weight, start, padding=padding_idx)
 
 
 def loss_of_stats(
