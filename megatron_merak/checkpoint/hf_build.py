@@ -17,9 +17,8 @@ GENERATION = "generation_config.json"
 
 _MOST_MODULES = 1 << 14
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_COUNT = re.compile(
-    r"layers?$|blocks?$|experts?$|depths?$|stages?$"
-)  # names of fields that say how many modules there are
+# Names of fields that are numbers of modules.
+_COUNT = re.compile(r"layers?$|blocks?$|experts?$|depths?$|stages?$")
 
 _BUILD = ("dtype", "attn_implementation", "experts_implementation")  # given to the model's class, not to its config
 

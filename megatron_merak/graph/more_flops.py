@@ -16,9 +16,8 @@ def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]
     ``cluster.Device``."""
     total, ahead, behind = 0, 0, 0
     for node in nodes:
-        if node.target is ops.linear_cross_entropy_stats or (
-            node.target is ops.linear_cross_entropy and node.kwargs.get("chunk")
-        ):  # logits are computed again
+        chunked = node.target is ops.linear_cross_entropy and node.kwargs.get("chunk")
+        if chunked or node.target is ops.linear_cross_entropy_stats:  # logits are recomputed
             behind += 2 * _operand(node, 0).numel() * _operand(node, 1).shape[0]
             continue
         if node.target is ops.causal_attention:

@@ -111,10 +111,8 @@ class Rounds:
         """Return the round that a gradient was added to; None if other workers are past its step."""
         if step < self.round.step:
             return None
-        if (
-            step > self.round.step and self.round.reported
-        ):  # those that contributed are late: their step is over elsewhere
-            self.round = _Round()
+        if step > self.round.step and self.round.reported:
+            self.round = _Round()  # those that contributed are late: their step is over elsewhere
         current = self.round
         current.step = step
         self.sum.add_(gradient) if current.reported else self.sum.copy_(gradient)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from megatron_merak.config import ParallelConfig
 from megatron_merak.errors import ConfigError, LaunchError
-from megatron_merak.hf_trainer.arguments.fields import HONOURED, NEWER, REFUSED
+from megatron_merak.hf_trainer.arguments.fields import HONOURED, NEWER, PARALLEL_FIELDS, REFUSED
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.engine import wishes
 
@@ -187,3 +188,9 @@ def test_the_place_in_the_job_is_known_before_any_trainer():
     assert args.train_batch_size == 8
     with args.main_process_first():
         pass
+
+
+def test_fields_that_repeat_settings_have_their_defaults():
+    ours = {field.name: field.default for field in dataclasses.fields(MerakArguments)}
+    settings = {field.name: field.default for field in dataclasses.fields(ParallelConfig)}
+    assert {name: ours[name] for name in PARALLEL_FIELDS} == {name: settings[name] for name in PARALLEL_FIELDS}
