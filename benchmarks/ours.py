@@ -11,6 +11,7 @@ from megatron_merak.parallel.memory import keep_freed_memory
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.precision import choose_fp32_matmul
 from megatron_merak.planner import plan
+from megatron_merak.stages.native_model import NativeModel
 from megatron_merak.training.trainer import Trainer
 
 
@@ -76,7 +77,7 @@ def step_runner(model_shape: ModelShape, tp: int, pp: int, dp: int, bf16: bool, 
     keep_freed_memory()
     made = plan(config, world.size)
     mesh = build_mesh(made.grid, world.rank, world.device)
-    trainer = Trainer(config, made, mesh)
+    trainer = Trainer(config, NativeModel(config, made, mesh))
     fill(trainer, seed)
     mask = torch.ones(model_shape.micro_batch, model_shape.sequence)
     positions = torch.arange(model_shape.sequence).expand(model_shape.micro_batch, -1)

@@ -15,14 +15,14 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.precision import choose_fp32_matmul
 from megatron_merak.plan import Grid
 from megatron_merak.stages.blueprint import make_blueprint
-from megatron_merak.stages.captured import CapturedTrainer
+from megatron_merak.stages.captured import CapturedModel
 from megatron_merak.stages.traced import Traced
 
 
 @torch.no_grad()
-def fill(trainer: CapturedTrainer, seed: int) -> None:
+def fill(trainer: CapturedModel, seed: int) -> None:
     """Give this rank its parts of the contestants' common weights."""
-    for shard in trainer.shards():
+    for shard in trainer.shards(trainer.buffer.data):
         full = initial_weight(shard.name, shard.shape, seed)
         parts = [full] if shard.dim is None else [full.narrow(shard.dim, a, b - a) for a, b in shard.intervals]
         shard.tensor.copy_(torch.cat(parts, shard.dim or 0))
@@ -49,12 +49,14 @@ def step_runner(shape: ModelShape, tp: int, pp: int, dp: int, bf16: bool, seed: 
         clip_grad=RECIPE.clip, adam_beta1=RECIPE.beta1, adam_beta2=RECIPE.beta2, adam_eps=RECIPE.epsilon
     )
     blueprint = make_blueprint(traced, mesh.grid, microbatches=shape.micro_batches // dp)
-    trainer = CapturedTrainer(blueprint, mesh, optimizer=optimizer, seed=seed)
+    trainer = CapturedModel(blueprint, mesh, optimizer=optimizer, seed=seed)
     fill(trainer, seed)
 
     def step(tokens: torch.Tensor) -> float:
         rows = tokens.split(shape.micro_batch)[mesh.dp_rank :: dp]
-        return trainer.step([batch(row) for row in rows], RECIPE.learning_rate, RECIPE.weight_decay).loss
+        rate = RECIPE.learning_rate
+        reduced = trainer.backward([batch(row) for row in rows])
+        return trainer.update([(rate, RECIPE.weight_decay), (rate, 0.0)], reduced).loss
 
     stages = [f"[{stage.first}, {stage.last})" for stage in trainer.plan.stages]
     return Runner(step, {"matmul_precision": precision, "units per stage": stages})

@@ -23,7 +23,7 @@ from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.runtime.engine import execute
 from megatron_merak.runtime.program import LOSS
 from megatron_merak.runtime.stage import Stage
-from megatron_merak.stages.native import build_model
+from megatron_merak.stages.native import build_stages
 
 SCALE, LAYERS, RANKS = 16, 8, 2
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH, VOCABULARY = 4096, 11008, 32, 2048, 8, 32000
@@ -97,11 +97,11 @@ def run(rank: int, world_size: int, bandwidth: float, scale: int = SCALE) -> dic
     for recompute in (False, True):
         for mode in MODES:
             made = config(mode, recompute, scale)
-            model = build_model(made, replace(make_plan(made, world_size), overlap=mode), mesh)
+            model = build_stages(made, replace(make_plan(made, world_size), overlap=mode), mesh)
             model.parameters.start_step()
             with clock.kernels():
                 accounts = _phases(model.stages[0], data, clock, recompute, mode == "pair")
-            found[mode, recompute] = Phases(accounts, model.buffer.main_grad[::97].tolist())
+            found[mode, recompute] = Phases(accounts, model.parameters.buffer.main_grad[::97].tolist())
     return found
 
 

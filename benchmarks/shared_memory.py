@@ -31,6 +31,7 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.precision import choose_fp32_matmul
 from megatron_merak.parallel.shared_memory import SharedMemoryGroup
 from megatron_merak.planner import plan
+from megatron_merak.stages.native_model import NativeModel
 from megatron_merak.training.trainer import Trainer
 
 BACKENDS = ("gloo", "merak_shm")
@@ -79,7 +80,8 @@ def training_steps(rank: int, shape: ModelShape, bench: Bench) -> tuple[Times, d
     config = configuration(shape, TP, PP, DP, bf16=False, seed=bench.seed)
     made, device, trainers = plan(config, TP), torch.device("cpu"), {}
     for name in BACKENDS:
-        trainers[name] = Trainer(config, made, build_mesh(made.grid, rank, device, collectives=name))
+        mesh = build_mesh(made.grid, rank, device, collectives=name)
+        trainers[name] = Trainer(config, NativeModel(config, made, mesh))
         fill(trainers[name], bench.seed)
     mask = torch.ones(shape.micro_batch, shape.sequence)
     positions = torch.arange(shape.sequence).expand(shape.micro_batch, -1)

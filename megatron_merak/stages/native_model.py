@@ -13,6 +13,7 @@ from ..parallel.agree import together
 from ..parallel.buffers import Flat
 from ..parallel.mesh import Mesh
 from ..plan import Plan
+from ..planner.cost import model_flops
 from ..runtime.executor import StepLoss
 from .kernels import check_kernels
 from .native import build_stages
@@ -25,6 +26,7 @@ class NativeModel(TrainedModel):
     """The native model of ``config``, built by ``plan``. Collective over all ranks. For the base see `TrainedModel`.
 
     layouts: per parameter, which HuggingFace tensors its storage consists of.
+    shape:   of the model.
     """
 
     def __init__(self, config: Config, plan: Plan, mesh: Mesh, optimizer_of: OptimizerOf = adamw_of):
@@ -32,6 +34,7 @@ class NativeModel(TrainedModel):
             check_kernels(mesh.device)
         check_same_plan(plan, mesh.control)
         built, train = build_stages(config, plan, mesh), config.train
+        self.shape = config.model
         self.layouts, self.per_token = built.layouts, train.calculate_per_token_loss
         settings = (config.optimizer, scaler_of_run(train), optimizer_of)
         interval = train.check_weight_hash_across_dp_replicas_interval
@@ -58,6 +61,9 @@ class NativeModel(TrainedModel):
         loss = self.executor(len(batches), False).run(batches, self.iteration, training=False)
         sums = self._sums(loss, len(batches))
         return None if sums is None else self.loss(sums.tolist())
+
+    def flops(self) -> float:
+        return model_flops(self.shape, self.plan.global_batch_size)
 
     def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
         """See `TrainedModel`. Exactly one rank owns each shard: in the first replica, on the first stage that has it,

@@ -111,6 +111,10 @@ class TrainedModel:
         """Shards of what checkpoints have beside the trained parameters."""
         return ()
 
+    def flops(self) -> float:
+        """Return the FLOPs of a step, forward and backward, over all ranks; repeated work counts once."""
+        raise NotImplementedError
+
     def settings(self) -> dict[str, Any] | None:
         """The model's own configuration, JSON-safe; None if the configuration of the run says it all."""
         return None

@@ -13,14 +13,14 @@ from ..pipeline_parallel.search.progress import SEARCHING, Progress
 from ..plan import Plan
 from ..plan.fit import check_chain
 from ..planner import plan as make_plan
-from ..planner.cost import model_flops
 from ..planner.make import native_units
 from ..planner.predict import priced
 from ..stages.devices import cluster_of
 from ..stages.native import check_native_shardings, tensors
 from ..stages.native_model import NativeModel
+from ..stages.optimizer_state import OptimizerOf
 from .console import print_fitted
-from .job import Job, agree, opening, throughput
+from .job import Job, agree, opening
 from .outputs import check_outputs
 from .plan_file import plan_of
 from .run_job import run_job
@@ -60,13 +60,11 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)
-    run_job(
-        lambda optimizer_of: Job(Trainer(config, NativeModel(config, plan, mesh, optimizer_of)), datasets),
-        config,
-        world,
-        lambda trainer: throughput(config, plan, world, model_flops(config.model, plan.global_batch_size)),
-        as_passed,
-    )
+
+    def make(optimizer_of: OptimizerOf) -> Job:
+        return Job(Trainer(config, NativeModel(config, plan, mesh, optimizer_of)), datasets)
+
+    run_job(make, config, world, as_passed)
 
 
 def followed(plan: Plan, config: Config) -> Plan:

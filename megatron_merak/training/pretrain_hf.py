@@ -8,7 +8,7 @@ from torch import nn
 
 from ..checkpoint.save import check_finite
 from ..config import DataConfig, HFConfig, of_worker
-from ..data.build import build_datasets, build_tokenizer
+from ..data.build import Datasets, build_datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
 from ..parallel.agree import together
@@ -16,13 +16,13 @@ from ..parallel.launch import World
 from ..parallel.mesh import build_mesh, control_group
 from ..parallel.nodes import find_nodes, located
 from ..planner.make import grid_of
+from ..stages.captured import CapturedModel
 from ..stages.devices import cluster_of
 from ..stages.optimizer_state import OptimizerOf
 from .console import print_fitted
 from .hf_model import build_model, known_tokens
-from .job import Job, agree, opening, throughput
+from .job import Job, agree, opening
 from .outputs import check_outputs
-from .report import Throughput
 from .run_job import run_job
 from .served import mesh_of_worker
 from .token_model import TokenModel
@@ -58,12 +58,9 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
         trained = TokenModel(model, config, mesh, cluster, optimizer_of)
         if world.rank == 0 and mesh.worker == 0:
             print_fitted(opening(config, trained.plan, world, nodes, (*notices, *trained.notes)))
-        return HFJob(Trainer(config, trained), datasets)
+        return HFJob(trained, Trainer(config, trained), datasets)
 
-    def work(trainer: Trainer) -> Throughput:
-        return throughput(config, trainer.plan, world, trainer.model.flops())
-
-    run_job(make, config, world, work, as_passed)
+    run_job(make, config, world, as_passed)
 
 
 def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokenizer]:
@@ -99,11 +96,15 @@ def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
 class HFJob(Job):
     """The training loop of a job; at its end the model is saved as a HuggingFace directory."""
 
+    def __init__(self, model: CapturedModel, trainer: Trainer, datasets: Datasets):
+        super().__init__(trainer, datasets)
+        self.model = model
+
     def finish(self) -> None:
         directory = self.config.checkpoint.save_hf
         if directory is not None:
             check_finite(self.trainer.kinds(True), self.mesh.control, "cpu")
-            self.trainer.model.save_hf(directory, self._tokenizer())
+            self.model.save_hf(directory, self._tokenizer())
             self.say(f"saved {directory} for HuggingFace")
 
     def _tokenizer(self):

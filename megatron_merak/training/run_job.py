@@ -6,24 +6,16 @@ from ..config import RunConfig
 from ..parallel.agree import together
 from ..parallel.launch import World
 from ..stages.optimizer_state import OptimizerOf, optimizer_of_run
-from .job import Job
-from .report import Report, Throughput
+from .job import Job, throughput
+from .report import Report
 from .run_record import files_of
 from .served import Worker, WorkerJob
-from .trainer import Trainer
 
 
-def run_job(
-    make: Callable[[OptimizerOf], Job],
-    config: RunConfig,
-    world: World,
-    work: Callable[[Trainer], Throughput],
-    as_passed: RunConfig,
-) -> None:
+def run_job(make: Callable[[OptimizerOf], Job], config: RunConfig, world: World, as_passed: RunConfig) -> None:
     """Create and run a job.
 
     make:      creates it, given what makes the optimizer.
-    work:      returns the work of a sample, for the report.
     as_passed: the settings before those decided by data and model were filled in.
 
     Raises a MerakError on every rank of the job, or of the worker, alike.
@@ -35,7 +27,7 @@ def run_job(
     def report() -> Report | None:
         if not world.is_last:
             return None
-        of_sample = work(job.trainer)
+        of_sample = throughput(config, job.plan, world, job.trainer.model.flops())
         return Report(config.logging, of_sample, files=files_of(job.trainer, world, of_sample))
 
     if worker is not None:

@@ -48,7 +48,6 @@ class TokenModel(CapturedModel):
         )
 
     def flops(self) -> int:
-        """Return the FLOPs of a step's forward and backward over all ranks; repeated work counts once."""
         forward = sum(map(flops, self.blueprint.traced.captured.module.graph.nodes))
         return 3 * forward * self.plan.num_microbatches * self.plan.grid.dp
 
