@@ -127,7 +127,7 @@ class Pipeline:
 
 
 def _constant(program: Program):
-    return lambda batch, training: program
+    return lambda batch, training, task: program
 
 
 def _program(stage: int, stages: int, scale: nn.Parameter, work: Work) -> Program:
