@@ -21,7 +21,7 @@ from megatron_merak.parallel.clock import Clock, LogicalClock, WallClock  # noqa
 from megatron_merak.parallel.emulated import register  # noqa: E402
 from megatron_merak.runtime.engine import Engine, Pass, State, execute  # noqa: E402
 from megatron_merak.runtime.weights import Gradient, WeightGradients  # noqa: E402
-from megatron_merak.segment import Common, In, Out, Segment  # noqa: E402
+from megatron_merak.segment import Collective, Common, In, Out, Segment  # noqa: E402
 
 MODES = ("compute", "none", "weight-gradient", "sub-pipeline", "pair")
 
@@ -61,7 +61,7 @@ class Chain:
         scales = [nn.Parameter(torch.full((bench.width,), 0.5)) for _ in range(2 * bench.layers)]
         self.grads = {scale: Gradient(torch.zeros(bench.width)) for scale in scales}
         sink = WeightGradients(self.grads)
-        work, kind = Work(times, self.clock, sink), "sum" if group else ""
+        work, kind = Work(times, self.clock, sink), Collective.ALL_REDUCE if group else Collective.NONE
         segments = [s for unit, scale in enumerate(scales) for s in _half_layer(unit, scale, work, kind)]
         again = [(2 * layer, 2 * layer + 1) for layer in range(bench.layers)] if recompute else []
         self.last = f"h{len(scales)}"
@@ -99,7 +99,7 @@ class Chain:
             state.take_grad("h0")
 
 
-def _half_layer(unit: int, scale: nn.Parameter, work: Work, kind: str) -> list[Segment]:
+def _half_layer(unit: int, scale: nn.Parameter, work: Work, kind: Collective) -> list[Segment]:
     def enter(common: Common, h: Tensor) -> tuple[Tensor, ...]:
         return h * 0.5, h.view_as(h)
 

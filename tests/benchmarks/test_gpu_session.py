@@ -56,7 +56,8 @@ def test_every_step_of_a_part_runs_once(part, steps, tmp_path):
         assert json.loads((tmp_path / f"{name}.json").read_text())["status"] == "ok"
     assert (tmp_path / "device_profile.json").exists()
     again = session(*arguments, out=tmp_path)
-    assert again.returncode == 0 and again.stdout.count("there already") == len(steps)
+    repeated = "predicted" in steps  # of all rows that there are by then
+    assert again.returncode == 0 and again.stdout.count("there already") == len(steps) - repeated
 
 
 @pytest.mark.slow
