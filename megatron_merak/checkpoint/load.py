@@ -87,7 +87,8 @@ def load(
             _tell(messages, manifest.iteration, say, first)
             return dict(manifest.meta)
     if messages:
-        raise DamagedError("checkpoint directory", root, f"all of its checkpoints are damaged: {messages[0]}", _RESTORE)
+        reason = f"all of its checkpoints are damaged: {messages[0].rstrip('.')}"
+        raise DamagedError("checkpoint directory", root, reason, _RESTORE)
     raise CheckpointError("checkpoint directory", root, "it has no complete checkpoint", _REMEDY)
 
 

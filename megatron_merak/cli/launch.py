@@ -45,7 +45,7 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
-    """Return ``asked``; raise LaunchError if its numbers do not describe a job."""
+    """Return ``options``; raise LaunchError if its numbers do not describe a job."""
     for flag, value, least in (
         ("--nproc-per-node", options.nproc_per_node, 1),
         ("--nnodes", options.nnodes, 1),

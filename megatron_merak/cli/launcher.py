@@ -23,12 +23,12 @@ def without_flag(arguments: Sequence[str]) -> list[str]:
 def start(ranks: int, command: str, arguments: Sequence[str], patience: int | None = None) -> int:
     """Run this command once per rank, and return the exit status: that of the first rank that failed, 0 without.
 
-    ranks:    how many there are
-    command:  its name in ``COMMANDS``
-    given:    its command line
-    patience: seconds that ranks have to end after a signal to this process, which is passed on; None: torchrun's 30
+    ranks:     number of ranks.
+    command:   its name in ``COMMANDS``.
+    arguments: its command line.
+    patience:  seconds that ranks have to end after a signal to this process, which is passed on; None: torchrun's 30.
 
-    What a rank has to say it says itself; only one that a signal has ended cannot, and is spoken for.
+    Ranks print their own errors; only for one that a signal has ended this process reports.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -164,21 +164,21 @@ class _Wire:
         else:
             self.posted[op.counterpart()] = time
 
-    def arrival(self, op_wanted: Op) -> float:
+    def arrival(self, send: Op) -> float:
         """Return when the message of a send, whose receive is posted, has arrived.
 
         Its receiver waits in the order of posting, and knows this and all earlier sends, as in a run.
         """
-        if op_wanted not in self.delivered:
-            while op_wanted not in self.read:
+        if send not in self.delivered:
+            while send not in self.read:
                 op, time = self.sent.popleft()
                 self.read[op] = time
             ready = {op: max(time, self.posted[op]) for op, time in self.read.items() if op in self.posted}
             for op in sorted(ready, key=ready.__getitem__):
                 self._deliver(op, ready[op])
-                if op == op_wanted:
+                if op == send:
                     break
-        return self.delivered[op_wanted].end
+        return self.delivered[send].end
 
     def _deliver(self, send: Op, ready: float) -> None:
         del self.read[send]

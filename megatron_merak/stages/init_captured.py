@@ -116,7 +116,7 @@ class Initialiser:
             return self._construct(numbers[name])[0].get(name)
 
     def _construct(self, number: int | None = None) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """Construct the model again. Returns its small parameters and number ``wanted``; and the number of each."""
+        """Construct the model again; return its small parameters and that with ``number``, and the number of each."""
         with _almost_empty(number) as registered, _uninitialised_is_nan():
             model = type(self._model)._from_config(copy.deepcopy(self._model.config))
         named = dict(model.named_parameters())
@@ -162,8 +162,8 @@ def _is_set(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _almost_empty(full: int | None) -> Iterator[dict[int, tuple[int, nn.Parameter]]]:
-    """`init_empty_weights` except for parameters of up to `_SMALL` elements and that registered as number ``wanted``.
+def _almost_empty(kept: int | None) -> Iterator[dict[int, tuple[int, nn.Parameter]]]:
+    """`init_empty_weights` except for parameters of up to `_SMALL` elements and that registered as number ``kept``.
 
     Yields id of a registered parameter -> (its number, the parameter itself, so that its id is not reused).
     """
@@ -176,7 +176,7 @@ def _almost_empty(full: int | None) -> Iterator[dict[int, tuple[int, nn.Paramete
             if parameter is None:
                 return register_real(module, name, None)
             number, _ = registered.get(id(parameter), (len(registered), None))
-            keep = number == full or parameter.numel() <= _SMALL
+            keep = number == kept or parameter.numel() <= _SMALL
             (register_real if keep else register_fake)(module, name, parameter)
             result = module._parameters[name]
             registered.setdefault(id(result), (number, result))

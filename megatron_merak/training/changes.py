@@ -18,15 +18,15 @@ _FREE = frozenset(
     allow_pickle graph_sharding tensor_parallel_rules""".split()
 )
 # ... those that may change during a run, ...
-_TOLD = frozenset("hidden_dropout attention_dropout attn_implementation fp32_residual_connection".split())
+_REPORTED = frozenset("hidden_dropout attention_dropout attn_implementation fp32_residual_connection".split())
 # ... and those that a new run from old weights may choose anew.
 _OF_A_RUN = frozenset(
     "seq_length max_position_embeddings rotary_base rotary_percent use_rope_scaling rope_scaling_factor".split()
 )
-_TRAIN_TOLD = """train_iters train_samples rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed
+_TRAIN_REPORTED = """train_iters train_samples rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed
     micro_batch_size bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
     fp32_matmul_precision calculate_per_token_loss""".split()
-_PARALLEL_TOLD = ("grad_reduce_in_bf16",)
+_PARALLEL_REPORTED = ("grad_reduce_in_bf16",)
 _SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
     lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay
     start_weight_decay end_weight_decay weight_decay_incr_style""".split()
@@ -38,7 +38,7 @@ _DERIVED = "ffn_hidden_size kv_channels group_query_attention num_query_groups m
 _CONFIG_FREE = frozenset(
     "transformers_version _name_or_path architectures dtype torch_dtype use_cache initializer_range".split()
 )
-_CONFIG_TOLD = ("dropout", "_token_id", "pdrop", "_implementation", "_coef")
+_CONFIG_REPORTED = ("dropout", "_token_id", "pdrop", "_implementation", "_coef")
 
 
 class Change(NamedTuple):
@@ -113,13 +113,13 @@ def _model_changes(
     elif isinstance(config.model, ModelConfig):
         now, then = _effective(config.model), _effective_saved(then)
     changes = [Change(flag_name(name), now[name], then[name]) for name in _differing(now, then) if name not in _FREE]
-    may_change = _TOLD | _OF_A_RUN if config.checkpoint.finetune else _TOLD
+    may_change = _REPORTED | _OF_A_RUN if config.checkpoint.finetune else _REPORTED
     refused = [change for change in changes if change.flag[2:].replace("-", "_") not in may_change]
     allowed = [change for change in changes if change not in refused]
     for name in _differing(model or {}, saved.model or {}):
         change = Change(f"config.json {name}", model[name], saved.model[name])
         if name not in _CONFIG_FREE:
-            (allowed if any(part in name for part in _CONFIG_TOLD) else refused).append(change)
+            (allowed if any(part in name for part in _CONFIG_REPORTED) else refused).append(change)
     return refused, allowed
 
 
@@ -147,9 +147,9 @@ def _differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]
 
 def _run_changes(config: RunConfig, saved: SavedRun) -> list[Change]:
     now = config.to_dict()
-    pairs = [("train", name) for name in _differing(now["train"], saved.config["train"]) if name in _TRAIN_TOLD]
+    pairs = [("train", name) for name in _differing(now["train"], saved.config["train"]) if name in _TRAIN_REPORTED]
     before = saved.config.get("parallel", {})
-    pairs += [("parallel", name) for name in _differing(now["parallel"], before) if name in _PARALLEL_TOLD]
+    pairs += [("parallel", name) for name in _differing(now["parallel"], before) if name in _PARALLEL_REPORTED]
     pairs += [("optimizer", name) for name in _differing(now["optimizer"], saved.config["optimizer"])]
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
         pairs = [(section, name) for section, name in pairs if name not in _SCHEDULE]

@@ -15,7 +15,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from ..hf_trainer.batches.order import Batch
 from ..hf_trainer.own_loss import LossOfTrainer
 from ..stages.traced import OwnLoss
-from .scores import Told, head, of_tokens
+from .scores import Scores, head, of_tokens
 from .unread import Missing, Unread
 
 METRICS = ("_metrics", "_total_train_tokens")  # what a TRL trainer counts
@@ -139,7 +139,7 @@ class _Sink(dict):
 class _Answers:
     """Stands for a model: returns the outputs of its captured forwards, in order."""
 
-    def __init__(self, model: nn.Module, computed: Sequence[Told]):
+    def __init__(self, model: nn.Module, computed: Sequence[Scores]):
         self._model, self._computed = model, iter(computed)
         self._logits = any("logits" in each for each in computed)
 
@@ -159,9 +159,9 @@ def _evaluates_alone(trainer: Any) -> bool:
     return any("prediction_step" in vars(each) for each in trainer.adapted if each.__module__.startswith("trl."))
 
 
-def _by_forward(reported: Mapping[str, Tensor]) -> list[Told]:
+def _by_forward(reported: Mapping[str, Tensor]) -> list[Scores]:
     """reports.0.log_probs, ... -> [{log_probs: ...}, ...]"""
-    by_forward: dict[int, Told] = {}
+    by_forward: dict[int, Scores] = {}
     for name, value in reported.items():
         kind, _, rest = name.partition(".")
         if kind == REPORTS:

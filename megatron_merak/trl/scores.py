@@ -21,10 +21,10 @@ from .unread import Unread
 IGNORED = -100
 TRAINED = ("log_probs", "log_sum_sq_probs", "label_mask", "aux_loss")  # what a loss reads; the rest is for metrics
 
-Told = dict[str, Tensor]  # field -> values of a forward
+Scores = dict[str, Tensor]  # field -> values of a forward
 
 
-def scores(logits: Tensor, labels: Tensor, fields: Sequence[str]) -> Told:
+def scores(logits: Tensor, labels: Tensor, fields: Sequence[str]) -> Scores:
     """Return per token, [b, s - 1], its log-probability and the other requested fields; 0 where the next token is no
     target.
 
@@ -50,12 +50,12 @@ def scores(logits: Tensor, labels: Tensor, fields: Sequence[str]) -> Told:
     return {name: value if name == "log_probs" else value.masked_fill(~mask, 0) for name, value in computed.items()}
 
 
-def at_tokens(computed: Told) -> Told:
+def at_tokens(computed: Scores) -> Scores:
     """Return scores [b, s - 1] at the tokens that they are of, [b, s], so that they can be padded like their batch."""
     return {name: torch.cat((x.new_zeros(len(x), 1), x), 1) if x.dim() == 2 else x for name, x in computed.items()}
 
 
-def of_tokens(computed: Told) -> Told:
+def of_tokens(computed: Scores) -> Scores:
     """Undo ``at_tokens``."""
     return {name: x[:, 1:] if x.dim() == 2 else x for name, x in computed.items()}
 
@@ -78,7 +78,7 @@ def take_head(model: nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def head(model: nn.Module, fields: Sequence[str], computed: list[Told]) -> Iterator[None]:
+def head(model: nn.Module, fields: Sequence[str], computed: list[Scores]) -> Iterator[None]:
     """Let ``model`` accept ``fused_lm_head=True`` while its loss is captured.
 
     fields:   what to compute; ("logits",) alone: the model's outputs, without a fused head.

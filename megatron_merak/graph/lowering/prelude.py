@@ -22,20 +22,20 @@ class Prelude:
     reads:     keys of the batch that are needed.
     """
 
-    def __init__(self, flow: Flow, names: Sequence[Node], device: torch.device):
-        self.device, self.names = device, tuple(node.name for node in names)
-        needed = _upstream(flow, names)
+    def __init__(self, flow: Flow, outputs: Sequence[Node], device: torch.device):
+        self.device, self.names = device, tuple(node.name for node in outputs)
+        needed = _upstream(flow, outputs)
         nodes = [node for node in flow.order if node in needed]
         varies = _varies(flow, nodes)
         constants = [n for n in nodes if n.op == "get_attr" and not flow.is_module(n)]
         inputs = [n for n in nodes if n.op == "placeholder"]
         first = [n for n in nodes if n.op == "call_function" and not varies[n]]
         then = [n for n in nodes if n.op == "call_function" and varies[n]]
-        late = dict.fromkeys((*names, *(x for n in then for x in n.all_input_nodes)))
-        inputs_only = [n for n in (*constants, *first) if n in late]
+        late = dict.fromkeys((*outputs, *(x for n in then for x in n.all_input_nodes)))
+        intermediate = [n for n in (*constants, *first) if n in late]
         self.constants = tuple(flow.constants[str(n.target)] for n in constants)
-        self.first = _code(flow, constants, first, inputs_only, device)
-        self.then = _code(flow, (*inputs_only, *inputs), then, names, device)
+        self.first = _code(flow, constants, first, intermediate, device)
+        self.then = _code(flow, (*intermediate, *inputs), then, outputs, device)
         self.reads = tuple(str(n.target) for n in inputs)
         self._fixed: tuple[Tensor, ...] | None = None
 
@@ -68,7 +68,7 @@ class Prelude:
 
 
 def _upstream(flow: Flow, targets: Sequence[Node]) -> dict[Node, None]:
-    """Return all nodes that ``wanted`` depends on, including those that write in place to what it depends on."""
+    """Return all nodes that ``targets`` depend on, including those that write in place to what they depend on."""
     of_storage = writers(flow.graph)
     needed: dict[Node, None] = {}
     pending = list(targets)

@@ -120,16 +120,16 @@ class _Splitter:
             if node in self.segment:
                 members[self.segment[node]].append(node)
         parts, indices = [], dict.fromkeys(self.units, 0)
-        own_units: dict[Node, None] = {}
+        shared: dict[Node, None] = {}
         for (unit, _), nodes in members.items():
             part, common = self._part(unit, indices[unit], nodes)
             indices[unit] += 1
             parts.append(part)
-            own_units |= dict.fromkeys(common)
+            shared |= dict.fromkeys(common)
         ends = self.last in self.units
         results = tuple(map(self._name, self.outputs)) if ends else ()
-        own_units |= {node: None for node in self.outputs if ends and node not in self.flow.unit}
-        prelude = Prelude(self.flow, list(own_units), self.device)
+        shared |= {node: None for node in self.outputs if ends and node not in self.flow.unit}
+        prelude = Prelude(self.flow, list(shared), self.device)
         crossing = self._live(self.units.start), self._live(self.units.stop)
         return Parts(tuple(parts), *crossing, results, prelude, tuple(self.outputs.values()) if ends else ())
 

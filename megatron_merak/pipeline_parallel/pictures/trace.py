@@ -26,7 +26,7 @@ _THREADS = {Kind.SEND_F: 100, Kind.SEND_B: 200}
 def to_trace(views: Sequence[View]) -> dict:
     """Return a JSON-safe trace; the inverse of ``from_trace`` up to the rounding of times."""
     events: list[dict] = []
-    headers: list[dict] = []
+    descriptions: list[dict] = []
     process = 0
     for view in views:
         prefix = f"{view.name}, " if len(views) > 1 else ""
@@ -34,12 +34,12 @@ def to_trace(views: Sequence[View]) -> dict:
         events += _arrows(view.timeline, process) + _counters(view, process)
         words = {"title": view.title, "clock": view.clock, "detail": view.detail, "capacity": view.capacity}
         words |= {"timed": view.timed, "step": view.step}
-        headers.append({**words, "process": process, "schedule": str(view.timeline.schedule)})
+        descriptions.append({**words, "process": process, "schedule": str(view.timeline.schedule)})
         process += view.ranks
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"producer": "megatron_merak", "format": FORMAT, "views": headers},
+        "otherData": {"producer": "megatron_merak", "format": FORMAT, "views": descriptions},
     }
 
 
@@ -113,17 +113,17 @@ def messages_between(schedule: Schedule, events: Sequence[Event]) -> tuple[Trans
 def _names(view: View, process: int, prefix: str) -> list[dict]:
     rows = []
     for rank in range(view.ranks):
-        rows.append(_headers(process + rank, "process_name", name=f"{prefix}pipeline rank {rank} ({view.clock})"))
-        rows.append(_headers(process + rank, "process_sort_index", sort_index=process + rank))
+        rows.append(_metadata(process + rank, "process_name", name=f"{prefix}pipeline rank {rank} ({view.clock})"))
+        rows.append(_metadata(process + rank, "process_sort_index", sort_index=process + rank))
     threads = {
         (event.rank, event.part): "compute" + ", run together" * (event.part > 0) for event in view.timeline.events
     }
     for (rank, thread), name in sorted(threads.items()):
-        rows.append(_headers(process + rank, "thread_name", thread, name=name))
+        rows.append(_metadata(process + rank, "thread_name", thread, name=name))
     return rows
 
 
-def _headers(process: int, what: str, thread: int = 0, **args) -> dict:
+def _metadata(process: int, what: str, thread: int = 0, **args) -> dict:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
@@ -151,7 +151,7 @@ def _messages(timeline: Timeline, process: int) -> list[dict]:
         if lane == len(lanes):
             lanes.append(0.0)
             name = NAMES[kind] + f" ({lane + 1})" * (lane > 0)
-            rows.append(_headers(process + rank, "thread_name", _THREADS[kind] + lane, name=name))
+            rows.append(_metadata(process + rank, "thread_name", _THREADS[kind] + lane, name=name))
         lanes[lane] = message.end
         rows.append(_span(message.op, process + rank, _THREADS[kind] + lane, message.start, message.end))
     return rows
