@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megatron_merak.errors import MerakError
+from ..counting import named_ranks
+from ..errors import MerakError
 
 _RANKS_NAMED = 8
 
@@ -109,18 +110,12 @@ def _merge(failed: list[tuple[int, dict]]) -> MerakError:
     report = failed[0][1]
     same = [rank for rank, other in failed if other == report]
     others = [(rank, other) for rank, other in failed if other != report]
-    reason = f"on {_name_ranks(same)}, {report['reason']}"
+    reason = f"on {named_ranks(same)}, {report['reason']}"
     for rank, other in others[:_RANKS_NAMED]:
         reason += f"; on rank {rank}, {other['what']} {other['value']}: {other['reason']}"
     if len(others) > _RANKS_NAMED:
         reason += f"; and {len(others) - _RANKS_NAMED} other ranks failed"
     return _error_class(report["type"])(report["what"], report["value"], reason, report["remedy"])
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    named = ", ".join(str(rank) for rank in ranks[:_RANKS_NAMED])
-    more = f" and {len(ranks) - _RANKS_NAMED} more" if len(ranks) > _RANKS_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
 def _error_class(name: str) -> type[MerakError]:

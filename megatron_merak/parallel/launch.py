@@ -19,10 +19,11 @@ from ..counting import counted
 from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
+from .meeting import meet
 from .position import launcher, position, tell
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
-from .roles import Role, job_keys
+from .roles import ATTEMPT, Role, job_keys
 from .shared_segment import Settings
 
 _PATIENCE = 60.0  # seconds that a rank waits for the others at exit
@@ -43,7 +44,8 @@ class World:
     ranks_here:  number of ranks on this host, 0 where unknown.
     local_rank:  index of this rank on its host, -1 where unknown.
     role:        of this rank, with parameter servers.
-    store:       shared by all ranks, with parameter servers.
+    store:       of this attempt of the job, shared by all its ranks; None for a single process, with MPI, and in a
+                 job that somebody else joined.
     """
 
     rank: int
@@ -146,16 +148,23 @@ def launch(
     served:        with parameter servers: (rank, size) -> role. A worker's rank joins only the ranks of its worker.
     """
     check_available(backend)
-    (rank, size), environment = position(), _environment()
+    rank, size = position()
+    in_job = (rank, size)
+    environment = _environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
     cluster, clock = _emulation(backend, emulate)
-    role = store = None
+    role = None
     if served is not None:
-        role, store = served(rank, size), _job_store(rank, timeout_minutes)
+        role = served(rank, size)
         rank, size = (rank - role.clients_of_all, role.servers) if role.only_serves else (role.place, role.places)
         use_cpu = use_cpu or role.only_serves
     device = torch.device("cpu") if use_cpu else _device(backend, size)
+    store = None
+    if role is not None or size > 1:
+        _check_rendezvous(backend)
+        if backend != MPI:  # which connects ranks by its own means
+            store = _job_store(*in_job, timedelta(minutes=timeout_minutes))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if deterministic:
@@ -164,14 +173,23 @@ def launch(
     if role is not None and role.only_serves:
         return World(rank, size, device, setup=set_up(device, fp32_matmul, environment), role=role, store=store)
     if size > 1:
-        _check_rendezvous(backend)
         job = _job_backend(backend, device)
         # With a bound device, ranks outside of a new group split its communicator; for groups of a backend of our own
         # they would be the only ones to do so.
         bound = device if job == "nccl" and backend != peer_group.NAME else None
-        place = {} if job == MPI else {"rank": rank, "world_size": size}  # MPI assigns them itself
-        place |= {} if role is None else {"store": dist.PrefixStore(f"worker {role.worker}", store)}
-        dist.init_process_group(job, timeout=timedelta(minutes=timeout_minutes), device_id=bound, **place)
+        timeout = timedelta(minutes=timeout_minutes)
+        if store is None:  # MPI numbers the ranks itself
+            dist.init_process_group(job, timeout=timeout, device_id=bound)
+        else:
+            group = "all ranks" if role is None else f"worker {role.worker}"
+            dist.init_process_group(
+                job,
+                timeout=timeout,
+                world_size=size,
+                rank=rank,
+                store=dist.PrefixStore(group, store),
+                device_id=bound,
+            )
         if (current := (dist.get_rank(), dist.get_world_size())) != (rank, size):
             reason = f"{launcher().name} says rank {rank} of {size}"
             place = "(rank {} of {})".format(*current)
@@ -197,17 +215,30 @@ def _local_rank() -> int:
     return _number(name, "0") if name in os.environ else -1
 
 
-def _job_store(rank: int, timeout_minutes: float) -> dist.Store:
-    """Return a key-value store for all ranks of the job, of its launcher or of rank 0. Raises LaunchError."""
-    _check_rendezvous("gloo")
-    host, port, timeout = os.environ["MASTER_ADDR"], _number("MASTER_PORT", ""), timedelta(minutes=timeout_minutes)
+def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return a key-value store of this attempt of the job, of its launcher or of rank 0. Raises LaunchError.
+
+    Collective over all ranks, but for those of a launcher that starts single ranks again.
+    """
+    host = os.environ["MASTER_ADDR"]
+    port = _number("MASTER_PORT", "")
     creates = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(host, port, is_master=creates, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=creates,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # a script that makes a group of its own, by torch's means, gets this store too
+        )
     except (RuntimeError, ValueError) as error:
         reason = f"no store answers there ({str(error).splitlines()[0]})"
         raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, "Start ranks with torchrun") from error
-    return job_keys(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    attempt = os.environ.get(ATTEMPT)
+    if attempt is None:
+        attempt = meet(dist.PrefixStore("megatron_merak", store), rank, size, timeout, tell)
+    return job_keys(store, attempt)
 
 
 def adopt(backend: str = "auto", fp32_matmul: str = "auto", use_cpu: bool = False) -> World:

@@ -70,7 +70,11 @@ class Role:
         return () if self.servers else self.endpoints
 
 
-def job_keys(store: dist.Store, attempt: str = "0") -> dist.Store:
+# The variable in which a launcher that starts single ranks again gives every rank the name of the job's only attempt.
+ATTEMPT = "MERAK_ATTEMPT"
+
+
+def job_keys(store: dist.Store, attempt: str) -> dist.Store:
     """Return the view of a store for one attempt of a job; launchers may use one store for several attempts."""
     return dist.PrefixStore(f"megatron_merak, attempt {attempt}", store)
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from ..errors import LaunchError
-from ..parallel.roles import ended_key, job_keys
+from ..parallel.roles import ATTEMPT, ended_key, job_keys
 
+_ATTEMPT = "only"  # single ranks start again, never the job
 _POLL = 0.1  # seconds between two looks at the processes
 _GRACE = 10.0  # seconds that ranks have to end when they are told to
 
@@ -54,7 +55,7 @@ class Hosts:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            ATTEMPT: _ATTEMPT,
             "TORCHELASTIC_RUN_ID": f"megatron_merak-{self.port}",
         }
 
@@ -115,7 +116,7 @@ class Supervisor:
         except (RuntimeError, ValueError) as error:
             reason = f"no store {'can be opened' if first else 'answers'} there ({str(error).splitlines()[0]})"
             raise LaunchError("--master-port", self.hosts.port, reason, "Name one that is free") from error
-        return job_keys(store)
+        return job_keys(store, _ATTEMPT)
 
     def _serves(self, rank: int) -> bool:
         return rank >= self.hosts.size - self.servers
