@@ -78,7 +78,7 @@ def table() -> str:
             memory = rank_memory(found)[0]
             held = " | ".join(f"{part / GIB:.1f} GiB" for part in (memory.weights, memory.gradients, memory.optimizer))
             peak = f"{memory.total / GIB:.1f} GiB"
-            peak += " (does not fit)" if memory.total > found.cluster.device.memory else ""
+            peak += " (does not fit)" if memory.total > found.cluster.device.usable else ""
             rate = samples * MODELS[model].seq_length / found.predicted_time
             lines.append(
                 f"| {model} | {gpus} | {tp} x {found.grid.dp} | `{sharding}` | {instances} | {held} | {peak} "

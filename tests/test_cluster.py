@@ -27,6 +27,12 @@ def test_profiles_are_found_by_name_and_by_device():
         find_cluster("abacus")
 
 
+def test_plans_leave_a_part_of_a_devices_memory_to_what_they_do_not_count():
+    usable = {name: find_cluster(name).device.usable / GIB for name in ("cpu", "H100", "A100 40GB", "RTX 3090")}
+    assert usable == {"cpu": 0, "H100": 76, "A100 40GB": 36, "RTX 3090": 20}
+    assert replace(DEVICES["H100"], memory=8 * GIB).usable == 6 * GIB, "never so much that nothing is left"
+
+
 # By hand, in GB/s: NVLink 240 and eight cards of 23 in a node, or PCIe 12 and one card of 11.
 PLACED = [
     ("dgx-a100", [3, 7], 240, 4e-6),

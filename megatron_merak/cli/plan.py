@@ -57,15 +57,18 @@ def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
     return flags
 
 
-def shown(plan: "Plan", notes: Sequence[str] = (), remake: "Remake | None" = None) -> str:
-    """A plan, what was noted about it, its tables, and where it does not fit what would (see ``misfits``)."""
+def shown(plan: "Plan", limit: float, notes: Sequence[str] = (), remake: "Remake | None" = None) -> str:
+    """A plan, what was noted about it, its tables, and where it does not fit what would (see ``misfits``).
+
+    limit: bytes that a rank may use.
+    """
     from ..plan import plan_table
     from ..planner.remedies import misfits
     from ..planner.tables import memory_table, tensor_table
 
     parts = [plan_table(plan), "\n".join(notes), memory_table(plan)]
     parts += [tensor_table(plan)] if plan.reasons else []
-    parts += ["\n".join(misfits(plan, plan.cluster.device, remake))]
+    parts += ["\n".join(misfits(plan, limit, remake))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -86,7 +89,7 @@ def show(arguments: Sequence[str]) -> None:
         check_suffix("--timeline", picture)
     maker = Maker(config, own)
     plan = maker.plan
-    print(shown(plan, (*without_effect(arguments)[1], *maker.notes()), maker.remade))
+    print(shown(plan, maker.limit, (*without_effect(arguments)[1], *maker.notes()), maker.remade))
     for path in copies.values():
         if path is not None:
             Path(path).write_text(plan.to_json(), encoding="utf-8")
@@ -110,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif arguments[:1] == ["show"] and len(arguments) == 2 and files:
             from ..training.plan_file import stored
 
-            print(shown(stored(files[0])))
+            plan = stored(files[0])
+            print(shown(plan, plan.cluster.device.usable))
         else:
             show(arguments)
     except (MerakError, OSError) as error:

@@ -49,6 +49,7 @@ GIB, MIB, GB = 2**30, 2**20, 10**9
 def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str:
     """Return the report: tables, the rank with the highest peak, and what does not fit.
 
+    limit:  bytes that a rank may use, 0 if that is not known.
     remake: see ``misfits``.
     """
     from ..plan import prediction, sharding_text
@@ -70,7 +71,7 @@ def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str
         "",
         f"largest: pipeline rank {rank} with {peaks[rank] / GIB:.2f} GiB" + (f" of {limit / GIB:.2f}" if limit else ""),
     ]
-    return "\n".join([*lines, *misfits(plan, plan.cluster.device, remake)])
+    return "\n".join([*lines, *misfits(plan, limit, remake)])
 
 
 def classic() -> str:
@@ -114,13 +115,13 @@ def show(arguments: Sequence[str]) -> None:
     if options.plan is not None:
         from ..training.plan_file import stored
 
-        plan, notes, limit, remake = stored(options.plan), (), 0.0, None
+        plan, notes, remake = stored(options.plan), (), None
+        limit = plan.cluster.device.usable
     else:
         config, values = configured(flags, arguments)
         maker = Maker(config, values)
         plan, notes, remake = maker.plan, (*without_effect(arguments)[1], *maker.notes()), maker.remade
-        limit = (config.parallel.device_memory_gb or 0) * GIB
-    limit = limit or plan.cluster.device.memory
+        limit = maker.limit
     print("\n\n".join(part for part in (looked_at(plan, limit, remake), "\n".join(notes)) if part))
     if options.picture is not None:
         from ..planner.memory_picture import draw_memory

@@ -18,6 +18,8 @@ from megatron_merak.cluster.rates import Rates, rates_of
 from megatron_merak.errors import ConfigError, PlanError
 
 GIB = 2**30
+RESERVE = 4 * GIB  # of a device's memory: for what no plan counts, see ``Device.usable``
+_LARGEST_RESERVE = 4  # a part of small devices: one in four bytes
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,14 @@ class Device:
     dispatch: float = 0.0
     fused_attention: bool = True
     rates: Rates | None = None
+
+    @property
+    def usable(self) -> int:
+        """Bytes that plans use: ``memory`` without 4 GiB, or a quarter of it where that is less; 0 if it is not known.
+
+        The rest is for what no plan counts: the driver's context, buffers of NCCL and cuBLAS, the allocator's gaps.
+        """
+        return self.memory - min(RESERVE, self.memory // _LARGEST_RESERVE)
 
     def flops(self, dtype: str) -> float:
         """Return the dense matrix-product peak for "float32", or for the 16-bit types."""

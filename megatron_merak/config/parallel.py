@@ -101,7 +101,8 @@ class ParallelConfig(Section):
     recompute_num_layers: int | None = setting(None, least=1)
     """Layers per run, or per stage; see --recompute-method."""
     device_memory_gb: float | None = setting(None, above=0, ours=True)
-    """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: the device's memory, if known)."""
+    """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: what the
+    device has, if known, without 4 GiB or, if that is less, a quarter)."""
     device_profile: str | None = setting(None, ours=True)
     """JSON file of benchmarks/calibrate.py with rates measured on this device, to plan with."""
 

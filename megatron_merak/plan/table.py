@@ -67,7 +67,7 @@ def plan_table(plan: Plan, width: int = 120) -> str:
         lines.append("  ".join(aligned).rstrip())
     predicted = prediction(plan)
     lines += ["", f"schedule {plan.schedule.name}" + (f", {predicted}" if predicted else "")]
-    lines += plan.schedule_note.splitlines()
+    lines += [*filter(None, [memory_text(plan)]), *plan.schedule_note.splitlines()]
     program = str(plan.schedule).splitlines()[1:]
     for line in program[:8]:
         lines.append(line if len(line) <= width else line[: width - 4].rsplit(" ", 1)[0] + " ...")
@@ -100,6 +100,20 @@ def prediction(plan: Plan) -> str:
     if not plan.predicted_time:
         return ""
     return f"predicted on {plan.cluster}: {time_text(plan.predicted_time)} per step, bubble {plan.predicted_bubble:.1%}"
+
+
+def memory_text(plan: Plan) -> str:
+    """Return the largest peak of a rank beside what plans use of the device's memory; "" where either is unknown."""
+    device = plan.cluster.device
+    if not plan.predicted_bytes or not device.usable:
+        return ""
+    most = max(sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.grid.pp))
+    compared = " of" if most <= device.usable else ", more than"
+    kept = bytes_text(device.memory - device.usable)
+    return (
+        f"largest rank {bytes_text(most)}{compared} the {bytes_text(device.usable)} of {device.name} that plans use "
+        f"({kept} are kept for what they do not count)"
+    )
 
 
 def time_text(seconds: float) -> str:

@@ -153,14 +153,14 @@ def plan_chain(
     microbatches: per step and replica.
     schedule:     a name, "auto" for the fastest by the model, or compute ops, which are run unchanged.
     overlap:      of tensor-parallel collectives; "auto" for the fastest by the model.
-    memory_gb:    memory of a rank in GiB. None: that of the device, exceeded only if no cut fits.
+    memory_gb:    memory of a rank in GiB. None: what is usable of the device's, exceeded only if no cut fits.
     reasons:      (tensor, why it is sharded as it is).
     For ``chunks`` and ``group`` see ``build_schedule``; other arguments, with ``others``, are fields of ``Plan``.
     Raises PlanError for contradictory arguments and if no cut fits, ScheduleError as ``build_schedule`` does.
     """
     check_instances(sharding_instances, grid.dp, sharding)
     units, recompute = tuple(units), recompute or Recompute()
-    limit = cluster.device.memory if memory_gb is None else memory_gb * GIB
+    limit = cluster.device.usable if memory_gb is None else memory_gb * GIB
     check_limit(recompute, limit, cluster.device.name)
     custom, automatic = isinstance(schedule, Schedule), schedule == AUTO
     homes = placements(grid.pp, chunks, len(units)) if automatic else ()

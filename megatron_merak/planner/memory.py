@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from math import ceil
 
-from megatron_merak.cluster import Device
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule, ops_of
 from megatron_merak.plan import (
     DTYPE_BYTES,
@@ -225,10 +224,10 @@ def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:
     return tuple(totals)
 
 
-def overflowing_ranks(plan: Plan, device: Device) -> tuple[int, ...]:
-    """Return the pipeline ranks whose predicted peak exceeds the device's memory; none if that is unknown."""
+def overflowing_ranks(plan: Plan, limit: float) -> tuple[int, ...]:
+    """Return the pipeline ranks whose predicted peak exceeds ``limit`` bytes; none if that is 0, unknown."""
     peaks = [sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.grid.pp)]
-    return tuple(rank for rank, peak in enumerate(peaks) if plan.predicted_bytes and 0 < device.memory < peak)
+    return tuple(rank for rank, peak in enumerate(peaks) if plan.predicted_bytes and 0 < limit < peak)
 
 
 Fits = Callable[[int, StagePlan], bool]

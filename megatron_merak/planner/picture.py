@@ -20,7 +20,7 @@ def view(plan: Plan, title: str = "") -> View:
     samples = counted(plan.micro_batch_size, "sample")
     detail += f"{counted(len(plan.units), 'unit')}, {samples} per micro-batch; {_step_text(plan)}"
     curves, seconds = memory_curves(plan, step), step_time(plan, step)
-    return View(step, title, "modelled", detail, curves, plan.cluster.device.memory, step=seconds)
+    return View(step, title, "modelled", detail, curves, plan.cluster.device.usable, step=seconds)
 
 
 def _step_text(plan: Plan) -> str:

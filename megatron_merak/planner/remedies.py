@@ -1,5 +1,6 @@
 """Reports a plan that does not fit into its devices, and the flags with which it would fit."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -19,30 +20,49 @@ Changes = Mapping[str, str | int]  # settings of parallelism, and their new valu
 Remake = Callable[[Changes], Plan | None]
 
 
-def misfits(plan: Plan, device: Device, remake: Remake | None = None) -> list[str]:
-    """Return a line for each pipeline rank whose predicted peak exceeds the device's memory, then one per remedy.
+def misfits(plan: Plan, limit: float, remake: Remake | None = None) -> list[str]:
+    """Return a line for each pipeline rank whose predicted peak exceeds its limit, then one per remedy.
 
     The list is empty where the plan fits.
 
+    limit:  bytes that a rank may use, see ``limit_of``; 0: unknown.
     remake: makes the plan with changed settings; returns None where these are invalid. Without it, as for a stored
             plan, stages and degrees stay unchanged.
     """
-    ranks = overflowing_ranks(plan, device)
+    ranks = overflowing_ranks(plan, limit)
     if not ranks:
         return []
-    full = f"{device.memory / GIB:.0f} GiB of {device.name}"
+    full = limit_text(plan.cluster.device, limit)
     lines = [f"pipeline rank {rank} does not fit into the {full}" for rank in ranks]
     may_recompute = any(len(stage.recompute) < len(stage.units) for stage in plan.stages)
     fitting = False
     variant = remake or (lambda changes: _changed(plan, changes))
-    for changes, other in _cheapest_first(plan, device, variant, may_recompute):
+    for changes, other in _cheapest_first(plan, limit, variant, may_recompute):
         largest = _largest(other)
-        fitting |= largest <= device.memory
-        fits = "fits" if largest <= device.memory else "does not fit either"
+        fitting |= largest <= limit
+        fits = "fits" if largest <= limit else "does not fit either"
         lines.append(f"  with {flags(changes)} the largest rank needs {largest / GIB:.1f} GiB: it {fits}")
     if not fitting and remake is not None:
-        lines += _degrees(plan, device, remake, may_recompute)
+        lines += _degrees(plan, limit, remake, may_recompute)
     return lines
+
+
+def limit_of(device: Device, memory_gb: float | None) -> float:
+    """Return the bytes that a rank may use: what was stated, as far as the device has it, else what is usable of it.
+
+    memory_gb: of ``--device-memory-gb``.
+    """
+    if memory_gb is None:
+        return device.usable
+    return min(memory_gb * GIB, device.memory or math.inf)
+
+
+def limit_text(device: Device, limit: float) -> str:
+    """Return a limit in words, with what it leaves of the device's memory."""
+    text = f"{limit / GIB:.0f} GiB of {device.name}"
+    if limit != device.usable or limit == device.memory:
+        return text
+    return f"{text} that plans use (it has {device.memory / GIB:.0f})"
 
 
 def flags(changes: Changes) -> str:
@@ -55,7 +75,7 @@ def flags(changes: Changes) -> str:
     )
 
 
-def _cheapest_first(plan: Plan, device: Device, remake: Remake, may_recompute: bool) -> Iterator[tuple[Changes, Plan]]:
+def _cheapest_first(plan: Plan, limit: float, remake: Remake, may_recompute: bool) -> Iterator[tuple[Changes, Plan]]:
     """Yield (settings, plan) that need less memory, those that cost least time first.
 
     These are the sharding strategies up to the first that fits, with the plan's recomputation, then with full
@@ -63,13 +83,13 @@ def _cheapest_first(plan: Plan, device: Device, remake: Remake, may_recompute: b
 
     may_recompute: whether the plan recomputes less than everything.
     """
-    yield from _sharded(plan, {}, device, remake)
+    yield from _sharded(plan, {}, limit, remake)
     if may_recompute and (recomputed := remake(FULL)) is not None:
         yield FULL, recomputed
-        yield from _sharded(plan, FULL, device, remake)
+        yield from _sharded(plan, FULL, limit, remake)
 
 
-def _sharded(plan: Plan, more: Changes, device: Device, remake: Remake) -> Iterator[tuple[Changes, Plan]]:
+def _sharded(plan: Plan, more: Changes, limit: float, remake: Remake) -> Iterator[tuple[Changes, Plan]]:
     """Yield plans with strategies that shard more than the plan's own, up to the first that fits.
 
     more: other settings to change.
@@ -82,18 +102,18 @@ def _sharded(plan: Plan, more: Changes, device: Device, remake: Remake) -> Itera
         if (other := remake(changes)) is None:
             return
         yield changes, other
-        if _largest(other) <= device.memory:
+        if _largest(other) <= limit:
             return
 
 
-def _degrees(plan: Plan, device: Device, remake: Remake, may_recompute: bool) -> list[str]:
+def _degrees(plan: Plan, limit: float, remake: Remake, may_recompute: bool) -> list[str]:
     """Return a line for the fastest plan that fits with as few more ranks per replica as possible.
 
     Where none fits, the job gets more ranks, too; if that does not suffice, the line says so.
     """
     for ranks in (plan.grid.size, *(plan.grid.size * more for more in _TIMES)):
         for times in _TIMES if ranks == plan.grid.size else (1, *_TIMES):
-            fitting = list(_fitting(plan, device, remake, may_recompute, ranks, times))
+            fitting = list(_fitting(plan, limit, remake, may_recompute, ranks, times))
             if fitting:
                 changes, other = min(fitting, key=lambda pair: pair[1].predicted_time)
                 needs, takes = f"{_largest(other) / GIB:.1f} GiB", time_text(other.predicted_time)
@@ -102,7 +122,7 @@ def _degrees(plan: Plan, device: Device, remake: Remake, may_recompute: bool) ->
 
 
 def _fitting(
-    plan: Plan, device: Device, remake: Remake, may_recompute: bool, ranks: int, times: int
+    plan: Plan, limit: float, remake: Remake, may_recompute: bool, ranks: int, times: int
 ) -> Iterator[tuple[Changes, Plan]]:
     """Yield, for each pair of degrees, the plan that fits with the fewest other changes.
 
@@ -117,7 +137,7 @@ def _fitting(
         for variant in variants:
             changes = {**more, **degrees, **variant}
             other = remake(changes)
-            if other is not None and _largest(other) <= device.memory:
+            if other is not None and _largest(other) <= limit:
                 yield changes, other
                 break
 

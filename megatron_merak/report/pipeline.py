@@ -108,7 +108,7 @@ def rank_rows(predicted: View | None, measured: View | None) -> list[tuple[str, 
 def memory(plan: Plan) -> str:
     """Return a bar per pipeline rank of the predicted contents of its memory at the peak."""
     ranks, names = rank_memory(plan), [part.name for part in fields(StageMemory)]
-    capacity, most = plan.cluster.device.memory, max(one.total for one in ranks) or 1
+    capacity, most = plan.cluster.device.usable, max(one.total for one in ranks) or 1
     full = capacity if 0 < capacity < 4 * most else most
     rows = []
     for rank, one in enumerate(ranks):
@@ -125,7 +125,8 @@ def memory(plan: Plan) -> str:
     used = [index for index in range(len(names)) if any(astuple(one)[index] for one in ranks)]
     legend = "".join(f'<span><i class="part-{index}"></i>{names[index]}</span>' for index in used)
     of = (
-        f"of {bytes_text(capacity)} of {escape(plan.cluster.device.name)}"
+        f"of {bytes_text(capacity)} that plans use of {escape(plan.cluster.device.name)}'s "
+        f"{bytes_text(plan.cluster.device.memory)}"
         if full == capacity
         else "of one rank at its peak"
     )

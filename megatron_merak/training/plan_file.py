@@ -135,8 +135,11 @@ def compare(plan: Plan, settings: Mapping[str, Any], named: Callable[[str], str]
 
 
 def check_memory(plan: Plan, cluster: Cluster) -> None:
-    """Raise PlanError if a rank of ``cluster`` has less memory than the plan needs."""
-    for rank in overflowing_ranks(plan, cluster.device):
+    """Raise PlanError if a rank of ``cluster`` has less memory, all of it counted, than the plan needs.
+
+    A plan that leaves less than the reserve runs: it may be what ``--device-memory-gb`` asked for. Its table says it.
+    """
+    for rank in overflowing_ranks(plan, cluster.device.memory):
         capacity = cluster.device.memory / 2**30
         reason = f"pipeline rank {rank} does not fit into the {capacity:.0f} GiB of {cluster.device.name}"
         remedy = "Make a plan for this device"

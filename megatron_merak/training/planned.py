@@ -74,6 +74,13 @@ class Maker:
                 error.add_note(line)
             raise
 
+    @property
+    def limit(self) -> float:
+        """Bytes that a rank may use, see ``planner.remedies.limit_of``."""
+        from ..planner.remedies import limit_of
+
+        return limit_of(self.cluster.device, self.config.parallel.device_memory_gb)
+
     def notes(self) -> tuple[str, ...]:
         """Return notes on the plan, in sentences."""
         notes = self.worker_notes
@@ -102,8 +109,11 @@ class Maker:
         memory, plan = self.config.parallel.device_memory_gb, self.remade(anyhow)
         if memory is None or plan is None:
             return []
-        device = dataclasses.replace(plan.cluster.device, memory=int(memory * 2**30))
-        lines = misfits(plan, device, lambda changes: self.remade(changes) or self.remade({**changes, **anyhow}))
+
+        def remake(changes: Mapping[str, Any]) -> "Plan | None":
+            return self.remade(changes) or self.remade({**changes, **anyhow})
+
+        lines = misfits(plan, memory * 2**30, remake)
         return [line for line in lines if line.endswith("it fits")]
 
     def _make(self, config: RunConfig, ranks: int) -> "Plan":

@@ -125,7 +125,7 @@ def test_where_nothing_fits_the_memory_is_that_of_1f1b():
     small = replace(arguments["cluster"], device=replace(arguments["cluster"].device, memory=100))
     found = plan_chain(**arguments | {"cluster": small}, schedule="auto")
     assert largest(found) <= largest(plan_chain(**arguments | {"cluster": small}))
-    assert "the memory that 1f1b needs, since no schedule fits into 100 B" in found.schedule_note
+    assert "the memory that 1f1b needs, since no schedule fits into 75 B" in found.schedule_note
     with pytest.raises(PlanError, match="--device-memory-gb"):
         plan_chain(**arguments, schedule="auto", memory_gb=1e-7)
 

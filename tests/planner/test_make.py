@@ -4,15 +4,28 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, all_gather, all_reduce, find_cluster, reduce_scatter
+from megatron_merak.cluster import (
+    CLUSTERS,
+    DEVICES,
+    GIB,
+    Cluster,
+    Device,
+    Link,
+    all_gather,
+    all_reduce,
+    find_cluster,
+    reduce_scatter,
+)
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, StagePlan, Unit
+from megatron_merak.plan.table import memory_text
 from megatron_merak.planner import plan
-from megatron_merak.planner.make import default_bucket_size
+from megatron_merak.planner.make import default_bucket_size, plan_chain
 from megatron_merak.planner.memory import overflowing_ranks, rank_memory, stage_memory
 from megatron_merak.planner.predict import stage_costs, step_time, timeline
+from megatron_merak.planner.remedies import limit_of, misfits
 
 
 def config(tp=1, pp=1, layers=6, gbs=16, vocabulary=500, schedule="1f1b", recompute=None) -> Config:
@@ -89,8 +102,7 @@ def test_memory_adds_up():
     assert first.activations == 2 * (64 + 7) + 256 and first.working == 0 and first.transfers == 2 * 64
     assert (last.weights, last.activations, last.working) == (144 * 2, 64 + 64 + 256 + 128, 512)
     assert last.total == 144 * 18 + 512 + 512 + 128
-    device = find_cluster("cpu").device
-    assert overflowing_ranks(made, device) == () and overflowing_ranks(made, replace(device, memory=1000)) == (1,)
+    assert overflowing_ranks(made, 0) == () and overflowing_ranks(made, 1000) == (1,)
 
 
 def test_the_step_time_adds_up():
@@ -164,7 +176,21 @@ def test_sixteen_thousand_ranks():
     assert made.grid == Grid(tp=8, dp=128, pp=16) and made.num_microbatches == 16
     layers = [sum(made.units[unit].kind == "layer" for unit in stage.units) for stage in made.stages]
     assert sum(layers) == 126 and max(layers) == 8
-    assert overflowing_ranks(made, find_cluster("H100").device)
+    assert overflowing_ranks(made, find_cluster("H100").device.usable)
+
+
+def test_a_plan_that_fills_the_device_does_not_fit():
+    """Between what plans use of the memory and all of it; what --device-memory-gb grants is used in full."""
+    units = [Unit(f"unit.{index}", "layer", 10**6, 10**9, 64, 64) for index in range(4)]
+    needs = plan_chain(units, Grid(), microbatches=1, micro_batch_size=1).predicted_bytes[0]
+    tight = replace(CLUSTERS["dgx-h100"], device=replace(DEVICES["H100"], memory=needs + 1000))
+    made = plan_chain(units, Grid(), microbatches=1, micro_batch_size=1, cluster=tight)
+    assert needs < tight.device.memory and overflowing_ranks(made, tight.device.memory) == ()
+    told = misfits(made, limit_of(tight.device, None))
+    assert "pipeline rank 0 does not fit into the" in told[0] and "of H100 that plans use (it has" in told[0]
+    assert ", more than the" in memory_text(made)
+    assert misfits(made, limit_of(tight.device, tight.device.memory / GIB)) == []
+    assert limit_of(tight.device, 500.0) == tight.device.memory and limit_of(DEVICES["cpu"], 2.0) == 2 * GIB
 
 
 def test_buckets_grow_with_the_replicas_as_megatrons_do():

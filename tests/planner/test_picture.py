@@ -23,7 +23,7 @@ def test_the_curves_of_all_schedules_peak_at_the_prediction(schedule, recompute)
         times = [time for time, _ in curve]
         assert times == sorted(set(times)) and times[0] == 0 and times[-1] == pytest.approx(_last_end(shown, rank))
         assert curve[-1][1] == memory[rank].total - memory[rank].activations
-    assert shown.clock == "modelled" and shown.capacity == made.cluster.device.memory
+    assert shown.clock == "modelled" and shown.capacity == made.cluster.device.usable
     assert sum(made.predicted_bytes) == sum(shown.peak_bytes())
 
 

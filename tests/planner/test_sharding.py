@@ -158,7 +158,7 @@ def test_advice_goes_from_strategy_to_strategy_until_one_fits():
     assert sorted(needs.values(), reverse=True) == list(needs.values())
 
     def advised(memory: int) -> list[str]:
-        told = misfits(plan, replace(plan.cluster.device, memory=memory))
+        told = misfits(plan, memory)
         return [line.partition("with ")[2].partition(" the largest")[0] for line in told[1:] if "recompute" not in line]
 
     strategies = [f"--data-parallel-sharding-strategy {sharding}" for sharding in SHARDINGS[2:]]

@@ -131,7 +131,11 @@ class MerakArguments(TrainingArguments):
         metadata={"help": "Send gradients between data-parallel ranks in bf16; every rank accumulates them in fp32."},
     )
     device_memory_gb: float | None = field(
-        default=None, metadata={"help": "Memory that a rank may use, in GiB (unset: the device's memory, if known)."}
+        default=None,
+        metadata={
+            "help": "Memory that a rank may use, in GiB (unset: what the device has, if known, without 4 GiB or, if "
+            "that is less, a quarter)."
+        },
     )
     device_profile: str | None = field(
         default=None,

@@ -223,7 +223,7 @@ function describeMemory(view, { rank, time }) {
   ];
   if (view.memory.length) {
     rows.push(["held", `${bytesText(valueAt(view.memory[rank], time))}, at most ${bytesText(Math.max(...view.memory[rank][1]))}`]);
-    if (view.capacity) rows.push(["device", bytesText(view.capacity)]);
+    if (view.capacity) rows.push(["usable of the device", bytesText(view.capacity)]);
   }
   return { head: `what rank ${rank} holds`, rows };
 }
