@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError, MerakError
+from .door import command
 from .words import described, error_text
 
 # Keys of a config.json without influence on what a model computes in training without dropout.
@@ -44,6 +45,7 @@ _BESIDE = (
 )
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=described(__doc__, "merak-convert"), formatter_class=argparse.RawDescriptionHelpFormatter

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 
 from .._native import REMEDY
+from .door import command
 from .words import described
 
 ROWS = {
@@ -81,6 +82,7 @@ def attention_kernel(device) -> str:
     return SDPBackend(torch._fused_sdp_choice(heads, heads, heads, None, 0.0, True)).name.lower()
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     text = described(__doc__, "merak-doctor")
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)

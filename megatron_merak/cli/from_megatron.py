@@ -14,18 +14,20 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..errors import ConfigError, LaunchError, MerakError
 from .converted import Converted, converted
+from .door import command
 from .launch_script import PROGRAM, Launch, find
 from .shell_words import LITERAL, SEPARATORS, references
 from .words import described, error_text, program
 
 NAME = "merak-from-megatron"
 WIDTH = 110
+LONGEST = 1 << 18  # bytes of a script that is read
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run merak-from-megatron (tools/from_megatron.py); return its exit status."""
     parser = argparse.ArgumentParser(
@@ -47,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MerakError as error:
         print(f"{program()}: {error_text(error)}", file=sys.stderr)
         return 2
+    except RecursionError:
+        error = ConfigError("script", path, "it is nested too deep to be followed", "Write the command by itself")
+        print(f"{program()}: {error}", file=sys.stderr)
+        return 2
     launcher, changes = launcher_of(launch)
     result = converted(launch.flags, ranks_of(launch.before))
     result.renamed[:0] = changes
@@ -59,13 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for each in launch.exports:
         name, _, value = each.partition("=")
         print(f"export {name}={quoted(value)}")
-    print(command(launch, launcher, result))
+    print(command_text(launch, launcher, result))
     return int(bool(result.refused or launch.doubts))
 
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            raise ValueError(f"it has more than {LONGEST:,} bytes")
+        return text.decode("utf-8").replace("\r\n", "\n")
     except (OSError, ValueError) as error:
         reason = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
         raise ConfigError("script", path, reason, "Name a shell script") from error
@@ -99,7 +109,7 @@ def ranks_of(words: Sequence[str]) -> int | None:
         name, equals, value = word.lstrip("-").replace("_", "-").partition("=")
         if word.startswith("-") and name in numbers:
             numbers[name] = value if equals else next(iter(words[place + 1 :]), "")
-    if not all(number.isdecimal() for number in numbers.values()):
+    if not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers.values()):
         return None
     return int(numbers["nproc-per-node"]) * int(numbers["nnodes"])
 
@@ -123,7 +133,7 @@ def report(path: str, launch: Launch, result: Converted) -> str:
     return "\n".join(f"# {line}" for line in lines)
 
 
-def command(launch: Launch, launcher: Sequence[str], result: Converted) -> str:
+def command_text(launch: Launch, launcher: Sequence[str], result: Converted) -> str:
     """Our command, over several lines; in one where it is an argument of a shell."""
     read = _quoted_inside if launch.shell else quoted
     groups = [" ".join(map(read, launcher))]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..arguments import expanded
 from ..errors import LaunchError, MerakError
+from .door import command
 from .pretrain import check_command
 from .supervised import TRAINING, supervised
 from .words import described, error_text, program
@@ -66,6 +67,7 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run merak-launch (tools/launch.py); return the exit status of the job."""
     try:

@@ -272,6 +272,7 @@ class Script:
             self._doubts(f"line {line}: {' '.join(word.plain for word in words)} {kind}")
         fields = [each for word in words for each in self.variables.fields(word)]
         if fields[:1] == ["eval"]:
+            self.variables.count(fields)
             inner = [command[:-1] for command in commands(" ".join(fields[1:]).replace(LITERAL, "$"))]
             launches = [self._simple(each) for each in inner if each]
             return next((each for each in reversed(launches) if each is not None), None)
@@ -355,6 +356,6 @@ def _held(test: Sequence[str], variables: Variables) -> bool | None:
     elif len(parts) == 3 and parts[1] in _TESTS:
         alike = fnmatchcase(parts[0], parts[2]) if isinstance(parts[2], _Pattern) else parts[0] == parts[2]
         result = alike == (parts[1] != "!=")
-    elif len(parts) == 3 and parts[1] in _NUMBERS and all(re.fullmatch(r"-?\d+", each) for each in parts[::2]):
+    elif len(parts) == 3 and parts[1] in _NUMBERS and all(re.fullmatch(r"-?[0-9]{1,18}", each) for each in parts[::2]):
         result = _NUMBERS[parts[1]](int(parts[0]), int(parts[2]))
     return None if result is None else result != negated

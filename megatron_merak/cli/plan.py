@@ -36,6 +36,7 @@ from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
 from ..training.planned import Maker, configured, kind_of
 from ..training.planned import parser as planned_parser
+from .door import command
 from .words import described, error_text, program
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def show(arguments: Sequence[str]) -> None:
         print(f"wrote {picture}", file=sys.stderr)
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     files = [argument for argument in arguments[1:3] if not argument.startswith("-")]

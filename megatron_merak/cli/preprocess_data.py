@@ -6,10 +6,12 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..counting import counted
 from ..errors import MerakError
+from .door import command
 from .words import described
 
 
@@ -41,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser()
     options = flags.parse_args(arguments)
     if options.workers < 1 or options.skip_bad < 0:

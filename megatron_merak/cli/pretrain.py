@@ -15,6 +15,7 @@ from ..config import Config, HFConfig, RunConfig
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
 from ..parallel.position import launched, position, tell
+from .door import check_words, occupy_closed_streams
 from .launcher import FLAG, start, without_flag
 from .supervised import supervise
 from .words import described, error_text, program
@@ -71,6 +72,7 @@ def _command(
     arguments: Sequence[str] | None,
 ) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
+    occupy_closed_streams()  # a job goes on without a console
     try:
         config, ranks = _understood(kind, description, words)
         if ranks is None:
@@ -92,6 +94,7 @@ def _understood(kind: type[Run], description: str, words: Sequence[str]) -> tupl
     text = "start this many ranks on this host; use torchrun for several hosts [unset]"
     group.add_argument(FLAG, metavar="N", default=None, help=text)
     try:
+        check_words(words)
         flags = expanded(words, kind)
         config, own = read(parser, flags, kind, _decided(kind, flags))
         ranks = None if own.nproc_per_node is None else _ranks(own.nproc_per_node)

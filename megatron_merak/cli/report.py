@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import MerakError
+from .door import command
 from .words import described, program
 
 
@@ -39,6 +40,7 @@ def write(directory: Path, output: Path) -> None:
     output.write_text(page(facts), encoding="utf-8")
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run merak-report (tools/report.py)."""
     options = parser().parse_args(arguments)

@@ -33,6 +33,7 @@ from ..counting import counted
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
 from ..training.planned import Maker, configured, kind_of, parser
+from .door import command
 from .words import described, error_text, program
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def check_picture(path: str) -> None:
     check_drawing("--picture", path)
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     try:
         show(sys.argv[1:] if arguments is None else arguments)

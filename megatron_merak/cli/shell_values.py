@@ -9,7 +9,10 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 LONGEST = 1000  # characters of arithmetic that is looked at
+LARGEST = 1 << 20  # characters that variables of a script become; no shell can pass on as many
 _HIGHEST = 64  # power
+_INTEGERS = 1 << 63  # a shell's integers are below
+_MATCHED = 4096  # characters of a value that patterns are tried on
 
 _BINARY: Mapping[type, Callable[[int, int], int]] = MappingProxyType(
     {
@@ -57,14 +60,16 @@ def arithmetic(text: str, value_of: Callable[[str], str | None]) -> int | None:
 def _value(node: ast.expr, value_of: Callable[[str], str | None]) -> int:
     """Raise ValueError for what is not known, or is no arithmetic of a shell."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
+        return node.value if node.value < _INTEGERS else _unknown()
     if isinstance(node, ast.Name):
         text = value_of(node.id)
         if text is None or not re.fullmatch(r"-?(0|[1-9]\d*)", text):
             _unknown()
-        return int(text or "")
+        number = int(text or "")
+        return number if -_INTEGERS <= number < _INTEGERS else _unknown()
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        return _BINARY[type(node.op)](_value(node.left, value_of), _value(node.right, value_of))
+        result = _BINARY[type(node.op)](_value(node.left, value_of), _value(node.right, value_of))
+        return result if -_INTEGERS <= result < _INTEGERS else _unknown()
     signed = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd | ast.Not)
     if signed and not isinstance(node.operand, ast.BinOp | ast.Compare):  # where Python and a shell may group otherwise
         inner = _value(node.operand, value_of)
@@ -123,6 +128,8 @@ def braced(
 def _edited(value: str, operation: str, argument: str, expand: Callable[[str], str]) -> str | None:
     """A value with its end or beginning cut off, with replacements, a part of it, or in another case."""
     if operation in ("%", "%%", "#", "##"):
+        if len(value) > _MATCHED:
+            return None
         pattern, places = expand(argument), range(len(value) + 1)
         front = operation[0] == "#"
         places = places[::-1] if operation in ("%", "##") else places  # the shortest end, the longest beginning
@@ -134,9 +141,11 @@ def _edited(value: str, operation: str, argument: str, expand: Callable[[str], s
         plain, new = expand(pattern), expand(new)
         if any(letter in plain for letter in "*?[#%"):
             return None
+        if plain and value.count(plain) * len(new) > LARGEST:
+            return None
         return value.replace(plain, new, -1 if operation == "//" else 1) if plain else value
     if operation == ":":
-        numbers = re.fullmatch(r" *(\d+)(?:: *(\d+))?", expand(argument))
+        numbers = re.fullmatch(r" *(\d{1,18})(?:: *(\d{1,18}))?", expand(argument))
         if numbers is None:
             return None
         start, length = int(numbers[1]), numbers[2]

@@ -1,10 +1,11 @@
 """A shell script taken apart without running it: commands as words, and what words become where variables are known."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .shell_values import arithmetic, braced
+from ..errors import ConfigError
+from .shell_values import LARGEST, arithmetic, braced
 
 LITERAL = "\ue000"  # a dollar sign that its quotes keep from a shell
 SEPARATORS = ("\n", ";", "&", "|", "(", ")", "&&", "||", ";;")
@@ -160,6 +161,7 @@ class Variables:
         self.values: dict[str, list[str]] = dict(values or {})
         self.assumed: dict[str, str] = {}
         self.lost: set[str] = set()
+        self._made = 0  # characters that references have become
 
     def assign(self, word: Word) -> bool:
         """Take an assignment; return whether the word is one."""
@@ -201,6 +203,7 @@ class Variables:
             array = re.fullmatch(r"\$(?:\{(\w+)\[@\]\}|(@))", piece.text) if piece.quote == '"' else None
             if array and (array[1] or array[2]) in self.values:
                 parts = list(self.values[array[1] or array[2]])
+                self.count(parts)
                 open_ = bool(parts)
             elif piece.quote or not piece.text.startswith("$"):
                 parts = [self._replaced(piece)]
@@ -216,8 +219,23 @@ class Variables:
                 fields += parts[1:]
         return fields if open_ else [each for each in fields if each]
 
+    def count(self, texts: Sequence[str]) -> None:
+        """Count what references have become. Raises ConfigError if it is too much, as of A=$A$A$A, repeated."""
+        self._made += sum(map(len, texts)) + len(texts)
+        if self._made > LARGEST:
+            reason = f"its variables become more than {LARGEST:,} characters"
+            raise ConfigError("script", "(variables)", reason, "Write the command by itself")
+
     def _replaced(self, piece: Piece) -> str:
-        """The value of a piece; a variable that is not known, and what is no variable, as it stands."""
+        """The value of a piece; a variable that is not known, and what is no variable, as it stands.
+
+        Raises ConfigError for a script that makes too much of its variables.
+        """
+        text = self._value(piece)
+        self.count([text])
+        return text
+
+    def _value(self, piece: Piece) -> str:
         text = piece.text
         if piece.quote == "'":
             return text.replace("$", LITERAL)

@@ -60,6 +60,7 @@ from ..pipeline_parallel.timeline import Timeline
 from ..planner.picture import view
 from ..training.outputs import check_file
 from ..training.plan_file import stored
+from .door import command
 from .words import described, program
 
 OUTPUTS = {"--png": ".png", "--html": ".html", "--perfetto": ".json"}
@@ -270,6 +271,7 @@ def report(shown: View, arguments: argparse.Namespace) -> str:
     return "\n\n".join([*parts, aligned(rank_rows(shown))])
 
 
+@command
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(words)
     outputs = {flag: path for flag in OUTPUTS if (path := getattr(arguments, flag[2:])) is not None}

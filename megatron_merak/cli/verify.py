@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .door import command
 from .words import described
 
 
@@ -37,6 +38,7 @@ def verify(path: Path) -> None:
         unit.verify(path, unit.read(path, unit_directories.step_of(path)))
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     text = described(__doc__, "merak-verify")
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)

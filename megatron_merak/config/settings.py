@@ -43,6 +43,13 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)), None)
 
 
+def not_text(value: str) -> str | None:
+    """Return why a text cannot be a path, a message or a line of a file; None for any other."""
+    if "\0" in value:
+        return "holds a NUL character"
+    return "is not UTF-8" if any("\ud800" <= letter <= "\udfff" for letter in value) else None
+
+
 def _range_remedy(metadata: Mapping[str, Any], value: float) -> str | None:
     words = {"least": "at least", "most": "at most", "above": "above", "below": "below"}
     low, high = metadata.get("least", -math.inf), metadata.get("most", math.inf)
@@ -76,6 +83,9 @@ def checked(cls: type, field: dataclasses.Field, value: Any) -> Any:
         raise ConfigError(flag, value, "is not a finite number", "Give a finite number")
     if value == "" != field.default or kind is tuple and "" in value:
         raise ConfigError(flag, repr(value), "is empty", "Give a value, or leave the flag out")
+    for text in (value,) if kind is str else value if kind is tuple else ():
+        if (reason := not_text(text)) is not None:
+            raise ConfigError(flag, repr(text), reason, "Give text without it")
     if kind in (int, float) and (remedy := _range_remedy(field.metadata, value)):
         raise ConfigError(flag, value, "is out of range", remedy)
     if "choices" in field.metadata:
