@@ -17,6 +17,7 @@ LEVELS = {
     "errors": 0,
     "_native": 0,
     "counting": 0,
+    "strict_json": 0,
     "config": 1,
     "cluster": 1,
     "pipeline_parallel": 1,

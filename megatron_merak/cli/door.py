@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ..config.settings import not_text
 from ..errors import ConfigError, MerakError
+from ..strict_json import not_text
 from .words import error_text, program
 
 Main = Callable[[Sequence[str] | None], int | None]

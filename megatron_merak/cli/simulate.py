@@ -34,7 +34,6 @@ examples:
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +57,7 @@ from ..pipeline_parallel.search.search import search
 from ..pipeline_parallel.simulate import StageCosts, simulate
 from ..pipeline_parallel.timeline import Timeline
 from ..planner.picture import view
+from ..strict_json import parse
 from ..training.outputs import check_file
 from ..training.plan_file import stored
 from .door import command
@@ -66,6 +66,7 @@ from .words import described, program
 OUTPUTS = {"--png": ".png", "--html": ".html", "--perfetto": ".json"}
 WIDTH = 160  # columns of text
 AUTO = "auto"
+_LONGEST = 1e15  # milliseconds
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -120,9 +121,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def numbers(flag: str, text: str) -> tuple[float, ...]:
     """Seconds."""
     try:
-        return tuple(float(value) / 1e3 for value in text.split(","))
+        values = [float(value) for value in text.split(",")]
     except ValueError:
         raise ConfigError(flag, text, "it is not a list of numbers", "Write 10 or 10,10,14") from None
+    if wrong := [value for value in values if not 0 <= value <= _LONGEST]:
+        reason = f"{wrong[0]:g} is not a number from 0 to {_LONGEST:g}"
+        raise ConfigError(flag, text, reason, "Write 10 or 10,10,14")
+    return tuple(value / 1e3 for value in values)
 
 
 def of_stages(flag: str, text: str, stages: int, ranks: int) -> tuple[float, ...]:
@@ -242,7 +247,7 @@ def planned(path: str) -> View:
 
 def traced(path: str) -> tuple[View, ...]:
     try:
-        return from_trace(json.loads(Path(path).read_text(encoding="utf-8")))
+        return from_trace(parse(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, ScheduleError) as error:
         reason = error.reason if isinstance(error, ScheduleError) else str(error)
         remedy = "Use a file written by --timeline FILE.json of a run, or by --perfetto of this tool"

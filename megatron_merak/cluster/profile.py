@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_merak.cluster.table import Cluster, Device, device_of
 from megatron_merak.errors import ConfigError
+from megatron_merak.strict_json import parse
 
 VERSION = 1
 FLAG = "--device-profile"
@@ -39,7 +40,7 @@ def read_profile(path: str | Path) -> Profile:
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is not a regular file")
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(FLAG, path, error.strerror or str(error), "Name a readable file") from error
     except ValueError as error:

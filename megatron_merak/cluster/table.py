@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from megatron_merak.cluster.rates import Rates, rates_of
 from megatron_merak.errors import ConfigError, PlanError
+from megatron_merak.strict_json import parse
 
 GIB = 2**30
 RESERVE = 4 * GIB  # of a device's memory: for what no plan counts, see ``Device.usable``
@@ -132,7 +133,7 @@ class Cluster:
         try:
             if Path(path).exists() and not Path(path).is_file():
                 raise OSError("it is not a regular file")
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = parse(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError("cluster file", path, error.strerror or str(error), "Name a readable file") from error
         except ValueError as error:

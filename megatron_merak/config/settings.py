@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from ..errors import ConfigError
+from ..strict_json import not_text
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", tuple: "a list of texts"}
 
@@ -41,13 +42,6 @@ def value_type(cls: type, name: str) -> type:
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the one of ``names`` that ``name`` was probably meant to be, if any is close."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)), None)
-
-
-def not_text(value: str) -> str | None:
-    """Return why a text cannot be a path, a message or a line of a file; None for any other."""
-    if "\0" in value:
-        return "holds a NUL character"
-    return "is not UTF-8" if any("\ud800" <= letter <= "\udfff" for letter in value) else None
 
 
 def _range_remedy(metadata: Mapping[str, Any], value: float) -> str | None:

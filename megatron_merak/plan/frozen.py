@@ -19,6 +19,7 @@ from megatron_merak.plan.precision import refused_of
 from megatron_merak.plan.replicas import Shards, check_instances, refused_together
 from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.stored import build, record, rows_of
+from megatron_merak.strict_json import parse
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,8 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         try:
-            plain = json.loads(text)
-        except json.JSONDecodeError as error:
+            plain = parse(text)
+        except ValueError as error:
             raise PlanError("plan", "JSON", f"it does not parse: {error}", "Correct the text") from error
         if not isinstance(plain, dict):
             raise PlanError("plan", "JSON", "it is not an object", "Start from a stored plan")

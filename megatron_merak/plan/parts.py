@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_merak.config.rank_order import AXES, DEFAULT, REMEDY, mistake, normal
 from megatron_merak.errors import PlanError
 
+LARGEST = 1 << 20  # ranks
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -32,6 +33,9 @@ class Grid:
                 raise PlanError(f"grid extent {axis}", getattr(self, axis), "an extent counts ranks", "Use 1 or more")
         if reason := mistake(self.order):
             raise PlanError("grid order", self.order, reason, REMEDY)
+        if self.size > LARGEST:
+            reason = f"more than {LARGEST:,} ranks are not planned"
+            raise PlanError("grid", f"of {self.size:,} ranks", reason, "Use fewer ranks")
         object.__setattr__(self, "order", normal(self.order, self.cp))
 
     @property

@@ -1,6 +1,5 @@
 """Everything known of a run, read from its directory."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_merak.plan import Plan
 from megatron_merak.report.hf_state import arguments_beside, history_of_state, newest_state, plan_beside
 from megatron_merak.report.history import History
 from megatron_merak.report.run_files import METRICS, PLAN, RUN, TIMELINE, parse_run
+from megatron_merak.strict_json import parse
 
 REMEDY = "Name a directory that --run-dir of a training command wrote, or the output_dir of a HuggingFace trainer"
 _SHOWN = 60  # characters of a damaged line
@@ -76,7 +76,7 @@ def _run(directory: Path, name: str) -> Facts:
     history, cut_off = _history(directory / METRICS)
     starts = _read(directory / RUN, parse_run, "the page has no settings and versions then") or []
     plan = _read(directory / PLAN, Plan.from_json, "the page has no plan then")
-    timeline = _read(directory / TIMELINE, lambda text: from_trace(json.loads(text)), "the page has no timeline then")
+    timeline = _read(directory / TIMELINE, lambda text: from_trace(parse(text)), "the page has no timeline then")
     notes = []
     if cut_off:
         notes.append(f"The last line of {METRICS} is cut off, as the run was killed while it wrote it; it is left out.")
@@ -94,12 +94,12 @@ def _trainer(path: Path, name: str) -> Facts:
     )
 
 
-def _read(path: Path, parse, otherwise: str):
-    """Return ``parse`` of a file; None without it. Raises ReportError."""
+def _read(path: Path, read, otherwise: str):
+    """Return ``read`` of a file; None without it. Raises ReportError."""
     if not path.is_file():
         return None
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return read(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, IndexError, KeyError, TypeError, AttributeError, MerakError) as error:
         reason = f"it is damaged ({error.reason if isinstance(error, MerakError) else error})"
         raise ReportError("file", path, reason, f"Restore it, or remove it: {otherwise}") from error
@@ -119,7 +119,7 @@ def _history(path: Path) -> tuple[History, bool]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse(line, finite=False)
             if not isinstance(row, dict):
                 raise ValueError("it is no JSON object")
             history.add(row)

@@ -7,7 +7,6 @@ checkpoint.
                               training_state/iter_*/manifest.json    of MerakTrainer: it has the plan
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from megatron_merak.errors import MerakError
 from megatron_merak.plan import Plan
 from megatron_merak.report.history import History, Step
+from megatron_merak.strict_json import parse
 
 STATE, ARGUMENTS = "trainer_state.json", "training_args.json"
 # Entries of an evaluation that say how fast it was, not how good the model is.
@@ -33,7 +33,7 @@ def _steps_of(path: Path) -> int:
         number = path.parent.name.removeprefix("checkpoint-")
         return int(number) if number.isdecimal() else -1
     try:
-        step = json.loads(path.read_text(encoding="utf-8")).get("global_step")
+        step = parse(path.read_text(encoding="utf-8"), finite=False).get("global_step")
     except (OSError, ValueError, AttributeError):
         return 1 << 62  # it is read, and what is wrong is told
     return step if type(step) is int else 1 << 62
@@ -41,7 +41,7 @@ def _steps_of(path: Path) -> int:
 
 def history_of_state(text: str) -> tuple[History, dict[str, Any]]:
     """Return the history in a trainer_state.json, and its content. Raises ValueError for any other text."""
-    state = json.loads(text)
+    state = parse(text, finite=False)
     if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
         raise ValueError("it has no log_history")
     history = History()
@@ -75,7 +75,7 @@ def plan_beside(path: Path) -> Plan | None:
         return None
     newest = max(manifests, key=lambda manifest: manifest.parent.name)
     try:
-        return Plan.from_dict(json.loads(newest.read_text(encoding="utf-8"))["meta"]["plan"])
+        return Plan.from_dict(parse(newest.read_text(encoding="utf-8"), finite=False)["meta"]["plan"])
     except (OSError, ValueError, KeyError, TypeError, MerakError):
         return None
 
@@ -83,7 +83,7 @@ def plan_beside(path: Path) -> Plan | None:
 def arguments_beside(path: Path) -> dict[str, Any]:
     """Return the arguments of the run that are not empty; none without a training_args.json beside ``path``."""
     try:
-        arguments = json.loads((path.parent / ARGUMENTS).read_text(encoding="utf-8"))
+        arguments = parse((path.parent / ARGUMENTS).read_text(encoding="utf-8"), finite=False)
     except (OSError, ValueError):
         return {}
     empty = (None, False, "", [], {})

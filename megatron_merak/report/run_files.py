@@ -16,6 +16,7 @@ from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.pictures.trace import to_trace
 from megatron_merak.pipeline_parallel.pictures.view import View
 from megatron_merak.plan import Plan
+from megatron_merak.strict_json import parse
 
 PLAN, RUN, METRICS, TIMELINE = "plan.json", "run.json", "metrics.jsonl", "timeline.json"
 FORMAT = 1
@@ -23,7 +24,7 @@ FORMAT = 1
 
 def parse_run(text: str) -> list[dict[str, Any]]:
     """Return the starts in a run.json, first to last. Raises ValueError for any other text."""
-    record = json.loads(text)
+    record = parse(text, finite=False)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"it is no object of format {FORMAT}")
     starts = record.get("starts")

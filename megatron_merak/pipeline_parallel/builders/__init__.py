@@ -29,6 +29,9 @@ _TABLE = (
 BUILDERS: Mapping[str, Builder] = MappingProxyType({builder.name: builder for builder in _TABLE})
 
 
+LARGEST = 1 << 20  # forwards of all micro-batches: a schedule is a list of ops, which takes time and memory
+
+
 def build_schedule(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None
 ) -> Schedule:
@@ -41,4 +44,7 @@ def build_schedule(
     """
     if name not in BUILDERS:
         raise ScheduleError("schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}")
+    if microbatches * max(ranks, 1) * max(chunks or 1, 1) > LARGEST:
+        reason = f"{microbatches:,} micro-batches on {ranks:,} ranks are more than {LARGEST:,} forwards"
+        raise ScheduleError("schedule", name, reason, "Use fewer or larger micro-batches")
     return BUILDERS[name].build(ranks, microbatches, chunks, group)
