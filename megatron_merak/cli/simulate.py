@@ -67,6 +67,7 @@ OUTPUTS = {"--png": ".png", "--html": ".html", "--perfetto": ".json"}
 WIDTH = 160  # columns of text
 AUTO = "auto"
 _LONGEST = 1e15  # milliseconds
+_MOST = 1024  # ranks, and stages of each
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -116,6 +117,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--print-schedule", action="store_true", help="print the ops of every rank, including communication"
     )
     return parser.parse_args(arguments)
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a number that cannot be what its flag counts."""
+    for name, most in (("ranks", _MOST), ("microbatches", 1 << 20), ("chunks", _MOST), ("group", 1 << 20)):
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"--{name}", value, "is out of range", f"Use a value from 1 to {most:,}")
+    if not 0 <= arguments.overlap <= 1:
+        raise ConfigError("--overlap", arguments.overlap, "is out of range", "Use a value from 0 to 1")
 
 
 def numbers(flag: str, text: str) -> tuple[float, ...]:
@@ -247,6 +258,8 @@ def planned(path: str) -> View:
 
 def traced(path: str) -> tuple[View, ...]:
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is not a regular file")
         return from_trace(parse(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, ScheduleError) as error:
         reason = error.reason if isinstance(error, ScheduleError) else str(error)
@@ -281,6 +294,7 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(words)
     outputs = {flag: path for flag in OUTPUTS if (path := getattr(arguments, flag[2:])) is not None}
     try:
+        check_numbers(arguments)
         for flag, path in outputs.items():
             check_file(flag, path)
             if Path(path).suffix.lower() != OUTPUTS[flag]:

@@ -6,13 +6,13 @@ its type.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..errors import ConfigError
 
 FLAG = "--config"
+_LONGEST = 1 << 20  # bytes of a file of settings; a device may have no end
 _PLAIN = "tag:yaml.org,2002:"
 _SCALARS = tuple(f"{_PLAIN}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp"))
 
@@ -62,7 +62,11 @@ def contents_of(path: str) -> Contents:
     import yaml  # here, since most commands name no file
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise ValueError(f"it has more than {_LONGEST:,} bytes")
+        text = content.decode("utf-8")
     except (OSError, ValueError) as error:
         reason = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
         raise ConfigError(FLAG, path, reason, "Name a YAML file") from error

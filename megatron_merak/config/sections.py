@@ -16,9 +16,9 @@ class ModelConfig(Section):
 
     num_layers: int = setting(least=1, most=65536)
     """Number of transformer layers."""
-    hidden_size: int = setting(least=1)
+    hidden_size: int = setting(least=1, most=1 << 20)
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = setting(None, least=1)
+    ffn_hidden_size: int | None = setting(None, least=1, most=1 << 22)
     """Width of the MLP (unset: 4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple of 64)."""
     num_attention_heads: int = setting(least=1, most=65536)
     """Number of attention heads."""
@@ -26,7 +26,7 @@ class ModelConfig(Section):
     """Let each group of query heads share one key-value head; see --num-query-groups."""
     num_query_groups: int = setting(1, least=1)
     """Number of key-value heads; needs --group-query-attention."""
-    kv_channels: int | None = setting(None, least=1)
+    kv_channels: int | None = setting(None, least=1, most=1 << 20)
     """Width of one attention head (unset: hidden size / attention heads)."""
     seq_length: int = setting(least=1)
     """Tokens per training sample."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_merak.config.rank_order import AXES, DEFAULT, REMEDY, mistake, normal
 from megatron_merak.errors import PlanError
 
-LARGEST = 1 << 20  # ranks
+LARGEST = 1 << 17  # ranks
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,7 @@ def _growth(plan: "Plan", config: RunConfig, ranks: int) -> tuple[str, ...]:
 
 
 def world_size(text: str | None) -> int:
-    if text is None or not text.isdecimal() or int(text) < 1:
+    if text is None or not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
         raise ConfigError(
             "--world-size", text or "(missing)", "it is not a number of ranks", "Give a whole number of at least 1"
         )
