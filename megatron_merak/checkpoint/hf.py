@@ -5,6 +5,7 @@ fill(shards, model.merak_source)              this rank's intervals of each tens
 save_hf(directory, model, shards, group, device)      AutoModel.from_pretrained(directory) opens the result
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -20,7 +21,7 @@ from megatron_merak.checkpoint.hf_files import WeightFiles, has_weights
 from megatron_merak.checkpoint.hf_patchwork import Patchwork, part, read, sources, stored
 from megatron_merak.checkpoint.hf_save import save_hf
 from megatron_merak.checkpoint.shard import Intervals, Shard
-from megatron_merak.errors import CheckpointError
+from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.graph.capture.empty import is_fake
 from megatron_merak.planner.tables import family
 
@@ -203,7 +204,8 @@ def source_of(model: nn.Module) -> Source | None:
 def fill(shards: Iterable[Shard], source: Source) -> None:
     """Copy what each shard describes from ``source`` into its tensor, with casts; nothing else is read.
 
-    Raises `CheckpointError` if a tensor is absent or has another full shape.
+    Raises `CheckpointError` if a tensor is absent or has another full shape, `DamagedError` for values of a directory
+    that are not finite; a module in memory may have any.
     """
     shards, known = list(shards), {*source.names()}
     for shard in shards:
@@ -216,13 +218,30 @@ def fill(shards: Iterable[Shard], source: Source) -> None:
         tensor, offset = shard.tensor.detach(), 0
         if shard.dim is None:
             tensor.copy_(source.read(shard.name))
+            _check_finite(shard.name, tensor, source)
             continue
         for start, stop in shard.intervals:
             if start < stop:
                 values = source.read(shard.name, shard.dim, ((start, stop),))
                 tensor.narrow(shard.dim, offset, stop - start).copy_(values)
             offset += stop - start
+        _check_finite(shard.name, tensor, source)
     source.close()
+
+
+def _check_finite(name: str, tensor: torch.Tensor, source: Source) -> None:
+    """Raise DamagedError if values that were read from a directory are not finite.
+
+    The least and the greatest take one pass, and are NaN if a value is; only then values are counted.
+    """
+    if isinstance(source, ModuleSource) or not tensor.is_floating_point() or not tensor.numel():
+        return
+    if all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor)):
+        return
+    wrong = tensor.numel() - int(torch.isfinite(tensor).sum())
+    if wrong:
+        reason = f"{wrong:,} of {tensor.numel():,} values that were read are NaN or infinite"
+        raise DamagedError("tensor", name, reason, "Copy the model directory again, or save a model that trains")
 
 
 def give(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:

@@ -1,6 +1,8 @@
 """Build the model that a HuggingFace directory describes, without memory for its parameters and without the network."""
 
+import math
 import re
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,30 @@ _MOST_MODULES = 1 << 14
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 # Names of fields that are numbers of modules.
 _COUNT = re.compile(r"layers?$|blocks?$|experts?$|depths?$|stages?$")
+
+# What numbers with names like these have to be, for a model of any type to compute anything with them.
+_DOMAINS: tuple[tuple[re.Pattern[str], Callable[[float], bool], str], ...] = (
+    (re.compile(r"eps$|epsilon$"), lambda value: 0 <= value < math.inf, "at least 0"),
+    (
+        re.compile(r"^((local_|global_)?rope_theta|rotary_emb_base|rotary_base|rope_local_base_freq)$"),
+        lambda value: 0 < value < math.inf,
+        "above 0",
+    ),
+    (
+        re.compile(r"^(num_attention_heads|n_heads?|hidden_size|d_model|n_embd|vocab_size)$"),
+        lambda value: 1 <= value < math.inf,
+        "at least 1",
+    ),
+    (
+        re.compile(
+            r"^(num_key_value_heads|head_dim|intermediate_size|n_inner|d_ff|ffn_dim|max_position_embeddings|n_positions"
+            r"|initializer_range|init_std)$"
+        ),
+        lambda value: 0 <= value < math.inf,
+        "at least 0",
+    ),
+    (re.compile(r"(dropout|pdrop)(_prob|_rate|_p)?$"), lambda value: 0 <= value <= 1, "from 0 to 1"),
+)
 
 _BUILD = ("dtype", "attn_implementation", "experts_implementation")  # given to the model's class, not to its config
 
@@ -134,7 +160,7 @@ def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) 
 
 
 def _check_values(file: Path, text: dict[str, Any]) -> None:
-    """Refuse values that would take long to build."""
+    """Refuse values that would take long to build, and numbers with which a model computes nothing but NaN."""
     names = text.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         reason = f"its architectures are {str(names)[:60]!r}, not a list of class names"
@@ -149,6 +175,17 @@ def _check_values(file: Path, text: dict[str, Any]) -> None:
         elif type(value) is int and (value > _MOST_MODULES and _COUNT.search(name) or value < 0 and name in _LAYERS):
             reason = f"its {name} is {value}, and a model has between 0 and {_MOST_MODULES}"
             raise CheckpointError("config", file, reason, "Copy the model directory again")
+        elif type(value) in (int, float):
+            _check_domain(file, name, value)
+
+
+def _check_domain(file: Path, name: str, value: float) -> None:
+    reason = f"its {name} is {value}"
+    if math.isnan(value):
+        raise CheckpointError("config", file, reason, "Give a number")
+    for pattern, holds, words in _DOMAINS:
+        if pattern.search(name) and not holds(value):
+            raise CheckpointError("config", file, reason, f"Give a finite number {words}")
 
 
 def _class_of(config, directory: Path, trust_remote_code: bool) -> type:
