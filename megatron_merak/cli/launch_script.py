@@ -91,6 +91,7 @@ class Script:
         self.fixed: set[str] = set()  # by readonly: they stay
         self.notes: dict[str, None] = {}
         self.doubts: dict[str, None] = {}
+        self.evals = 1  # each takes its words apart once more
         self.branches: list[bool | None] = []  # of each if: whether this part is read; None: one has been read
         self.unknown: list[str] = []  # of each if: what is told if its condition decides anything; empty: it is known
         self.condition: list[Word] | None = None  # of an if that is being read, up to its then
@@ -272,7 +273,8 @@ class Script:
             self._doubts(f"line {line}: {' '.join(word.plain for word in words)} {kind}")
         fields = [each for word in words for each in self.variables.fields(word)]
         if fields[:1] == ["eval"]:
-            self.variables.count(fields)
+            self.variables.count(fields * self.evals)
+            self.evals += 1
             inner = [command[:-1] for command in commands(" ".join(fields[1:]).replace(LITERAL, "$"))]
             launches = [self._simple(each) for each in inner if each]
             return next((each for each in reversed(launches) if each is not None), None)

@@ -119,5 +119,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(shown(plan, plan.cluster.device.usable))
         else:
             show(arguments)
-    except (MerakError, OSError) as error:
+    except MerakError as error:
         raise SystemExit(f"{program()}: {error_text(error)}") from None

@@ -47,6 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = options.directory / "report.html" if options.output is None else Path(options.output)
     try:
         write(options.directory, output)
-    except (MerakError, OSError) as error:
+    except MerakError as error:
         raise SystemExit(f"{program()}: {error}") from None
     print(f"wrote {output}")

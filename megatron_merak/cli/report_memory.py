@@ -145,5 +145,5 @@ def check_picture(path: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     try:
         show(sys.argv[1:] if arguments is None else arguments)
-    except (MerakError, OSError) as error:
+    except MerakError as error:
         raise SystemExit(f"{program()}: {error_text(error)}") from None

@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
+from ..errors import PlanError
 from ..parallel.buffers import ALIGNMENT, ParameterBuffer
+from ..plan.stored import build
+from ..strict_json import parse
 
 Span = tuple[int, int]
 
@@ -40,10 +43,18 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
-        values = json.loads(text)
-        for name in ("groups", "counted", "copies"):
-            values[name] = tuple(map(tuple, values[name]))
-        return cls(**values | {"betas": tuple(values["betas"])})
+        """Parse what ``to_json`` returns. Raises PlanError for any other text."""
+        remedy = "Start workers and servers of one version, and let nobody else reach their ports"
+        try:
+            values = parse(text)
+        except ValueError as error:
+            raise PlanError("layout", f"{text[:60]!r}", f"it is no JSON ({error})", remedy) from error
+        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
+            raise PlanError("layout", f"{text[:60]!r}", "it has other fields than a layout", remedy)
+        try:
+            return build(cls, values)
+        except PlanError as error:
+            raise PlanError("layout", f"{text[:60]!r}", error.reason, remedy) from error
 
 
 def pieces_of(size: int, servers: int) -> list[Span]:

@@ -86,16 +86,21 @@ class Service:
     def serve(self, worker: int, connection: Connection) -> None:
         """Reply to one worker's rank until it leaves. Raises ConnectionLost if it dies."""
         joined = None  # the round that it contributed to
+        greeted = False
         while (message := connection.receive()).kind is not Kind.LEAVE:
             try:
                 if message.kind is Kind.HEARTBEAT:
                     continue
-                if message.kind is Kind.CONTRIBUTE:
+                if greeted and message.kind is Kind.CONTRIBUTE:
                     joined = self._contribute(worker, connection, message)
-                elif message.kind is Kind.APPLY:
+                elif greeted and message.kind is Kind.APPLY:
                     self._apply(joined, connection, message)
+                elif message.kind not in self._answers or not (greeted or message.kind is Kind.HELLO):
+                    reason = "a worker says HELLO first, and does not send what servers do"
+                    raise PlanError("message", message.kind.name, reason, "Start workers and servers of one version")
                 else:
                     self._answers[message.kind](worker, connection, message)
+                    greeted = True
             except MerakError as error:
                 connection.send(Kind.ERROR, text=str(error))
         self.complete = self.complete or bool(message.numbers[0])

@@ -54,6 +54,9 @@ class Message(NamedTuple):
     text: str = ""
 
 
+LONGEST = 1 << 28  # bytes of a message's text
+
+
 class ConnectionLost(Exception):
     """The other side has gone, or never came."""
 
@@ -104,10 +107,12 @@ class Connection:
         head = torch.empty(NUMBERS + 2, dtype=torch.float64)
         self._receive(head)
         kind, length, *numbers = head.tolist()
+        if kind not in (*Kind,) or not 0 <= length <= LONGEST:
+            raise ConnectionLost("what it sends is no message of a parameter server")
         data = torch.empty(int(length), dtype=torch.uint8)
         if length:
             self._receive(data)
-        return Message(Kind(int(kind)), tuple(numbers), data.numpy().tobytes().decode())
+        return Message(Kind(int(kind)), tuple(numbers), data.numpy().tobytes().decode(errors="replace"))
 
     def send_tensor(self, flat: Tensor) -> None:
         """Send ``flat``: contiguous, one dimension, on the CPU."""

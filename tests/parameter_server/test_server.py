@@ -1,5 +1,6 @@
 """What clients and servers say to each other: weights, gradients, versions, state, and what goes wrong."""
 
+import json
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ from megatron_merak.optimizer.adamw import AdamW
 from megatron_merak.parallel.mesh import Mesh
 from megatron_merak.parameter_server.client import Contribution
 from megatron_merak.parameter_server.optimizer import RestartedError, ServedAdamW
+from megatron_merak.parameter_server.service import Service, Snapshots
 from megatron_merak.parameter_server.snapshot import read_snapshot, snapshot_path
+from megatron_merak.parameter_server.wire import NUMBERS, Kind, Message
 from megatron_merak.plan import Grid
 from megatron_merak.runtime.parameters import RankParameters
 
@@ -239,6 +242,41 @@ def test_workers_with_other_parameters_are_refused():
             job.client(1, betas=(0.9, 0.99))
         first.leave()
         job.store.set("rank 1 ended", "1")
+
+
+class Line:
+    """A connection on which a client has sent some messages, and then leaves."""
+
+    def __init__(self, *messages: Message):
+        self.left, self.sent = [*messages, Message(Kind.LEAVE, (0.0,))], []
+
+    def receive(self) -> Message:
+        return self.left.pop(0)
+
+    def send(self, kind, numbers=(), text="") -> None:
+        self.sent.append((kind, text))
+
+
+def test_a_message_that_no_worker_sends_is_answered_with_a_line():
+    plain = json.loads(layouts(1, 1)[0][1].to_json())
+    odd = [
+        "",
+        "{",
+        "[]",
+        "5",
+        "{}",
+        "[" * 10**5,
+        json.dumps(plain | {"elements": "x"}),
+        json.dumps(plain | {"eps": None}),
+    ]
+    odd += [json.dumps(plain | {"betas": [0.9]}), json.dumps(plain | {"eps": float("nan")})]
+    odd += [json.dumps(plain | {"groups": [[1, 2]]}), json.dumps({**plain, "more": 1})]
+    messages = [Message(Kind.HELLO, (), text) for text in odd]
+    messages += [Message(kind, (0.0,) * NUMBERS) for kind in (Kind.PULL, Kind.WAIT, Kind.CONTRIBUTE, Kind.APPLY)]
+    line, service = Line(*messages), Service(1, Snapshots(), None)
+    service.serve(0, line)
+    assert [kind for kind, _ in line.sent] == [Kind.ERROR] * len(messages) and service.piece is None
+    assert all(text.count("\n") == 0 and ("layout '" in text or "says HELLO first" in text) for _, text in line.sent)
 
 
 def test_weights_that_never_come_are_an_error_for_those_who_wait():
