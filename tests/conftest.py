@@ -2,6 +2,7 @@
 behind another way to compute fp32 products."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -9,6 +10,14 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_configure():
+    """Signals that the caller ignores, as a shell script does for `make test &` and nohup does, would be ignored by
+    every process that a test starts and sends them to."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
