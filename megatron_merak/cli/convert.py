@@ -6,7 +6,8 @@
 
 A checkpoint is converted whatever layout saved it, with every byte compared with its digest. GPTs of merak-pretrain
 become GPT-2, Llama, Qwen2, Qwen3, StableLM or Starcoder2, whichever computes the same; a shape that none of them has is
-an error. Needs neither a GPU nor the memory of the model, and no network. Optimizer state is not converted.
+an error. An earlier conversion in TO is replaced once the new one is complete, so that a killed one can be started
+again. Needs neither a GPU nor the memory of the model, and no network. Optimizer state is not converted.
 merak-pretrain-hf --model reads HuggingFace directories as they are.
 """
 
@@ -61,8 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "--max-shard-size", options.max_shard_size, "is not a size", "Give one such as 5GB or 500MB"
             )
-        _check_target(options.source, options.target)
-        if (options.source / "config.json").is_file():
+        from_hf = (options.source / "config.json").is_file()
+        _check_target(options.source, options.target, from_hf)
+        if from_hf:
             _to_checkpoint(options)
         else:
             _to_hf(options)
@@ -72,14 +74,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_target(source: Path, target: Path) -> None:
+def _check_target(source: Path, target: Path, to_checkpoint: bool) -> None:
     """Raise ConfigError for a target in which the result would be mistaken for something else."""
     one, other = source.resolve(), target.resolve()
     if one == other or one in other.parents or other in one.parents:
         raise ConfigError("TO", target, f"it is {source}, or one is inside the other", "Name another directory")
-    if any(target.glob("iter_*")):
+    if any(target.glob("iter_*")) and not (to_checkpoint and _is_of_conversions(target)):
         reason = "it holds checkpoints, of which a run would load the newest"
         raise ConfigError("TO", target, reason, "Name an empty directory")
+
+
+def _is_of_conversions(target: Path) -> bool:
+    """Whether the only checkpoint in a directory is that of an earlier conversion, which may have been killed."""
+    from ..checkpoint.directory import complete_ones, iteration_of, read_manifest
+
+    if any(iteration_of(path) != 0 for path in target.glob("iter_*")):
+        return False
+    settings = [read_manifest(path)[1].meta.get("config") for path in complete_ones(target)]
+    return all(isinstance(each, dict) and each.get("train") == {} for each in settings)  # a run has some
 
 
 def _to_hf(options: argparse.Namespace) -> None:

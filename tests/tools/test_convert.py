@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import logging
 import re
+import shutil
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from megatron_merak.arguments import build_parser, read
 from megatron_merak.checkpoint import store
 from megatron_merak.checkpoint.directory import read_manifest
 from megatron_merak.checkpoint.stored import StoredSource, chosen
+from megatron_merak.cli import convert
 from megatron_merak.models.gpt import GPT
 from megatron_merak.models.hf_config import RENAMED, hf_config
 from megatron_merak.models.layers import Placement
 from megatron_merak.models.names import tensor_table
 from megatron_merak.stages.saved_run import SavedRun
+from tests.checkpoint.kills import DISK, NAMES, fork, kill_before_call
 from tests.checkpoint.states import cut
 from tests.models.families import CONVERTIBLE, LLAMA, batch, huggingface, load, reference
 from tests.ranks import run_ranks
@@ -117,6 +121,66 @@ def test_a_target_that_would_be_mistaken_is_refused(target, told, tmp_path, tool
     _make("run", tmp_path / "full")
     assert tool.main([str(tmp_path / "run"), str(tmp_path / target)]) == 1
     assert told in capsys.readouterr().err
+
+
+def _convert(*arguments: object) -> int:
+    return convert.main([str(argument) for argument in arguments])
+
+
+def _kill_conversions(rank, world, root, calls, stride):
+    """Kill conversions in both directions before every ``stride``-th of these calls; then start each again."""
+    if rank == 0:
+        logging.disable()
+    model = AutoModelForCausalLM.from_pretrained(root / "hf")
+    assert _convert(root / "hf", root / "reference") == 0
+    wanted = _native_weights(root / "reference")
+    kills = []
+    for source, target in ((root / "hf", root / "native"), (root / "reference", root / "opened")):
+        kills.append(0)
+        done = False
+        while not done:
+
+            def work(report, number=kills[-1] * stride, source=source, target=target):
+                kill_before_call(number, calls)
+                assert _convert(source, target, *(["--max-shard-size", "20KB"] if target.name == "opened" else [])) == 0
+
+            done, _ = fork(work)
+            assert _convert(source, target) == 0, f"after {kills[-1] * stride} calls"
+            assert not [*target.glob("*.new"), *target.glob("*.old"), *target.glob(".being*")]
+            if target.name == "native":
+                weights = _native_weights(target)
+                assert weights.keys() == wanted.keys()
+                assert all(torch.equal(weights[name], value) for name, value in wanted.items())
+            else:
+                again = AutoModelForCausalLM.from_pretrained(target).state_dict()
+                assert again.keys() == model.state_dict().keys()
+                assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+            kills[-1] += not done
+            if kills[-1] % 2:
+                shutil.rmtree(target)
+    return kills
+
+
+@pytest.mark.parametrize(
+    ("calls", "stride"),
+    [(NAMES | {"link", "symlink", "flush"}, 20), pytest.param(DISK | {"link", "symlink"}, 1, marks=pytest.mark.slow)],
+)
+def test_a_killed_conversion_can_be_started_again(calls, stride, tmp_path):
+    huggingface("llama").save_pretrained(tmp_path / "hf")
+    [kills] = run_ranks(_kill_conversions, 1, tmp_path, calls, stride, timeout=1200.0)
+    assert min(kills) >= 1 and sum(kills) >= (3 if stride > 1 else 200), kills
+
+
+def test_a_checkpoint_of_a_run_is_not_replaced(tmp_path, tool, capsys):
+    huggingface("llama").save_pretrained(tmp_path / "hf")
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
+    (tmp_path / "native" / "iter_0000003").mkdir()
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 1
+    assert "native: it holds checkpoints, of which a run would load the newest" in capsys.readouterr().err
+    store.save(tmp_path / "run", 0, {"model": []}, {"config": {"train": {"train_iters": 5}}}, None, "cpu")
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "run")]) == 1
+    assert "run: it holds checkpoints" in capsys.readouterr().err
 
 
 REFUSED = {
