@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_merak.checkpoint import in_place
 from megatron_merak.checkpoint.files import DTYPE_CODES, LONGEST_HEADER
 from megatron_merak.errors import CheckpointError
 
@@ -50,7 +51,12 @@ def bad(what: str, path: Path, reason: str, remedy: str = _RESTORE) -> Checkpoin
 
 def has_weights(directory: Path) -> bool:
     """Whether a directory has weights of any format, readable or not."""
-    return any(os.path.lexists(directory / (name + end)) for name in (WEIGHTS, PICKLED) for end in ("", INDEX))
+    return any(_is_there(directory / (name + end)) for name in (WEIGHTS, PICKLED) for end in ("", INDEX))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a directory has a file, be it a link that leads nowhere."""
+    return os.path.lexists(path) and not in_place.is_absent(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -119,7 +125,7 @@ class WeightFiles:
         if not directory.is_dir():
             raise bad("model directory", directory, "it is not a directory", "Give the path of a local directory")
         for name in (WEIGHTS, PICKLED):
-            single, index = (os.path.lexists(directory / (name + end)) for end in ("", INDEX))
+            single, index = (_is_there(directory / (name + end)) for end in ("", INDEX))
             if not single and not index:
                 continue
             if name == PICKLED and not allow_pickle:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_merak.checkpoint import hf_names
-from megatron_merak.checkpoint.files import DTYPE_CODES, as_bytes, disk_errors, header, sync_directory
+from megatron_merak.checkpoint import hf_names, in_place
+from megatron_merak.checkpoint.files import DTYPE_CODES, as_bytes, disk_errors, header
 from megatron_merak.checkpoint.hf_files import INDEX, WEIGHTS
 from megatron_merak.checkpoint.hf_gather import Gather, Tensors
 from megatron_merak.checkpoint.hf_patchwork import Patchwork, read, stored
@@ -24,7 +24,6 @@ from megatron_merak.errors import CheckpointError
 from megatron_merak.parallel.agree import raise_together, together
 
 _REMEDY = "Check the output directory, its permissions and its free space"
-_FRESH = ".being-written"  # the directory, inside the target, in which a save is complete before it takes its place
 _MARGIN = 1 << 20  # bytes of free space wanted beyond the tensors
 _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")  # of dtypes in a safetensors file
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -47,8 +46,8 @@ def save_hf(
 
     Names and bytes are transformers' (a file may end elsewhere, where transformers overfills it with the parts of a
     tensor); a plain module gets weights only. The first rank needs memory for one tensor, or for the operands of a
-    conversion that mixes elements. Files are renamed once all are complete, the index last; an earlier failure leaves
-    old files as they were. Raises `CheckpointError` on every rank.
+    conversion that mixes elements. If it fails or is killed, the directory shows the old model or the new one, see
+    ``in_place``; other files stay as they are. Raises `CheckpointError` on every rank.
     """
     buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
     gather = Gather(shards, buffers, group, device)
@@ -69,11 +68,11 @@ def write_hf(
         tensors = _tensors(model, gather)
         files, index = _split(model, tensors, max_shard_size)
         needed = sum(tensor.nbytes for tensor in tensors.values())
-    fresh = directory / _FRESH
+    fresh = directory
     try:
         with together(group, device), disk_errors(directory, _REMEDY):
             if gather.first:
-                _prepare(directory, needed)
+                fresh = _prepare(directory, needed)
                 _write_config(fresh, model, gather.dtypes, processing_class)
         for file, names in files.items():
             _write_weights(fresh / file, {name: tensors[name] for name in names}, gather, group, device)
@@ -81,10 +80,10 @@ def write_hf(
             if gather.first:
                 if index is not None:
                     _write_json(fresh / (WEIGHTS + INDEX), index)
-                _publish(directory, fresh)
+                in_place.publish(directory, _replaced(directory))
     finally:
         if gather.first:
-            shutil.rmtree(fresh, ignore_errors=True)
+            in_place.abandon(directory)
 
 
 def _tensors(model: nn.Module, gather: Tensors) -> dict[str, Patchwork]:
@@ -122,14 +121,14 @@ def _split(model: nn.Module, tensors: Mapping[str, Patchwork], limit: int | str)
     return split.filename_to_tensors, {"metadata": metadata, "weight_map": split.tensor_to_filename}
 
 
-def _prepare(directory: Path, needed: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(directory / _FRESH, ignore_errors=True)
+def _prepare(directory: Path, needed: int) -> Path:
+    """Return the directory for the new files. Raises `CheckpointError` if they will not fit."""
+    fresh = in_place.begin(directory)
     free = shutil.disk_usage(directory).free
     if free < needed + _MARGIN:
         reason = f"{needed + _MARGIN} bytes are needed and {free} are free"
         raise CheckpointError("output directory", directory, reason, "Free some space, or save elsewhere")
-    (directory / _FRESH).mkdir()
+    return fresh
 
 
 def _write_config(fresh: Path, model: nn.Module, dtypes: Mapping[str, torch.dtype], processing_class: Any) -> None:
@@ -197,26 +196,10 @@ class _File:
                 self.error = error
 
 
-def _publish(directory: Path, fresh: Path) -> None:
-    """Rename the files of ``fresh``: weights late, the index last, never old and new weights together."""
-    files = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
-    names = {path.relative_to(fresh).as_posix() for path in files}
-    sharded = WEIGHTS + INDEX in names
-    (directory / (WEIGHTS + INDEX)).unlink(missing_ok=True)
-    if sharded:
-        (directory / WEIGHTS).unlink(missing_ok=True)
-    for path in sorted(files, key=_late):
-        target = directory / path.relative_to(fresh)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, target)
-    for path in directory.iterdir():
-        if _SHARD.fullmatch(path.name) and path.name not in names:
-            path.unlink()
-    sync_directory(directory)
-
-
-def _late(path: Path) -> tuple[int, str]:
-    return (2 if path.name == WEIGHTS + INDEX else path.suffix == ".safetensors", str(path))
+def _replaced(directory: Path) -> list[str]:
+    """Return the weight files of a model in a directory; those that the new model has too are replaced by its own."""
+    shards = [path.name for path in directory.iterdir() if _SHARD.fullmatch(path.name)]
+    return [WEIGHTS, WEIGHTS + INDEX, *shards]
 
 
 def _write_json(path: Path, value: dict) -> None:

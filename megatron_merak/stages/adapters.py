@@ -3,9 +3,7 @@
 peft is never imported here: if a model has adapters, peft is in ``sys.modules``.
 """
 
-import os
 import re
-import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -15,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..checkpoint.files import disk_errors, sync_directory
+from ..checkpoint import in_place
+from ..checkpoint.files import disk_errors
 from ..checkpoint.hf_gather import Gather
 from ..checkpoint.shard import Shard
 from ..errors import ConfigError
@@ -23,7 +22,6 @@ from ..parallel.agree import broadcast_json, together
 from .user_model import take
 from .withheld import is_withheld, name_of
 
-_FRESH = ".being-written"
 _REMEDY = "Check the output directory, its permissions and its free space"
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
@@ -62,30 +60,16 @@ def save_adapters(
         values = gather(name, tuple((0, extent) for extent in gather.shapes[name]))
         if gather.first:
             take(model, {name: values})
-    fresh = directory / _FRESH
     with together(group, "cpu"), disk_errors(directory, _REMEDY):
         if gather.first:
-            shutil.rmtree(fresh, ignore_errors=True)
             try:
+                fresh = in_place.begin(directory)
                 model.save_pretrained(fresh)  # type: ignore[operator]
                 if processing_class is not None:
                     processing_class.save_pretrained(fresh)
-                _publish(directory, fresh)
+                in_place.publish(directory)
             finally:
-                shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _publish(directory: Path, fresh: Path) -> None:
-    """Move the files of ``fresh`` to ``directory``, weights last."""
-    files = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
-    for path in files:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    for path in sorted(files, key=lambda path: path.suffix == ".safetensors"):
-        target = directory / path.relative_to(fresh)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, target)
-    sync_directory(directory)
+                in_place.abandon(directory)
 
 
 def _withheld(model: nn.Module, names: Iterable[str]) -> list[str]:
