@@ -5,8 +5,11 @@ class MerakError(Exception):
     """A user-visible failure.
 
     Attributes: ``what`` (the flag or the thing that is wrong), ``value`` (what it was), ``reason`` and ``remedy``
-    (sentences without a final full stop).
+    (sentences without a final full stop). ``trace`` is the traceback of an exception of another kind, for which all
+    ranks raise this error; else it is empty.
     """
+
+    trace = ""
 
     def __init__(self, what: str, value: object, reason: str, remedy: str):
         super().__init__(what, value, reason, remedy)
@@ -46,6 +49,10 @@ class CheckpointError(MerakError):
 
 class DamagedError(CheckpointError):
     """A checkpoint that is not, byte for byte, what was written, or holds numbers that are not finite."""
+
+
+class FullDiskError(CheckpointError):
+    """A file system without the space that a save needs, or a quota that is used up."""
 
 
 class DirectoryLockedError(CheckpointError):

@@ -8,18 +8,20 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 import stat
 import struct
 from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_merak.errors import CheckpointError, DamagedError
+from megatron_merak.errors import CheckpointError, DamagedError, FullDiskError, MerakError
 
 TEMPORARY = ".tmp"
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -37,6 +39,8 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 }
 DTYPE_NAMES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_RUST = re.compile(r"\(os error (\d+)\)")  # how errors of safetensors and tokenizers end
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
 _RESTORE = "Load another iteration with --ckpt-step, or restore this one from a copy"
 
@@ -47,23 +51,55 @@ def damaged(path: Path, reason: str) -> DamagedError:
 
 
 @contextmanager
-def disk_errors(path: Path, remedy: str) -> Iterator[None]:
-    """Turn errors of the operating system and the safetensors library in the body into a `CheckpointError`.
+def disk_errors(path: Path, remedy: str, needed: int | None = None) -> Iterator[None]:
+    """Turn errors of the operating system and of libraries that write files in the body into a `CheckpointError`.
 
-    So are paths with a NUL character, which no system call accepts.
+    So are paths with a NUL character, which no system call accepts. A full disk is a `FullDiskError`.
+
+    needed: bytes that the body writes, if known.
     """
     try:
         yield
     except OSError as error:
         named = error.filename if error.filename is not None else path
         reason = error.strerror or str(error) or type(error).__name__
+        if error.errno in _FULL:
+            raise _full_disk(named, path, reason, needed, remedy) from error
         raise CheckpointError("checkpoint", os.fspath(named), reason, remedy) from error
-    except SafetensorError as error:
-        raise damaged(path, f"it is not a valid safetensors file ({error})") from error
-    except ValueError as error:
-        if "null byte" not in str(error):
+    except MerakError:
+        raise
+    except Exception as error:
+        if _number_of_rust(error) in _FULL:
+            raise _full_disk(path, path, str(error), needed, remedy) from error
+        if isinstance(error, SafetensorError):
+            raise damaged(path, f"it is not a valid safetensors file ({error})") from error
+        if not isinstance(error, ValueError) or "null byte" not in str(error):
             raise
         raise CheckpointError("checkpoint", repr(os.fspath(path)), "a path cannot hold a NUL", remedy) from error
+
+
+def check_free(directory: Path, needed: int, what: str, remedy: str) -> None:
+    """Raise `FullDiskError` if fewer than ``needed`` bytes are free. ``what``: names the directory."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        reason = f"{needed:,} bytes are needed and {free:,} are free"
+        raise FullDiskError(what, os.fspath(directory), reason, remedy)
+
+
+def _full_disk(named: Path | str | bytes, path: Path, reason: str, needed: int | None, remedy: str) -> FullDiskError:
+    counts = [] if needed is None else [f"{needed:,} bytes are needed"]
+    for directory in (path, *path.absolute().parents):
+        with suppress(OSError):
+            counts.append(f"{shutil.disk_usage(directory).free:,} bytes are free")
+            break
+    reason = f"{reason} ({', '.join(counts)})" if counts else reason
+    return FullDiskError("checkpoint", os.fspath(named), reason, remedy)
+
+
+def _number_of_rust(error: Exception) -> int | None:
+    """Return the number of the system's error that a library written in Rust reports as text."""
+    match = _OF_RUST.search(str(error))
+    return None if match is None else int(match[1])
 
 
 def sync_directory(directory: Path) -> None:

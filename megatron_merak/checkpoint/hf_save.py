@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_merak.checkpoint import hf_names, in_place
-from megatron_merak.checkpoint.files import DTYPE_CODES, as_bytes, disk_errors, header
+from megatron_merak.checkpoint.files import DTYPE_CODES, as_bytes, check_free, disk_errors, header
 from megatron_merak.checkpoint.hf_files import INDEX, WEIGHTS
 from megatron_merak.checkpoint.hf_gather import Gather, Tensors
 from megatron_merak.checkpoint.hf_patchwork import Patchwork, read, stored
@@ -124,10 +123,7 @@ def _split(model: nn.Module, tensors: Mapping[str, Patchwork], limit: int | str)
 def _prepare(directory: Path, needed: int) -> Path:
     """Return the directory for the new files. Raises `CheckpointError` if they will not fit."""
     fresh = in_place.begin(directory)
-    free = shutil.disk_usage(directory).free
-    if free < needed + _MARGIN:
-        reason = f"{needed + _MARGIN} bytes are needed and {free} are free"
-        raise CheckpointError("output directory", directory, reason, "Free some space, or save elsewhere")
+    check_free(directory, needed + _MARGIN, "output directory", "Free some space, or save elsewhere")
     return fresh
 
 

@@ -25,12 +25,13 @@ import torch.distributed as dist
 
 from megatron_merak.checkpoint.files import disk_errors
 from megatron_merak.errors import DirectoryLockedError
-from megatron_merak.parallel.agree import together
+from megatron_merak.parallel.agree import broadcast_json, together
 
 NAME = ".megatron_merak.lock"
 HEARTBEAT = 5.0  # seconds between two heartbeats
 PATIENCE = 30.0  # seconds for which a foreign lock is watched for one
 
+_REMEDY = "Check its permissions and its free space"
 _LARGEST = 1 << 16  # bytes of a lock file
 
 
@@ -49,19 +50,24 @@ class DirectoryLock:
     def __init__(self, directory: Path | str, group: dist.ProcessGroup | None = None, patience: float = PATIENCE):
         self.directory, self.group = Path(directory), group
         self._claim: _Claim | None = None
-        with together(group, "cpu"), disk_errors(self.directory, "Check its permissions and its free space"):
+        with together(group, "cpu"), disk_errors(self.directory, _REMEDY):
             if group is None or dist.get_rank(group) == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._claim = _Claim(self.directory / NAME, patience)
 
-    def confirm(self) -> None:
-        """Raise `DirectoryLockedError` on every rank if another job took the lock because this one was suspended.
+    def confirm(self) -> bool:
+        """Return whether the directory was removed, and is made anew and locked again; equal on every rank.
 
-        Collective. Call it before each save.
+        Raises `DirectoryLockedError` on every rank if another job took the lock because this one was suspended, and
+        `CheckpointError` if no lock can be written. Collective. Call it before each save.
         """
-        with together(self.group, "cpu"):
+        is_new = False
+        with together(self.group, "cpu"), disk_errors(self.directory, _REMEDY):
             if self._claim is not None:
+                is_new = not self.directory.is_dir()
+                self.directory.mkdir(parents=True, exist_ok=True)
                 self._claim.confirm()
+        return broadcast_json(is_new, self.group, "cpu")
 
     def release(self) -> None:
         """Unlock the directory. Not collective; may be repeated."""

@@ -2,7 +2,6 @@
 
 import re
 import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.checkpoint import directory as directories
-from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, is_finite, sync_directory, write_tensors
+from megatron_merak.checkpoint.files import (
+    check_free,
+    complete_or_absent,
+    disk_errors,
+    is_finite,
+    sync_directory,
+    write_tensors,
+)
 from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, check_entry, parse_manifest
 from megatron_merak.checkpoint.shard import Kind, Shard, in_turns
 from megatron_merak.errors import CheckpointError, NumericsError
@@ -57,16 +63,16 @@ def save(
         files, tensors = {}, {name: {} for name in kinds}
         metadata = {"format": "pt", "save_id": save_id, "iteration": str(iteration)}
         for name, number, turn in in_turns(kinds, group, device):
-            with together(group, device), disk_errors(fresh, SAVE_REMEDY):
+            with together(group, device), disk_errors(fresh, SAVE_REMEDY, needed):
                 file = f"{name}-rank-{rank:05d}" + (f"-{number:04d}" if len(kinds[name].turns) > 1 else "")
                 written, entries = _write(fresh, f"{file}.safetensors", name, turn.shards, metadata)
                 assert not entries.keys() & tensors[name].keys(), f"{name}: this rank owns two parts of one tensor"
                 files |= written
                 tensors[name] |= entries
-        with together(group, device), disk_errors(fresh, SAVE_REMEDY):
+        with together(group, device), disk_errors(fresh, SAVE_REMEDY, needed):
             sync_directory(fresh)
         reports = gather_json({"files": files, "tensors": tensors}, group, device)
-        with together(group, device), disk_errors(fresh, SAVE_REMEDY):
+        with together(group, device), disk_errors(fresh, SAVE_REMEDY, needed):
             if rank == 0:
                 _complete(fresh, iteration, save_id, reports, meta)
                 directories.publish(root, iteration)
@@ -102,10 +108,7 @@ def _prepare(root: Path, iteration: int, needed: int) -> None:
     directories.settle(root)
     if directories.locate(root, iteration) is None:
         directories.clear(directories.directory_of(root, iteration))
-    free = shutil.disk_usage(root).free
-    if free < needed + _MARGIN:
-        reason = f"{needed + _MARGIN} bytes are needed and {free} are free"
-        raise CheckpointError("checkpoint directory", root, reason, "Free some space, or save elsewhere with --save")
+    check_free(root, needed + _MARGIN, "checkpoint directory", "Free some space, or save elsewhere with --save")
 
 
 def _write(fresh: Path, file: str, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str]) -> tuple[dict, dict]:

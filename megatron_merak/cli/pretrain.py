@@ -182,6 +182,8 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
             if stop.text:
                 tell(f"{program()}: {stop.text}")
     except MerakError as error:
+        if error.trace:
+            tell(error.trace)
         tell(f"rank {rank}: {error}", alike=str(error))
         _abandon(1)
     except ModuleNotFoundError as error:

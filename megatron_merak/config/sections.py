@@ -7,6 +7,7 @@ import math
 from ..errors import ConfigError
 from .settings import Section, setting
 
+ON_FULL_DISK = ("wait", "stop")  # what a run does that cannot save for want of space
 FP32_MATMULS = ("auto", "highest", "high", "medium")
 
 
@@ -249,6 +250,8 @@ class CheckpointConfig(Section):
     """Iterations between checkpoints (unset: only at the end)."""
     save_retain_interval: int | None = setting(None, least=1)
     """Keep checkpoints of iterations divisible by this, and the newest of the others (unset: keep all)."""
+    on_full_disk: str = setting("wait", choices=ON_FULL_DISK, ours=True)
+    """If there is no space for a checkpoint, wait for it, at most 12 hours, and save then; or stop with an error."""
     ckpt_step: int | None = setting(None, least=0)
     """Resume from this iteration instead of the newest."""
     finetune: bool = setting(False)

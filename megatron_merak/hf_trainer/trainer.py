@@ -36,6 +36,7 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import logging
 
+from ..checkpoint.full_disk import Saving
 from ..errors import ConfigError
 from ..graph.capture.capture import accepts_num_items
 from ..optimizer.recipe import Recipe
@@ -245,6 +246,10 @@ class MerakTrainer(TrainerFace):
         if self.is_world_process_zero() and not self.args.disable_tqdm:
             print(text, file=sys.stderr, flush=True)
 
+    def _warn(self, text: str) -> None:
+        if self.is_world_process_zero():
+            print(text, file=sys.stderr, flush=True)
+
     # Training
 
     def train(
@@ -392,5 +397,16 @@ class MerakTrainer(TrainerFace):
         attend("save_model", self.control_group)
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         check_model(self, saves=True)
+        if _internal_call:  # all of the checkpoint is written again
+            self._write_model(directory)
+        else:
+            self.saving.run(directory, lambda: self._write_model(directory))
+
+    def _write_model(self, directory: Path) -> None:
         self.engine.save_hf(directory, self.feed.tokenizer, self.beside)
         write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)
+
+    @property
+    def saving(self) -> Saving:
+        """What runs a save, and waits for space if on_full_disk says so."""
+        return Saving(self.args.on_full_disk, self.control_group, self._warn, setting="on_full_disk")

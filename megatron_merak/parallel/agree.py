@@ -5,6 +5,7 @@ alone and nothing is sent. ``device`` is the device of the tensors that the grou
 """
 
 import json
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from ..counting import named_ranks
 from ..errors import MerakError
 
 _RANKS_NAMED = 8
+_LONGEST_TRACE = 20_000  # characters, of which the last ones count
 
 
 def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.device | str) -> list:
@@ -58,8 +60,9 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None, dev
     """Return when no rank has an error; otherwise raise on every rank, naming the ranks that failed.
 
     All ranks raise the error of the lowest failing rank: its type, ``what``, ``value`` and ``remedy`` unchanged, its
-    ``reason`` prefixed with the global rank. Other exceptions become a ``MerakError``. Where the
-    failure occurred, the original exception is the ``__cause__``. Without a group the error is raised unchanged.
+    ``reason`` prefixed with the global rank. Other exceptions become a ``MerakError`` with the traceback of that rank.
+    Where the failure occurred, the original exception is the ``__cause__``. Without a group the error is raised
+    unchanged.
     """
     if group is None:
         if error is not None:
@@ -90,11 +93,12 @@ def _as_bytes(values: torch.Tensor) -> bytes:
 def _report(error: Exception) -> dict:
     if not isinstance(error, MerakError):
         return {
-            "type": "MerakError",
+            "type": MerakError.__name__,
             "what": type(error).__name__,
             "value": str(error),
             "reason": "this failure was not foreseen",
             "remedy": "Read the traceback of that rank",
+            "trace": "".join(traceback.format_exception(error))[-_LONGEST_TRACE:],
         }
     value = error.value if isinstance(error.value, str | int | float | None) else str(error.value)
     return {
@@ -103,10 +107,12 @@ def _report(error: Exception) -> dict:
         "value": value,
         "reason": str(error.reason),
         "remedy": str(error.remedy),
+        "trace": error.trace,
     }
 
 
 def _merge(failed: list[tuple[int, dict]]) -> MerakError:
+    traces = [report.pop("trace") for _, report in failed]
     report = failed[0][1]
     same = [rank for rank, other in failed if other == report]
     others = [(rank, other) for rank, other in failed if other != report]
@@ -115,7 +121,9 @@ def _merge(failed: list[tuple[int, dict]]) -> MerakError:
         reason += f"; on rank {rank}, {other['what']} {other['value']}: {other['reason']}"
     if len(others) > _RANKS_NAMED:
         reason += f"; and {len(others) - _RANKS_NAMED} other ranks failed"
-    return _error_class(report["type"])(report["what"], report["value"], reason, report["remedy"])
+    error = _error_class(report["type"])(report["what"], report["value"], reason, report["remedy"])
+    error.trace = next((trace for trace in traces if trace), "")
+    return error
 
 
 def _error_class(name: str) -> type[MerakError]:

@@ -8,7 +8,7 @@ DIR/plan.json        the plan that ran last, in the form that --plan reads
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.pictures.trace import to_trace
 from megatron_merak.pipeline_parallel.pictures.view import View
 from megatron_merak.plan import Plan
+from megatron_merak.report.line_file import LineFile
 from megatron_merak.strict_json import parse
 
 PLAN, RUN, METRICS, TIMELINE = "plan.json", "run.json", "metrics.jsonl", "timeline.json"
@@ -59,8 +60,12 @@ class RunFiles:
         _replace(self.directory / PLAN, plan.to_json())
         _replace(self.directory / RUN, json.dumps({"format": FORMAT, "starts": starts}, indent=1) + "\n")
         _drop_cut_off_line(self.directory / METRICS)
-        self._metrics = open(self.directory / METRICS, "a", buffering=1, encoding="utf-8")
+        self._metrics = LineFile(self.directory / METRICS)
         self._began = False
+
+    def tell(self, say: Callable[[str], object]) -> None:
+        """Call ``say`` with a line for the user where metrics cannot be written; training goes on."""
+        self._metrics.say = say
 
     def began(self, iteration: int, consumed_samples: int) -> None:
         """Record that training continues from ``iteration``; what a file says of later ones was lost.
@@ -74,10 +79,11 @@ class RunFiles:
 
     def note(self, row: Mapping[str, Any]) -> None:
         """Append a line to the metrics."""
-        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.write(json.dumps(row))
 
     def measured(self, views: Sequence[View]) -> None:
         """Write the measured timeline of a step."""
+        self.directory.mkdir(parents=True, exist_ok=True)
         _replace(self.directory / TIMELINE, json.dumps(to_trace(views)))
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..arguments import deviation_report
 from ..checkpoint import store
+from ..checkpoint.full_disk import Saving
 from ..checkpoint.lock import DirectoryLock
 from ..config import RunConfig, check_sizes, flag_name, worker_note
 from ..data.build import Datasets
@@ -115,6 +116,8 @@ class Job:
         limit, scaler = self.config.train.max_consecutive_skipped_steps, trainer.optimizer.scaler
         self.skips = SkippedSteps(limit, trainer.model.buffer, self.mesh.control, scaler=scaler)
         self.lock: DirectoryLock | None = None
+        self.interruption: Interruption | None = None
+        self.saving = Saving(self.config.checkpoint.on_full_disk, self.mesh.control, self.say, self._received)
 
     def run(self) -> None:
         """Train from the checkpoint of --load, if any; --save is locked meanwhile. Raises MerakError on every rank."""
@@ -138,10 +141,16 @@ class Job:
         if not self.config.train.skip_train:
             saves = self.config.checkpoint.save is not None
             with Interruption(self.mesh.control, end_interrupted, active=saves) as interruption:
+                self.interruption = interruption
                 self._train(interruption)
             if interruption.agreed:
                 self.interrupted(interruption.agreed)
         self.close()
+
+    def _received(self) -> int:
+        """Return a signal for which the run does not stop yet, 0 for none."""
+        interruption = self.interruption
+        return 0 if interruption is None or interruption.agreed else interruption.received
 
     def interrupted(self, number: int) -> None:
         """End the run after it was saved for a signal: report how to continue, and raise Interrupted."""
@@ -159,9 +168,9 @@ class Job:
         for kind in ("valid", "test"):
             self.evaluate(kind)
         if self.report is not None:
-            if self.config.logging.curve is not None:
-                draw_curve(self.report.records, self.config.logging.curve)
-                self.report.print(f"loss curve: {self.config.logging.curve}")
+            curve = self.config.logging.curve
+            if curve is not None and self.report.draw(curve, lambda: draw_curve(self.report.records, curve)):
+                self.report.print(f"loss curve: {curve}")
             self.report.close()
 
     def finish(self) -> None:
@@ -273,20 +282,29 @@ class Job:
     def _draw_timeline(self, schedule: Schedule, trace: list) -> None:
         view, path = step_view(schedule, trace, self.mesh), self.config.logging.timeline
         if self.report is not None:
-            write([view], path)
             self.report.measured([view])
-            self.report.print(f"pipeline timeline: {path}")
+            if self.report.draw(path, lambda: write([view], path)):
+                self.report.print(f"pipeline timeline: {path}")
 
     def save(self) -> int:
-        """Write a checkpoint; return its iteration. Raises CheckpointError and NumericsError on every rank."""
+        """Write a checkpoint; return its iteration. What happens on a full disk, --on-full-disk says.
+
+        Raises CheckpointError and NumericsError on every rank, and Interrupted for a signal while it waits for space.
+        """
         options = self.config.checkpoint
-        began = time.perf_counter()
-        self.lock.confirm()
-        path = self.trainer.save(options.save)
-        self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        self.saving.run(options.save, self._write)
         if options.save_retain_interval:
             store.prune(options.save, options.save_retain_interval, self.mesh.control)
         return self.trainer.iteration
+
+    def _write(self) -> None:
+        directory = self.config.checkpoint.save
+        began = time.perf_counter()
+        if self.lock.confirm():
+            self.say(f"{directory} was removed under the run, with all checkpoints in it: it is made anew")
+            self.store_settings()
+        path = self.trainer.save(directory)
+        self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
     def evaluate(self, kind: str) -> None:
         """Report the loss on a part of the data, "valid" or "test", if it exists."""

@@ -104,7 +104,8 @@ class HFJob(Job):
         directory = self.config.checkpoint.save_hf
         if directory is not None:
             check_finite(self.trainer.kinds(True), self.mesh.control, "cpu")
-            self.model.save_hf(directory, self._tokenizer())
+            tokenizer = self._tokenizer()
+            self.saving.run(directory, lambda: self.model.save_hf(directory, tokenizer))
             self.say(f"saved {directory} for HuggingFace")
 
     def _tokenizer(self):

@@ -1,9 +1,11 @@
 """The output of a run: console lines, a JSON line per iteration, TensorBoard, the files of --run-dir."""
 
+import errno
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from typing import TextIO
@@ -11,6 +13,7 @@ from typing import TextIO
 from ..config import LoggingConfig
 from ..errors import ConfigError
 from ..pipeline_parallel.pictures.view import View
+from ..report.line_file import LineFile
 from ..report.run_files import RunFiles
 from .console import Interval, Progress, Throughput, console_line, fitted, short_line
 
@@ -31,10 +34,12 @@ class Report:
         self.config, self.work, self.out, self.files = config, work, out or sys.stdout, files
         self.on_terminal = self.out.isatty()
         self.short = config.log_format == "short" or (config.log_format == "auto" and self.on_terminal)
+        if files is not None:
+            files.tell(self.print)
         self.records: list[dict] = []
         self._pending: list[dict] = []
         self._before: int | None = None  # the iteration of the step before
-        self._metrics = None if config.metrics is None else open(config.metrics, "a", buffering=1)
+        self._metrics = None if config.metrics is None else LineFile(config.metrics, self.print)
         self._board = self._tensorboard(config.tensorboard_dir)
 
     def _tensorboard(self, directory: str | None):
@@ -52,12 +57,17 @@ class Report:
         record = {"kind": kind, "iteration": iteration, **values}
         self.records.append(record)
         if self._metrics is not None:
-            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.write(json.dumps(record))
         if self.files is not None:
             self.files.note(record)
         if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(f"{kind}/{name}", value, iteration)
+            try:
+                for name, value in values.items():
+                    self._board.add_scalar(f"{kind}/{name}", value, iteration)
+            except OSError as error:  # of the thread that writes, which has ended
+                self._board = None
+                place = self.config.tensorboard_dir
+                self.print(f"{place} cannot be written ({error}): TensorBoard has nothing after iteration {iteration}")
 
     def step(self, progress: Progress, seconds: float, report) -> None:
         """Record one training step, and print a line at each log interval. report: a StepReport with a loss."""
@@ -113,16 +123,35 @@ class Report:
             if self.short
             else console_line(interval, work, detailed, datetime.now())
         )
-        print(line, file=self.out, flush=True)
+        self._print(line)
 
     def print(self, text: str) -> None:
         """Print a text; on a terminal, break its lines to fit."""
-        print(fitted(text) if self.on_terminal else text, file=self.out, flush=True)
+        self._print(fitted(text) if self.on_terminal else text)
+
+    def _print(self, text: str) -> None:
+        """Print a text. Where standard output is a file on a full disk, it goes to standard error: training goes on."""
+        try:
+            print(text, file=self.out, flush=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
+
+    def draw(self, path: str, draw: Callable[[], object]) -> bool:
+        """Return whether a picture could be drawn into a file; if not, say why."""
+        try:
+            draw()
+        except OSError as error:
+            self.print(f"{path} cannot be written ({error.strerror or error})")
+            return False
+        return True
 
     def measured(self, views: Sequence[View]) -> None:
         """Store the timeline of a step with the files of the run."""
         if self.files is not None:
-            self.files.measured(views)
+            self.draw(str(self.files.directory), lambda: self.files.measured(views))
 
     def close(self) -> None:
         """Close the files and print their names."""

@@ -176,10 +176,11 @@ class WorkerJob:
             self.consumed = self.trainer.consumed_samples
             self.optimizer.begin_training(self.worker.role.worker == 0)
             with Interruption(None, end_interrupted, active=saves) as interruption:
+                self.job.interruption = interruption
                 if not self.config.train.skip_train:
                     self._train(interruption)
-                self._end()
                 interruption.agreed = self.stopped
+                self._end()
             if self.stopped:
                 self.job.interrupted(self.stopped)
 

@@ -62,19 +62,21 @@ def test_a_failure_is_raised_on_every_rank_with_its_type_and_fields():
         assert [outcome["fields"][2] for outcome in pair] == ["on rank 2, it does not add up"] * (rank > 0)
 
 
-def _foreign(rank: int, world_size: int) -> str:
+def _foreign(rank: int, world_size: int) -> tuple[str, str]:
+    group = dist.group.WORLD
     try:
-        with together(dist.group.WORLD, "cpu"):
+        with together(group, "cpu"), together(group, "cpu"):
             if rank == 1:
                 raise KeyError("lost")
     except MerakError as error:
-        return f"{type(error).__name__} {error}"
-    return ""
+        return f"{type(error).__name__} {error}", error.trace
+    return "", ""
 
 
 def test_an_unforeseen_exception_becomes_typed_and_names_the_rank():
-    for text in run_ranks(_foreign, 2):
-        assert text.startswith("MerakError KeyError 'lost': on rank 1,")
+    for text, trace in run_ranks(_foreign, 2):
+        assert text.startswith("MerakError KeyError 'lost': on rank")
+        assert 'raise KeyError("lost")' in trace and trace.count("Traceback") == 1
 
 
 def test_a_process_alone_keeps_its_own_error():

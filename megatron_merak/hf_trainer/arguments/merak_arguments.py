@@ -16,7 +16,7 @@ from transformers.training_args import ParallelMode
 from ...config.backends import BACKENDS
 from ...config.parallel import OVERLAPS, SCHEDULES, SHARDINGS
 from ...config.rank_order import check_order
-from ...config.sections import FP32_MATMULS
+from ...config.sections import FP32_MATMULS, ON_FULL_DISK
 from ...errors import ConfigError
 from ...parallel.launch import World, adopt, launch
 from . import deepspeed, fsdp, parallelism, sharding
@@ -160,6 +160,13 @@ class MerakArguments(TrainingArguments):
     pad_to_multiple_of: int | None = field(
         default=None,
         metadata={"help": "Pad the length of token batches to a multiple of this instead of to length_buckets."},
+    )
+    on_full_disk: str = field(
+        default="wait",
+        metadata={
+            "help": "If there is no space for a checkpoint, wait for it, at most 12 hours, and save then; or "
+            "stop with an error."
+        },
     )
     max_consecutive_skipped_steps: int = field(
         default=20,
@@ -341,6 +348,7 @@ def _check_numbers(args: "MerakArguments") -> None:
         "tp_comm_overlap": OVERLAPS,
         "graph_sharding": ("cut", "farthest-dependency"),
         "fp32_matmul_precision": FP32_MATMULS,
+        "on_full_disk": ON_FULL_DISK,
     }
     for name, choices in choices_of.items():
         if (value := getattr(args, name)) not in choices:

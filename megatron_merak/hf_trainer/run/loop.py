@@ -312,9 +312,14 @@ class TrainingLoop:
         return True
 
     def _save(self) -> None:
-        trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
+        trainer, args, state = self.trainer, self.args, self.state
         check_model(trainer, saves=True)
         trainer.store_flos()
+        trainer.saving.run(self.directory.root, self._write)
+        self.directory.rotate(args.save_total_limit, state.global_step, state.best_model_checkpoint)
+
+    def _write(self) -> None:
+        trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
         with self.directory.writing(state.global_step) as directory:
             if args.save_only_model:
                 self.engine.check_finite()
@@ -327,7 +332,6 @@ class TrainingLoop:
                     state.best_model_checkpoint = str(best)
             callbacks.export(state, self.handler, trainer.control)
             trainer_state.write(directory, state, group)
-        self.directory.rotate(args.save_total_limit, state.global_step, state.best_model_checkpoint)
 
     def _progress(self) -> Progress:
         return Progress(
@@ -352,7 +356,9 @@ class TrainingLoop:
         metrics |= {"total_flos": state.total_flos, "train_loss": loss}
         trainer.log(metrics)
         best = state.best_model_checkpoint
-        if args.load_best_model_at_end and best is not None:
+        if args.load_best_model_at_end and best is not None and not run_directory.exists(Path(best), group):
+            trainer._warn(f"load_best_model_at_end: {best} was removed, so the weights of the last step stay")
+        elif args.load_best_model_at_end and best is not None:
             run_directory.verify(Path(best), group)
             self.engine.load(Path(best) / run_directory.TRAINING_STATE, verify=False)
         if best is not None and args.save_total_limit == 1:

@@ -42,7 +42,8 @@ class RunDirectory:
     def hold(self) -> None:
         """Lock the directory, and complete what a crash of an earlier job interrupted. Raises CheckpointError."""
         if self._lock is not None:
-            self._lock.confirm()
+            if self._lock.confirm() and self.first:
+                _log.warning("%s was removed under the run, with all checkpoints in it: it is made anew", self.root)
             return
         self._lock = DirectoryLock(self.root, self.group)
         with self._on_first():
