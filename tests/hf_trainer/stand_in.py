@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron_merak.checkpoint.files import disk_errors
 from megatron_merak.checkpoint.save import check_finite
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.graph.capture.capture import accepts_num_items
@@ -130,7 +131,8 @@ class EagerEngine:
 
     def save_hf(self, directory, processing_class=None, omitted=""):
         if self.mesh.rank == 0:
-            self.model.save_pretrained(directory)
+            with disk_errors(Path(directory), "Make room"):
+                self.model.save_pretrained(directory)
 
 
 class EagerTrainer(MerakTrainer):

@@ -12,7 +12,7 @@ collective over ``group``; an error on one rank is raised on all.
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -135,7 +135,8 @@ class RunDirectory:
                 if self.first:
                     unit_directories.settle(self.root)
                     fresh.mkdir()
-            yield fresh
+            with disk_errors(fresh, SAVE_REMEDY) if self.group is None else nullcontext():
+                yield fresh  # what a script's own code raises on one of several ranks, the others do not know
             with self._on_first():
                 if self.first:
                     unit.complete(fresh, step, {})
