@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 import megatron_merak
+from megatron_merak.cli import pretrain
 from megatron_merak.cli.commands import COMMANDS, MODULE
 from megatron_merak.cli.launcher import without_flag
+from megatron_merak.errors import MerakError
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -119,3 +121,17 @@ def test_an_interrupted_run_says_so_in_one_line():
         os.killpg(job.pid, signal.SIGINT)
         _, told = job.communicate(timeout=60)
     assert (job.returncode, told) == (130, f"{MODULE} pretrain: interrupted\n")
+
+
+def test_an_error_that_was_not_foreseen_comes_with_its_traceback(monkeypatch, capsys):
+    error = MerakError("KeyError", "'x'", "on rank 1, this failure was not foreseen", "Read the traceback of that rank")
+    error.trace = "Traceback (most recent call last):\n  ...\nKeyError: 'x'"
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(pretrain, "position", fail)
+    monkeypatch.setattr(pretrain, "_abandon", sys.exit)
+    with pytest.raises(SystemExit):
+        pretrain._train(None, None, ())
+    assert capsys.readouterr().err == f"{error.trace}\nrank ?: {error}\n"
