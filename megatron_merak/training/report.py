@@ -150,8 +150,9 @@ class Report:
 
     def measured(self, views: Sequence[View]) -> None:
         """Store the timeline of a step with the files of the run."""
-        if self.files is not None:
-            self.draw(str(self.files.directory), lambda: self.files.measured(views))
+        files = self.files
+        if files is not None:
+            self.draw(str(files.directory), lambda: files.measured(views))
 
     def close(self) -> None:
         """Close the files and print their names."""

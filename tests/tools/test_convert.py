@@ -165,6 +165,7 @@ def _kill_conversions(rank, world, root, calls, stride):
     ("calls", "stride"),
     [(NAMES | {"link", "symlink", "flush"}, 20), pytest.param(DISK | {"link", "symlink"}, 1, marks=pytest.mark.slow)],
 )
+@pytest.mark.timeout(1500)
 def test_a_killed_conversion_can_be_started_again(calls, stride, tmp_path):
     huggingface("llama").save_pretrained(tmp_path / "hf")
     [kills] = run_ranks(_kill_conversions, 1, tmp_path, calls, stride, timeout=1200.0)
