@@ -400,13 +400,13 @@ class MerakTrainer(TrainerFace):
         if _internal_call:  # all of the checkpoint is written again
             self._write_model(directory)
         else:
-            self.saving.run(directory, lambda: self._write_model(directory))
+            self._saving.run(directory, lambda: self._write_model(directory))
 
     def _write_model(self, directory: Path) -> None:
         self.engine.save_hf(directory, self.feed.tokenizer, self.beside)
         write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)
 
     @property
-    def saving(self) -> Saving:
+    def _saving(self) -> Saving:
         """What runs a save, and waits for space if on_full_disk says so."""
         return Saving(self.args.on_full_disk, self.control_group, self._warn, setting="on_full_disk")

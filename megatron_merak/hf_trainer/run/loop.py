@@ -315,7 +315,7 @@ class TrainingLoop:
         trainer, args, state = self.trainer, self.args, self.state
         check_model(trainer, saves=True)
         trainer.store_flos()
-        trainer.saving.run(self.directory.root, self._write)
+        trainer._saving.run(self.directory.root, self._write)
         self.directory.rotate(args.save_total_limit, state.global_step, state.best_model_checkpoint)
 
     def _write(self) -> None:
