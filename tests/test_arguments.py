@@ -181,7 +181,7 @@ def test_the_flags_that_the_scripts_share_mean_the_same():
             ["--num-layers", "9" * 5000],
             f"--num-layers {'9' * 5000}: is not a whole number. Write it in digits, like 1024.",
         ),
-        (["--hidden-size", "-3"], "--hidden-size -3: is out of range. Use a value at least 1."),
+        (["--hidden-size", "-3"], "--hidden-size -3: is out of range. Use a value at least 1 and at most 1048576."),
         (
             ["--optimizer", "muon"],
             "--optimizer muon: is a choice of Megatron-LM that megatron_merak does not have yet. Use adam or sgd or "
