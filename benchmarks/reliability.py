@@ -2,8 +2,8 @@
 
 Every program trains a small transformer on two CPU ranks for ten steps and saves after every second one; a collective
 that waits longer than --timeout seconds fails, in all of them. In step 5 rank 1 has a fault. What became of the job is
-seen from outside: seconds, exit status, lines that an undisturbed run does not print, whether they name the rank. Then the
-same command is started again. Rows with DISK_FULL need root, who may mount a file system.
+seen from outside: seconds, exit status, lines that an undisturbed run does not print, whether they name the rank. Then
+the same command is started again. Rows with DISK_FULL need root, who may mount a file system.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def _native(directory: Path, timeout: int) -> list[str]:
     start = [sys.executable, "-m", "megatron_merak", "pretrain", "--nproc-per-node", "2"]
     disk = ["--save", str(directory), "--load", str(directory), "--save-interval", "2"]
     more = ["--train-iters", str(STEPS), "--metrics", f"{directory}.metrics"]
-    return [*start, *SHAPE.split(), *disk, *more, "--distributed-timeout-minutes", str(timeout / 60)]
+    return [*start, *SHAPE.split(), *disk, *more, "--distributed-timeout-minutes", str(timeout // 60)]
 
 
 def _of_script(script: str, *flags: str) -> Callable[[Path, int], list[str]]:
@@ -230,9 +230,9 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, help="page whose table is replaced")
-    parser.add_argument("--timeout", type=int, default=15, help="of collectives, in seconds (default: 15)")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds until a job counts as hung (default: 120)")
-    parser.add_argument("--jobs", type=int, default=2, help="jobs at a time (default: 2)")
+    parser.add_argument("--timeout", type=int, default=60, help="of collectives: 60, 120, ... s (default: 60)")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds until a job counts as hung (default: 150)")
+    parser.add_argument("--jobs", type=int, default=3, help="jobs at a time (default: 3)")
     parser.add_argument("--faults", default="", help="names of rows to run, such as SIGKILL,NAN (default: all)")
     parser.add_argument("--programs", default="", help="numbers of columns to run, from 0, such as 0,1 (default: all)")
     parser.add_argument("--keep", type=Path, help="keep what the programs print and write in this directory")

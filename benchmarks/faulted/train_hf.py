@@ -53,6 +53,7 @@ def main() -> None:
         tokens = torch.randint(0, 60, (16,), generator=draw)
         samples.append({"input_ids": tokens, "labels": tokens})
     trainer = trainer_class(LlamaForCausalLM(shape), arguments, train_dataset=samples, callbacks=[Told()])
+    os.makedirs(options.directory, exist_ok=True)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(options.directory))
 
 

@@ -105,35 +105,39 @@ def _watched(
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
         )
-        said_before = 0
         came = None
         try:
             while process.poll() is None:
-                if came is None and mark.exists() and (text := mark.read_text()).endswith("}"):
-                    said_before = log.stat().st_size
-                    came = json.loads(text)["time"]
-                if time.time() - (came or start) > limit:
+                if came is None:
+                    came = _came(mark)
+                if time.time() - (start if came is None else came[0]) > limit:
                     break
                 time.sleep(_POLL)
             end = time.time()
             status = process.poll()
         finally:
             _end(process, f"{_RUN}={directory}")
-    if came is None and mark.exists():  # it ended at once
-        came = json.loads(mark.read_text())["time"]
-        said_before = 0
+    since, said_before = came or _came(mark) or (start, 0)
     text = log.read_bytes()
     said = text[said_before:].decode(errors="replace")
     return Outcome(
-        came=came is not None,
+        came=mark.exists(),
         ended=status is not None,
-        seconds=end - (came or start),
+        seconds=end - since,
         status=status,
         lines=len(said.splitlines()),
         tracebacks=said.count(_TRACEBACK),
         named=order is not None and names(said, order.rank),
         output=text.decode(errors="replace"),
     )
+
+
+def _came(mark: Path) -> tuple[float, int] | None:
+    """Return when a fault came, and how much had been printed then; None: it did not come yet."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it is being written
+        facts = json.loads(mark.read_text())
+        return facts["time"], facts["said"]
+    return None
 
 
 def names(text: str, rank: int) -> bool:

@@ -304,7 +304,8 @@ class _Fault:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 continue
-            facts = {"time": time.time(), "pid": os.getpid(), "step": self.steps}
+            said = os.stat(f"{self.order.directory}/output").st_size
+            facts = {"time": time.time(), "said": said, "pid": os.getpid(), "step": self.steps}
             os.write(descriptor, json.dumps(facts).encode())
             os.close(descriptor)
             return True
@@ -370,6 +371,8 @@ def arm() -> None:
     if int(ranks[0]) != order.rank:
         return
     os.environ.pop(VARIABLE)  # processes that this one starts are not the rank
+    if order.fault == "SIGINT" and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it is in what a shell starts with "&"
     fault = _Fault(order)
     if order.disk_call:
         sys.addaudithook(fault.audit)
