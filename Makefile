@@ -26,7 +26,7 @@ PY = $(shell $(ENVIRONMENT) --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help environment install wheel train test test-long first-hour test-oldest lint docs parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers doctor gpu bench-shm fuzz-graph clean
+.PHONY: help environment install wheel train test test-long first-hour test-oldest lint docs parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers bench-reliability faults doctor gpu bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (10 minutes)"
 	@echo "make compile-check  sources of csrc/ against the headers of another PyTorch, downloaded; TORCH=2.11.0 (2 minutes)"
 	@echo "make fuzz-graph   random modules on simulated ranks against their eager selves; ARGS='--modules 5000'"
+	@echo "make faults       a kill before every disk call of all that writes, then forty jobs with a fault each (40 minutes)"
 	@echo "make test-slow    the other long sweeps: every model type's weights, the largest shapes"
 	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
 	@echo "make bench-two-lines  one training script through HF Trainer and MerakTrainer, as shipped (40 minutes)"
@@ -52,6 +53,7 @@ help:
 	@echo "make bench-ops        compiled operations beside PyTorch's and torch.compile's"
 	@echo "make bench-performance  a training step with and without compiled kernels, into docs/performance.md (30 minutes)"
 	@echo "make bench-servers    parameter servers beside all-reduce, modelled, into docs/parameter_server.md (2 minutes)"
+	@echo "make bench-reliability  the same faults here and in other programs, into docs/reliability.md (20 minutes)"
 	@echo "make doctor           what is compiled and active here, and why the rest is not"
 	@echo "make gpu              on a machine with a GPU: its tests, none of them skipped, then its kernels' speed into docs/gpu.md"
 	@echo "make wheel        a source distribution in dist/, and a wheel of it: compiled for any x86-64-v3 CPU, faster on AVX-512 (2 minutes)"
@@ -65,8 +67,8 @@ environment:
 install: environment
 
 train bench-search bench-servers: NEEDS = dependencies pictures
-install test test-long test-oldest parity-full test-native test-slow fuzz-graph: NEEDS = dependencies test
-bench bench-two-lines: NEEDS = dependencies accelerate
+install test test-long test-oldest parity-full test-native test-slow faults fuzz-graph: NEEDS = dependencies test
+bench bench-two-lines bench-reliability: NEEDS = dependencies accelerate
 lint: NEEDS = lint
 docs: NEEDS = docs
 compile-check: NEEDS = torch
@@ -119,6 +121,13 @@ compile-check: environment
 test-slow: environment
 	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity $(ARGS)
 
+KILLS = tests/faults/test_kills.py tests/checkpoint/test_crash.py tests/hf_trainer/test_crash.py
+
+# Jobs with faults run one after the other: they have times to keep.
+faults: environment
+	@$(PY) -m pytest -q -m "slow or not slow" --timeout 3600 $(SIDE_BY_SIDE) $(KILLS) $(ARGS)
+	@$(PY) -m pytest -q -m "slow or not slow" tests/faults/test_inject_faults.py tests/faults/test_jobs.py $(ARGS)
+
 fuzz-graph: environment
 	@$(PY) -m tests.fuzz $(ARGS)
 
@@ -157,6 +166,9 @@ bench-performance: environment
 
 bench-servers: environment
 	@$(PY) benchmarks/parameter_server.py --into docs/parameter_server.md $(ARGS)
+
+bench-reliability: environment
+	@$(PY) benchmarks/reliability.py --into docs/reliability.md $(ARGS)
 
 doctor: environment
 	@$(PY) tools/doctor.py $(ARGS)
