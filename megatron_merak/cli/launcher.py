@@ -34,9 +34,15 @@ def start(ranks: int, command: str, arguments: Sequence[str], patience: int | No
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from ..parallel.listening import LOOPBACK, listen, serve_store
+
     logging.disable(logging.CRITICAL)  # the agent's own words on ranks that have spoken for themselves
     script = [sys.argv[0]] if sys.argv[0].endswith(".py") else ["-m", "megatron_merak", command]
-    options = run.parse_args(["--standalone", f"{FLAG}={ranks}", *script, *without_flag(arguments)])
+    listener = listen(LOOPBACK)
+    port = listener.getsockname()[1]
+    store = serve_store(listener)  # the agent opens it by its port; one that it made would listen on all interfaces
+    meeting = ["--rdzv-backend=static", f"--master-addr={LOOPBACK}", f"--master-port={port}"]
+    options = run.parse_args([*meeting, f"{FLAG}={ranks}", *script, *without_flag(arguments)])
     if patience is not None:
         options.shutdown_timeout = patience  # read by versions of torch that let it be chosen
     try:
@@ -49,4 +55,6 @@ def start(ranks: int, command: str, arguments: Sequence[str], patience: int | No
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
+    finally:
+        del store
     return 0

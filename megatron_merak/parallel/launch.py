@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -19,8 +19,9 @@ from ..counting import counted
 from ..errors import LaunchError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
+from .listening import loopback_interface, new_secret, open_server
 from .meeting import meet
-from .position import launcher, position, tell
+from .position import SECRET, launcher, position, tell
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
 from .roles import ATTEMPT, Role, job_keys
@@ -165,6 +166,9 @@ def launch(
         _check_rendezvous(backend)
         if backend != MPI:  # which connects ranks by its own means
             store = _job_store(*in_job, timedelta(minutes=timeout_minutes))
+            _listen_on_one_host_only(environment.ranks_here == in_job[1])
+        if role is not None and store is not None:
+            role = replace(role, secret=_secret(store))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if deterministic:
@@ -224,14 +228,7 @@ def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     port = _number("MASTER_PORT", "")
     creates = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=creates,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,  # a script that makes a group of its own, by torch's means, gets this store too
-        )
+        store = _open_store(host, port, creates, timeout)
     except (RuntimeError, ValueError) as error:
         reason = f"no store answers there ({str(error).splitlines()[0]})"
         raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, "Start ranks with torchrun") from error
@@ -239,6 +236,37 @@ def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     if attempt is None:
         attempt = meet(dist.PrefixStore("megatron_merak", store), rank, size, timeout, tell)
     return job_keys(store, attempt)
+
+
+def _open_store(host: str, port: int, creates: bool, timeout: timedelta) -> dist.TCPStore:
+    """Open the store at an address; if this rank creates it, it listens there only."""
+    if creates:
+        one_host = _environment().ranks_here == position()[1]
+        try:
+            return open_server(host, port, one_host, tell, timeout)
+        except OSError:
+            pass  # a script may have opened it before, in this process
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=creates,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,  # a script that makes a group of its own, by torch's means, gets this store too
+    )
+
+
+def _listen_on_one_host_only(one_host: bool) -> None:
+    """Let gloo listen on the loopback interface if all ranks are on this host and the user has chosen none."""
+    loopback = loopback_interface() if one_host else None
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _secret(store: dist.Store) -> bytes:
+    """Return the secret of this job: its launcher's, or, where that gave none, one that a rank puts into the store."""
+    given = os.environ.get(SECRET) or store.compare_set(SECRET, "", new_secret()).decode()
+    return given.encode()
 
 
 def adopt(backend: str = "auto", fp32_matmul: str = "auto", use_cpu: bool = False) -> World:
@@ -256,6 +284,7 @@ def adopt(backend: str = "auto", fp32_matmul: str = "auto", use_cpu: bool = Fals
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     collectives = own_collectives(backend, device, dist.get_world_size())
     environment = _environment()
+    _listen_on_one_host_only(environment.ranks_here == dist.get_world_size())
     setup = set_up(device, fp32_matmul, environment)
     here = {"ranks_here": environment.ranks_here, "local_rank": _local_rank()}
     return World(dist.get_rank(), dist.get_world_size(), device, collectives=collectives, setup=setup, **here)

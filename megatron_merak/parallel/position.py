@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..errors import LaunchError
 
+SECRET = "MERAK_JOB_SECRET"  # environment variable of a launcher's secret for one job
 _PATIENCE = 5.0  # seconds to wait for another rank to write its line
 
 

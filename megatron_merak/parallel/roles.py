@@ -10,7 +10,7 @@ Of ranks 0 to 9, with two servers and replicas of four ranks (TP2 x PP2):
 ranks, each rank of a worker also serves a piece of its own place, to the ranks at that place of all workers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -23,12 +23,14 @@ class Role:
     size:    number of ranks of the job.
     places:  number of ranks of one worker.
     servers: number of dedicated server ranks, the last ones; 0: every rank of a worker also serves.
+    secret:  of the job, which who connects to a server has to know.
     """
 
     rank: int
     size: int
     places: int
     servers: int
+    secret: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def workers(self) -> int:

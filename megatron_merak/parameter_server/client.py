@@ -268,7 +268,7 @@ class Client:
         end.start, end.contributed, before = start, -1, end.version
         try:
             name = connection_name(end.server, start, self.role.rank)
-            end.connection = Connection(self.store, name, CLIENT, self.timeout)
+            end.connection = Connection(self.store, name, CLIENT, self.timeout, self.role.secret)
             end.connection.send(Kind.HELLO, text=end.layout.to_json())
             end.version = int(self._reply(end).numbers[1])
         except ConnectionLost as error:

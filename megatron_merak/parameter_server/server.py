@@ -114,7 +114,7 @@ class Server:
             name, timeout = connection_name(self.role.rank, self.start, client), self.settings.timeout
             if not comes(self.store.clone(), name, CLIENT, ended_key(client), timeout):
                 raise ConnectionLost(f"rank {client} did not come")
-            connection = Connection(self.store, name, SERVER, timeout)
+            connection = Connection(self.store, name, SERVER, timeout, self.role.secret)
             service.serve(worker, connection)
         except ConnectionLost as error:
             self.lost.append(client)

@@ -15,6 +15,8 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from ..errors import LaunchError
+from ..parallel.listening import new_secret, open_server
+from ..parallel.position import SECRET
 from ..parallel.roles import ATTEMPT, ended_key, job_keys
 
 _ATTEMPT = "only"  # single ranks start again, never the job
@@ -89,6 +91,8 @@ class Supervisor:
         Returns 0 if a worker finished, else the first status that is not 0. SIGINT and SIGTERM end the ranks.
         """
         self.store = self._store()
+        if self.hosts.nodes == 1:  # several would each make their own: give them one, in the environment
+            self.environment = {SECRET: new_secret()} | dict(self.environment)
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             for rank in self.hosts.ranks:
@@ -112,8 +116,12 @@ class Supervisor:
         """Create the job's key-value store, which outlives every rank."""
         first = self.hosts.node == 0
         try:
-            store = TCPStore(self.hosts.address, self.hosts.port, is_master=first, wait_for_workers=False)
-        except (RuntimeError, ValueError) as error:
+            if first:
+                one_host = self.hosts.nodes == 1
+                store = open_server(self.hosts.address, self.hosts.port, one_host, self.say)
+            else:
+                store = TCPStore(self.hosts.address, self.hosts.port, is_master=False, wait_for_workers=False)
+        except (RuntimeError, ValueError, OSError) as error:
             reason = f"no store {'can be opened' if first else 'answers'} there ({str(error).splitlines()[0]})"
             raise LaunchError("--master-port", self.hosts.port, reason, "Name one that is free") from error
         return job_keys(store, _ATTEMPT)

@@ -4,6 +4,7 @@ A rank that dies breaks its own connections only; a restarted server is connecte
 numbers, and possibly text or a flat tensor of a length that both sides know.
 """
 
+import secrets
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..parallel.listening import SECRET_BYTES, proof, proves
 
 NUMBERS = 16  # of a message, beside its kind
 _CHUNK = 1 << 26  # elements of a tensor that are sent at a time
@@ -82,10 +85,12 @@ class Connection:
     name:    the same at both ends, and never used before.
     side:    CLIENT or SERVER.
     timeout: how long the other side may take to connect, and to reply.
+    secret:  of the job; nothing is read from a side before it has proved that it knows it.
     """
 
-    def __init__(self, store: dist.Store, name: str, side: int, timeout: timedelta):
+    def __init__(self, store: dist.Store, name: str, side: int, timeout: timedelta, secret: bytes):
         self.other = 1 - side
+        self.name = name
         try:
             # A connection to the store serves one thread at a time, which may wait there for the other side.
             own = store.clone()
@@ -93,6 +98,39 @@ class Connection:
             self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, own), side, 2, timeout)
         except RuntimeError as error:
             raise ConnectionLost(_first_sentence(error)) from error
+        if side == SERVER:
+            self._challenge(secret)
+        else:
+            self._answer(secret)
+
+    def _challenge(self, secret: bytes) -> None:
+        """Let the client prove that it knows the secret, then prove it too. Raises ConnectionLost."""
+        own = secrets.token_bytes(SECRET_BYTES)
+        self._send_bytes(own)
+        theirs = self._receive_bytes()
+        self._check(self._receive_bytes(), proof(secret, "client", self.name, own, theirs))
+        self._send_bytes(proof(secret, "server", self.name, own, theirs))
+
+    def _answer(self, secret: bytes) -> None:
+        """The client's part of ``_challenge``."""
+        theirs = self._receive_bytes()
+        own = secrets.token_bytes(SECRET_BYTES)
+        self._send_bytes(own)
+        self._send_bytes(proof(secret, "client", self.name, theirs, own))
+        self._check(self._receive_bytes(), proof(secret, "server", self.name, theirs, own))
+
+    def _check(self, given: bytes, wanted: bytes) -> None:
+        if not proves(given, wanted):
+            del self.group  # which closes the connection
+            raise ConnectionLost("the other side does not know the secret of this job")
+
+    def _send_bytes(self, data: bytes) -> None:
+        self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _receive_bytes(self) -> bytes:
+        data = torch.empty(SECRET_BYTES, dtype=torch.uint8)
+        self._receive(data)
+        return data.numpy().tobytes()
 
     def send(self, kind: Kind, numbers: Sequence[float] = (), text: str = "") -> None:
         data = text.encode()
