@@ -13,10 +13,10 @@ import pytest
 from tests.listeners import listeners
 from tests.parameter_server.launched import ROOT, environment, launcher
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data
-    --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --log-interval 1 --eval-iters 0 --train-iters 400
+    --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --log-interval 1 --eval-iters 0 --train-iters 60
     --distributed-timeout-minutes 2"""
 PRETRAIN = str(ROOT / "pretrain_gpt.py")
 PIPELINE = [sys.executable, PRETRAIN, "--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]
@@ -45,13 +45,13 @@ def losses(command: list[str], metrics: Path, thrown: bool) -> tuple[list[float]
                     ends[-1].sendall(secrets.token_bytes(64))
                 except OSError:
                     pass  # that one has been closed
-            time.sleep(0.05)
+            time.sleep(0.1)
         assert process.poll() == 0, log.read_text()
     finally:
         process.kill()
         for end in ends:
             end.close()
-    assert not thrown or len(ends) > 20
+    assert not thrown or len(ends) > 5
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()], heard
 
 
@@ -61,4 +61,4 @@ def test_garbage_at_every_port_changes_no_bit(command, tmp_path):
     wanted, _ = losses(first, tmp_path / "one", False)
     found, heard = losses(second, tmp_path / "other", True)
     assert {address for address, _ in heard} == {"127.0.0.1"}, heard
-    assert len(heard) >= 3 and len(wanted) == 400 and found == wanted
+    assert len(heard) >= 3 and len(wanted) == 60 and found == wanted
