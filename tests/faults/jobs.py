@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 10
 TIMEOUT = 60  # seconds, of a collective
 DEAD = 15.0  # seconds in which a job ends whose rank has died
-HUNG = TIMEOUT + 30.0  # seconds in which a job ends whose rank does not answer
+HUNG = TIMEOUT + 60.0  # seconds in which a job ends whose rank does not answer: launchers wait 30 s for it again
 LAUNCHER = 45.0  # seconds in which a job has saved and ended that is told to
 SMALL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data
     --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --log-interval 1 --eval-iters 0 --train-iters {STEPS}

@@ -13,10 +13,10 @@ import pytest
 from tests.listeners import listeners
 from tests.parameter_server.launched import ROOT, environment, launcher
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data
-    --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --log-interval 1 --eval-iters 0 --train-iters 60
+    --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --log-interval 1 --eval-iters 0 --train-iters 40
     --distributed-timeout-minutes 2"""
 PRETRAIN = str(ROOT / "pretrain_gpt.py")
 PIPELINE = [sys.executable, PRETRAIN, "--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]
@@ -35,7 +35,7 @@ def losses(command: list[str], metrics: Path, thrown: bool) -> tuple[list[float]
             env={name: value for name, value in environment().items() if name != "GLOO_SOCKET_IFNAME"},
         )
     ends = []
-    deadline = time.monotonic() + 250
+    deadline = time.monotonic() + 550
     try:
         while process.poll() is None and time.monotonic() < deadline:
             heard |= listeners(process.pid)
@@ -61,4 +61,4 @@ def test_garbage_at_every_port_changes_no_bit(command, tmp_path):
     wanted, _ = losses(first, tmp_path / "one", False)
     found, heard = losses(second, tmp_path / "other", True)
     assert {address for address, _ in heard} == {"127.0.0.1"}, heard
-    assert len(heard) >= 3 and len(wanted) == 60 and found == wanted
+    assert len(heard) >= 3 and len(wanted) == 40 and found == wanted
