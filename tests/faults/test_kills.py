@@ -69,7 +69,7 @@ NAMES = [pytest.param(name, marks=TODAY) if name in ("save_model", "merak-conver
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kill_now_and_then_leaves_what_can_be_read(root, name):
     stride, _ = EXPECTED[name]
-    assert run_ranks(_kill_everywhere, 1, root, name, stride)[0] > 4
+    assert run_ranks(_kill_everywhere, 1, root, name, stride, timeout=200.0)[0] > 4
 
 
 @pytest.mark.slow
