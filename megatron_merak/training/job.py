@@ -13,7 +13,7 @@ from ..checkpoint import store
 from ..checkpoint.lock import DirectoryLock
 from ..config import RunConfig, check_sizes, flag_name, worker_note
 from ..data.build import Datasets
-from ..data.identity import difference, identity
+from ..data.identity import difference, identity, sample_digests
 from ..data.loader import BatchLoader
 from ..errors import CheckpointError, ConfigError, DataError
 from ..parallel.agree import gather_json, together
@@ -59,15 +59,33 @@ def _setting(config: RunConfig, name: str) -> str | None:
     return next((getattr(section, name) for section in vars(config).values() if hasattr(section, name)), None)
 
 
-def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:
-    """Raise DataError on every rank if hosts have different copies of the data. ``data``: see ``data.identity``."""
+def agree_on_data(data: Mapping[str, Mapping | None], datasets: Datasets, mesh: Mesh) -> None:
+    """Raise DataError on every rank if hosts have different copies of the data.
+
+    data:     see ``data.identity``.
+    datasets: values of some samples are compared, too.
+    """
+    remedy = "Provide the same files on all hosts"
     everywhere = gather_json(data, mesh.control, "cpu")
     for rank, theirs in enumerate(everywhere):
         for part, first in everywhere[0].items():
             text = difference(theirs[part], first)
             if text or first is not None and theirs[part]["order"] != first["order"]:
                 reason = f"rank {rank} reads other {part} data than rank 0: {text or 'samples in another order'}"
-                raise DataError("data set", f"({part})", reason, "Provide the same files on all hosts")
+                raise DataError("data set", f"({part})", reason, remedy)
+    if mesh.control is None:
+        return
+    with together(mesh.control, "cpu"):
+        own = sample_digests(datasets)
+    values = gather_json(own, mesh.control, "cpu")
+    for rank, theirs in enumerate(values):
+        for part, first in values[0].items():
+            if theirs[part] != first:
+                pairs = zip(theirs[part] or (), first or (), strict=True)
+                sample, expected = next((one, other) for one, other in pairs if one != other)
+                place = sample.partition(":")[0]
+                reason = f"sample {place} has other values on rank {rank} ({sample}) than on rank 0 ({expected})"
+                raise DataError("data set", f"({part})", reason, remedy)
 
 
 def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Sequence[str] = ()) -> str:
@@ -111,7 +129,7 @@ class Job:
         self.settings: RunConfig = trainer.config  # the settings as they were given, which --save stores
         self.report: Report | None = None
         trainer.data = identity(datasets)
-        agree_on_data(trainer.data, self.mesh)
+        agree_on_data(trainer.data, datasets, self.mesh)
         limit, scaler = self.config.train.max_consecutive_skipped_steps, trainer.optimizer.scaler
         self.skips = SkippedSteps(limit, trainer.model.buffer, self.mesh.control, scaler=scaler)
         self.lock: DirectoryLock | None = None

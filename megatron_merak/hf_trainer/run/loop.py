@@ -15,7 +15,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 
 from ...errors import CheckpointError, ConfigError
-from ...parallel.agree import broadcast_json, raise_together, together
+from ...parallel.agree import raise_together
 from ...training.skips import SkippedSteps
 from ..batches import fingerprint
 from ..batches.order import Batch
@@ -81,14 +81,11 @@ class TrainingLoop:
         state.is_world_process_zero = self.trainer.is_world_process_zero()
 
     def _fingerprint(self) -> dict:
-        """Return the fingerprint of the training dataset on the first rank, before an epoch may change what it
-        yields.
+        """Return the fingerprint of the training dataset, before an epoch may change what it yields.
+
+        Raises DataError on every rank if ranks have different ones.
         """
-        group, own = self.trainer.control_group, None
-        with together(group, "cpu"):
-            if self.trainer.is_world_process_zero():
-                own = fingerprint.fingerprint(self.loading.dataset)
-        return broadcast_json(own, group, "cpu")
+        return fingerprint.agreed(self.loading.dataset, self.trainer.control_group)
 
     def _resume(self, directory: Path) -> None:
         trainer, args = self.trainer, self.args
