@@ -81,6 +81,8 @@ class Stage:
     split:       splits a training micro-batch into parts whose segments are interleaved; None: no split.
     overlap:     whether collectives overlap with other work.
     units:       of the model's chain, in forward order.
+
+    Attribute ``replica``: the replica whose micro-batches it runs, from which random numbers follow.
     """
 
     def __init__(
@@ -100,9 +102,17 @@ class Stage:
         self.units = units
         self.mesh, self.seed, self.mode, self.split, self.overlap = mesh, seed, mode, split, overlap
         self.generator = default_generator(mesh.device)
+        self.replica = mesh.replica
+        self._observer: Callable[..., None] | None = None
         self.parts: dict[int, list[Part]] = {}
         self._runners: dict[Program, _Runner] = {}
         self._visits: dict[tuple[Kind, bool, bool], Sequence[Visit]] = {}
+
+    def observe(self, observer: Callable[..., None] | None) -> None:
+        """Call ``observer`` after each forward and backward of a segment, until it is None; see `watching`."""
+        self._observer = observer
+        for runner in self._runners.values():
+            runner.engine.observer = observer
 
     def start_run(self, training: bool) -> None:
         """Prepare for the first op of a schedule; drop the micro-batches of an earlier run that failed."""
@@ -116,7 +126,7 @@ class Stage:
         task: for ``program_for``.
         """
         batches = [batch] if self.split is None or not training else self.split(batch)
-        position = (step, microbatch * self.mesh.replicas + self.mesh.replica)
+        position = (step, microbatch * self.mesh.replicas + self.replica)
         halves = range(len(batches)) if len(batches) > 1 else (None,)
         self.parts[microbatch] = [
             self._new_part(part, (*position, half), training, task) for part, half in zip(batches, halves, strict=True)
@@ -127,6 +137,7 @@ class Stage:
         program = self.program_for(batch, training, task)
         if program not in self._runners:
             self._runners[program] = _Runner(program, self.recompute, self.parameters, self.mesh, self.overlap)
+            self._runners[program].engine.observer = self._observer
         if training:
             self._runners[program].train()
         step, microbatch, half = position

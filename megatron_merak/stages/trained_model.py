@@ -1,6 +1,6 @@
 """A model on this rank with its optimizer: what native and captured models have in common."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..runtime.executor import Executor
 from ..runtime.executors import Executors
 from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
+from .not_finite import first_not_finite
 from .optimizer_state import OptimizerOf
 from .replicas import Replicas
 
@@ -72,6 +73,17 @@ class TrainedModel:
     def loss(self, values: Sequence[float]) -> float:
         """Return the loss of a step from the values of what `backward` returned."""
         raise NotImplementedError
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that undoes what a later `backward` changes beside the gradient."""
+        return lambda: None
+
+    def first_not_finite(self, batches: Sequence[Mapping[str, Tensor]]) -> str:
+        """Return where the numbers of the last step, which was skipped, stop being finite; see ``not_finite``.
+
+        batches: of that step, as `backward` took them. Collective over all ranks.
+        """
+        return first_not_finite(self, batches, self.iteration - 1)
 
     def gradients(self, *arguments: Any) -> float | None:
         """Return the loss of one step, and leave its gradient in ``buffer.main_grad``. For arguments see `backward`."""

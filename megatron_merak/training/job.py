@@ -284,9 +284,20 @@ class Job:
             samples = trainer.consumed_samples - before
             progress = Progress(*done, samples, None if self.mesh.steps_together else trainer.global_batch_size)
             self.report.step(progress, seconds, result)
-        self.skips.count(result.skipped)
+        self._count_skipped(result.skipped, batches)
         if drawn:
             self._draw_timeline(resize(self.plan.schedule, len(batches)), executor.trace)
+
+    def _count_skipped(self, skipped: bool, batches: list[dict[str, torch.Tensor]]) -> None:
+        trainer = self.trainer
+
+        def first() -> str:
+            if self.mesh.workers > 1:  # its weights may have moved on
+                return ""
+            return trainer.model.first_not_finite(trainer.model.from_samples(batches))
+
+        if told := self.skips.count(skipped, first):
+            self.say(f"iteration {trainer.iteration}: {told}")
 
     def _draw_timeline(self, schedule: Schedule, trace: list) -> None:
         view, path = step_view(schedule, trace, self.mesh), self.config.logging.timeline

@@ -115,7 +115,9 @@ class Worker:
         return ServedAdamW(parameters, config, client, workers, self.sync, scaler)
 
     def agree(self, mesh: Mesh, data: object) -> None:
-        """Raise ConfigError on all ranks of a worker whose settings, data or software are not those of the first worker."""
+        """Raise ConfigError on all ranks of a worker whose settings, data or software differ from those of the first
+        worker.
+        """
         with together(mesh.control, "cpu"):
             if self.role.place == 0:
                 content = json.dumps([self.config.to_dict(), data, software()], sort_keys=True)
@@ -123,7 +125,9 @@ class Worker:
                 first = self.store.compare_set(_JOB, "", digest).decode()
                 if first != digest:
                     reason = "its flags, its data or its software differ from those of the first worker"
-                    raise ConfigError("worker", self.role.worker, reason, "Start all ranks with the same arguments and versions")
+                    raise ConfigError(
+                        "worker", self.role.worker, reason, "Start all ranks with the same arguments and versions"
+                    )
 
     def tell_loaded(self, iteration: int | None) -> None:
         """Publish which checkpoint to load, before the first worker's weights are on the servers."""

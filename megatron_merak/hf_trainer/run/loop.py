@@ -3,6 +3,7 @@
 The order of events, the keys of logs and the arithmetic of steps are those of ``transformers.Trainer``.
 """
 
+import logging
 import math
 import time
 from itertools import islice
@@ -212,7 +213,9 @@ class TrainingLoop:
         state.epoch = epoch
         self._tell("on_step_end")
         self._log_evaluate_save()
-        self.skips.count(result.skipped)
+        told = self.skips.count(result.skipped, lambda: self.engine.first_not_finite(prepared))
+        if told and trainer.is_world_process_zero():
+            logging.getLogger(__name__).warning("Step %d: %s.", state.global_step, told)
 
     def _count_loss(self, loss: float) -> None:
         finite = math.isfinite(loss)
