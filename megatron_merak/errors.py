@@ -5,8 +5,10 @@ class MerakError(Exception):
     """A user-visible failure.
 
     Attributes: ``what`` (the flag or the thing that is wrong), ``value`` (what it was), ``reason`` and ``remedy``
-    (sentences without a final full stop).
+    (sentences without a final full stop). ``status``: with which a command ends that raises it.
     """
+
+    status = 1
 
     def __init__(self, what: str, value: object, reason: str, remedy: str):
         super().__init__(what, value, reason, remedy)
@@ -54,6 +56,18 @@ class DirectoryLockedError(CheckpointError):
 
 class NumericsError(MerakError):
     """Gradients or weights that are not finite, where training cannot go on."""
+
+
+class UnexpectedResultError(NumericsError):
+    """A result that was computed again and is wrong, or is right and not finite. The status is Megatron-LM's."""
+
+    status = 17
+
+
+class DoubtfulResultError(NumericsError):
+    """An unexpected result that only another device can confirm. The status is Megatron-LM's."""
+
+    status = 16
 
 
 class ServerError(MerakError):

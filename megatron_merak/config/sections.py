@@ -7,6 +7,8 @@ import math
 from ..errors import ConfigError
 from .settings import Section, setting
 
+RERUN_MODES = ("disabled", "validate_results", "report_stats")
+INJECTIONS = ("correct_result", "transient_error", "persistent_error")
 FP32_MATMULS = ("auto", "highest", "high", "medium")
 
 
@@ -170,6 +172,21 @@ class TrainConfig(Section):
     max_consecutive_skipped_steps: int = setting(20, least=1, ours=True)
     """End the run with an error after this many consecutive steps were skipped because the gradient was not finite. In
     fp16, count only steps at which the loss scale could not be lowered."""
+    rerun_mode: str = setting("disabled", choices=RERUN_MODES, megatron="validate_results")
+    """validate_results: compute a step whose loss or gradient is not finite or, with the next two flags, unexpectedly
+    large a second time from the same batches, to tell a transient fault from a persistent one and both from the data;
+    report_stats: compute every step twice, and report how far the results differ."""
+    check_for_spiky_loss: bool = setting(False)
+    """Report a micro-batch whose loss is at least 10 times the largest of the first 100; see --rerun-mode."""
+    check_for_large_grads: bool = setting(False)
+    """Report a rank whose gradient has at least 10 times the largest norm of the first 100 steps; see --rerun-mode."""
+    no_check_for_nan_in_loss_and_grad: bool = setting(False)
+    """With --rerun-mode validate_results, do not compute a step again because its loss or gradient is not finite. Its
+    update is skipped in any case."""
+    error_injection_rate: int = setting(0, least=0)
+    """With --rerun-mode, treat one result in this many as unexpected, for tests; 0: none."""
+    error_injection_type: str = setting("transient_error", choices=INJECTIONS)
+    """What --error-injection-rate pretends to be the cause."""
     skip_train: bool = setting(False)
     """Evaluate without training."""
 

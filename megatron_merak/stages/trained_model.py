@@ -78,12 +78,16 @@ class TrainedModel:
         """Return a function that undoes what a later `backward` changes beside the gradient."""
         return lambda: None
 
-    def first_not_finite(self, batches: Sequence[Mapping[str, Tensor]]) -> str:
-        """Return where the numbers of the last step, which was skipped, stop being finite; see ``not_finite``.
+    def first_not_finite(self, batches: Sequence[Mapping[str, Tensor]], iteration: int | None = None) -> str:
+        """Return where the numbers of a step stop being finite; see ``not_finite``. Collective over all ranks.
 
-        batches: of that step, as `backward` took them. Collective over all ranks.
+        batches:   of that step, as `backward` took them.
+        iteration: steps done before it; None: it is the last one, which was skipped.
         """
-        return first_not_finite(self, batches, self.iteration - 1)
+        return first_not_finite(self, batches, self.iteration - 1 if iteration is None else iteration)
+
+    def admit(self, batches: Sequence[Mapping[str, Tensor]], training: bool) -> None:
+        """Prepare for ``batches`` whose shapes may be new."""
 
     def gradients(self, *arguments: Any) -> float | None:
         """Return the loss of one step, and leave its gradient in ``buffer.main_grad``. For arguments see `backward`."""

@@ -15,7 +15,7 @@ from ..config import RunConfig, check_sizes, flag_name, worker_note
 from ..data.build import Datasets
 from ..data.identity import difference, identity, sample_digests
 from ..data.loader import BatchLoader
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, ConfigError, DataError, DoubtfulResultError, UnexpectedResultError
 from ..parallel.agree import gather_json, together
 from ..parallel.interruption import Interrupted, Interruption
 from ..parallel.launch import World, end_interrupted
@@ -248,7 +248,12 @@ class Job:
                     reason = f"the training data ends at {loader.consumed_samples} samples"
                     raise DataError(*setting, reason, "Lower it, or give more data")
                 interruption.before_step()
-                self.train_step(batches, trainer.consumed_samples)
+                try:
+                    self.train_step(batches, trainer.consumed_samples)
+                except (UnexpectedResultError, DoubtfulResultError):  # nothing was updated
+                    if checkpoint.save is not None and saved != trainer.iteration:
+                        self.save()
+                    raise
                 stops = interruption.after_step() > 0
                 if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
                     saved = self.save()

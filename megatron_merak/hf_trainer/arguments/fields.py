@@ -119,5 +119,5 @@ PARALLEL_FIELDS = (  # fields of ParallelConfig, apart from the degrees
 )
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
-    "replica_check_interval",
+    *("replica_check_interval", "error_injection_rate"),
 )

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, DoubtfulResultError, UnexpectedResultError
 from ...parallel.agree import raise_together
+from ...stages.rerun import Rerun
+from ...stages.unexpected import checks_of
 from ...training.skips import SkippedSteps
 from ..batches import fingerprint
 from ..batches.order import Batch
@@ -51,6 +53,7 @@ class TrainingLoop:
         limit, argument = self.args.max_consecutive_skipped_steps, "max_consecutive_skipped_steps"
         engine, control = self.engine, trainer.control_group
         self.skips = SkippedSteps(limit, engine.buffer, control, argument, engine.scaler)
+        self.rerun = Rerun(engine, checks_of(self.args), self._say, self._warn, "rerun_mode", self.args.seed)
         self.captures = Captures(engine, trainer.is_world_process_zero())
         self.run_loss = self.pending_loss = 0.0
         self.last_logged = self.finite_losses = self.finite_in_run = 0
@@ -178,8 +181,13 @@ class TrainingLoop:
             if not group:  # a stream that ended early
                 break
             done += len(group)
-            self.position = (epoch, done * self.samples_per_batch)
-            self._step(group, epoch + done / total)
+            before, self.position = self.position, (epoch, done * self.samples_per_batch)
+            try:
+                self._step(group, epoch + done / total)
+            except (UnexpectedResultError, DoubtfulResultError):  # nothing was updated
+                self.position = before
+                self._save_after_all()
+                raise
             if self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop:
                 break
         if done == 0:
@@ -189,6 +197,19 @@ class TrainingLoop:
         self._tell("on_epoch_end")
         self._log_evaluate_save()
 
+    def _save_after_all(self) -> None:
+        """Save the run as of the last step, unless that was saved."""
+        place = self.directory.place(self.state.global_step)
+        if self.args.save_strategy != SaveStrategy.NO and not run_directory.exists(place, self.trainer.control_group):
+            self._save()
+
+    def _say(self, text: str) -> None:
+        if self.trainer.is_world_process_zero():
+            logging.getLogger(__name__).warning("%s", text)
+
+    def _warn(self, text: str) -> None:
+        logging.getLogger(__name__).warning("%s", text)
+
     def _is_over(self) -> bool:
         return self.trainer.control.should_training_stop or self.state.global_step >= self.extent.steps
 
@@ -196,7 +217,7 @@ class TrainingLoop:
         trainer, state = self.trainer, self.state
         self._tell("on_step_begin")
         prepared = trainer.prepare_step(batches)
-        reduced = self.engine.backward(prepared)
+        reduced = self.rerun.backward(prepared)
         self.captures.look()
         trainer._note_reports(batches, prepared)
         for _ in batches[1:]:
@@ -214,8 +235,8 @@ class TrainingLoop:
         self._tell("on_step_end")
         self._log_evaluate_save()
         told = self.skips.count(result.skipped, lambda: self.engine.first_not_finite(prepared))
-        if told and trainer.is_world_process_zero():
-            logging.getLogger(__name__).warning("Step %d: %s.", state.global_step, told)
+        if told:
+            self._say(f"Step {state.global_step}: {told}.")
 
     def _count_loss(self, loss: float) -> None:
         finite = math.isfinite(loss)
