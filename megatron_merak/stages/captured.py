@@ -163,6 +163,10 @@ class CapturedModel(TrainedModel):
         dist.all_reduce(value, group=self.mesh.pp)
         return torch.cat((value, reduced[1:]))
 
+    @property
+    def settled(self) -> bool:
+        return self.halves is not None
+
     def snapshot(self) -> Callable[[], None]:
         return snapshot(self)
 

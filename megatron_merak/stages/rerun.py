@@ -51,7 +51,6 @@ class Rerun:
         self.model, self.mesh, self.checks = model, model.mesh, checks
         self.say, self.warn, self.name, self.seed = say, warn, name, seed
         self.judge = Judge(checks, finite=not model.optimizer.scaler.scales) if checks.active else None
-        self._began = False  # the first step is not judged, as in Megatron-LM; it may try ways to run
         self._worst: dict[str, float] = {}
 
     def backward(self, batches: Sequence[Mapping[str, Any]]) -> Tensor | None:
@@ -61,9 +60,8 @@ class Rerun:
         """
         if self.judge is None:
             return self.model.backward(batches)
-        began, self._began = self._began, True
-        if not began:
-            return self.model.backward(batches)
+        if not self.model.settled:
+            self.model.backward(batches)  # it decides how to run
         restore = self.model.snapshot() if self.checks.rerun_mode != "disabled" else None
         reduced, seals = self._run(batches)
         facts = self._facts(batches, seals)

@@ -86,6 +86,11 @@ class TrainedModel:
         """
         return first_not_finite(self, batches, self.iteration - 1 if iteration is None else iteration)
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is decided how micro-batches run; until then a `backward` may run some more than once."""
+        return True
+
     def admit(self, batches: Sequence[Mapping[str, Tensor]], training: bool) -> None:
         """Prepare for ``batches`` whose shapes may be new."""
 

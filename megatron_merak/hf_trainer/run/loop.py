@@ -56,7 +56,7 @@ class TrainingLoop:
         self.rerun = Rerun(engine, checks_of(self.args), self._say, self._warn, "rerun_mode", self.args.seed)
         self.captures = Captures(engine, trainer.is_world_process_zero())
         self.run_loss = self.pending_loss = 0.0
-        self.last_logged = self.finite_losses = self.finite_in_run = 0
+        self.last_logged = 0
         self.grad_norm: float | None = None
         self.used_rate: float | None = None
         self.first_epoch = self.skipped_batches = 0
@@ -112,7 +112,6 @@ class TrainingLoop:
         progress = progress_of(extra)
         self.rate.load(progress.rate)
         self.pending_loss, self.last_logged = progress.pending_loss, progress.last_logged
-        self.finite_losses = progress.finite_losses
         self.first_epoch, samples = progress.position
         if not args.ignore_data_skip:
             self.skipped_batches = self._batches_in(samples)
@@ -239,17 +238,10 @@ class TrainingLoop:
             self._say(f"Step {state.global_step}: {told}.")
 
     def _count_loss(self, loss: float) -> None:
-        finite = math.isfinite(loss)
-        self.finite_losses += finite
-        self.finite_in_run += finite
-        if self.args.logging_nan_inf_filter and not finite:
+        if self.args.logging_nan_inf_filter and not math.isfinite(loss):
             loss = self.pending_loss / (1 + self.state.global_step - self.last_logged)
         self.pending_loss += loss
         self.run_loss += loss
-
-    def _mean(self, total: float, steps: float, finite: int) -> float:
-        """Return the mean loss; NaN if no loss was finite, since ``logging_nan_inf_filter`` replaced them by 0."""
-        return total / steps if finite or not math.isfinite(total) else math.nan
 
     def _agree(self) -> None:
         """Let all ranks do what the callbacks of any rank decide; else some would wait in a collective forever.
@@ -284,11 +276,11 @@ class TrainingLoop:
         self._agree()
         if trainer.control.should_log and self.state.global_step > self.last_logged:
             steps = self.state.global_step - self.last_logged
-            logs = {"loss": self._mean(self.pending_loss, steps, self.finite_losses)}
+            logs = {"loss": self.pending_loss / steps}
             if self.grad_norm is not None:
                 logs["grad_norm"] = self.grad_norm
             logs["learning_rate"] = self.rate.logged if self.used_rate is None else self.used_rate
-            self.pending_loss, self.finite_losses, self.last_logged = 0.0, 0, self.state.global_step
+            self.pending_loss, self.last_logged = 0.0, self.state.global_step
             trainer.store_flos()
             trainer.log(logs, self.began)
             self._agree()
@@ -354,7 +346,6 @@ class TrainingLoop:
         return Progress(
             self.rate.state(),
             self.pending_loss,
-            self.finite_losses,
             self.last_logged,
             self._seeds(),
             list(self.position),
@@ -366,7 +357,7 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
         steps = state.global_step - self.first_step
-        loss = self._mean(self.run_loss, steps, self.finite_in_run) if steps else 0.0
+        loss = self.run_loss / steps if steps else 0.0
         share = steps / max(state.max_steps, 1)
         metrics = speed_metrics("train", self.began, self.extent.samples * share, steps)
         trainer.store_flos()
