@@ -1,5 +1,6 @@
 """One pipeline stage: its programs and its micro-batches in flight."""
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class _Runner:
             wait_for_parameters=parameters.wait_for,
         )
         self.parameters, self.last_uses = parameters, parameters.used_by(program.segments)
+        self.collectives = _collectives_of(program)
         self.trains = False
 
     def train(self) -> None:
@@ -51,6 +53,15 @@ class _Runner:
         if not self.trains:
             self.parameters.trained_by(self.program.segments)
             self.trains = True
+
+
+def _collectives_of(program: Program) -> bytes:
+    """Return a checksum of a program's tensor-parallel collectives, in the order of its forward, and of its borders."""
+    code = zlib.crc32(repr([(value.shape, value.dtype) for value in (*program.sources, *program.targets)]).encode())
+    for segment in program.segments:
+        kinds = "/".join(edge.collective for edge in (*segment.ins, *segment.outs))
+        code = zlib.crc32(f"{segment.unit}.{segment.index}:{kinds}".encode(), code)
+    return code.to_bytes(4, "little")
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,9 @@ class Stage:
     overlap:     whether collectives overlap with other work.
     units:       of the model's chain, in forward order.
 
-    Attribute ``replica``: the replica whose micro-batches it runs, from which random numbers follow.
+    Attributes:
+    replica:  whose micro-batches it runs, from which random numbers follow.
+    launched: checksum of the sequence of tensor-parallel collectives of all its micro-batches.
     """
 
     def __init__(
@@ -103,6 +116,7 @@ class Stage:
         self.mesh, self.seed, self.mode, self.split, self.overlap = mesh, seed, mode, split, overlap
         self.generator = default_generator(mesh.device)
         self.replica = mesh.replica
+        self.launched = 0
         self._observer: Callable[..., None] | None = None
         self.parts: dict[int, list[Part]] = {}
         self._runners: dict[Program, _Runner] = {}
@@ -138,6 +152,7 @@ class Stage:
         if program not in self._runners:
             self._runners[program] = _Runner(program, self.recompute, self.parameters, self.mesh, self.overlap)
             self._runners[program].engine.observer = self._observer
+        self.launched = zlib.crc32(self._runners[program].collectives, self.launched)
         if training:
             self._runners[program].train()
         step, microbatch, half = position

@@ -29,7 +29,8 @@ class TrainedModel:
     parameters:             of all these stages.
     optimizer, scaler:      settings of the optimizer, and the loss scaler in fp16.
     optimizer_of:           makes the optimizer.
-    replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
+    replica_check_interval: optimizer steps between two comparisons of replicas' weights, and of what ranks launched, 0
+                            for none.
 
     ``iteration``: optimizer steps done.
     """
@@ -48,7 +49,7 @@ class TrainedModel:
         self.plan, self.mesh, self.stages, self.parameters = plan, mesh, stages, parameters
         self.buffer, self.gatherer = parameters.buffer, parameters.gatherer
         self.optimizer = optimizer_of(parameters, optimizer, scaler)
-        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, replica_check_interval)
+        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, replica_check_interval, stages)
         self.executors = Executors(stages, plan.schedule, mesh)
         self.iteration = 0
 

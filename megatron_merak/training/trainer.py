@@ -79,6 +79,7 @@ class Trainer:
         batches: this replica's micro-batches, on every rank of the replica.
         """
         rates = self.rates()
+        self.model.replicas.note_samples(batches)
         sums = self.rerun.backward(self.model.from_samples(batches))
         result = self.model.update(rates, sums, self._own_zeros())
         samples = len(batches) * self.plan.micro_batch_size * self.mesh.summed

@@ -5,9 +5,15 @@ import io
 import math
 from pathlib import Path
 
+import pytest
+import torch
+
 from megatron_merak.errors import DoubtfulResultError, UnexpectedResultError
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.runtime.executor import Executor
 from megatron_merak.stages.unexpected import Checks, Judge
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 from tests.training.jobs import job
 
@@ -61,6 +67,46 @@ def _spoiled(rank, world, flags, spoils):
         Executor.run = run
     losses = [line.partition("lm loss:")[2][:14] for line in text.splitlines() if "lm loss:" in line]
     return told.getvalue(), None if error is None else (type(error).__name__, str(error), error.status), losses
+
+
+def test_a_loss_spike_is_told(capfd):
+    flags = "--micro-batch-size 1 --global-batch-size 50 --train-iters 4 --check-for-spiky-loss"
+    run = Executor.run
+
+    def growing(self, batches, step, **others):
+        if step == 3:
+            self.stages[0].parameters.buffer.data.mul_(30.0)
+        return run(self, batches, step, **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "run", growing)
+        job(0, 1, flags)
+    told = capfd.readouterr().err
+    assert "step 4 on rank 0: the loss of micro-batch 0 is " in told and "at least 10 times the largest" in told
+    assert told.count("at least 10 times") == 1 and "step 3" not in told
+
+
+def test_a_trainer_saves_the_last_sound_step(tmp_path):
+    run = Executor.run
+    runs = []
+
+    def spoiled(self, batches, step, **others):
+        result = run(self, batches, step, **others)
+        if others.get("training", True) and step == 2:
+            runs.append(step)
+            if len(runs) == 1:
+                self.losses[0] = (self.losses[0][0], self.losses[0][1], torch.tensor(math.nan))
+        return result
+
+    settings = {"max_steps": 4, "save_steps": 9, "rerun_mode": "validate_results", "report_to": "none", "use_cpu": True}
+    trainer = MerakTrainer(tiny_llama(), MerakArguments(str(tmp_path), **settings), collate, samples(32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "run", spoiled)
+        with pytest.raises(UnexpectedResultError, match=r"rerun_mode validate_results: in step 3, rank 0 .* transient"):
+            trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"] and len(runs) == 2
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
 
 
 def _transient(rank, step, run):
