@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..counting import named_ranks
 from ..errors import PlanError
 from ..optimizer.base import LocalOptimizer
-from ..parallel.agree import gather_json, ranks_named
+from ..parallel.agree import gather_json
 from ..parallel.buffers import Sharding
 from ..parallel.mesh import Mesh
 from ..runtime.shards import ShardGatherer
@@ -204,7 +205,7 @@ def _unlike_most(values: Sequence[object], group_of: Callable[[int], object]) ->
 
 
 def _have(ranks: Sequence[int]) -> str:
-    return f"{ranks_named(list(ranks))} {'have' if len(ranks) > 1 else 'has'}"
+    return f"{named_ranks(list(ranks))} {'have' if len(ranks) > 1 else 'has'}"
 
 
 _SEQUENCE = (

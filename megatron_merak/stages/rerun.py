@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..counting import named_ranks
 from ..errors import DoubtfulResultError, NumericsError, UnexpectedResultError
-from ..parallel.agree import gather_json, ranks_named, together
+from ..parallel.agree import gather_json, together
 from ..runtime.watching import Seals, sealed
 from ..tensor_parallel import derive_seed
 from .borrowed import batches_of_next
@@ -129,7 +130,7 @@ class Rerun:
         suspects = [rank for rank, report in enumerate(reports) if report is not None]
         text, fatal = reports[suspects[0]][0], any(report[1] for report in reports if report)
         injected = self.checks.error_injection_type if text == "an injected error" else ""
-        self.say(f"{self._step}: {text}, on {ranks_named(suspects)}; the step is computed again")
+        self.say(f"{self._step}: {text}, on {named_ranks(suspects)}; the step is computed again")
         first = self._gather(facts)
         restore()
         reduced, seals = self._run(batches)
@@ -150,7 +151,7 @@ class Rerun:
             wrong = suspects if injected == "persistent_error" else wrong
         restore()
         reduced, _ = self._run(batches)
-        stand_ins = ranks_named([self._stand_in(rank) for rank in wrong or suspects])
+        stand_ins = named_ranks([self._stand_in(rank) for rank in wrong or suspects])
         if wrong:
             verdict = f"{self._named(wrong)} computed the same numbers again, and {stand_ins} others from the same "
             verdict += "micro-batches: a persistent fault"
@@ -199,7 +200,7 @@ class Rerun:
         """Return the ranks with their hosts and devices. Collective."""
         places = self._gather(f"{platform.node()}, {self.mesh.device}")
         hosts = "; ".join(dict.fromkeys(places[rank] for rank in ranks))
-        return f"{ranks_named(list(ranks))} ({hosts})"
+        return f"{named_ranks(list(ranks))} ({hosts})"
 
     def _place(self, batches: Sequence[Mapping[str, Any]], fatal: bool) -> str:
         """Return a clause on the first module that is not finite."""
