@@ -173,8 +173,8 @@ class TrainConfig(Section):
     """End the run with an error after this many consecutive steps were skipped because the gradient was not finite. In
     fp16, count only steps at which the loss scale could not be lowered."""
     rerun_mode: str = setting("disabled", choices=RERUN_MODES, megatron="validate_results")
-    """Steps to compute twice: those with unexpected results, to tell faults from data (validate_results), all, to report
-    differences (report_stats), or none."""
+    """Steps to compute twice: those with unexpected results, to tell faults from data (validate_results), all, to
+    report differences (report_stats), or none."""
     check_for_spiky_loss: bool = setting(False)
     """Report a micro-batch whose loss is at least 10 times the largest of the first 100; see --rerun-mode."""
     check_for_large_grads: bool = setting(False)
